@@ -1,0 +1,40 @@
+"""Recursive doubling: what a rank knows doubles in every round. Fewest rounds, at any size.
+
+All-reduce: ⌊log₂ p⌋ exchanges of the whole buffer between the largest power of two of ranks; the
+ranks beyond it hand theirs in before and get the result after (Thakur, Rabenseifner and Gropp 2005,
+doi:10.1177/1094342005051521). All-gather: ⌈log₂ p⌉ messages and (p−1)/p of the result per rank, at
+any p (Bruck et al. 1997, doi:10.1109/71.642949, whose final rotation cyclic runs of chunks spare).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from collectives.schedule import Ranks, Recv, Reduce, Round, Send, largest_power_of_two
+
+
+def all_reduce(rank: Ranks, size: int) -> Iterator[Round]:
+    """Exchange everything with the rank at distance 1, 2, 4, …"""
+    power = largest_power_of_two(size)
+    inside, helped, outside = rank < power, rank < size - power, rank >= power
+    if power < size:
+        yield [Send(0, rank - power, when=outside), Reduce(0, rank + power, when=helped)]
+    distance = 1
+    while distance < power:
+        peer = rank ^ distance
+        yield [Send(0, peer, when=inside), Reduce(0, peer, when=inside)]
+        distance *= 2
+    if power < size:
+        yield [Send(0, rank + power, when=helped), Recv(0, rank - power, when=outside)]
+
+
+def all_gather(rank: Ranks, size: int) -> Iterator[Round]:
+    """After each round a rank holds twice as many chunks, counted backwards from its own."""
+    held = 1
+    while held < size:
+        count = min(held, size - held)
+        yield [
+            Send((rank - count + 1) % size, (rank + held) % size, count),
+            Recv((rank - held - count + 1) % size, (rank - held) % size, count),
+        ]
+        held += count

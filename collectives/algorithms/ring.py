@@ -1,0 +1,34 @@
+"""The ring: each rank speaks with its two neighbours alone.
+
+Bandwidth-optimal at any size: all-reduce sends 2(p−1)/p of the buffer in 2(p−1) messages per rank,
+reduce-scatter and all-gather half of each (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from collectives.schedule import Ranks, Recv, Reduce, Round, Send
+
+
+def reduce_scatter(rank: Ranks, size: int) -> Iterator[Round]:
+    """A chunk starts beside its owner, goes once round, and gathers every rank's part."""
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    for step in range(1, size):
+        yield [
+            Send((rank - step) % size, following),
+            Reduce((rank - step - 1) % size, previous),
+        ]
+
+
+def all_gather(rank: Ranks, size: int) -> Iterator[Round]:
+    """Every rank passes on what it received in the round before."""
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    for step in range(size - 1):
+        yield [Send((rank - step) % size, following), Recv((rank - step - 1) % size, previous)]
+
+
+def all_reduce(rank: Ranks, size: int) -> Iterator[Round]:
+    """Reduce-scatter, then all-gather."""
+    yield from reduce_scatter(rank, size)
+    yield from all_gather(rank, size)

@@ -1,0 +1,19 @@
+"""Broadcast of large buffers: scatter, then all-gather.
+
+The root sends (p−1)/p of the buffer down the binomial tree and the ring brings the chunks to all, so
+nobody sends more than twice the buffer however many ranks there are (van de Geijn; Chan et al. 2007,
+doi:10.1002/cpe.1206).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from collectives.algorithms import binomial, ring
+from collectives.schedule import Ranks, Round
+
+
+def broadcast(rank: Ranks, size: int) -> Iterator[Round]:
+    """Scatter along the binomial tree, all-gather along the ring."""
+    yield from binomial.scatter(rank, size)
+    yield from ring.all_gather(rank, size)

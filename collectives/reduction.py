@@ -1,0 +1,102 @@
+"""The reductions: which op works on which dtype, and the fold of two pieces into one.
+
+Folds are element-wise: integers wrap as NumPy's do, NaN propagates through all of them, bool sums
+are `or` (MPI's logical sum). float16 and bfloat16 sums are computed in float32 and rounded once per
+fold, by numkong (NumPy's and ml_dtypes' own loops are about ten times slower); all other folds are
+NumPy ufuncs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numkong
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+Action: TypeAlias = Callable[[], Any]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT16S = (np.dtype(np.float16), BFLOAT16)
+_REDUCIBLE = {
+    np.dtype(name)
+    for name in (
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+        "float16 float32 float64 complex64 complex128"
+    ).split()
+} | {BFLOAT16}
+
+
+class ReduceOp(enum.Enum):
+    """How the ranks' elements are folded into one. The strings "sum", "Mean", … do as well."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+def as_op(op: ReduceOp | str) -> ReduceOp:
+    """The op that `op` names, in any case; ValueError where there is none of that name."""
+    if isinstance(op, ReduceOp):
+        return op
+    try:
+        return ReduceOp(op.lower())
+    except (AttributeError, ValueError):
+        allowed = ", ".join(repr(each.value) for each in ReduceOp)
+        raise ValueError(f"op={op!r}: must be a ReduceOp or one of {allowed}") from None
+
+
+@lru_cache(maxsize=256)
+def check_reducible(op: ReduceOp, dtype: np.dtype[Any]) -> None:
+    """TypeError where `op` has no meaning for the dtype."""
+    if dtype not in _REDUCIBLE:
+        allowed = ", ".join(sorted(each.name for each in _REDUCIBLE))
+        raise TypeError(f"array of dtype {dtype}: can't be reduced; the dtypes are {allowed}")
+    if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise TypeError(f"op={op.value!r}: complex numbers have no order")
+
+
+@lru_cache(maxsize=256)
+def fold_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which the fold is done, and that of its result: MEAN of integers is float64."""
+    if op is ReduceOp.MEAN and dtype.kind in "biu":
+        return np.dtype(np.float64)
+    return dtype
+
+
+def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
+    """An action that folds two contiguous pieces into `out`, which may be one of them.
+
+    The action holds the pieces' addresses: the caller keeps them alive as long as it is used. All
+    ranks must give the operands in the same order, since NaN payloads and zeros' signs depend on it.
+    """
+    if op in (ReduceOp.SUM, ReduceOp.MEAN) and out.dtype in _FLOAT16S:
+        pieces = (_tensor(first), _tensor(second))
+        return partial(numkong.add, *pieces, out=_tensor(out))
+    return partial(_UFUNCS[op], first, second, out)
+
+
+def _tensor(piece: Array) -> Any:
+    return numkong.from_pointer(piece.ctypes.data, piece.shape, piece.dtype.name)
+
+
+def finish(op: ReduceOp, folded: Array, size: int) -> None:
+    """Turn the folded array into the result, in place: MEAN divides by the number of ranks."""
+    if op is ReduceOp.MEAN:
+        np.divide(folded, np.asarray(size, folded.real.dtype), out=folded)

@@ -1,0 +1,132 @@
+"""Ranks as threads of one process, for tests and for trying things out without MPI."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from collectives.errors import RankFailedError
+from collectives.transports.base import Bytes, Message, Transport
+
+Result = TypeVar("Result")
+
+_EXCHANGE_TAG = -1
+_SPLIT_TAG = -2
+
+
+class _Switchboard:
+    """The queues between the ranks of one world, made when first used."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[Any, int, int, int], queue.SimpleQueue[Any]] = defaultdict(
+            queue.SimpleQueue
+        )
+        self._lock = threading.Lock()
+        self.failed: int | None = None
+
+    def line(self, world: Any, source: int, target: int, tag: int) -> queue.SimpleQueue[Any]:
+        with self._lock:
+            line = self._queues[world, source, target, tag]
+            if self.failed is not None:
+                line.put(None)
+            return line
+
+    def fail(self, rank: int) -> None:
+        """Wake everybody who waits, and whoever will."""
+        with self._lock:
+            self.failed = rank
+            for line in self._queues.values():
+                line.put(None)
+
+
+class LocalTransport(Transport):
+    """One thread's end. `run` makes a world of them."""
+
+    def __init__(self, switchboard: _Switchboard, world: Any, rank: int, size: int) -> None:
+        self._switchboard, self._world = switchboard, world
+        self._children = 0
+        self.rank, self.size = rank, size
+
+    def _put(self, content: Any, peer: int, tag: int) -> None:
+        self._switchboard.line(self._world, self.rank, peer, tag).put(content)
+
+    def _get(self, peer: int, tag: int) -> Any:
+        content = self._switchboard.line(self._world, peer, self.rank, tag).get()
+        if content is None:
+            raise RankFailedError(f"rank {self._switchboard.failed} ended with an exception")
+        return content
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Put copies of all sends into their queues, then wait for each receive."""
+        for peer, buffer in sends:
+            self._put(bytes(buffer), peer, _EXCHANGE_TAG)
+        for peer, buffer in receives:
+            buffer[:] = self._get(peer, _EXCHANGE_TAG)
+
+    def send(self, buffer: Bytes, peer: int, tag: int) -> None:
+        """Put a copy into the queue."""
+        self._put(bytes(buffer), peer, tag)
+
+    def receive(self, buffer: Bytes, peer: int, tag: int) -> int:
+        """Wait for the queue."""
+        content = self._get(peer, tag)
+        kept = min(len(content), len(buffer))
+        buffer[:kept] = content[:kept]
+        return len(content)
+
+    def node_leader(self) -> int:
+        """All threads share one memory."""
+        return 0
+
+    def _child_world(self) -> Any:
+        """A name for a new world: the same on all ranks, since making one is collective."""
+        self._children += 1
+        return (self._world, self._children)
+
+    def split(self, color: int | None, key: int) -> LocalTransport | None:
+        """Every rank tells every other its color and key."""
+        world = self._child_world()
+        for peer in range(self.size):
+            self._put((color, key), peer, _SPLIT_TAG)
+        asked = [self._get(peer, _SPLIT_TAG) for peer in range(self.size)]
+        if color is None:
+            return None
+        members = sorted((key, rank) for rank, (theirs, key) in enumerate(asked) if theirs == color)
+        ranks = [rank for _, rank in members]
+        return LocalTransport(
+            self._switchboard, (world, color), ranks.index(self.rank), len(ranks)
+        )
+
+    def begin_duplicate(self) -> Callable[[], Transport]:
+        """A world of the same ranks under another name."""
+        twin = LocalTransport(self._switchboard, self._child_world(), self.rank, self.size)
+        return lambda: twin
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def run(size: int, function: Callable[[LocalTransport], Result]) -> list[Result]:
+    """Call `function` in `size` threads, each with its rank's transport; the results in rank order.
+
+    Where one raises, the others' waits end with RankFailedError and the first exception is raised.
+    """
+    switchboard = _Switchboard()
+
+    def one_rank(rank: int) -> Result:
+        try:
+            return function(LocalTransport(switchboard, (), rank, size))
+        except BaseException:
+            switchboard.fail(rank)
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one_rank, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, RankFailedError)):
+        raise error
+    return [future.result() for future in futures]
