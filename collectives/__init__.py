@@ -1,0 +1,47 @@
+"""Collective communication on arrays, over MPI.
+
+`world()` gives the communicator of all ranks; MPI starts there, not at import.
+"""
+
+from collectives.algorithms import register_algorithm
+from collectives.communicator import Communicator
+from collectives.cost import Link, estimate
+from collectives.errors import (
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveMismatchError,
+    DeadlineExceededError,
+    DtypeMismatchError,
+    MismatchError,
+    OpMismatchError,
+    RankFailedError,
+    RootMismatchError,
+    ScheduleError,
+    ShapeMismatchError,
+)
+from collectives.handles import Handle
+from collectives.reduction import ReduceOp
+from collectives.verify import verify
+from collectives.world import world
+
+__all__ = [
+    "BackendUnavailableError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "Communicator",
+    "DeadlineExceededError",
+    "DtypeMismatchError",
+    "Handle",
+    "Link",
+    "MismatchError",
+    "OpMismatchError",
+    "RankFailedError",
+    "ReduceOp",
+    "RootMismatchError",
+    "ScheduleError",
+    "ShapeMismatchError",
+    "estimate",
+    "register_algorithm",
+    "verify",
+    "world",
+]

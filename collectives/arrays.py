@@ -131,7 +131,9 @@ def new_output(shape: tuple[int, ...], dtype: np.dtype[Any], original: Any) -> O
     return Output(result.reshape(-1), lambda: convert(result))
 
 
-def given_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out") -> Output:
+def given_output(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out"
+) -> Output:
     """The caller's own array. ValueError or TypeError where the result can't be written into it."""
     view = to_numpy(out, name)
     if not _lends_memory(out):

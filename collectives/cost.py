@@ -1,9 +1,9 @@
 """What a schedule costs: messages and bytes of every rank, and seconds on a given link.
 
 The model: sending or receiving a message of n bytes takes `latency + n / bandwidth`, a rank sends
-and receives at the same time but one message each, and folding n bytes takes `n / reduction`. A rank
-starts a round as soon as it has ended the one before, so that chains of ranks overlap as they do in
-reality (one-ported full duplex; Chan et al. 2007, doi:10.1002/cpe.1206).
+and receives at the same time but one message each, and folding n bytes takes `n / reduction`. A
+rank starts a round as soon as it has ended the one before, so that chains of ranks overlap as they
+do in reality (one-ported full duplex; Chan et al. 2007, doi:10.1002/cpe.1206).
 """
 
 from __future__ import annotations

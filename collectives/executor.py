@@ -1,7 +1,7 @@
 """Runs a schedule: one rank's rounds, resolved once to byte ranges, over any transport.
 
-A `Plan` is made for one (collective, algorithm, lengths, dtype, op, root) and used for every call of
-that kind.
+A `Plan` is made for one (collective, algorithm, lengths, dtype, op, root) and used for every call
+of that kind.
 
 Buffers are bound by address: the views made for a pair of buffers serve every later call whose
 buffers lie at the same place. They never keep a buffer alive and are used only in calls that were
@@ -152,4 +152,4 @@ def _at_address(address: int, length: int, dtype: np.dtype[Any]) -> Array:
 
 
 def _bytes(array: Array) -> memoryview:
-    return memoryview(array.view(np.uint8))
+    return array.view(np.uint8).data

@@ -23,13 +23,9 @@ Action: TypeAlias = Callable[[], Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16S = (np.dtype(np.float16), BFLOAT16)
-_REDUCIBLE = {
-    np.dtype(name)
-    for name in (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-        "float16 float32 float64 complex64 complex128"
-    ).split()
-} | {BFLOAT16}
+_INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+_REDUCIBLE = {*map(np.dtype, (*_INTEGERS, *_FLOATS)), BFLOAT16}
 
 
 class ReduceOp(enum.Enum):
@@ -84,7 +80,8 @@ def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
     """An action that folds two contiguous pieces into `out`, which may be one of them.
 
     The action holds the pieces' addresses: the caller keeps them alive as long as it is used. All
-    ranks must give the operands in the same order, since NaN payloads and zeros' signs depend on it.
+    ranks must give the operands in the same order, since NaN payloads and zeros' signs depend on
+    it.
     """
     if op in (ReduceOp.SUM, ReduceOp.MEAN) and out.dtype in _FLOAT16S:
         pieces = (_tensor(first), _tensor(second))
@@ -93,10 +90,18 @@ def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
 
 
 def _tensor(piece: Array) -> Any:
-    return numkong.from_pointer(piece.ctypes.data, piece.shape, piece.dtype.name)
+    name: Any = piece.dtype.name
+    return numkong.from_pointer(piece.ctypes.data, piece.shape, name)
 
 
 def finish(op: ReduceOp, folded: Array, size: int) -> None:
-    """Turn the folded array into the result, in place: MEAN divides by the number of ranks."""
-    if op is ReduceOp.MEAN:
+    """Turn the folded array into the result, in place: MEAN divides by the number of ranks.
+
+    16-bit floats are divided in float32, since they can't hold every number of ranks.
+    """
+    if op is not ReduceOp.MEAN:
+        return
+    if folded.dtype in _FLOAT16S:
+        folded[...] = folded.astype(np.float32) / np.float32(size)
+    else:
         np.divide(folded, np.asarray(size, folded.real.dtype), out=folded)

@@ -24,6 +24,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fold:
+    """Fold two pieces into one; `out` is one of them, or its place in the target."""
+
     first: Piece
     second: Piece
     out: Piece

@@ -16,7 +16,7 @@ class Topology:
 
     @property
     def node(self) -> int:
-        """This rank's node."""
+        """The node of this rank."""
         return self.node_of[self.rank]
 
     @property
@@ -26,7 +26,7 @@ class Topology:
 
     @property
     def local_rank(self) -> int:
-        """This rank's place among the ranks of its node."""
+        """The place of this rank among those of its node."""
         return self.node_of[: self.rank].count(self.node)
 
     @property

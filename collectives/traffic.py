@@ -58,7 +58,9 @@ def _ends(steps: list[tuple[int, Step]], size: int) -> Ends:
             columns, (ranks, step.peer, step.chunk, step.count, position), strict=True
         ):
             column.append(np.broadcast_to(np.asarray(value, np.int64), size)[taking_part])
-    return Ends(*(np.concatenate(column) if column else np.empty(0, np.int64) for column in columns))
+    return Ends(
+        *(np.concatenate(column) if column else np.empty(0, np.int64) for column in columns)
+    )
 
 
 def _check_range(ends: Ends, size: int, chunks: int, number: int) -> None:
@@ -79,7 +81,7 @@ def _check_range(ends: Ends, size: int, chunks: int, number: int) -> None:
 
 
 def _check_met(sent: Ends, received: Ends, size: int, number: int) -> None:
-    """Both sorted by (sender, receiver): the first difference is a message without its other end."""
+    """Both are sorted by (sender, receiver): where they differ, a message has but one end."""
     sent_keys = sent.rank * size + sent.peer
     received_keys = received.peer * size + received.rank
     if np.array_equal(sent_keys, received_keys):

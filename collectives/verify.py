@@ -1,9 +1,9 @@
 """Proof that a schedule reaches its collective's condition, by running it on symbols.
 
 Up to 256 ranks the symbols are exact: every chunk holds the set of ranks whose contributions were
-folded into it. Beyond that, every rank's contribution is a random 64-bit number, folding is addition
-modulo 2⁶⁴, and the end must be the sum that the condition demands: a contribution dropped, doubled
-or misplaced goes unseen with a probability of about 2⁻⁶⁴.
+folded into it. Beyond that, every rank's contribution is a random 64-bit number, folding is
+addition modulo 2⁶⁴, and the end must be the sum that the condition demands: a contribution dropped,
+doubled or misplaced goes unseen with a probability of about 2⁻⁶⁴.
 """
 
 from __future__ import annotations

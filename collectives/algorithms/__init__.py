@@ -66,9 +66,16 @@ def find(collective: str, name: str) -> Algorithm:
     spec_of(collective)
     if (collective, name) not in _TABLE:
         raise ValueError(
-            f"algorithm={name!r}: {collective} has {', '.join(map(repr, names(collective)))}"
+            f"algorithm={name!r}: {collective} has"
+            f" {', '.join(map(repr, [*names(collective), 'native']))}"
         )
     return _TABLE[collective, name]
+
+
+def check_name(collective: str, name: str | None) -> None:
+    """ValueError where the caller asks for an algorithm that the collective doesn't have."""
+    if name is not None and name != "native":
+        find(collective, name)
 
 
 register_algorithm("all_reduce", "ring", ring.all_reduce)

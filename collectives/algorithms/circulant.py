@@ -13,7 +13,7 @@ from collectives.schedule import Ranks, Reduce, Round, Send
 
 
 def reduce_scatter(rank: Ranks, size: int) -> Iterator[Round]:
-    """Of the chunks of the next `held` ranks give away the farther half, until one's own is left."""
+    """Of the next `held` ranks' chunks give away the farther half, until one's own is left."""
     held = size
     while held > 1:
         kept = (held + 1) // 2

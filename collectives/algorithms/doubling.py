@@ -14,7 +14,7 @@ from collectives.schedule import Ranks, Recv, Reduce, Round, Send, largest_power
 
 
 def all_reduce(rank: Ranks, size: int) -> Iterator[Round]:
-    """Exchange everything with the rank at distance 1, 2, 4, …"""
+    """Exchange everything with the rank at distance 1, 2, 4 and so on."""
     power = largest_power_of_two(size)
     inside, helped, outside = rank < power, rank < size - power, rank >= power
     if power < size:

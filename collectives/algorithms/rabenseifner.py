@@ -76,7 +76,10 @@ def reduce_scatter(rank: Ranks, size: int) -> Iterator[Round]:
     yield from _hand_in(rank, pairing)
     yield from _halve(pairing)
     if pairing.pairs:
-        yield [Send(rank + 1, rank + 1, when=pairing.leading), Recv(rank, rank - 1, when=pairing.silent)]
+        yield [
+            Send(rank + 1, rank + 1, when=pairing.leading),
+            Recv(rank, rank - 1, when=pairing.silent),
+        ]
 
 
 def all_reduce(rank: Ranks, size: int) -> Iterator[Round]:

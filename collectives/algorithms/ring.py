@@ -1,7 +1,8 @@
 """The ring: each rank speaks with its two neighbours alone.
 
 Bandwidth-optimal at any size: all-reduce sends 2(p−1)/p of the buffer in 2(p−1) messages per rank,
-reduce-scatter and all-gather half of each (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+reduce-scatter and all-gather half of each (Patarasuk and Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Broadcast of large buffers: scatter, then all-gather.
 
-The root sends (p−1)/p of the buffer down the binomial tree and the ring brings the chunks to all, so
-nobody sends more than twice the buffer however many ranks there are (van de Geijn; Chan et al. 2007,
-doi:10.1002/cpe.1206).
+The root sends (p−1)/p of the buffer down the binomial tree and the ring brings the chunks to all,
+so nobody sends more than twice the buffer however many ranks there are (van de Geijn; Chan et al.
+2007, doi:10.1002/cpe.1206).
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ class LocalTransport(Transport):
             return None
         members = sorted((key, rank) for rank, (theirs, key) in enumerate(asked) if theirs == color)
         ranks = [rank for _, rank in members]
-        return LocalTransport(
-            self._switchboard, (world, color), ranks.index(self.rank), len(ranks)
-        )
+        return LocalTransport(self._switchboard, (world, color), ranks.index(self.rank), len(ranks))
 
     def begin_duplicate(self) -> Callable[[], Transport]:
         """A world of the same ranks under another name."""

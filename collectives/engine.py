@@ -1,0 +1,133 @@
+"""Runs collectives on flat buffers: picks the path, keeps the plans.
+
+Everything above (array kinds, shapes, axes) is the operations' business, everything below
+(schedules, messages) the executor's and the transport's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from collectives import algorithms, selection
+from collectives.executor import Plan
+from collectives.reduction import Array, ReduceOp
+from collectives.schedule import split_lengths
+from collectives.spec import spec_of
+from collectives.transports.base import Native, Transport
+
+Result = TypeVar("Result")
+
+_PLANS_KEPT = 64
+_PLAN_BYTES_KEPT = 1 << 28
+_WORK_BYTES_KEPT = 1 << 26
+
+
+class Engine:
+    """One rank's collectives over one transport. One thread at a time runs on it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self._plan_bytes = 0
+        self._work = np.empty(0, np.uint8)
+        self._lock = threading.RLock()
+
+    def perform(self, operation: Callable[[Engine], Result]) -> Result:
+        """Run an operation to its end, with all messages it consists of, before any other."""
+        with self._lock:
+            return operation(self)
+
+    def run(
+        self,
+        collective: str,
+        source: Array | None,
+        target: Array,
+        *,
+        lengths: Sequence[int] | None = None,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        algorithm: str | None = None,
+    ) -> None:
+        """Take part in a collective on flat, contiguous buffers of equal dtype.
+
+        `lengths` are the elements of each chunk where the collective fixes the chunks; elsewhere
+        the buffer is cut evenly. Where source is None the input lies in the target.
+        """
+        if self.size == 1:
+            if source is not None:
+                np.copyto(target, source)
+            return
+        native = self._native(collective, op, target.dtype)
+        if algorithm is None:
+            algorithm = self.choose(collective, _priced_bytes(collective, target), native).algorithm
+        if algorithm == "native":
+            if native is None:
+                what = target.dtype if op is None else f"{op.value} of {target.dtype}"
+                owner = type(self.transport).__name__
+                raise ValueError(f"algorithm='native': {owner} has no {collective} for {what}")
+            native(source, target, lengths or (), root)
+        else:
+            plan = self._plan(collective, algorithm, target, lengths, op, root, source is not None)
+            with np.errstate(all="ignore"):
+                plan.run(source, target)
+
+    def choose(self, collective: str, nbytes: int, native: Native | None) -> selection.Choice:
+        """The path for a buffer of `nbytes` bytes."""
+        bucket = selection.bucket_of(nbytes)
+        return selection.choose(collective, bucket, self.size, native is not None)
+
+    def explain(self, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
+        """What `run` would choose for a SUM or a movement of that dtype, and why."""
+        op = ReduceOp.SUM if spec_of(collective).reduces else None
+        return str(self.choose(collective, nbytes, self._native(collective, op, dtype)))
+
+    def work(self, length: int, dtype: np.dtype[Any]) -> Array:
+        """A flat buffer for intermediate results; the next operation uses the same memory."""
+        nbytes = length * dtype.itemsize
+        if nbytes > _WORK_BYTES_KEPT:
+            return np.empty(length, dtype)
+        if nbytes > self._work.nbytes:
+            self._work = np.empty(selection.bucket_of(nbytes), np.uint8)
+        return self._work[:nbytes].view(dtype)
+
+    def _native(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native | None:
+        return self.transport.native(collective, None if op is None else op.value, dtype)
+
+    def _plan(
+        self,
+        collective: str,
+        algorithm: str,
+        target: Array,
+        lengths: Sequence[int] | None,
+        op: ReduceOp | None,
+        root: int,
+        has_source: bool,
+    ) -> Plan:
+        shape = target.size if lengths is None else tuple(lengths)
+        key = (collective, algorithm, shape, target.dtype, op, root, has_source)
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan
+        found = algorithms.find(collective, algorithm)
+        if lengths is None:
+            lengths = split_lengths(target.size, found.chunks(self.size)).tolist()
+        plan = Plan(self.transport, found, lengths, target.dtype, op, root, has_source)
+        self._plans[key] = plan
+        self._plan_bytes += plan.nbytes
+        while len(self._plans) > _PLANS_KEPT or (
+            self._plan_bytes > _PLAN_BYTES_KEPT and len(self._plans) > 1
+        ):
+            self._plan_bytes -= self._plans.popitem(last=False)[1].nbytes
+        return plan
+
+
+def _priced_bytes(collective: str, target: Array) -> int:
+    """The bytes to choose by; none for all_to_all, whose ranks may hold different amounts."""
+    return 0 if collective == "all_to_all" else target.nbytes

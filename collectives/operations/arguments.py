@@ -1,0 +1,60 @@
+"""What one rank can see by itself is refused here, before any message is sent."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import flat
+from collectives.reduction import Array
+
+
+def check_index(name: str, value: Any, limit: int) -> int:
+    """An integer from 0 to limit − 1; TypeError or ValueError otherwise."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: must be an integer from 0 to {limit - 1}") from None
+    if not 0 <= index < limit:
+        raise ValueError(f"{name}={value!r}: must be an integer from 0 to {limit - 1}")
+    return index
+
+
+def check_peer(peer: Any, rank: int, size: int) -> int:
+    """Another rank's number."""
+    index = check_index("peer", peer, size)
+    if index == rank:
+        raise ValueError(f"peer={peer!r}: must be another rank than this one")
+    return index
+
+
+class Rows:
+    """An array seen as rows along one axis, which comes first in `flat`. 0-d counts as one row."""
+
+    def __init__(self, array: Array, axis: Any, argument: str = "array") -> None:
+        array = np.atleast_1d(array)
+        try:
+            self.axis = operator.index(axis)
+        except TypeError:
+            raise TypeError(f"axis={axis!r}: must be an integer") from None
+        if not -array.ndim <= self.axis < array.ndim:
+            raise ValueError(
+                f"axis={axis!r}: {argument} has {array.ndim} axes,"
+                f" so it must be from {-array.ndim} to {array.ndim - 1}"
+            )
+        moved = np.moveaxis(array, self.axis, 0)
+        self.flat = flat(moved)
+        self.count, self.rest = moved.shape[0], moved.shape[1:]
+        self.dtype = array.dtype
+
+    @property
+    def elements(self) -> int:
+        """The elements of one row."""
+        return math.prod(self.rest)
+
+    def array(self, rows: Array, count: int) -> Array:
+        """`count` flat rows of the same kind as a contiguous array, with the axis in its place."""
+        return np.ascontiguousarray(np.moveaxis(rows.reshape(count, *self.rest), 0, self.axis))

@@ -1,0 +1,121 @@
+"""broadcast, all_gather, gather and scatter."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives import algorithms
+from collectives.arrays import Output, flat, given_output, like, to_numpy
+from collectives.engine import Engine
+from collectives.errors import DtypeMismatchError, ShapeMismatchError
+from collectives.operations import Operation
+from collectives.operations.arguments import Rows
+from collectives.operations.objects import all_gather_object, broadcast_object, numbers_of_all
+from collectives.reduction import Array
+from collectives.schedule import split_lengths
+
+
+def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
+    """The root's content in everybody's array."""
+    algorithms.check_name("broadcast", algorithm)
+    given = to_numpy(array)
+    if on_root:
+        output = Output(flat(given), lambda: array)
+    else:
+        output = given_output(array, given.shape, given.dtype, name="array")
+
+    def perform(engine: Engine) -> Any:
+        engine.run("broadcast", None, output.buffer, root=root, algorithm=algorithm)
+        return output.deliver()
+
+    return perform
+
+
+def _counts_of_all(engine: Engine, rows: Rows) -> list[int]:
+    """Every rank's number of rows; MismatchError on every rank where the rows differ in kind."""
+    kind = f"rows of shape {rows.rest} along axis {rows.axis}, {rows.dtype}"
+    table = numbers_of_all(engine, [rows.count, zlib.crc32(kind.encode())])
+    if (table[:, 1] != table[0, 1]).any():
+        kinds = all_gather_object(f"{rows.count} {kind}")(engine)
+        dtypes = {each.rsplit(", ", 1)[1] for each in kinds}
+        error = DtypeMismatchError if len(dtypes) > 1 else ShapeMismatchError
+        raise error("the ranks' arrays can't be joined", tuple(kinds))
+    counts: list[int] = table[:, 0].tolist()
+    return counts
+
+
+def _with_own_rows(engine: Engine, rows: Rows, lengths: list[int], buffer: Array) -> Array:
+    """`buffer`, which has room for all ranks' rows, with this rank's in their place."""
+    start = sum(lengths[: engine.rank])
+    buffer[start : start + lengths[engine.rank]] = rows.flat
+    return buffer
+
+
+def all_gather(array: Any, axis: int, algorithm: str | None) -> Operation:
+    """All ranks' arrays, joined along the axis in rank order."""
+    algorithms.check_name("all_gather", algorithm)
+    rows = Rows(to_numpy(array), axis)
+
+    def perform(engine: Engine) -> Any:
+        counts = _counts_of_all(engine, rows)
+        lengths = [count * rows.elements for count in counts]
+        joined = _with_own_rows(engine, rows, lengths, np.empty(sum(lengths), rows.dtype))
+        engine.run("all_gather", None, joined, lengths=lengths, algorithm=algorithm)
+        return like(array)(rows.array(joined, sum(counts)))
+
+    return perform
+
+
+def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation:
+    """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
+    algorithms.check_name("gather", algorithm)
+    rows = Rows(to_numpy(array), axis)
+
+    def perform(engine: Engine) -> Any:
+        counts = _counts_of_all(engine, rows)
+        lengths = [count * rows.elements for count in counts]
+        on_root = engine.rank == root
+        total = sum(lengths)
+        buffer = np.empty(total, rows.dtype) if on_root else engine.work(total, rows.dtype)
+        joined = _with_own_rows(engine, rows, lengths, buffer)
+        engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
+        return like(array)(rows.array(joined, sum(counts))) if on_root else None
+
+    return perform
+
+
+def _checked_on_root(check: Callable[[], Rows]) -> tuple[Rows | None, Exception | None]:
+    """What only the root can see is told to all, so that nobody waits for a root that refused."""
+    try:
+        return check(), None
+    except (TypeError, ValueError) as error:
+        return None, error
+
+
+def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root: bool) -> Operation:
+    """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
+    algorithms.check_name("scatter", algorithm)
+    rows, refusal = (
+        _checked_on_root(lambda: Rows(to_numpy(array), axis)) if on_root else (None,) * 2
+    )
+
+    def perform(engine: Engine) -> Any:
+        kind = None if rows is None else (rows.count, rows.rest, rows.axis, rows.dtype)
+        kind, error = broadcast_object((kind, refusal), root)(engine)
+        if error is not None:
+            raise error
+        count, rest, place, dtype = kind
+        counts = split_lengths(count, engine.size)
+        lengths = (counts * int(np.prod(rest, dtype=np.int64))).tolist()
+        whole = engine.work(sum(lengths), dtype) if rows is None else rows.flat
+        engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
+        start = sum(lengths[: engine.rank])
+        block = whole[start : start + lengths[engine.rank]].copy()
+        shaped = block.reshape(counts[engine.rank], *rest)
+        return like(array)(np.ascontiguousarray(np.moveaxis(shaped, 0, place)))
+
+    return perform

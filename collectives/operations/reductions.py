@@ -1,0 +1,115 @@
+"""all_reduce, reduce and reduce_scatter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives import algorithms
+from collectives.arrays import Output, flat, given_output, like, new_output, to_numpy
+from collectives.engine import Engine
+from collectives.operations import Operation
+from collectives.operations.arguments import Rows
+from collectives.reduction import (
+    Array,
+    ReduceOp,
+    as_op,
+    check_reducible,
+    finish,
+    fold_dtype,
+)
+from collectives.schedule import split_lengths
+
+
+class ReduceInput:
+    """An array that is to be reduced: flat, in the dtype of the fold."""
+
+    def __init__(self, array: Any, op: ReduceOp | str) -> None:
+        self.original, self.op = array, as_op(op)
+        self.array = to_numpy(array)
+        self.shape = self.array.shape
+        native_dtype = self.array.dtype.newbyteorder("=")
+        check_reducible(self.op, native_dtype)
+        self.dtype = fold_dtype(self.op, native_dtype)
+
+    def output(self, out: Any) -> Output:
+        """Where a result of the same shape goes."""
+        if out is None:
+            return new_output(self.shape, self.dtype, self.original)
+        return given_output(out, self.shape, self.dtype)
+
+    def source_for(self, output: Output) -> Array | None:
+        """The flat input, or None where it lies in the output already."""
+        source = self.flat()
+        if not np.may_share_memory(source, output.buffer):
+            return source
+        same = source.ctypes.data == output.buffer.ctypes.data
+        return None if same else source.copy()
+
+    def flat(self) -> Array:
+        """The elements in C order, in the dtype of the fold."""
+        return flat(self.converted())
+
+    def converted(self) -> Array:
+        """The array in the dtype of the fold."""
+        return self.array if self.array.dtype == self.dtype else self.array.astype(self.dtype)
+
+
+def all_reduce(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Operation:
+    """The reduction of all ranks' arrays, on every rank."""
+    algorithms.check_name("all_reduce", algorithm)
+    given = ReduceInput(array, op)
+    output = given.output(out)
+    source = given.source_for(output)
+
+    def perform(engine: Engine) -> Any:
+        engine.run("all_reduce", source, output.buffer, op=given.op, algorithm=algorithm)
+        finish(given.op, output.buffer, engine.size)
+        return output.deliver()
+
+    return perform
+
+
+def reduce(
+    array: Any, op: ReduceOp | str, root: int, out: Any, algorithm: str | None, *, on_root: bool
+) -> Operation:
+    """The reduction of all ranks' arrays, on the root alone; None elsewhere."""
+    algorithms.check_name("reduce", algorithm)
+    given = ReduceInput(array, op)
+    output = given.output(out) if on_root else None
+
+    def perform(engine: Engine) -> Any:
+        if output is None:
+            source: Array | None = given.flat()
+            target = engine.work(given.array.size, given.dtype)
+        else:
+            source, target = given.source_for(output), output.buffer
+        engine.run("reduce", source, target, op=given.op, root=root, algorithm=algorithm)
+        if output is None:
+            return None
+        finish(given.op, target, engine.size)
+        return output.deliver()
+
+    return perform
+
+
+def reduce_scatter(array: Any, op: ReduceOp | str, axis: int, algorithm: str | None) -> Operation:
+    """Rank r's block, of `numpy.array_split` along the axis, of the reduction."""
+    algorithms.check_name("reduce_scatter", algorithm)
+    given = ReduceInput(array, op)
+    rows = Rows(given.converted(), axis)
+
+    def perform(engine: Engine) -> Any:
+        counts = split_lengths(rows.count, engine.size)
+        lengths = (counts * rows.elements).tolist()
+        target = engine.work(sum(lengths), given.dtype)
+        engine.run(
+            "reduce_scatter", rows.flat, target, lengths=lengths, op=given.op, algorithm=algorithm
+        )
+        start = sum(lengths[: engine.rank])
+        block = target[start : start + lengths[engine.rank]].copy()
+        finish(given.op, block, engine.size)
+        return like(given.original)(rows.array(block, int(counts[engine.rank])))
+
+    return perform
