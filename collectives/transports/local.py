@@ -108,6 +108,11 @@ class LocalTransport(Transport):
         """Nothing is held."""
 
 
+def alone() -> LocalTransport:
+    """The transport of a world of one rank."""
+    return LocalTransport(_Switchboard(), (), 0, 1)
+
+
 def run(size: int, function: Callable[[LocalTransport], Result]) -> list[Result]:
     """Call `function` in `size` threads, each with its rank's transport; the results in rank order.
 

@@ -1,0 +1,147 @@
+"""Which strategy is in force, and whether code runs as one replica or for all of them.
+
+Inside `strategy.scope()` code speaks for all replicas (cross-replica context); inside
+`strategy.run` it is one replica. Outside of both the default strategy is in force, as a replica.
+The rules are those of `tf.distribute` (`get_strategy`, `get_replica_context`, …).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from strategies import nest
+from strategies.reduce_op import ReduceOp, as_reduce_op
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
+
+
+class _Frame(NamedTuple):
+    strategy: Strategy
+    replica: ReplicaContext | None
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.permanent = 0
+
+
+_stack = _Stack()
+
+
+class ReplicaContext:
+    """What the function given to `run` can ask, and do together with its peers.
+
+    As `tf.distribute.ReplicaContext`; one process is one replica.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0 to num_replicas_in_sync − 1."""
+        return self.strategy.communicator.rank
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose updates are aggregated."""
+        return self.strategy.num_replicas_in_sync
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """Fold a nest of arrays over the replicas; each gets the nest of results.
+
+        All replicas give nests of equal structure, shapes and dtypes. The arrays travel fused, few
+        messages per dtype (`collectives.Communicator.all_reduce_many`). MEAN of integers is
+        float64. Raises ValueError for an op that is neither SUM nor MEAN.
+        """
+        op = as_reduce_op(reduce_op)
+        arrays = [_as_array(leaf) for leaf in nest.leaves(value)]
+        return nest.pack_like(value, self.strategy.communicator.all_reduce_many(arrays, op.value))
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Join each array of a nest along the axis, in the order of the replicas."""
+        gather = self.strategy.communicator.all_gather
+        return nest.map_leaves(lambda leaf: gather(_as_array(leaf), axis=axis), value)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context."""
+        with entered(self.strategy, None):
+            return merge_fn(self.strategy, *args, **(kwargs or {}))
+
+
+def _as_array(leaf: Any) -> Any:
+    """A variable's value; everything else as it is."""
+    return leaf.read_value() if hasattr(leaf, "read_value") else leaf
+
+
+@contextmanager
+def entered(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None]:
+    """Put a strategy in force, in replica or cross-replica context, for a while."""
+    _stack.frames.append(_Frame(strategy, replica))
+    try:
+        yield
+    finally:
+        _stack.frames.pop()
+
+
+def _top() -> _Frame:
+    if _stack.frames:
+        return _stack.frames[-1]
+    from strategies.default import default_strategy  # it is a Strategy, which needs this module
+
+    strategy = default_strategy()
+    return _Frame(strategy, ReplicaContext(strategy))
+
+
+def get_strategy() -> Strategy:
+    """The strategy in force: the default one outside of every scope."""
+    return _top().strategy
+
+
+def has_strategy() -> bool:
+    """Whether another strategy than the default one is in force."""
+    return bool(_stack.frames)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica context, None in cross-replica context."""
+    return _top().replica
+
+
+def in_cross_replica_context() -> bool:
+    """Whether code speaks for all replicas."""
+    return get_replica_context() is None
+
+
+def require_cross_replica(what: str) -> None:
+    """RuntimeError inside `run`; the default strategy's context will do."""
+    if has_strategy() and not in_cross_replica_context():
+        raise RuntimeError(f"{what} requires a cross-replica context, but was called inside `run`")
+
+
+def require_scope_allowed(strategy: Strategy) -> None:
+    """RuntimeError where the strategy's scope can't be entered now."""
+    require_cross_replica("Strategy.scope()")
+    if has_strategy() and get_strategy() is not strategy:
+        raise RuntimeError(
+            f"Mixing different strategies: {strategy} can't be entered inside the scope of"
+            f" {get_strategy()}"
+        )
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Put a strategy in force until the next call (None: the default one), without a `with`.
+
+    Raises RuntimeError inside a scope or `run`.
+    """
+    if len(_stack.frames) > _stack.permanent:
+        raise RuntimeError("experimental_set_strategy must not be called inside a strategy's scope")
+    _stack.frames[:] = [] if strategy is None else [_Frame(strategy, None)]
+    _stack.permanent = len(_stack.frames)

@@ -1,0 +1,52 @@
+"""The default strategy, in force outside of every scope: one replica, nothing to distribute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+from collectives import Communicator
+from collectives.transports.local import alone
+from strategies import contexts
+from strategies.input import InputContext
+from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.strategy import Strategy
+
+
+class DefaultStrategy(Strategy):
+    """As TensorFlow's default strategy: programs written for a strategy run unchanged without."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Change nothing; RuntimeError inside another strategy's scope."""
+        if contexts.has_strategy():
+            raise RuntimeError("Must not nest strategy scopes: the default strategy's is outermost")
+        return nullcontext()
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        if not isinstance(args, list | tuple):
+            raise ValueError(f"args={args!r}: must be a tuple or list of positional arguments")
+        return fn(*args, **(kwargs or {}))
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+        """The value itself; summed over `axis`, or averaged, where one is given."""
+        as_reduce_op(reduce_op)
+        return value if axis is None else super().reduce(reduce_op, value, axis)
+
+    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> Iterable[Any]:
+        """The dataset itself."""
+        return dataset
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+    ) -> Iterable[Any]:
+        """The dataset that the function makes for the only pipeline."""
+        return dataset_fn(InputContext())
+
+
+@lru_cache(maxsize=1)
+def default_strategy() -> DefaultStrategy:
+    """The only instance. It needs no MPI."""
+    return DefaultStrategy(Communicator(alone()))

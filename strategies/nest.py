@@ -1,0 +1,41 @@
+"""Nests: arrays inside dicts, lists, tuples and named tuples. Everything else is a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def leaves(nest: Any) -> list[Any]:
+    """The leaves of a nest, in the order of its keys and places (dicts by sorted key)."""
+    if isinstance(nest, Mapping):
+        return [leaf for key in _keys(nest) for leaf in leaves(nest[key])]
+    if isinstance(nest, list | tuple):
+        return [leaf for part in nest for leaf in leaves(part)]
+    return [nest]
+
+
+def pack_like(nest: Any, flat: list[Any]) -> Any:
+    """A nest of the same structure with these leaves."""
+    return _pack(nest, iter(flat))
+
+
+def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
+    """A nest of the same structure with the function's results for leaves."""
+    return pack_like(nest, [function(leaf) for leaf in leaves(nest)])
+
+
+def _keys(nest: Mapping[Any, Any]) -> list[Any]:
+    # Ranks may have filled a dict in another order; keys that can't be compared go by their text.
+    return sorted(nest, key=lambda key: (type(key).__name__, repr(key)))
+
+
+def _pack(nest: Any, flat: Iterator[Any]) -> Any:
+    if isinstance(nest, Mapping):
+        packed = {key: _pack(nest[key], flat) for key in _keys(nest)}
+        return {key: packed[key] for key in nest}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(_pack(part, flat) for part in nest))
+    if isinstance(nest, list | tuple):
+        return type(nest)(_pack(part, flat) for part in nest)
+    return next(flat)

@@ -1,0 +1,133 @@
+"""What all strategies share: scope, run, reduce, gather and the input methods.
+
+One process is one replica, so a value "per replica" is simply this process's value. Names and
+semantics are those of `tf.distribute.Strategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from numpy.typing import NDArray
+
+from collectives import Communicator
+from strategies import contexts
+from strategies.cluster_resolver import ClusterResolver
+from strategies.cross_replica import agree, reduce_nest
+from strategies.input import InputContext, PerRankDataset, ShardedDataset
+from strategies.reduce_op import ReduceOp, as_reduce_op
+
+
+class Strategy:
+    """Base of the strategies: replicas are the ranks of `communicator`."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        cluster_resolver: ClusterResolver | None = None,
+        is_chief: bool | None = None,
+    ) -> None:
+        self.communicator = communicator
+        self._cluster_resolver = cluster_resolver
+        self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are aggregated."""
+        return self.communicator.size
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that knows the cluster and this process's task; None on a single worker."""
+        return self._cluster_resolver
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes what is written once (checkpoints, logs)."""
+        return self._is_chief
+
+    def scope(self) -> AbstractContextManager[None]:
+        """A context in which the strategy is in force and variables are mirrored when created.
+
+        Raises RuntimeError inside `run`, and inside the scope of another strategy.
+        """
+        contexts.require_scope_allowed(self)
+        return contexts.entered(self, None)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn(*args, **kwargs)` as one replica, and return its result.
+
+        Raises ValueError where args is neither a tuple nor a list, RuntimeError inside `run`.
+        """
+        contexts.require_cross_replica("Strategy.run")
+        if not isinstance(args, list | tuple):
+            raise ValueError(f"args={args!r}: must be a tuple or list of positional arguments")
+        with contexts.entered(self, contexts.ReplicaContext(self)):
+            return fn(*args, **(kwargs or {}))
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+        """Fold each replica's value, a nest of arrays, into one result that every replica gets.
+
+        axis None: element by element; shapes must be equal. Otherwise every replica first sums over
+        `axis`, an int or a tuple; the lengths along it may differ, and MEAN divides by their sum.
+        MEAN of integers is float64. Raises, on every rank alike and before anything is reduced,
+        ShapeMismatchError or DtypeMismatchError where the replicas don't fit together, ValueError
+        where an axis doesn't exist; on this rank TypeError for a list as axis, ValueError for an op
+        that is neither SUM nor MEAN, RuntimeError inside `run`.
+        """
+        contexts.require_cross_replica("Strategy.reduce")
+        return reduce_nest(self.communicator, as_reduce_op(reduce_op), value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Join each array of a nest along the axis, in the order of the replicas, for all of them.
+
+        Raises as `Communicator.all_gather`; RuntimeError inside `run`.
+        """
+        contexts.require_cross_replica("Strategy.gather")
+        return contexts.ReplicaContext(self).all_gather(value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of this process's replicas: a tuple of one."""
+        return (value,)
+
+    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> Iterable[Any]:
+        """This replica's share of a re-iterable of global batches, the same one on every rank.
+
+        Each array of a batch (a nest of arrays of equal length) is cut along its first axis into
+        contiguous parts of ⌈n/W⌉, the last of which may be shorter or empty. The end is agreed
+        on at every step: iteration is collective, and a rank whose data ends early gets empty
+        batches until all have ended. Raises TypeError where the dataset can be iterated only once.
+        """
+        return ShardedDataset(dataset, self.communicator)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+    ) -> Iterable[Any]:
+        """The dataset that `dataset_fn` makes for this rank, whose batches are taken as they are.
+
+        The end is agreed on as in `experimental_distribute_dataset`.
+        """
+        communicator = self.communicator
+        context = InputContext(communicator.size, communicator.rank, communicator.size)
+        return PerRankDataset(dataset_fn(context), communicator)
+
+    def mirrored(self, value: NDArray[Any], what: str) -> NDArray[Any]:
+        """Overwrite the array with the chief's, and return it. Collective.
+
+        Raises the same MismatchError on every rank where shapes or dtypes differ.
+        """
+        agree(self.communicator, [value], what)
+        mirrored: NDArray[Any] = self.communicator.broadcast(value)
+        return mirrored
+
+    def __repr__(self) -> str:
+        size = self.communicator.size
+        return f"<{type(self).__name__} replica {self.communicator.rank} of {size}>"

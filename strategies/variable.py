@@ -1,0 +1,202 @@
+"""Variables: arrays of a program's state, one copy per replica, kept in step by a strategy.
+
+Names and rules are those of `tf.Variable` under a strategy, except where TensorFlow lets the copies
+drift apart silently: there an error is raised or the first replica's value is taken.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.typing import NDArray
+
+from strategies.contexts import get_strategy, has_strategy, in_cross_replica_context
+from strategies.reduce_op import ReduceOp
+
+Array = NDArray[Any]
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies are brought together, as `tf.VariableSynchronization`. AUTO is ON_WRITE."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values become one, as `tf.VariableAggregation`."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class Variable(NDArrayOperatorsMixin):
+    """An array that a strategy keeps equal on all replicas, or aggregates when it is read.
+
+    initial_value: an array, a number, or a function that gives one; the chief's counts, on every
+    rank, and shapes and dtypes must agree (ShapeMismatchError, DtypeMismatchError on every rank).
+    Creating a variable in a strategy's scope is collective.
+
+    ON_WRITE (the default): an assignment inside `run` aggregates the replicas' values first; with
+    aggregation NONE it raises ValueError. ON_READ: `run` reads and writes the replica's own value,
+    and reading outside of it aggregates. Raises ValueError for synchronization NONE, and for MEAN
+    of anything but floating-point numbers.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> None:
+        if synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                f"synchronization={synchronization}: must be AUTO, ON_WRITE or ON_READ"
+            )
+        value = initial_value() if callable(initial_value) else initial_value
+        local = np.array(value)
+        if aggregation is VariableAggregation.MEAN and local.dtype.kind not in "fcV":
+            raise ValueError(
+                f"aggregation={aggregation}: needs a floating dtype, not {local.dtype}"
+            )
+        self.name, self.trainable = name, trainable
+        self.synchronization, self.aggregation = synchronization, aggregation
+        self._strategy = get_strategy()
+        self._local = self._strategy.mirrored(local, f"Variable {name!r}" if name else "Variable")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, which never changes."""
+        return self._local.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype, which never changes."""
+        return self._local.dtype
+
+    @property
+    def local(self) -> Array:
+        """This replica's copy itself, for those who update all copies alike (optimizers)."""
+        return self._local
+
+    def read_value(self) -> Array:
+        """A copy of the value; of ON_READ outside of `run` the replicas' aggregate (collective)."""
+        if not self._on_read or self._inside_run():
+            return self._local.copy()
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(f"{self}: aggregation NONE says no way to read it outside of `run`")
+        return self._aggregated(self._local)
+
+    def numpy(self) -> Array:
+        """As `read_value`."""
+        return self.read_value()
+
+    def assign(self, value: Any) -> Variable:
+        """Replace the value, by one of the same shape (ValueError otherwise)."""
+        array = self._checked(value)
+        if self._on_read and not self._inside_run():
+            array = self._share_of(array)
+        elif not self._on_read:
+            array = self._combined(array)
+        self._local[...] = array
+        return self
+
+    def assign_add(self, value: Any) -> Variable:
+        """Add to the value."""
+        return self._shift(np.add, value, "assign_add")
+
+    def assign_sub(self, value: Any) -> Variable:
+        """Subtract from the value."""
+        return self._shift(np.subtract, value, "assign_sub")
+
+    def _shift(self, ufunc: Callable[..., Any], value: Any, what: str) -> Variable:
+        change = self._checked(value)
+        if not self._on_read:
+            change = self._combined(change)
+        elif not self._inside_run() and self.aggregation is VariableAggregation.SUM:
+            raise ValueError(
+                f"{self}: {what} outside of `run` has no meaning for a sum of replicas"
+            )
+        ufunc(self._local, change, out=self._local, casting="same_kind")
+        return self
+
+    @property
+    def _on_read(self) -> bool:
+        return self.synchronization is VariableSynchronization.ON_READ
+
+    def _inside_run(self) -> bool:
+        return not has_strategy() or not in_cross_replica_context()
+
+    def _checked(self, value: Any) -> Array:
+        array = np.asarray(value, self.dtype)
+        if array.shape != self.shape:
+            raise ValueError(f"value has shape {array.shape}: {self} has shape {self.shape}")
+        return array
+
+    def _combined(self, value: Array) -> Array:
+        """What all replicas assign, where each has its own value."""
+        if not has_strategy() or in_cross_replica_context():
+            return value
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self}: can't be assigned inside `run` with aggregation NONE, since the replicas'"
+                " values may differ: give an aggregation, or assign outside of `run`"
+            )
+        return self._aggregated(value)
+
+    def _aggregated(self, value: Array) -> Array:
+        communicator = self._strategy.communicator
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            first: Array = communicator.broadcast(value.copy())
+            return first
+        op = ReduceOp.MEAN if self.aggregation is VariableAggregation.MEAN else ReduceOp.SUM
+        folded: Array = communicator.all_reduce(value, op.value)
+        return folded
+
+    def _share_of(self, value: Array) -> Array:
+        """What one replica stores of a value assigned to an ON_READ variable for all of them."""
+        if self.aggregation is not VariableAggregation.SUM:
+            return value
+        shares = value / self._strategy.num_replicas_in_sync
+        return shares.astype(self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        value = self.read_value() if self._on_read else self._local
+        return np.array(value, dtype, copy=True if copy is None else copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, Variable) for each in kwargs.get("out", ())):
+            raise TypeError("a Variable can't be the output: use assign, assign_add or assign_sub")
+        values = [each._value() if isinstance(each, Variable) else each for each in inputs]
+        return getattr(ufunc, method)(*values, **kwargs)
+
+    def _value(self) -> Array:
+        """The value without a copy where there is one, for arithmetic that leaves it alone."""
+        return self.read_value() if self._on_read else self._local
+
+    def __getitem__(self, index: Any) -> Any:
+        part = self._value()[index]
+        return part.copy() if isinstance(part, np.ndarray) else part
+
+    def __len__(self) -> int:
+        return len(self._local)
+
+    def __float__(self) -> float:
+        return float(self._value())
+
+    def __int__(self) -> int:
+        return int(self._value())
+
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        return f"<Variable{name} {self.dtype}{list(self.shape)}>"
