@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,8 +115,7 @@ def flat(array: Array) -> Array:
     return np.array(array, order="C", copy=True, subok=False).reshape(-1)
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Where a result goes: `buffer` is flat and contiguous; `deliver` hands over what it holds."""
 
     buffer: Array

@@ -35,6 +35,7 @@ class Engine:
         self.rank, self.size = transport.rank, transport.size
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         self._plan_bytes = 0
+        self._natives: dict[tuple[str, ReduceOp | None, np.dtype[Any]], Native | None] = {}
         self._work = np.empty(0, np.uint8)
         self._lock = threading.RLock()
 
@@ -97,7 +98,11 @@ class Engine:
         return self._work[:nbytes].view(dtype)
 
     def _native(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native | None:
-        return self.transport.native(collective, None if op is None else op.value, dtype)
+        key = (collective, op, dtype)
+        if key not in self._natives:
+            name = None if op is None else op.value
+            self._natives[key] = self.transport.native(collective, name, dtype)
+        return self._natives[key]
 
     def _plan(
         self,

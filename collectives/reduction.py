@@ -38,6 +38,7 @@ class ReduceOp(enum.Enum):
     PRODUCT = "product"
 
 
+_OPS = {op.value: op for op in ReduceOp}
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -49,13 +50,13 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 def as_op(op: ReduceOp | str) -> ReduceOp:
     """The op that `op` names, in any case; ValueError where there is none of that name."""
-    if isinstance(op, ReduceOp):
-        return op
-    try:
-        return ReduceOp(op.lower())
-    except (AttributeError, ValueError):
-        allowed = ", ".join(repr(each.value) for each in ReduceOp)
-        raise ValueError(f"op={op!r}: must be a ReduceOp or one of {allowed}") from None
+    found = _OPS.get(op) if isinstance(op, str) else op
+    if found is None and isinstance(op, str):
+        found = _OPS.get(op.lower())
+    if not isinstance(found, ReduceOp):
+        allowed = ", ".join(map(repr, _OPS))
+        raise ValueError(f"op={op!r}: must be a ReduceOp or one of {allowed}")
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +87,7 @@ def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
     if op in (ReduceOp.SUM, ReduceOp.MEAN) and out.dtype in _FLOAT16S:
         pieces = (_tensor(first), _tensor(second))
         return partial(numkong.add, *pieces, out=_tensor(out))
-    return partial(_UFUNCS[op], first, second, out)
+    return partial(_UFUNCS[op], first, second, out=out)
 
 
 def _tensor(piece: Array) -> Any:

@@ -55,22 +55,22 @@ class Resolver:
     def resolve(self, steps: Sequence[Step]) -> ResolvedRound:
         """Resolve one round. Scratch is used anew in every round, since a round waits for all."""
         self.round, self.scratch_used = ResolvedRound(), 0
-        written: list[tuple[int, str]] = []
-        for step in steps:
+        # What is sent is the content at the beginning of the round; what is received twice is
+        # folded into what came first.
+        for step in sorted(steps, key=lambda step: not isinstance(step, Send)):
             pieces = self._pieces(step)
             length = sum(piece.stop - piece.start for piece in pieces)
             if not length:
                 continue
             if isinstance(step, Send):
                 self.round.sends.append((step.peer, self._to_send(pieces, length)))
-            elif isinstance(step, Reduce):
+                continue
+            if isinstance(step, Reduce):
                 self._reduce(step, pieces, length)
-                written += [(chunk, "target") for chunk in self._run(step)]
             else:
                 self._receive(step, pieces, length)
-                written += [(chunk, "target") for chunk in self._run(step)]
-        for chunk, place in written:
-            self.place[chunk] = place
+            for chunk in self._run(step):
+                self.place[chunk] = "target"
         return self.round
 
     def _run(self, step: Step) -> list[int]:

@@ -29,9 +29,11 @@ class ReduceInput:
         self.original, self.op = array, as_op(op)
         self.array = to_numpy(array)
         self.shape = self.array.shape
-        native_dtype = self.array.dtype.newbyteorder("=")
-        check_reducible(self.op, native_dtype)
-        self.dtype = fold_dtype(self.op, native_dtype)
+        dtype = self.array.dtype
+        if not dtype.isnative:
+            dtype = dtype.newbyteorder("=")
+        check_reducible(self.op, dtype)
+        self.dtype = fold_dtype(self.op, dtype)
 
     def output(self, out: Any) -> Output:
         """Where a result of the same shape goes."""

@@ -1,0 +1,50 @@
+"""Values that depend on the rank, and what the collectives must make of them, in plain NumPy."""
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = [
+    *(np.dtype(name) for name in ("bool", "int8", "int16", "int32", "int64")),
+    *(np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")),
+    *(np.dtype(name) for name in ("float16", "float32", "float64", "complex64", "complex128")),
+    np.dtype(ml_dtypes.bfloat16),
+]
+OPS = ["sum", "mean", "min", "max", "product"]
+PAIRS = [
+    (op, dtype)
+    for op in OPS
+    for dtype in DTYPES
+    if not (op in ("min", "max") and dtype.kind == "c")
+]
+PAIR_IDS = [f"{op}-{dtype.name}" for op, dtype in PAIRS]
+
+
+def value(rank, shape, dtype=np.float64, largest=5):
+    """Small integers, exact in every dtype, that differ by rank and place."""
+    places = np.arange(int(np.prod(shape))).reshape(shape)
+    numbers = (places * 7 + rank * 3 + places // 5 * rank) % largest
+    if np.dtype(dtype).kind == "b":
+        return (numbers % 3 == rank % 3).astype(bool)
+    return (numbers + 1).astype(dtype)
+
+
+def values(size, shape, dtype=np.float64, largest=5):
+    return [value(rank, shape, dtype, largest) for rank in range(size)]
+
+
+def reduced(op, arrays):
+    """The reduction of the ranks' arrays."""
+    stacked = np.stack(arrays)
+    size, dtype = len(arrays), stacked.dtype
+    if dtype.kind == "b" and op != "mean":
+        return (np.any if op in ("sum", "max") else np.all)(stacked, axis=0)
+    if op == "mean":
+        if dtype.kind == "c":
+            return reduced("sum", arrays) / dtype.type(0).real.dtype.type(size)
+        mean = stacked.astype(np.float64).sum(axis=0) / size
+        return mean if dtype.kind in "biu" else mean.astype(dtype)
+    ufunc = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
+    folded = stacked[0].copy()
+    for each in stacked[1:]:
+        ufunc(folded, each, out=folded)
+    return folded

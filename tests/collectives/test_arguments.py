@@ -1,0 +1,172 @@
+"""What one rank can see by itself is refused before any message is sent."""
+
+import numpy as np
+import pytest
+
+from collectives import Communicator, register_algorithm
+from collectives.transports.local import LocalTransport, run
+
+
+class SilentTransport(LocalTransport):
+    """Lets the communicator be made, and nothing be sent after."""
+
+    silent = False
+
+    def exchange(self, sends, receives):
+        assert not self.silent, "a message was sent before the argument was refused"
+        super().exchange(sends, receives)
+
+    send = receive = split = None
+
+
+ARRAY = np.arange(6.0).reshape(2, 3)
+READ_ONLY = np.zeros((2, 3))
+READ_ONLY.flags.writeable = False
+
+REFUSED = {
+    "root too large": (lambda c: c.broadcast(ARRAY, root=2), ValueError, r"root=2: .*0 to 1"),
+    "root negative": (lambda c: c.reduce(ARRAY, root=-1), ValueError, r"root=-1: .*0 to 1"),
+    "root a float": (lambda c: c.gather(ARRAY, root=0.5), TypeError, r"root=0\.5: .*integer"),
+    "root a string": (lambda c: c.scatter(ARRAY, root="0"), TypeError, r"root='0'"),
+    "root of an object": (lambda c: c.broadcast_object(1, 7), ValueError, r"root=7"),
+    "unknown op": (lambda c: c.all_reduce(ARRAY, "avg"), ValueError, r"op='avg': .*'mean'"),
+    "op no string": (lambda c: c.reduce(ARRAY, 3), ValueError, r"op=3"),
+    "unknown algorithm": (
+        lambda c: c.all_reduce(ARRAY, algorithm="rign"),
+        ValueError,
+        r"algorithm='rign': all_reduce has 'ring', .*'native'",
+    ),
+    "another collective's algorithm": (
+        lambda c: c.broadcast(ARRAY, algorithm="ring"),
+        ValueError,
+        r"algorithm='ring': broadcast has 'binomial'",
+    ),
+    "no such native": (
+        lambda c: c.all_reduce(ARRAY, algorithm="native"),
+        ValueError,
+        r"algorithm='native': SilentTransport has no all_reduce for sum of float64",
+    ),
+    "objects": (lambda c: c.all_reduce([{}]), TypeError, r"dtype object: .*broadcast_object"),
+    "strings": (lambda c: c.all_gather(np.array(["a"])), TypeError, r"dtype <U1"),
+    "ordered complex": (lambda c: c.all_reduce(ARRAY + 0j, "min"), TypeError, r"op='min'.*order"),
+    "structured sums": (lambda c: c.all_reduce(np.zeros(2, "i4,f4")), TypeError, r"can't be red"),
+    "long double sums": (lambda c: c.all_reduce(np.ones(2, "g")), TypeError, r"can't be reduced"),
+    "axis too large": (lambda c: c.all_gather(ARRAY, axis=2), ValueError, r"axis=2: .*-2 to 1"),
+    "axis a float": (lambda c: c.reduce_scatter(ARRAY, axis=0.0), TypeError, r"axis=0\.0"),
+    "out of another shape": (
+        lambda c: c.all_reduce(ARRAY, out=np.zeros((3, 2))),
+        ValueError,
+        r"out has shape \(3, 2\): .*\(2, 3\)",
+    ),
+    "out of another dtype": (
+        lambda c: c.all_reduce(ARRAY, out=np.zeros((2, 3), np.float32)),
+        TypeError,
+        r"out has dtype float32: .*float64",
+    ),
+    "integer mean into integers": (
+        lambda c: c.all_reduce(np.ones(3, int), "mean", out=np.ones(3, int)),
+        TypeError,
+        r"out has dtype int64: .*float64",
+    ),
+    "out read-only": (lambda c: c.all_reduce(ARRAY, out=READ_ONLY), ValueError, r"out is read-"),
+    "out a list": (lambda c: c.all_reduce(ARRAY, out=[0.0]), TypeError, r"out is a list"),
+    "out a number": (lambda c: c.recv(3.0, 1 - c.rank), TypeError, r"out is a float"),
+    "peer too large": (lambda c: c.send(ARRAY, 2), ValueError, r"peer=2: .*0 to 1"),
+    "tag negative": (lambda c: c.send(ARRAY, 1 - c.rank, -1), ValueError, r"tag=-1"),
+    "tag too large": (lambda c: c.send(ARRAY, 1 - c.rank, 40_000), ValueError, r"tag=40000"),
+    "too few blocks": (lambda c: c.all_to_all([ARRAY]), ValueError, r"arrays has 1 .*2 ranks"),
+    "a block of objects": (
+        lambda c: c.all_to_all([ARRAY, [{}]]),
+        TypeError,
+        r"arrays\[1\] of dtype object",
+    ),
+    "outputs missing": (
+        lambda c: c.all_reduce_many([ARRAY, ARRAY], out=[ARRAY]),
+        ValueError,
+        r"out has 1 entries: .*2 arrays",
+    ),
+    "no bucket": (
+        lambda c: c.all_reduce_many([ARRAY], bucket_bytes=0),
+        ValueError,
+        r"bucket_bytes=0",
+    ),
+    "async root": (lambda c: c.broadcast_async(ARRAY, root=9), ValueError, r"root=9"),
+    "color negative": (lambda c: c.split(-1), ValueError, r"color=-1"),
+    "unknown collective": (lambda c: c.explain("gather_all", 8), ValueError, r"'gather_all'"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_refused_before_any_message(fault):
+    call, error, message = REFUSED[fault]
+
+    def one_rank(transport):
+        transport.__class__ = SilentTransport
+        comm = Communicator(transport)
+        SilentTransport.silent = False
+        transport.silent = True
+        with pytest.raises(error, match=message):
+            call(comm)
+
+    run(2, one_rank)
+
+
+def test_only_the_root_sees_a_read_only_array_as_fine():
+    def one_rank(transport):
+        comm = Communicator(transport)
+        if comm.rank == 0:
+            assert comm.broadcast(READ_ONLY) is READ_ONLY
+        else:
+            with pytest.raises(ValueError, match="array is read-only"):
+                comm.broadcast(READ_ONLY)
+            comm.broadcast(np.empty((2, 3)))
+
+    run(2, one_rank)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"backend": "gloo"}, ValueError, "backend='gloo': must be 'auto' or 'mpi'"),
+        ({"backend": "nccl"}, RuntimeError, "runs over MPI alone"),
+        ({"node_of": [0]}, ValueError, r"node_of=\[0\]: .*2 ranks"),
+        ({"node_of": ["a", "b"]}, TypeError, "integer"),
+    ],
+)
+def test_a_communicator_that_cannot_be_made(keywords, error, message):
+    def one_rank(transport):
+        with pytest.raises(error, match=message):
+            Communicator(transport, **keywords)
+
+    run(2, one_rank)
+
+
+@pytest.mark.parametrize("name", ["ring", "native"])
+def test_a_taken_name_is_refused(name):
+    with pytest.raises(ValueError, match=f"name='{name}'"):
+        register_algorithm("all_reduce", name, lambda rank, size: iter(()))
+
+
+def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
+    import collectives
+    from collectives import algorithms
+    from collectives.schedule import Reduce, Send
+
+    def to_everybody(rank, size):
+        """Every rank sends its whole buffer to every other, in one round."""
+        others = [(rank + distance) % size for distance in range(1, size)]
+        yield [Send(0, peer) for peer in others] + [Reduce(0, peer) for peer in others]
+
+    monkeypatch.setattr(algorithms, "_TABLE", dict(algorithms._TABLE))
+    register_algorithm("all_reduce", "flat", to_everybody, chunks=lambda size: 1)
+    for size in (1, 2, 5, 300):
+        collectives.verify("all_reduce", "flat", size)
+    link = collectives.Link(1e-6, 1e9, 1e9)
+    assert collectives.estimate("all_reduce", "flat", 4, 1000, link) > 0
+
+    def one_rank(transport):
+        array = np.arange(5.0) * (transport.rank + 1)
+        return Communicator(transport).all_reduce(array, algorithm="flat")
+
+    for result in run(4, one_rank):
+        np.testing.assert_array_equal(result, np.arange(5.0) * 10)

@@ -1,0 +1,341 @@
+"""Every call of the communicator over MPI, with values that depend on the rank."""
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import algorithms
+from tests.collectives.oracle import DTYPES, PAIR_IDS, PAIRS, reduced, value, values
+
+pytestmark = pytest.mark.mpi
+
+
+def paths(collective):
+    """Every way to run it: by choice, each algorithm, and MPI's own."""
+    return [None, *algorithms.names(collective), "native"]
+
+
+@pytest.mark.parametrize(("op", "dtype"), PAIRS, ids=PAIR_IDS)
+def test_all_reduce_of_every_dtype(comm, op, dtype):
+    largest = 2 if op == "product" else 5
+    expected = reduced(op, values(comm.size, (3, 7), dtype, largest))
+    for name in algorithms.names("all_reduce"):
+        array = value(comm.rank, (3, 7), dtype, largest)
+        result = comm.all_reduce(array, op, algorithm=name)
+        assert result.dtype == expected.dtype
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("path", paths("all_reduce"))
+@pytest.mark.parametrize("length", [0, 1, 3, 1000, 100_003])
+def test_all_reduce_on_every_path(comm, path, length):
+    array = value(comm.rank, length)
+    expected = reduced("sum", values(comm.size, length))
+    np.testing.assert_array_equal(comm.all_reduce(array, algorithm=path), expected)
+    out = np.full(length, -1.0)
+    assert comm.all_reduce(array, out=out, algorithm=path) is out
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(array, value(comm.rank, length))
+    assert comm.all_reduce(array, out=array, algorithm=path) is array
+    np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
+@pytest.mark.parametrize("holder", ["first", "last"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_a_nan_on_any_rank_reaches_all(comm, op, holder, dtype):
+    dtype = next(each for each in DTYPES if each.name == dtype)
+    array = value(comm.rank, 40, dtype, largest=2 if op == "product" else 5)
+    if comm.rank == (0 if holder == "first" else comm.size - 1):
+        array[7] = np.nan
+    result = comm.all_reduce(array, op).astype(float)
+    assert np.isnan(result[7])
+    assert np.isfinite(np.delete(result, 7)).all()
+
+
+@pytest.mark.parametrize("path", [None, *algorithms.names("all_reduce")])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16", "complex64"])
+def test_all_ranks_end_with_the_same_bits(comm, path, dtype):
+    dtype = next(each for each in DTYPES if each.name == dtype)
+    array = (np.random.default_rng(comm.rank).standard_normal(1001) * 100).astype(dtype)
+    result = comm.all_reduce(array, algorithm=path)
+    assert len(set(comm.all_gather_object(result.tobytes()))) == 1
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_sums_round_once_per_hop(comm, dtype):
+    """Two ranks: one hop, so the float32 sum rounded once; three: either order of two hops."""
+    dtype = next(each for each in DTYPES if each.name == dtype)
+    arrays = [
+        np.random.default_rng(rank).standard_normal(500).astype(dtype) for rank in range(comm.size)
+    ]
+
+    def hop(first, second):
+        return (first.astype(np.float32) + second.astype(np.float32)).astype(dtype)
+
+    result = comm.all_reduce(arrays[comm.rank], algorithm="doubling")
+    # Doubling folds the rank beyond the power of two into rank 0 first.
+    expected = hop(hop(arrays[0], arrays[2]), arrays[1]) if comm.size == 3 else hop(*arrays)
+    np.testing.assert_array_equal(result.view(np.uint16), expected.view(np.uint16))
+
+
+def test_integers_wrap(comm):
+    result = comm.all_reduce(np.array([100, -100], np.int8))
+    np.testing.assert_array_equal(result, (np.array([100, -100]) * comm.size).astype(np.int8))
+
+
+@pytest.mark.parametrize("path", paths("reduce"))
+def test_reduce_to_every_root(comm, path):
+    expected = reduced("max", values(comm.size, (4, 3), np.int32))
+    for root in range(comm.size):
+        result = comm.reduce(value(comm.rank, (4, 3), np.int32), "MAX", root=root, algorithm=path)
+        np.testing.assert_array_equal(result, expected if comm.rank == root else None)
+
+
+def test_reduce_into_out(comm):
+    out = np.empty(9)
+    result = comm.reduce(value(comm.rank, 9), "mean", root=comm.size - 1, out=out)
+    if comm.rank == comm.size - 1:
+        assert result is out
+        np.testing.assert_array_equal(out, reduced("mean", values(comm.size, 9)))
+    else:
+        assert result is None
+
+
+@pytest.mark.parametrize("path", paths("broadcast"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_broadcast_from_every_root(comm, path, dtype):
+    for root in range(comm.size):
+        array = value(comm.rank, (5, 2), dtype)
+        assert comm.broadcast(array, root=root, algorithm=path) is array
+        np.testing.assert_array_equal(array, value(root, (5, 2), dtype))
+
+
+@pytest.mark.parametrize("path", paths("all_gather"))
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather_along_axes_of_differing_length(comm, path, axis):
+    def own(rank):
+        shape = [2, 3, 2]
+        shape[axis] = (rank * 2 + 1) % 4
+        return value(rank, shape)
+
+    expected = np.concatenate([own(rank) for rank in range(comm.size)], axis=axis)
+    result = comm.all_gather(own(comm.rank), axis=axis, algorithm=path)
+    assert result.flags.c_contiguous
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("path", paths("gather"))
+def test_gather_to_every_root(comm, path):
+    own = [value(rank, (rank % 3, 2), np.float32) for rank in range(comm.size)]
+    for root in range(comm.size):
+        result = comm.gather(own[comm.rank], root=root, algorithm=path)
+        np.testing.assert_array_equal(result, np.concatenate(own) if comm.rank == root else None)
+
+
+@pytest.mark.parametrize("path", paths("scatter"))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_scatter_from_every_root(comm, path, axis):
+    for root in range(comm.size):
+        whole = value(root + 1, (5, 11), np.int16)
+        given = whole if comm.rank == root else None
+        block = comm.scatter(given, root=root, axis=axis, algorithm=path)
+        np.testing.assert_array_equal(block, np.array_split(whole, comm.size, axis)[comm.rank])
+        assert not np.shares_memory(block, whole)
+
+
+@pytest.mark.parametrize("path", paths("reduce_scatter"))
+@pytest.mark.parametrize(("op", "axis"), [("sum", 0), ("sum", 1), ("max", 0)])
+def test_reduce_scatter(comm, path, op, axis):
+    # MPI's MAX of floats may lose a NaN, so it isn't offered.
+    dtype = np.int64 if path == "native" and op == "max" else np.float64
+    whole = reduced(op, values(comm.size, (7, 5), dtype))
+    block = comm.reduce_scatter(value(comm.rank, (7, 5), dtype), op, axis=axis, algorithm=path)
+    np.testing.assert_array_equal(block, np.array_split(whole, comm.size, axis)[comm.rank])
+
+
+@pytest.mark.parametrize("path", paths("all_to_all"))
+def test_all_to_all_of_blocks_that_all_differ(comm, path):
+    def block(source, target):
+        dtype = DTYPES[(source + 2 * target) % len(DTYPES)]
+        return value(source + 3 * target, (source % 3, target + 1), dtype)
+
+    blocks = [block(comm.rank, peer) for peer in range(comm.size)]
+    for peer, received in enumerate(comm.all_to_all(blocks, algorithm=path)):
+        expected = block(peer, comm.rank)
+        assert received.dtype == expected.dtype
+        np.testing.assert_array_equal(received, expected)
+        assert not np.shares_memory(received, blocks[peer])
+
+
+def test_zero_dimensional_arrays(comm):
+    assert comm.all_reduce(np.float64(comm.rank)) == sum(range(comm.size))
+    assert comm.all_reduce(np.array(comm.rank + 1)).shape == ()
+    np.testing.assert_array_equal(comm.all_gather(np.array(comm.rank)), np.arange(comm.size))
+    block = comm.reduce_scatter(np.array(comm.rank))
+    np.testing.assert_array_equal(block, [sum(range(comm.size))] if comm.rank == 0 else [])
+
+
+LAYOUTS = {
+    "Fortran order": np.asfortranarray,
+    "every second element": lambda array: np.repeat(array, 2, axis=1)[:, ::2],
+    "backwards": lambda array: np.ascontiguousarray(array[::-1])[::-1],
+    "broadcast rows": lambda array: np.broadcast_to(array[:1], array.shape),
+    "the other byte order": lambda array: array.astype(array.dtype.newbyteorder()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_goes_in(comm, layout):
+    arrays = [LAYOUTS[layout](value(rank, (4, 6), np.float32)) for rank in range(comm.size)]
+    array = arrays[comm.rank]
+    array.flags.writeable = False
+    np.testing.assert_array_equal(comm.all_reduce(array), reduced("sum", arrays))
+    np.testing.assert_array_equal(comm.all_gather(array), np.concatenate(arrays))
+
+
+def test_out_of_any_layout_is_filled(comm):
+    expected = reduced("sum", values(comm.size, (4, 6)))
+    for out in (np.empty((4, 6), order="F"), np.empty((4, 12))[:, ::2], np.empty((8, 6))[::-2]):
+        assert comm.all_reduce(value(comm.rank, (4, 6)), out=out) is out
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_out_that_overlaps_the_input(comm):
+    memory = np.zeros(30)
+    memory[:20] = value(comm.rank, 20)
+    comm.all_reduce(memory[:20], out=memory[10:], algorithm="ring")
+    np.testing.assert_array_equal(memory[10:], reduced("sum", values(comm.size, 20)))
+
+
+def test_broadcast_fills_any_layout(comm):
+    array = np.asfortranarray(value(comm.rank, (4, 6)))
+    assert comm.broadcast(array, root=comm.size - 1) is array
+    np.testing.assert_array_equal(array, value(comm.size - 1, (4, 6)))
+
+
+def test_send_and_recv_round_the_ring(comm):
+    if comm.size == 1:
+        with pytest.raises(ValueError, match="peer=0: must be another rank"):
+            comm.send(np.ones(1), 0)
+        return
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for tag, dtype in enumerate(DTYPES):
+        outgoing, incoming = value(comm.rank, 9, dtype), np.zeros(9, dtype)
+        first, second = (comm.send, comm.recv) if comm.rank % 2 == 0 else (comm.recv, comm.send)
+        for call in (first, second):
+            if call == comm.send:
+                comm.send(outgoing, following, tag)
+            else:
+                assert comm.recv(incoming, previous, tag) is incoming
+        np.testing.assert_array_equal(incoming, value(previous, 9, dtype))
+
+
+@pytest.mark.ranks(2)
+def test_a_message_of_another_length_is_refused_and_the_next_one_works(comm):
+    for sent, expected in ((5, 3), (3, 5)):
+        if comm.rank == 0:
+            comm.send(np.arange(sent), 1)
+            comm.send(np.arange(4), 1)
+        else:
+            with pytest.raises(collectives.ShapeMismatchError, match="rank 0 sent"):
+                comm.recv(np.empty(expected, int), 0)
+            np.testing.assert_array_equal(comm.recv(np.empty(4, int), 0), np.arange(4))
+
+
+def test_objects(comm):
+    own = {"rank": comm.rank, "text": "x" * comm.rank * 1000}
+    gathered = comm.all_gather_object(own)
+    assert [each["rank"] for each in gathered] == list(range(comm.size))
+    assert [len(each["text"]) for each in gathered] == [1000 * rank for rank in range(comm.size)]
+    for root in range(comm.size):
+        received = comm.broadcast_object(own if comm.rank == root else None, root)
+        assert received["rank"] == root
+        assert received is not own
+
+
+def test_ranks_that_cannot_be_joined_raise_alike_and_the_next_call_works(comm):
+    if comm.size == 1:
+        assert comm.all_gather(np.ones((2, 3))).shape == (2, 3)
+        return
+    odd = comm.rank == comm.size - 1
+    with pytest.raises(collectives.ShapeMismatchError) as caught:
+        comm.all_gather(np.ones((2, 4 if odd else 3)))
+    assert len(caught.value.calls) == comm.size
+    with pytest.raises(collectives.DtypeMismatchError, match=f"rank {comm.size - 1}: .*int64"):
+        comm.all_gather(np.ones((2, 3), np.int64 if odd else np.float64))
+    np.testing.assert_array_equal(comm.all_gather(np.array([comm.rank])), np.arange(comm.size))
+
+
+def test_what_only_the_root_can_see_is_raised_everywhere(comm):
+    root = comm.size - 1
+    with pytest.raises(ValueError, match="axis=2"):
+        comm.scatter(np.ones((2, 2)) if comm.rank == root else None, root=root, axis=2)
+    with pytest.raises(TypeError, match="object"):
+        comm.scatter(np.array([{}]) if comm.rank == root else None, root=root)
+    comm.barrier()
+
+
+def test_split_by_color_and_key(comm):
+    part = comm.split(comm.rank % 2, key=-comm.rank)
+    members = [rank for rank in reversed(range(comm.size)) if rank % 2 == comm.rank % 2]
+    assert part.size == len(members)
+    assert members[part.rank] == comm.rank
+    np.testing.assert_array_equal(part.all_gather(np.array(comm.rank)), members)
+    part.close()
+    part.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        part.barrier()
+
+
+def test_split_without_a_color_gives_none(comm):
+    part = comm.split(None if comm.rank == 0 else 1)
+    assert (part is None) == (comm.rank == 0)
+    if part is not None:
+        assert part.all_reduce(np.array(1)) == comm.size - 1
+        part.close()
+
+
+def test_over_any_mpi_communicator(comm):
+    from mpi4py import MPI
+
+    mpi_comm = MPI.COMM_WORLD.Split(0, key=-MPI.COMM_WORLD.rank)
+    with collectives.Communicator(mpi_comm) as reversed_world:
+        assert reversed_world.rank == comm.size - 1 - comm.rank
+        gathered = reversed_world.all_gather(np.array(comm.rank))
+        np.testing.assert_array_equal(gathered, np.arange(comm.size)[::-1])
+        if comm.size > 1:
+            # The user's own traffic, posted before and met after ours, must not interfere.
+            peer = (mpi_comm.rank + 1) % comm.size
+            request = mpi_comm.Isend(np.full(1, mpi_comm.rank), peer, 0)
+            reversed_world.all_reduce(value(comm.rank, 10))
+            received = np.empty(1, int)
+            mpi_comm.Recv(received, (mpi_comm.rank - 1) % comm.size, 0)
+            request.Wait()
+            assert received[0] == (mpi_comm.rank - 1) % comm.size
+    mpi_comm.Free()
+
+
+def test_nodes_of_this_machine_and_imitated_ones(comm):
+    assert (comm.node, comm.nodes) == (0, 1)
+    assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
+    from mpi4py import MPI
+
+    node_of = [7 if rank % 2 else 3 for rank in range(comm.size)]
+    with collectives.Communicator(MPI.COMM_WORLD, node_of=node_of) as spread:
+        assert spread.node == comm.rank % 2
+        assert spread.nodes == min(comm.size, 2)
+        assert spread.local_rank == comm.rank // 2
+        assert spread.local_size == node_of.count(node_of[comm.rank])
+
+
+def test_the_choice_is_visible(comm):
+    text = comm.explain("all_reduce", 1 << 20)
+    if comm.size == 1:
+        assert text == "a copy runs"
+    else:
+        assert "ring" in text
+        assert "native" in text
+    assert comm.empty((2, 3)).dtype == np.float32
+    assert not comm.zeros(4, "int8").any()

@@ -1,0 +1,119 @@
+"""Starting, failing and ending: programs as users write them."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+ON_ONE_RANK = {
+    "an exception": ("raise KeyError('the reason')", "KeyError: 'the reason'"),
+    "an assertion": ("assert comm.size == 7, 'wrong size'", "AssertionError: wrong size"),
+    "a bad root": ("comm.broadcast(numpy.ones(3), root=9)", "ValueError: root=9: must be an int"),
+    "an interrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+}
+
+
+@pytest.mark.parametrize("fault", ON_ONE_RANK)
+def test_an_uncaught_exception_on_one_rank_ends_the_job(fault, launch):
+    line, message = ON_ONE_RANK[fault]
+    program = (
+        "import collectives, numpy\n"
+        "comm = collectives.world()\n"
+        f"if comm.rank == 1:\n    {line}\n"
+        "comm.barrier()\n"
+        "comm.all_reduce(numpy.ones(1000))\n"
+    )
+    start = time.monotonic()
+    ended = launch(3, [sys.executable, "-c", program], timeout=30)
+    seconds = time.monotonic() - start
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert "line 4" in ended.stderr
+    # Five seconds after the fault; the start of three interpreters comes on top.
+    assert seconds < 10
+
+
+def test_a_pending_asynchronous_call_does_not_keep_a_failing_job_alive(launch):
+    program = (
+        "import collectives, numpy\n"
+        "comm = collectives.world()\n"
+        "if comm.rank == 0:\n"
+        "    handle = comm.all_reduce_async(numpy.ones(1000))\n"
+        "    raise RuntimeError('while waiting')\n"
+        "comm.barrier()\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=20)
+    assert ended.returncode != 0
+    assert "RuntimeError: while waiting" in ended.stderr
+
+
+def test_a_killed_rank_ends_the_job(launch):
+    program = (
+        "import collectives, os, signal\n"
+        "comm = collectives.world()\n"
+        "if comm.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "comm.barrier()\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=20)
+    assert ended.returncode != 0
+
+
+def test_an_ordinary_end_says_nothing(launch):
+    program = (
+        "import collectives, numpy\n"
+        "comm = collectives.world()\n"
+        "part = comm.split(comm.rank % 2)\n"
+        "part.all_reduce(numpy.ones(10))\n"
+        "assert collectives.world() is comm\n"
+        "comm.all_reduce(numpy.ones(100_000))\n"
+    )
+    ended = launch(3, [sys.executable, "-c", program], timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def run_alone(program, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_importing_starts_nothing_and_needs_no_mpi4py():
+    program = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('mpi4py', 'cupy'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "import collectives, strategies\n"
+        "assert 'mpi4py' not in sys.modules\n"
+        "try: collectives.world()\n"
+        "except collectives.BackendUnavailableError as error: print(error)\n"
+    )
+    ended = run_alone(program)
+    assert ended.returncode == 0, ended.stderr
+    assert "pip install 'mpi-collectives[mpich]'" in ended.stdout
+
+
+def test_a_program_alone_is_a_world_of_one_rank():
+    program = (
+        "import collectives, numpy\n"
+        "comm = collectives.world()\n"
+        "print(comm.rank, comm.size, comm.all_reduce([1, 2], 'mean').tolist())\n"
+        "comm.close()\n"
+        "print(collectives.world() is comm)\n"
+    )
+    assert run_alone(program).stdout == "0 1 [1.0, 2.0]\nFalse\n"
+
+
+def test_the_error_tree():
+    import collectives
+
+    for name in ("Collective", "Shape", "Dtype", "Op", "Root"):
+        error = getattr(collectives, f"{name}MismatchError")
+        assert issubclass(error, collectives.MismatchError)
+    assert issubclass(collectives.DeadlineExceededError, TimeoutError)
+    assert issubclass(collectives.CollectiveError, RuntimeError)
+    error = collectives.ShapeMismatchError("they differ", ("one", "two"))
+    assert error.calls == ("one", "two")
+    assert str(error) == "they differ\n  rank 0: one\n  rank 1: two"

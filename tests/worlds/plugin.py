@@ -1,0 +1,54 @@
+"""The entry of the harness: pytest loads this module, alone and in every rank of a world."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.worlds.launcher import DIRECTORY_VARIABLE
+from tests.worlds.parent import Parent
+from tests.worlds.rank import Rank
+from tests.worlds.selection import Selection, parse_sizes
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("worlds", "tests on worlds of MPI ranks")
+    group.addoption(
+        "--worlds",
+        type=parse_sizes,
+        metavar="SIZES",
+        help="run the mpi tests on worlds of these sizes only, for example 2,3",
+    )
+    group.addoption(
+        "--world-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end a world whose ranks made no progress for so long"
+        " (default: a minute more than the longest limit of its tests)",
+    )
+
+
+def pytest_configure(config):
+    for line in (
+        "ranks(*sizes): world sizes that an mpi test runs on",
+        "timeout_seconds(seconds): how long an mpi test may take on a rank (default: 60)",
+    ):
+        config.addinivalue_line("markers", line)
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    only_world_tests = config.getoption("only_mpi")
+    if directory or only_world_tests or config.getoption("with_mpi"):
+        rank = Rank(config, Path(directory) if directory else None)
+        config.pluginmanager.register(rank, "worlds-rank")
+        offered = (rank.communicator.size,)
+    else:
+        config.pluginmanager.register(Parent(config), "worlds-parent")
+        offered = config.getoption("worlds")
+    config.pluginmanager.register(Selection(offered, only_world_tests), "worlds-selection")
+
+
+@pytest.fixture(scope="session")
+def world_size(request):
+    """The number of ranks of the world that the test runs in."""
+    if not hasattr(request, "param"):
+        pytest.fail("a test that asks for the world's size must be marked mpi", pytrace=False)
+    return request.param

@@ -1,0 +1,49 @@
+"""Running an ordinary program on a world of ranks, as a user does."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.worlds.cleanup import end_group, find_segments, kill_tagged, remove_segments
+from tests.worlds.launcher import (
+    DIRECTORY_VARIABLE,
+    NO_MPIRUN,
+    find_mpirun,
+    is_open_mpi,
+    world_environment,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_program(size, command, *, timeout):
+    """Run a command on `size` ranks; subprocess.TimeoutExpired where it does not end in time."""
+    return run_programs([(size, command)], timeout=timeout)
+
+
+def run_programs(parts, *, timeout):
+    """Run several commands as one world: each (number of ranks, command) in turn."""
+    mpirun = find_mpirun()
+    assert mpirun, NO_MPIRUN
+    line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else [])]
+    for number, (size, command) in enumerate(parts):
+        line += [*([":"] if number else []), "-n", str(size), *command]
+    segments = find_segments()
+    with tempfile.TemporaryDirectory() as directory:
+        environment = world_environment(directory) | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        finally:
+            end_group(process)
+            kill_tagged(DIRECTORY_VARIABLE, directory)
+            remove_segments(segments)
+    return subprocess.CompletedProcess(line, process.returncode, output, errors)

@@ -1,0 +1,142 @@
+"""The plugin of a rank in a world: runs its tests in step with the others, and records them."""
+
+import functools
+import json
+import time
+
+import pytest
+
+from tests.worlds.records import Recorder, stacks_path
+from tests.worlds.selection import deselect
+from tests.worlds.watchdog import Watchdog, time_limit
+
+SELECTION_NAME = "selection.json"
+FINALIZE_SECONDS = 30
+POLL_SECONDS = 0.0005
+
+
+class Rank:
+    """One rank; `directory` is None where a person typed mpirun, without a parent to report to."""
+
+    def __init__(self, config, directory):
+        # The parent, which imports this module too, must not initialise MPI.
+        from mpi4py import MPI
+
+        wait_for_all(MPI.COMM_WORLD)
+        # A communicator of its own, which messages that a test forgot cannot reach.
+        self.communicator = MPI.COMM_WORLD.Dup()
+        self.config = config
+        self.directory = directory
+        rank = self.communicator.rank
+        self.recorder = Recorder(directory, rank) if directory else None
+        self.watchdog = Watchdog(stacks_path(directory, rank) if directory else None)
+
+    def record(self, event, **details):
+        """Tell the parent, if there is one."""
+        if self.recorder:
+            self.recorder.write(event, **details)
+
+    def record_report(self, report):
+        """Tell the parent about a phase of a test."""
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.record("report", nodeid=report.nodeid, report=data)
+
+    def abort(self):
+        """End the world, so that no rank waits for ever for this one."""
+        self.communicator.Abort(1)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.record("problem", text=report.longreprtext)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, config, items):
+        result = yield
+        if self.directory:
+            selection = json.loads((self.directory / SELECTION_NAME).read_text(encoding="utf-8"))
+            order = {nodeid: index for index, nodeid in enumerate(selection)}
+            deselect(config, items, {item for item in items if item.nodeid not in order})
+            items.sort(key=lambda item: order[item.nodeid])
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        """Make sure that all ranks are about to run the same tests, before anything can hang."""
+        if session.testsfailed:
+            # Not collected: pytest will say so, and the other ranks must not wait for this one.
+            return
+        wait_for_all(self.communicator)
+        nodeids = [item.nodeid for item in session.items]
+        if any(others != nodeids for others in self.communicator.allgather(nodeids)):
+            text = "the ranks collected different tests"
+            self.record("problem", text=text)
+            raise pytest.UsageError(text)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        # In step: a rank that fails now cannot cut short another that still records the last test.
+        wait_for_all(self.communicator)
+        self.record("start", nodeid=item.nodeid)
+        with self.watchdog.limit(time_limit(item)):
+            result = yield
+        self.record("finish", nodeid=item.nodeid)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        test = getattr(getattr(item, "obj", None), "hypothesis", None)
+        if not test or not self.directory or self.communicator.size == 1:
+            return (yield)
+        body = test.inner_test
+        test.inner_test = self.abort_at_first_failure(item, body)
+        try:
+            return (yield)
+        finally:
+            test.inner_test = body
+
+    def abort_at_first_failure(self, item, function):
+        """Wrap the body of a Hypothesis test, which would be tried again while others wait."""
+        from hypothesis.errors import HypothesisException
+
+        @functools.wraps(function)
+        def body(*arguments, **named_arguments):
+            try:
+                return function(*arguments, **named_arguments)
+            except HypothesisException:
+                raise
+            except (Exception, pytest.fail.Exception):
+                self.record_report(failure_report(item, named_arguments))
+                self.abort()
+
+        return body
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report):
+        self.record_report(report)
+        if report.failed and self.directory:
+            self.abort()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self):
+        self.watchdog.start(FINALIZE_SECONDS)
+
+
+def wait_for_all(communicator):
+    """Wait for the other ranks, and leave the few cores of the machine to those still at work."""
+    request = communicator.Ibarrier()
+    while not request.Test():
+        time.sleep(POLL_SECONDS)
+
+
+def failure_report(item, example):
+    """Return the report of the exception being handled, with the example that led to it."""
+    lines = [f"{name}={value!r}" for name, value in example.items()]
+    return pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="failed",
+        longrepr=item.repr_failure(pytest.ExceptionInfo.from_current()),
+        when="call",
+        sections=[("Falsifying example", "\n".join(lines))],
+    )

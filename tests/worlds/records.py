@@ -1,0 +1,96 @@
+"""What a rank writes about its tests while they run, and how the parent reads it."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+
+class Recorder:
+    """A rank's own file of events, one JSON object a line, safe on disk before the rank may die."""
+
+    def __init__(self, directory, rank):
+        self.file = record_path(directory, rank).open("a", encoding="utf-8")
+
+    def write(self, event, **details):
+        """Append one event."""
+        self.file.write(json.dumps({"event": event, **details}) + "\n")
+        self.file.flush()
+
+
+@dataclass
+class RankTest:
+    """What one rank told about one test."""
+
+    reports: dict = field(default_factory=dict)
+    """The latest report of each phase (setup, call, teardown)."""
+    failure: object = None
+    """The first failed report."""
+    finished: bool = False
+
+    def add(self, report):
+        """Take in one more report."""
+        self.reports[report.when] = report
+        if report.failed and self.failure is None:
+            self.failure = report
+
+    def verdict(self):
+        """Return the outcome in a word, with the reason of a skip or an expected failure."""
+        for report in self.reports.values():
+            if hasattr(report, "wasxfail"):
+                return f"xfailed: {report.wasxfail}" if report.skipped else "xpassed"
+            if report.skipped:
+                return f"skipped: {report.longrepr[2].removeprefix('Skipped: ')}"
+        return "passed"
+
+
+@dataclass
+class Records:
+    """What all the ranks of one launch told."""
+
+    tests: dict
+    """By node id, then by rank, a RankTest."""
+    problems: dict
+    """By rank, why it could not collect the tests."""
+
+
+def record_path(directory, rank):
+    """Return the file of a rank's events."""
+    return directory / f"rank-{rank}.jsonl"
+
+
+def stacks_path(directory, rank):
+    """Return the file to which a rank's watchdog dumps the stacks."""
+    return directory / f"rank-{rank}.stacks"
+
+
+def read_records(config, directory, size):
+    """Read what the ranks of a launch told, however they ended."""
+    records = Records(tests=defaultdict(dict), problems={})
+    for rank in range(size):
+        for event in read_events(record_path(directory, rank)):
+            if event["event"] == "problem":
+                records.problems[rank] = event["text"]
+                continue
+            test = records.tests[event["nodeid"]].setdefault(rank, RankTest())
+            if event["event"] == "report":
+                test.add(restore_report(config, event["report"]))
+            elif event["event"] == "finish":
+                test.finished = True
+    return records
+
+
+def read_events(path):
+    """Return a rank's events, without a line that its death cut short."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def restore_report(config, data):
+    """Return the pytest report that a rank wrote down."""
+    report = config.hook.pytest_report_from_serializable(config=config, data=data)
+    if isinstance(report.longrepr, list):
+        # JSON knows no tuples, and pytest insists on one where a skip was.
+        report.longrepr = tuple(report.longrepr)
+    return report
