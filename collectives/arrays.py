@@ -23,8 +23,12 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
 
     Raises TypeError where it holds Python objects or lies on another device than the CPU.
     """
-    if isinstance(array, np.ndarray):
+    if type(array) is np.ndarray:
         converted = array
+    elif isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{argument} is a masked array, whose mask would be lost: send both parts")
+    elif isinstance(array, np.ndarray):
+        converted = array.view(np.ndarray)
     elif _is_torch(array):
         converted = _from_torch(array, argument)
     elif hasattr(array, "__dlpack_device__"):
@@ -116,10 +120,14 @@ def flat(array: Array) -> Array:
 
 
 class Output(NamedTuple):
-    """Where a result goes: `buffer` is flat and contiguous; `deliver` hands over what it holds."""
+    """Where a result goes: `buffer` is flat and contiguous; `deliver` hands over what it holds.
+
+    `view` is the caller's own array where the buffer is its memory.
+    """
 
     buffer: Array
     deliver: Callable[[], Any]
+    view: Array | None = None
 
 
 def new_output(shape: tuple[int, ...], dtype: np.dtype[Any], original: Any) -> Output:
@@ -143,7 +151,7 @@ def given_output(
     if not view.flags.writeable:
         raise ValueError(f"{name} is read-only: must be an array that can be written")
     if view.flags.c_contiguous and view.flags.aligned:
-        return Output(view.reshape(-1), lambda: out)
+        return Output(view.reshape(-1), lambda: out, view)
     buffer = np.empty(shape, dtype)
 
     def deliver() -> Any:

@@ -61,7 +61,8 @@ class Plan:
             schedule = rooted_at(schedule, root, chunks)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         resolver = Resolver(rank, offsets, has_source)
-        self._rounds = [resolver.resolve(steps) for steps in for_rank(schedule, rank, size)]
+        rounds = map(resolver.resolve, for_rank(schedule, rank, size))
+        self._rounds = [each for each in rounds if each.sends or each.receives]
         after = spec.after((rank - root) % size, (np.arange(chunks) - root) % chunks, size)
         wanted = np.broadcast_to(after, chunks) != ANYTHING
         self._left_behind = resolver.left_behind(wanted.tolist())

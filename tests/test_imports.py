@@ -116,7 +116,7 @@ def test_no_import_runs_in_a_circle():
 
 
 def _names(node, modules):
-    """The modules that a statement needs; a package counts only where a name of its own is taken."""
+    """The modules that a statement needs; a package only where a name of its own is taken."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     full = [f"{node.module}.{alias.name}" for alias in node.names]

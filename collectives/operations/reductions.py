@@ -43,6 +43,8 @@ class ReduceInput:
 
     def source_for(self, output: Output) -> Array | None:
         """The flat input, or None where it lies in the output already."""
+        if output.view is self.array:
+            return None
         source = self.flat()
         if not np.may_share_memory(source, output.buffer):
             return source
@@ -71,6 +73,11 @@ def all_reduce(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) 
         return output.deliver()
 
     return perform
+
+
+def barrier(engine: Engine) -> None:
+    """The shortest message from everybody to everybody."""
+    engine.run("all_reduce", None, np.zeros(1, np.uint8), op=ReduceOp.SUM)
 
 
 def reduce(

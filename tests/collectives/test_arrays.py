@@ -50,6 +50,15 @@ def test_the_buffer_protocol():
     assert comm.all_reduce(b"\x01\x02").tolist() == [1, 2]
 
 
+def test_subclasses_of_numpy_arrays():
+    memory = np.arange(4).reshape(2, 2)
+    comm = Communicator(alone())
+    assert type(comm.all_reduce(memory.view(np.recarray))) is np.ndarray
+    np.testing.assert_array_equal(comm.all_reduce(memory.view(np.recarray)), memory)
+    with pytest.raises(TypeError, match="array is a masked array"):
+        comm.all_reduce(np.ma.masked_equal([1, 2], 2))
+
+
 def test_numbers_and_lists():
     comm = Communicator(alone())
     assert comm.all_reduce(3) == 3

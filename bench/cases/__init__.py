@@ -1,0 +1,22 @@
+"""The table of collectives that can be measured. Adding one takes a class and a line here."""
+
+from __future__ import annotations
+
+from bench.cases import movements, reductions
+from bench.cases.base import Case
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        reductions.AllReduce(),
+        reductions.AllReduceMany(),
+        reductions.Reduce(),
+        reductions.ReduceScatter(),
+        movements.Broadcast(),
+        movements.AllGather(),
+        movements.Gather(),
+        movements.Scatter(),
+        movements.AllToAll(),
+        movements.Barrier(),
+    )
+}

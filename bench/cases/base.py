@@ -1,0 +1,67 @@
+"""What the benchmark knows about a collective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from bench.problem import Array, Problem
+from bench.task import Buffers, Task
+from collectives import Communicator
+
+Call: TypeAlias = Callable[[], Any]
+
+
+class Case(ABC):
+    """One collective: its inputs, its results, its call and its share of the bus."""
+
+    name: str
+    out_of_place = True
+    in_place = False
+    reduces = False
+    rooted = False
+    has_bytes = True
+    takes_algorithm = True
+
+    def unit(self, ranks: int, tensors: int) -> int:
+        """The number of elements is rounded up to a multiple of this."""
+        return 1
+
+    def factor(self, ranks: int) -> float:
+        """The part of the size that the busiest link must carry, whatever runs: busbw / algbw."""
+        return 1.0
+
+    @abstractmethod
+    def given(self, problem: Problem, rank: int) -> Array | None:
+        """What the rank sends, flat; None where it gives nothing."""
+
+    @abstractmethod
+    def expected(self, problem: Problem, rank: int) -> Array | None:
+        """What the rank must get, flat; None where it gets nothing."""
+
+    @abstractmethod
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """Our call, ready to be made again and again; it returns the result."""
+
+    def forms(self, problem: Problem) -> tuple[bool, ...]:
+        """Which forms there are: False for out of place, True for in place."""
+        in_place = self.in_place and problem.result_dtype == problem.dtype
+        return (False,) * self.out_of_place + (True,) * in_place
+
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        """Memory for a rank."""
+        expected = self.expected(problem, rank) if self.out_of_place else None
+        return Buffers(lambda: self.given(problem, rank), expected, problem.dtype)
+
+
+class CutCase(Case):
+    """A collective whose buffer is cut into one block for each rank."""
+
+    def unit(self, ranks: int, tensors: int) -> int:
+        """A block for each rank."""
+        return ranks
+
+    def factor(self, ranks: int) -> float:
+        """All blocks but one's own travel."""
+        return (ranks - 1) / ranks

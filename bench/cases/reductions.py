@@ -1,0 +1,91 @@
+"""all_reduce, all_reduce_many, reduce and reduce_scatter."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from bench.cases.base import Call, Case, CutCase
+from bench.problem import Array, Problem
+from bench.task import Task
+from collectives import Communicator
+
+
+class _Reduction(Case):
+    """A reduction of whole buffers."""
+
+    reduces = True
+
+    def given(self, problem: Problem, rank: int) -> Array:
+        """A whole buffer."""
+        return problem.values(rank, problem.count)
+
+    def expected(self, problem: Problem, rank: int) -> Array | None:
+        """The whole reduction."""
+        return problem.folded(problem.count)
+
+
+class AllReduce(_Reduction):
+    """Every rank gets the reduction."""
+
+    name = "all_reduce"
+    in_place = True
+
+    def factor(self, ranks: int) -> float:
+        """Every block is sent to be folded, and its fold is sent back."""
+        return 2 * (ranks - 1) / ranks
+
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """With `out`, in both forms."""
+        op = task.problem.op
+        return partial(comm.all_reduce, task.send, op, out=task.out, algorithm=algorithm)
+
+
+class AllReduceMany(AllReduce):
+    """Many tensors in one call; they lie one after the other in memory."""
+
+    name = "all_reduce_many"
+    takes_algorithm = False
+
+    def unit(self, ranks: int, tensors: int) -> int:
+        """Tensors of equal length."""
+        return tensors
+
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """With `out`, in both forms."""
+        tensors = np.split(task.send, task.problem.tensors)
+        out = np.split(task.out, task.problem.tensors)
+        return partial(comm.all_reduce_many, tensors, task.problem.op, out=out)
+
+
+class Reduce(_Reduction):
+    """The root gets the reduction."""
+
+    name = "reduce"
+    rooted = True
+    in_place = True
+
+    def expected(self, problem: Problem, rank: int) -> Array | None:
+        """The whole reduction, on the root."""
+        return problem.folded(problem.count) if rank == problem.root else None
+
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """With `out` on the root, in both forms."""
+        op, root = task.problem.op, task.problem.root
+        out = task.out if task.on_root else None
+        return partial(comm.reduce, task.send, op, root=root, out=out, algorithm=algorithm)
+
+
+class ReduceScatter(CutCase, _Reduction):
+    """Rank r gets block r of the reduction."""
+
+    name = "reduce_scatter"
+
+    def expected(self, problem: Problem, rank: int) -> Array:
+        """The rank's block."""
+        return problem.folded(problem.count)[problem.block_of(rank)]
+
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """The result is a new array."""
+        return partial(comm.reduce_scatter, task.send, task.problem.op, algorithm=algorithm)

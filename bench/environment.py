@@ -1,0 +1,63 @@
+"""On what it was measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.sizes import shown
+from collectives import Communicator
+
+
+def describe(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+    """What the header says, by name; as rank 0 sees it."""
+    import mpi4py
+    from mpi4py import MPI
+
+    settings = options.settings
+    vendor, version = MPI.get_vendor()
+    calls = settings.calls or "as many as move 1M, at most 200"
+    described: dict[str, Any] = {
+        "collective": options.collective,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+        "mpi4py": mpi4py.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "thread level": _thread_level(MPI),
+        "ranks": comm.size,
+        "nodes": comm.nodes,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "repeats": settings.repeats,
+        "warm-up repeats": settings.warmup,
+        "calls in a repeat": calls,
+        "buffer sets": settings.rotate,
+        "peer": options.peer,
+    }
+    if options.collective == "all_reduce_many":
+        described["tensors"] = options.tensors
+        if options.tensor_bytes:
+            described["tensor bytes"] = shown(options.tensor_bytes)
+    return described
+
+
+def _thread_level(mpi: Any) -> str:
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    names = {getattr(mpi, f"THREAD_{level}"): level.lower() for level in levels}
+    return names[mpi.Query_thread()]
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

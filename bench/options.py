@@ -1,0 +1,175 @@
+"""The command line, read before MPI starts: every rank finds the same errors in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from bench.cases import CASES
+from bench.cases.base import Case
+from bench.measure import AUTO, Settings
+from bench.peers import PEERS
+from bench.problem import OPS, DType, Problem
+from bench.sizes import parse_size, parse_sizes, sweep
+from collectives import algorithms
+
+ALL = "all"
+_NATIVE = "native"
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_EPILOG = """\
+Time is the median over the repeats of the slowest rank's time; algbw = size / time, busbw = algbw ×
+the part of the size that the busiest link must carry. Size is the whole buffer: for all_gather,
+gather, scatter and reduce_scatter that of all ranks' blocks together, for all_to_all what one rank
+sends. Sizes are rounded up to whole blocks. The calls of a repeat follow one another without a
+barrier, so that those of a rooted collective may overlap; --calls 1 keeps them apart.
+MPI4PY_RC_THREAD_LEVEL=single in the environment measures MPI without its thread locks. Exit status:
+0, or 1 where a result was wrong, or 2 where this can't be measured."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The checked options; exits with status 2 where they make no sense."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    case = CASES[options.collective]
+    try:
+        _check(options, case)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+class _Parser(argparse.ArgumentParser):
+    """Lets only one of the ranks that a launcher started complain; MPI isn't running yet."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        if any(os.environ.get(name, "0") != "0" for name in _RANK_VARIABLES):
+            sys.exit(2)
+        super().error(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m bench",
+        description="Time a collective over a range of sizes, in the manner of nccl-tests.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("collective", choices=CASES, metavar="collective", help=", ".join(CASES))
+    _add_problem(parser.add_argument_group("what"))
+    _add_method(parser.add_argument_group("how"))
+    _add_output(parser.add_argument_group("output, beside the table"))
+    return parser
+
+
+def _add_problem(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--min-bytes", type=parse_size, default=8, metavar="SIZE", help="default: 8")
+    add("--max-bytes", type=parse_size, default=64 << 20, metavar="SIZE", help="default: 64M")
+    add("--step-factor", type=int, default=2, metavar="N", help="between sizes (default: 2)")
+    add("--sizes", type=parse_sizes, metavar="SIZES", help="these sizes instead: 8,64K,1M")
+    add("--tensors", type=int, default=1000, help="of all_reduce_many (default: 1000)")
+    add("--tensor-bytes", type=parse_size, metavar="SIZE", help="of each: one size instead")
+    add("--dtype", type=_dtype, default=np.dtype("float32"), help="default: float32")
+    add("--op", choices=OPS, default="sum", help=f"{', '.join(OPS)} (default: sum)", metavar="OP")
+    add("--root", type=int, default=0, metavar="RANK", help="default: 0")
+    add(
+        "--algorithm",
+        default=AUTO,
+        metavar="NAMES",
+        help="comma list; auto (the default) is what runs by itself, all is every one there is",
+    )
+
+
+def _add_method(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--repeats", type=int, default=Settings.repeats, help="default: %(default)s")
+    add("--warmup", type=int, default=Settings.warmup, help="repeats before (default: %(default)s)")
+    add("--calls", type=int, help="in a repeat (default: as many as move 1M, at most 200)")
+    add("--rotate", type=int, default=1, metavar="N", help="buffer sets to cycle (default: 1)")
+    add("--peer", choices=PEERS, help="compare with, call by call: %(choices)s", metavar="NAME")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--json", type=Path, metavar="FILE", help="everything, with all statistics")
+    add("--markdown", type=Path, metavar="FILE", help="header and table")
+    add("--plot", type=Path, metavar="FILE.png", help="busbw over size")
+
+
+def _dtype(text: str) -> DType:
+    try:
+        return np.dtype(text)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype such as float32") from None
+
+
+def _check(options: argparse.Namespace, case: Case) -> None:
+    """ValueError where a value makes no sense; adds what follows from the rest."""
+    for name in ("repeats", "rotate", "tensors", "min_bytes"):
+        _at_least(1, name, getattr(options, name))
+    _at_least(0, "warmup", options.warmup)
+    _at_least(0, "root", options.root)
+    _at_least(2, "step_factor", options.step_factor)
+    if options.calls is not None:
+        _at_least(1, "calls", options.calls)
+    if options.max_bytes < options.min_bytes:
+        raise ValueError("--max-bytes is less than --min-bytes")
+    if options.plot and not find_spec("matplotlib"):
+        raise ValueError("--plot needs matplotlib: pip install 'mpi-collectives[bench]'")
+    if options.plot and not case.has_bytes:
+        raise ValueError(f"--plot shows bandwidth, and {case.name} moves no bytes")
+    options.algorithms = _algorithms(case, options.algorithm)
+    options.settings = Settings(options.repeats, options.warmup, options.rotate, options.calls)
+
+
+def _at_least(smallest: int, name: str, value: int) -> None:
+    if value < smallest:
+        raise ValueError(f"--{name.replace('_', '-')} is {value}: must be at least {smallest}")
+
+
+def _algorithms(case: Case, text: str) -> list[str]:
+    if not case.takes_algorithm:
+        if text not in (AUTO, ALL):
+            raise ValueError(f"--algorithm: {case.name} chooses by itself; only auto")
+        return [AUTO]
+    known = [*algorithms.names(case.name), _NATIVE]
+    if text == ALL:
+        return known
+    chosen = text.split(",")
+    for name in chosen:
+        if name not in (AUTO, *known):
+            raise ValueError(f"--algorithm: {case.name} has {', '.join(known)}, not {name!r}")
+    return chosen
+
+
+def problems(options: argparse.Namespace, ranks: int) -> list[Problem]:
+    """The sizes to measure on so many ranks, each once."""
+    case = CASES[options.collective]
+    unit = case.unit(ranks, options.tensors)
+    counts = [_rounded_up(size, options.dtype.itemsize * unit) * unit for size in _sizes(options)]
+    return [
+        Problem(ranks, count, options.dtype, options.op, options.root, options.tensors)
+        for count in dict.fromkeys(counts)
+    ]
+
+
+def _sizes(options: argparse.Namespace) -> tuple[int, ...]:
+    if not CASES[options.collective].has_bytes:
+        return (1,)
+    if options.tensor_bytes:
+        return (options.tensors * options.tensor_bytes,)
+    sizes: tuple[int, ...] = options.sizes or sweep(
+        options.min_bytes, options.max_bytes, options.step_factor
+    )
+    return sizes
+
+
+def _rounded_up(nbytes: int, unit: int) -> int:
+    return max(1, -(-nbytes // unit))

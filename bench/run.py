@@ -1,0 +1,109 @@
+"""From the command line to the table. Only rank 0 prints and writes; all measure."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import collectives
+from bench.cases import CASES
+from bench.environment import describe
+from bench.measure import Bench
+from bench.options import ALL, parse, problems
+from bench.peers import open_peer
+from bench.peers.base import PeerUnavailableError
+from bench.reports import open_table
+from bench.reports.columns import Column, columns
+from bench.reports.files import write_json, write_markdown
+from bench.rows import Row
+
+CAN_NOT_MEASURE = 2
+
+
+class CanNotMeasureError(RuntimeError):
+    """What was asked for can't be measured; raised on every rank alike."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status, the same on every rank."""
+    options = parse(arguments)
+    try:
+        comm = collectives.world()
+    except collectives.BackendUnavailableError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return CAN_NOT_MEASURE
+    try:
+        rows = measure(comm, options)
+    except (CanNotMeasureError, PeerUnavailableError) as error:
+        if comm.rank == 0:
+            print(f"bench: {error}", file=sys.stderr)
+        return CAN_NOT_MEASURE
+    return int(any(row.wrong for row in rows))
+
+
+def measure(comm: collectives.Communicator, options: argparse.Namespace) -> list[Row]:
+    """Measure and report everything that was asked for."""
+    from mpi4py import MPI
+
+    if options.root >= comm.size:
+        raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
+    world = MPI.COMM_WORLD.Dup()
+    peer = open_peer(options.peer, world) if options.peer else None
+    bench = Bench(comm, world, CASES[options.collective], options.settings, peer)
+    names, notes = _usable(bench, options, comm.size)
+    report = Report(options, describe(comm, options), names) if comm.rank == 0 else None
+    rows: list[Row] = []
+    for problem in problems(options, comm.size):
+        for row in bench.rows(problem, names):
+            rows.append(row)
+            if report:
+                report.table.add(row)
+    if report:
+        report.finish(rows, notes)
+    if peer:
+        peer.close()
+    world.Free()
+    return rows
+
+
+def _usable(bench: Bench, options: argparse.Namespace, ranks: int) -> tuple[list[str], list[str]]:
+    """The algorithms that work for the dtype and op, and why others don't."""
+    names, notes = [], []
+    for name in options.algorithms:
+        try:
+            bench.try_out(problems(options, ranks)[0], name)
+            names.append(name)
+        except (TypeError, ValueError) as error:
+            notes.append(f"can't measure {name}: {error}")
+    if notes and (options.algorithm != ALL or not names):
+        raise CanNotMeasureError("; ".join(notes))
+    return names, notes
+
+
+class Report:
+    """What rank 0 shows."""
+
+    def __init__(
+        self, options: argparse.Namespace, header: dict[str, Any], names: list[str]
+    ) -> None:
+        self._options, self._header = options, header
+        case = CASES[options.collective]
+        self._columns: list[Column] = columns(case, options.peer, names)
+        self.table = open_table(header, self._columns)
+
+    def finish(self, rows: list[Row], notes: list[str]) -> None:
+        """Close the table and write the files."""
+        wrong = sum(row.wrong for row in rows)
+        verdict = f"{wrong} WRONG elements" if wrong else "all results exact"
+        self.table.close([*notes, verdict])
+        options, header = self._options, self._header
+        if options.json:
+            write_json(options.json, header, rows)
+        if options.markdown:
+            write_markdown(options.markdown, header, self._columns, rows)
+        if options.plot:
+            from bench.reports.plot import write_plot
+
+            write_plot(options.plot, header, rows)

@@ -1,0 +1,85 @@
+"""The clock: repeats of batches of calls, interleaved between those that are compared.
+
+A repeat is a barrier and then a batch of calls, long enough for a call of microseconds to be seen.
+Its time is that of the slowest rank. The barrier is MPI's own, whatever is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+
+from bench.cases.base import Call
+from bench.problem import Array
+
+_BATCH_BYTES = 1 << 20
+_LARGEST_BATCH = 200
+
+
+def batch_of(nbytes: int) -> int:
+    """How many calls a repeat has: as many as move a mebibyte, at most 200."""
+    return min(_LARGEST_BATCH, max(1, _BATCH_BYTES // max(nbytes, 1)))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call over the repeats."""
+
+    median: float
+    minimum: float
+    p90: float
+
+    @classmethod
+    def of(cls, seconds: Array) -> Timing:
+        """From the seconds of each repeat."""
+        median, p90 = np.percentile(seconds, [50, 90]).tolist()
+        return cls(median, float(seconds.min()), p90)
+
+
+class Subject:
+    """What is timed: the same call for each set of buffers, one set after the other.
+
+    A call comes with the array that it writes its result into, or None where it returns one.
+    """
+
+    def __init__(self, calls: Sequence[tuple[Call, Array | None]]) -> None:
+        self._calls = cycle(calls)
+
+    def run(self, batch: int) -> Any:
+        """A batch of calls; returns the last one's result."""
+        result = None
+        for call, out in islice(self._calls, batch):
+            returned = call()
+            result = returned if out is None else out
+        return result
+
+
+def interleave(
+    subjects: Sequence[Subject], world: Any, *, batch: int, warmup: int, repeats: int
+) -> Array:
+    """Seconds per call of each (subject, repeat), in the order A B, B A, A B and so on."""
+    seconds = np.zeros((len(subjects), repeats))
+    for repeat in range(-warmup, repeats):
+        order = range(len(subjects))
+        for index in order if repeat % 2 == 0 else reversed(order):
+            taken = _seconds_of(subjects[index], world, batch)
+            if repeat >= 0:
+                seconds[index, repeat] = taken
+    return _slowest(seconds, world)
+
+
+def _seconds_of(subject: Subject, world: Any, batch: int) -> float:
+    world.Barrier()
+    start = time.perf_counter()
+    subject.run(batch)
+    return (time.perf_counter() - start) / batch
+
+
+def _slowest(seconds: Array, world: Any) -> Array:
+    slowest: Array = np.max(world.allgather(seconds), axis=0)
+    return slowest

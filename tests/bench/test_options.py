@@ -1,0 +1,85 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.options import parse, problems
+
+ROOT = Path(__file__).resolve().parents[2]
+ERRORS = {
+    "all_reduce --algorithm bruck": "all_reduce has ring, ",
+    "all_reduce --algorithm ring,": "not ''",
+    "all_reduce --dtype float33": "'float33' is not a dtype",
+    "all_reduce --max-bytes 4": "--max-bytes is less than --min-bytes",
+    "all_reduce --min-bytes 0": "--min-bytes is 0: must be at least 1",
+    "all_reduce --repeats 0": "--repeats is 0: must be at least 1",
+    "all_reduce --calls 0": "--calls is 0: must be at least 1",
+    "all_reduce --root -1": "--root is -1: must be at least 0",
+    "all_reduce --sizes 8,64Q": "'64Q' is not a size",
+    "all_reduce --step-factor 1": "--step-factor is 1: must be at least 2",
+    "all_reduce --op xor": "invalid choice: 'xor'",
+    "all_reduce --peer horovod": "invalid choice: 'horovod'",
+    "all_reduce_many --algorithm ring": "all_reduce_many chooses by itself",
+    "barrier --plot a.png": "barrier moves no bytes",
+    "reduce_all": "invalid choice: 'reduce_all'",
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_an_option_error_is_named_and_ends_with_status_2(line, capsys, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
+    with pytest.raises(SystemExit) as ended:
+        parse(line.split())
+    assert ended.value.code == 2
+    assert ERRORS[line] in capsys.readouterr().err
+
+
+def test_only_the_first_rank_complains(capsys, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        parse(["all_reduce", "--repeats", "0"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_all_means_every_algorithm_and_the_native_one():
+    chosen = parse(["all_reduce", "--algorithm", "all"]).algorithms
+    assert {"ring", "doubling", "native"} <= set(chosen)
+    assert parse(["all_reduce", "--algorithm", "ring,auto"]).algorithms == ["ring", "auto"]
+    assert parse(["barrier", "--algorithm", "all"]).algorithms == ["auto"]
+
+
+def counts(line, ranks):
+    return [problem.count for problem in problems(parse(line.split()), ranks)]
+
+
+def test_sizes_become_counts_of_whole_blocks_each_once():
+    assert counts("all_reduce --max-bytes 32", 3) == [2, 4, 8]
+    assert counts("all_reduce --sizes 1,4,9 --dtype float64", 3) == [1, 2]
+    assert counts("all_gather --max-bytes 32", 3) == [3, 6, 9]
+    assert counts("all_reduce_many --sizes 8,8K --tensors 1000", 2) == [1000, 3000]
+    assert counts("all_reduce_many --tensors 1000 --tensor-bytes 4000", 2) == [1000000]
+    assert len(counts("barrier --max-bytes 1M", 4)) == 1
+
+
+def test_help_needs_no_mpi():
+    program = """
+import runpy, sys
+sys.modules["mpi4py"] = None
+sys.argv = ["bench", "--help"]
+runpy.run_module("bench", run_name="__main__")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "busbw" in ended.stdout
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setattr("bench.options.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse(["all_reduce", "--plot", "a.png"])
+    assert "pip install 'mpi-collectives[bench]'" in capsys.readouterr().err
