@@ -35,11 +35,7 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        mpi_comm: Any,
-        *,
-        backend: str = "auto",
-        node_of: Sequence[int] | None = None,
+        self, mpi_comm: Any, *, backend: str = "auto", node_of: Sequence[int] | None = None
     ) -> None:
         """Work over a duplicate of an mpi4py communicator, or over a `Transport`. Collective.
 
@@ -166,12 +162,7 @@ class Communicator:
         return self._run(movements.scatter(array, root, axis, algorithm, on_root=on_root))
 
     def reduce_scatter(
-        self,
-        array: Any,
-        op: ReduceOp | str = "sum",
-        *,
-        axis: int = 0,
-        algorithm: str | None = None,
+        self, array: Any, op: ReduceOp | str = "sum", *, axis: int = 0, algorithm: str | None = None
     ) -> Any:
         """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
         return self._run(reductions.reduce_scatter(array, op, axis, algorithm))

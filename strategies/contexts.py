@@ -94,10 +94,13 @@ def entered(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None
 def _top() -> _Frame:
     if _stack.frames:
         return _stack.frames[-1]
+    return _Frame(_default(), ReplicaContext(_default()))
+
+
+def _default() -> Strategy:
     from strategies.default import default_strategy  # it is a Strategy, which needs this module
 
-    strategy = default_strategy()
-    return _Frame(strategy, ReplicaContext(strategy))
+    return default_strategy()
 
 
 def get_strategy() -> Strategy:
@@ -107,7 +110,7 @@ def get_strategy() -> Strategy:
 
 def has_strategy() -> bool:
     """Whether another strategy than the default one is in force."""
-    return bool(_stack.frames)
+    return bool(_stack.frames) and get_strategy() is not _default()
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -136,6 +139,14 @@ def require_scope_allowed(strategy: Strategy) -> None:
         )
 
 
+@contextmanager
+def scope_of(strategy: Strategy) -> Iterator[None]:
+    """The strategy in force, in cross-replica context; refused where that isn't allowed."""
+    require_scope_allowed(strategy)  # where it is entered, which may not be where it was made
+    with entered(strategy, None):
+        yield
+
+
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Put a strategy in force until the next call (None: the default one), without a `with`.
 
@@ -143,5 +154,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if len(_stack.frames) > _stack.permanent:
         raise RuntimeError("experimental_set_strategy must not be called inside a strategy's scope")
-    _stack.frames[:] = [] if strategy is None else [_Frame(strategy, None)]
+    if strategy is None or strategy is _default():
+        _stack.frames.clear()
+    else:
+        _stack.frames[:] = [_Frame(strategy, None)]
     _stack.permanent = len(_stack.frames)

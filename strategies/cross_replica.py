@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import Communicator, DtypeMismatchError, ShapeMismatchError
+from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
 from strategies import nest
 from strategies.reduce_op import ReduceOp
 
@@ -24,8 +24,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank holds: shapes and dtypes, the lengths summed over, or what is wrong."""
+    """What a rank asks for, the nest it holds, and of its arrays the shapes, the dtypes and the
+    lengths summed over; or what is wrong.
+    """
 
+    call: str = ""
+    structure: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
@@ -35,20 +39,34 @@ class _Report:
         if self.problem:
             return self.problem
         pairs = zip(self.shapes, self.dtypes, strict=True)
-        return ", ".join(f"{dtype} of shape {shape}" for shape, dtype in pairs) or "no arrays"
+        return (
+            ", ".join(f"{dtype} of shape {shape}" for shape, dtype in pairs)
+            or self.call
+            or "no arrays"
+        )
 
 
 def agree(communicator: Communicator, arrays: Sequence[Array], what: str) -> None:
     """The same MismatchError on every rank where shapes or dtypes differ. Collective."""
-    report = _Report(tuple(a.shape for a in arrays), tuple(a.dtype.name for a in arrays))
-    _check_equal(communicator.all_gather_object(report), what)
+    _check_equal(communicator.all_gather_object(_described(arrays)), what)
+
+
+def _described(arrays: Sequence[Array], call: str = "", structure: str = "") -> _Report:
+    shapes = tuple(array.shape for array in arrays)
+    return _Report(call, structure, shapes, tuple(array.dtype.name for array in arrays))
 
 
 def _check_equal(reports: Sequence[_Report], what: str) -> None:
+    if len({report.call for report in reports}) > 1:
+        asked = tuple(report.call for report in reports)
+        raise OpMismatchError(f"{what}: the ranks' arguments differ", asked)
     calls = tuple(str(report) for report in reports)
     if any(report.problem for report in reports):
         lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]
-        raise ValueError("\n".join([f"{what}: not every rank's value can be reduced", *lines]))
+        raise ValueError("\n".join([f"{what}: not every rank's value will do", *lines]))
+    if len({report.structure for report in reports}) > 1:
+        nests = tuple(report.structure for report in reports)
+        raise ShapeMismatchError(f"{what}: the ranks' nests differ, * being an array", nests)
     if len({report.shapes for report in reports}) > 1:
         raise ShapeMismatchError(f"{what}: the ranks' shapes differ", calls)
     if len({report.dtypes for report in reports}) > 1:
@@ -58,13 +76,16 @@ def _check_equal(reports: Sequence[_Report], what: str) -> None:
 def reduce_nest(communicator: Communicator, op: ReduceOp, value: Any, axis: Any) -> Any:
     """`Strategy.reduce`, between the ranks of the communicator."""
     given = nest.leaves(value)
-    if axis is None:
-        agree(communicator, [np.asarray(leaf) for leaf in given], "reduce")
+    axes = None if axis is None else _check_axis(axis)
+    call, structure = f"reduce({op.value}, axis={axes})", nest.structure(value)
+    arrays = [np.asarray(leaf) for leaf in given]
+    if axes is None:
+        report = _described(arrays, call, structure)
+        _check_equal(communicator.all_gather_object(report), "reduce")
         return nest.pack_like(value, communicator.all_reduce_many(_values(given), op.value))
-    axes = _check_axis(axis)
-    sums, report = _sum_over(given, axes, op)
+    sums, report = _sum_over(arrays, axes, op, _described(arrays, call, structure))
     reports = communicator.all_gather_object(report)
-    _check_equal(reports, f"reduce over axis {axis}")
+    _check_equal(reports, "reduce")
     totals = communicator.all_reduce_many(sums)
     if op is ReduceOp.MEAN:
         lengths = np.sum([report.lengths for report in reports], axis=0)
@@ -76,37 +97,47 @@ def reduce_nest(communicator: Communicator, op: ReduceOp, value: Any, axis: Any)
     return nest.pack_like(value, totals)
 
 
+def gather_nest(communicator: Communicator, value: Any, axis: int) -> Any:
+    """`Strategy.gather`, between the ranks of the communicator."""
+    given = _values(nest.leaves(value))
+    (place,) = _check_axis((axis,))
+    shapes = [np.shape(leaf) for leaf in given]
+    lacking = any(not -max(len(shape), 1) <= place < max(len(shape), 1) for shape in shapes)
+    problem = f"no axis {place} in arrays of shapes {shapes}" if lacking else None
+    report = _Report(f"gather(axis={place})", nest.structure(value), problem=problem)
+    _check_equal(communicator.all_gather_object(report), "gather")
+    return nest.pack_like(value, [communicator.all_gather(leaf, axis=place) for leaf in given])
+
+
 def _values(given: Sequence[Any]) -> list[Any]:
     """Variables as their values, so that other arrays keep their kind."""
     return [leaf.read_value() if hasattr(leaf, "read_value") else leaf for leaf in given]
 
 
 def _check_axis(axis: Any) -> tuple[int, ...]:
-    if isinstance(axis, tuple):
-        return tuple(operator.index(each) for each in axis)
     try:
-        return (operator.index(axis),)
+        return tuple(map(operator.index, axis if isinstance(axis, tuple) else (axis,)))
     except TypeError:
         raise TypeError(f"axis={axis!r}: must be None, an integer or a tuple of integers") from None
 
 
 def _sum_over(
-    given: Sequence[Any], axes: tuple[int, ...], op: ReduceOp
+    arrays: Sequence[Array], axes: tuple[int, ...], op: ReduceOp, given: _Report
 ) -> tuple[list[Array], _Report]:
     """This replica's sums, and what it reports; a missing axis is reported, not raised."""
-    arrays = [np.asarray(leaf) for leaf in given]
     try:
         sums = [_sum(array, axes, op) for array in arrays]
         lengths = tuple(math.prod(array.shape[axis] for axis in axes) for array in arrays)
-    except (np.exceptions.AxisError, IndexError, ValueError) as error:
-        return [], _Report(problem=f"{error}, shapes {[array.shape for array in arrays]}")
-    shapes, dtypes = tuple(s.shape for s in sums), tuple(s.dtype.name for s in sums)
-    return sums, _Report(shapes, dtypes, lengths)
+    except (np.exceptions.AxisError, IndexError, TypeError, ValueError) as error:
+        return [], replace(given, problem=f"{error}, in {given}")
+    return sums, replace(given, shapes=tuple(total.shape for total in sums), lengths=lengths)
 
 
 def _sum(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
     """The sum in the array's own dtype; as float64 where the mean of integers is wanted."""
     dtype = array.dtype
+    if dtype.kind not in "biufcV":
+        raise TypeError("only numbers can be summed")
     if op is ReduceOp.MEAN and dtype.kind in "biu":
         dtype = np.dtype(np.float64)
     wide = np.float32 if dtype.itemsize == 2 and dtype.kind in "fV" else dtype

@@ -62,7 +62,10 @@ class _AgreedDataset:
 
     def _empty_batch(self, batch: Any) -> Any:
         """A batch without examples, after the first one of the lowest rank that has one."""
-        own = None if batch is _ENDED else nest.map_leaves(lambda leaf: leaf[:0], batch)
+        own = None
+        if batch is not _ENDED:
+            _lengths(batch)
+            own = nest.map_leaves(lambda leaf: leaf[:0], batch)
         batches = self._communicator.all_gather_object(own)
         return own if own is not None else next(each for each in batches if each is not None)
 
@@ -73,6 +76,16 @@ class _AgreedDataset:
 _ENDED = object()
 
 
+def _lengths(batch: Any) -> set[int]:
+    """The lengths of a batch's arrays."""
+    leaves = nest.leaves(batch)
+    try:
+        return {len(leaf) for leaf in leaves}
+    except TypeError:
+        kinds = [f"{type(leaf).__name__} of shape {np.shape(leaf)}" for leaf in leaves]
+        raise ValueError(f"a batch has {', '.join(kinds)}: must be arrays with an axis 0") from None
+
+
 class PerRankDataset(_AgreedDataset):
     """A dataset of this rank's own; its batches are taken whole."""
 
@@ -81,7 +94,7 @@ class ShardedDataset(_AgreedDataset):
     """A dataset of global batches, the same one on every rank; each takes its part of each."""
 
     def _share(self, batch: Any) -> Any:
-        lengths = {len(leaf) for leaf in nest.leaves(batch)}
+        lengths = _lengths(batch)
         if len(lengths) != 1:
             raise ValueError(
                 f"a batch has arrays of lengths {sorted(lengths)}: must be of one length on axis 0"

@@ -9,6 +9,7 @@ import operator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strategies.contexts import get_strategy, in_cross_replica_context
 
@@ -24,23 +25,47 @@ def compute_average_loss(
     """The sum of this replica's losses, one per example, divided by the global batch size.
 
     The default global batch size is this replica's times the number of replicas, which is wrong for
-    the last batch of an epoch if it is cut unevenly: give the true one there. An empty batch has
-    loss zero. Raises RuntimeError in cross-replica context, ValueError for losses without an axis
-    or a negative size, TypeError for a size that isn't an integer.
+    the last batch of an epoch if it is cut unevenly: give the true one there. `sample_weight` is a
+    number, or one for each example or loss. An empty batch has loss zero, and so has a global batch
+    size of zero. Raises RuntimeError in cross-replica context, ValueError for losses without an
+    axis, weights that don't fit or a negative size, TypeError for a size that isn't an integer.
     """
     _require_replica_context("compute_average_loss")
     losses = np.asarray(per_example_loss)
     if losses.ndim == 0:
         raise ValueError("per_example_loss is a single number: must have one loss per example")
     if sample_weight is not None:
-        losses = losses * np.asarray(sample_weight, losses.dtype)
+        losses = losses * _weights(sample_weight, losses)
     if global_batch_size is None:
         global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
-    size = operator.index(global_batch_size)
+    size = _checked_size(global_batch_size)
+    total = losses.sum(dtype=losses.dtype)
+    return total / losses.dtype.type(size) if size else losses.dtype.type(0)
+
+
+def _checked_size(global_batch_size: Any) -> int:
+    try:
+        size = operator.index(global_batch_size)
+    except TypeError:
+        raise TypeError(f"global_batch_size={global_batch_size!r}: must be an integer") from None
     if size < 0:
         raise ValueError(f"global_batch_size={size}: must not be negative")
-    total = losses.sum(dtype=losses.dtype)
-    return total / losses.dtype.type(size) if losses.size else total
+    return size
+
+
+def _weights(sample_weight: Any, losses: NDArray[Any]) -> NDArray[Any]:
+    """One weight for each loss: missing trailing axes are added, those of length one dropped."""
+    weights = np.asarray(sample_weight, None if losses.dtype.kind in "biu" else losses.dtype)
+    while weights.ndim > losses.ndim and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    missing = losses.ndim - weights.ndim
+    try:
+        return np.broadcast_to(weights.reshape(weights.shape + (1,) * missing), losses.shape)
+    except ValueError:
+        raise ValueError(
+            f"sample_weight has shape {weights.shape}: must be a number, or have the shape of the"
+            f" losses, {losses.shape}, up to trailing axes"
+        ) from None
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:

@@ -25,6 +25,18 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
     return pack_like(nest, [function(leaf) for leaf in leaves(nest)])
 
 
+def structure(nest: Any) -> str:
+    """The nest as text, with * for its leaves: equal texts are equal structures."""
+    if isinstance(nest, Mapping):
+        parts = [f"{key!r}: {structure(nest[key])}" for key in _keys(nest)]
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(nest, list | tuple):
+        name = type(nest).__name__ if hasattr(nest, "_fields") else ""
+        inner = ", ".join(map(structure, nest))
+        return f"[{inner}]" if isinstance(nest, list) else f"{name}({inner})"
+    return "*"
+
+
 def _keys(nest: Mapping[Any, Any]) -> list[Any]:
     # Ranks may have filled a dict in another order; keys that can't be compared go by their text.
     return sorted(nest, key=lambda key: (type(key).__name__, repr(key)))

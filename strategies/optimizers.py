@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from strategies.contexts import get_replica_context
 from strategies.reduce_op import ReduceOp
 from strategies.variable import Variable
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
 
 Array = NDArray[Any]
 
@@ -31,7 +34,8 @@ class Optimizer(ABC):
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Sum each gradient over the replicas (fused), then update its variable. Collective.
 
-        A pair whose gradient is None is left out. Raises RuntimeError in cross-replica context,
+        A pair whose gradient is None is left out. Raises RuntimeError in cross-replica context and
+        for a variable of another strategy than that of `run`, TypeError for one of integers,
         ValueError where a gradient's shape isn't its variable's or where every gradient is None.
         """
         replica = get_replica_context()
@@ -40,6 +44,8 @@ class Optimizer(ABC):
         pairs = [(grad, variable) for grad, variable in grads_and_vars if grad is not None]
         if not pairs:
             raise ValueError("grads_and_vars has no gradient: every one is None, or there are none")
+        for _, variable in pairs:
+            _check_updatable(variable, replica.strategy)
         gradients = replica.all_reduce(ReduceOp.SUM, [_checked(*pair) for pair in pairs])
         self.iterations += 1
         for gradient, (_, variable) in zip(gradients, pairs, strict=True):
@@ -56,6 +62,16 @@ class Optimizer(ABC):
             self._variables[id(variable)] = variable  # keeps it alive, and so its id unique
             self._slots[key] = np.zeros_like(variable.local)
         return self._slots[key]
+
+
+def _check_updatable(variable: Variable, strategy: Strategy) -> None:
+    if variable.strategy is not strategy:
+        raise RuntimeError(
+            f"{variable} belongs to {variable.strategy}, but apply_gradients was called as a"
+            f" replica of {strategy}: create variables in the scope of the strategy that runs"
+        )
+    if variable.dtype.kind in "biu":
+        raise TypeError(f"{variable} holds integers: an optimizer needs floating-point numbers")
 
 
 def _checked(gradient: Any, variable: Variable) -> Array:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from collectives import Communicator
 from strategies import contexts
 from strategies.cluster_resolver import ClusterResolver
-from strategies.cross_replica import agree, reduce_nest
+from strategies.cross_replica import agree, gather_nest, reduce_nest
 from strategies.input import InputContext, PerRankDataset, ShardedDataset
 from strategies.reduce_op import ReduceOp, as_reduce_op
 
@@ -55,7 +55,7 @@ class Strategy:
         Raises RuntimeError inside `run`, and inside the scope of another strategy.
         """
         contexts.require_scope_allowed(self)
-        return contexts.entered(self, None)
+        return contexts.scope_of(self)
 
     def run(
         self,
@@ -79,9 +79,10 @@ class Strategy:
         axis None: element by element; shapes must be equal. Otherwise every replica first sums over
         `axis`, an int or a tuple; the lengths along it may differ, and MEAN divides by their sum.
         MEAN of integers is float64. Raises, on every rank alike and before anything is reduced,
-        ShapeMismatchError or DtypeMismatchError where the replicas don't fit together, ValueError
-        where an axis doesn't exist; on this rank TypeError for a list as axis, ValueError for an op
-        that is neither SUM nor MEAN, RuntimeError inside `run`.
+        ShapeMismatchError (also of nests), DtypeMismatchError or OpMismatchError (also of axes)
+        where the replicas don't fit together, ValueError where an axis doesn't exist; on this rank
+        TypeError for a list as axis, ValueError for an op that is neither SUM nor MEAN,
+        RuntimeError inside `run`.
         """
         contexts.require_cross_replica("Strategy.reduce")
         return reduce_nest(self.communicator, as_reduce_op(reduce_op), value, axis)
@@ -89,10 +90,10 @@ class Strategy:
     def gather(self, value: Any, axis: int) -> Any:
         """Join each array of a nest along the axis, in the order of the replicas, for all of them.
 
-        Raises as `Communicator.all_gather`; RuntimeError inside `run`.
+        Raises as `Communicator.all_gather`, on every rank alike; RuntimeError inside `run`.
         """
         contexts.require_cross_replica("Strategy.gather")
-        return contexts.ReplicaContext(self).all_gather(value, axis)
+        return gather_nest(self.communicator, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this process's replicas: a tuple of one."""

@@ -7,15 +7,18 @@ drift apart silently: there an error is raised or the first replica's value is t
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
-from strategies.contexts import get_strategy, has_strategy, in_cross_replica_context
+from strategies.contexts import get_replica_context, get_strategy, has_strategy
 from strategies.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
 
 Array = NDArray[Any]
 
@@ -65,14 +68,16 @@ class Variable(NDArrayOperatorsMixin):
             )
         value = initial_value() if callable(initial_value) else initial_value
         local = np.array(value)
+        local = local.astype(local.dtype.newbyteorder("="), copy=False)
+        self.name, self.trainable = name, trainable
+        self.synchronization, self.aggregation = synchronization, aggregation
+        self._strategy, self._distributed = get_strategy(), has_strategy()
+        self._local = self._strategy.mirrored(local, f"Variable {name!r}" if name else "Variable")
+        # Only now, since the ranks' dtypes might have differed.
         if aggregation is VariableAggregation.MEAN and local.dtype.kind not in "fcV":
             raise ValueError(
                 f"aggregation={aggregation}: needs a floating dtype, not {local.dtype}"
             )
-        self.name, self.trainable = name, trainable
-        self.synchronization, self.aggregation = synchronization, aggregation
-        self._strategy = get_strategy()
-        self._local = self._strategy.mirrored(local, f"Variable {name!r}" if name else "Variable")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,6 +88,11 @@ class Variable(NDArrayOperatorsMixin):
     def dtype(self) -> np.dtype[Any]:
         """The dtype, which never changes."""
         return self._local.dtype
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that keeps the copies: the one in force when the variable was created."""
+        return self._strategy
 
     @property
     def local(self) -> Array:
@@ -102,7 +112,10 @@ class Variable(NDArrayOperatorsMixin):
         return self.read_value()
 
     def assign(self, value: Any) -> Variable:
-        """Replace the value, by one of the same shape (ValueError otherwise)."""
+        """Replace the value, by one of the same shape (ValueError otherwise).
+
+        TypeError where fractions or imaginary parts would be lost.
+        """
         array = self._checked(value)
         if self._on_read and not self._inside_run():
             array = self._share_of(array)
@@ -135,9 +148,14 @@ class Variable(NDArrayOperatorsMixin):
         return self.synchronization is VariableSynchronization.ON_READ
 
     def _inside_run(self) -> bool:
-        return not has_strategy() or not in_cross_replica_context()
+        """Whether one replica of the variable's strategy speaks; the default one has no other."""
+        replica = get_replica_context()
+        return not self._distributed or (replica is not None and replica.strategy is self._strategy)
 
     def _checked(self, value: Any) -> Array:
+        given = np.asarray(value).dtype
+        if not _fits(given, self.dtype):
+            raise TypeError(f"value has dtype {given}, which {self} can't hold: convert it first")
         array = np.asarray(value, self.dtype)
         if array.shape != self.shape:
             raise ValueError(f"value has shape {array.shape}: {self} has shape {self.shape}")
@@ -145,7 +163,7 @@ class Variable(NDArrayOperatorsMixin):
 
     def _combined(self, value: Array) -> Array:
         """What all replicas assign, where each has its own value."""
-        if not has_strategy() or in_cross_replica_context():
+        if not self._distributed or not self._inside_run():
             return value
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -171,12 +189,15 @@ class Variable(NDArrayOperatorsMixin):
         return shares.astype(self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        value = self.read_value() if self._on_read else self._local
-        return np.array(value, dtype, copy=True if copy is None else copy)
+        if copy is False:
+            raise ValueError(f"{self} can't be read without a copy: use copy=None, or np.asarray")
+        return np.array(self._value(), dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, Variable) for each in kwargs.get("out", ())):
             raise TypeError("a Variable can't be the output: use assign, assign_add or assign_sub")
+        if method == "at" and isinstance(inputs[0], Variable):
+            raise TypeError(f"{ufunc.__name__}.at can't change a Variable: use assign")
         values = [each._value() if isinstance(each, Variable) else each for each in inputs]
         return getattr(ufunc, method)(*values, **kwargs)
 
@@ -188,8 +209,14 @@ class Variable(NDArrayOperatorsMixin):
         part = self._value()[index]
         return part.copy() if isinstance(part, np.ndarray) else part
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read_value())
+
     def __len__(self) -> int:
         return len(self._local)
+
+    def __bool__(self) -> bool:
+        return bool(self._value())
 
     def __float__(self) -> float:
         return float(self._value())
@@ -200,3 +227,10 @@ class Variable(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         return f"<Variable{name} {self.dtype}{list(self.shape)}>"
+
+
+def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether numbers of one dtype become another's without losing fractions or imaginary parts."""
+    if given.kind == "c":
+        return wanted.kind == "c"
+    return given.kind in "biu" or wanted.kind not in "biu"
