@@ -1,7 +1,7 @@
 """Tensor fusion: many small arrays travel in few large messages.
 
 The plan is static: it follows from the arrays' dtypes, shapes and order alone, so that all ranks
-make the same one without a word, and the same inputs give the same bits every time. Arrays are
+make the same one without negotiation, and the same inputs give the same bits every time. Arrays are
 packed in their order into buckets of one dtype; a bucket takes arrays as long as they fit in
 `bucket_bytes`, and an array larger than that travels alone.
 """
@@ -9,6 +9,7 @@ packed in their order into buckets of one dtype; a bucket takes arrays as long a
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,9 +47,23 @@ class Bucket:
         return self.slots[-1].stop
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The buckets, and a number that tells this plan from others."""
+
+    buckets: tuple[Bucket, ...]
+    fingerprint: int
+
+
 @lru_cache(maxsize=64)
-def plan_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Deal arrays of the given (shape, dtype) to buckets, in their order."""
+def make_plan(kinds: Kinds, bucket_bytes: int) -> Plan:
+    """The plan for arrays of the given (shape, dtype)."""
+    text = repr(([(shape, dtype.name) for shape, dtype in kinds], bucket_bytes))
+    return Plan(_fill_buckets(kinds, bucket_bytes), zlib.crc32(text.encode()))
+
+
+def _fill_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Deal the arrays to buckets, in their order."""
     filled: list[tuple[np.dtype[Any], list[Slot]]] = []
     open_bucket: dict[np.dtype[Any], list[Slot]] = {}
     for index, (shape, dtype) in enumerate(kinds):

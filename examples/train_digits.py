@@ -110,6 +110,8 @@ def main() -> None:
     strategy = STRATEGIES[options.strategy]()
     train_images, test_images, train_labels, test_labels = load_data(options.seed)
     batch_size = options.batch_size
+    if not 1 <= batch_size <= len(train_images):
+        raise SystemExit(f"--batch-size {batch_size}: must be from 1 to {len(train_images)}")
     train_batches = Batches(
         train_images, train_labels, batch_size, seed=options.seed, drop_remainder=True
     )
@@ -171,7 +173,7 @@ def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a classifier of handwritten digits.")
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="multi_worker")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=64, help="examples over all replicas")
     parser.add_argument("--learning-rate", type=float, default=0.003)
     parser.add_argument("--seed", type=int, default=0)

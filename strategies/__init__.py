@@ -10,6 +10,7 @@ from strategies.contexts import (
     has_strategy,
     in_cross_replica_context,
 )
+from strategies.default import DefaultStrategy
 from strategies.input import InputContext
 from strategies.losses import compute_average_loss, scale_regularization_loss
 from strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -19,6 +20,7 @@ from strategies.variable import Variable, VariableAggregation, VariableSynchroni
 
 __all__ = [
     "ClusterSpec",
+    "DefaultStrategy",
     "InputContext",
     "MultiWorkerMirroredStrategy",
     "ReduceOp",

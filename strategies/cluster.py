@@ -177,11 +177,12 @@ def validate_for_collective_training(config: TFConfig) -> None:
     world, so a cluster with a ps task is refused on every rank alike. An evaluator may stand in
     the cluster or outside of it (in TensorFlow a KeyError); job `data` feeds the workers.
     """
-    _validate_for("MultiWorkerMirroredStrategy", (*_TRAINING_JOBS, "ps"), config)
-    if config.cluster and config.cluster.as_dict().get("ps"):
-        seen = f'cluster["ps"] is {shown(config.cluster.as_dict()["ps"])}'
+    jobs = config.cluster.as_dict() if config.cluster else {}
+    if jobs.get("ps"):
+        seen = f'cluster["ps"] is {shown(jobs["ps"])}'
         allowed = f"MultiWorkerMirroredStrategy knows only the jobs {_TRAINING_JOBS}"
         raise ValueError(f"{seen}; {allowed}: use ParameterServerStrategy")
+    _validate_for("MultiWorkerMirroredStrategy", _TRAINING_JOBS, config)
 
 
 def validate_for_parameter_servers(config: TFConfig) -> None:

@@ -31,6 +31,7 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
+_defaults: list[Callable[[], Strategy]] = []
 
 
 class ReplicaContext:
@@ -97,10 +98,13 @@ def _top() -> _Frame:
     return _Frame(_default(), ReplicaContext(_default()))
 
 
-def _default() -> Strategy:
-    from strategies.default import default_strategy  # it is a Strategy, which needs this module
+def provide_default(make: Callable[[], Strategy]) -> None:
+    """Tell where the default strategy comes from: being a Strategy, it needs this module itself."""
+    _defaults[:] = [make]
 
-    return default_strategy()
+
+def _default() -> Strategy:
+    return _defaults[0]()
 
 
 def get_strategy() -> Strategy:

@@ -50,3 +50,6 @@ class DefaultStrategy(Strategy):
 def default_strategy() -> DefaultStrategy:
     """The only instance. It needs no MPI."""
     return DefaultStrategy(Communicator(alone()))
+
+
+contexts.provide_default(default_strategy)

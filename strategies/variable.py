@@ -163,7 +163,10 @@ class Variable(NDArrayOperatorsMixin):
 
     def _combined(self, value: Array) -> Array:
         """What all replicas assign, where each has its own value."""
-        if not self._distributed or not self._inside_run():
+        if not self._distributed:
+            return value
+        if not self._inside_run():
+            self._refuse_other_replicas()
             return value
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -171,6 +174,14 @@ class Variable(NDArrayOperatorsMixin):
                 " values may differ: give an aggregation, or assign outside of `run`"
             )
         return self._aggregated(value)
+
+    def _refuse_other_replicas(self) -> None:
+        replica = get_replica_context()
+        if replica is not None and has_strategy():
+            raise RuntimeError(
+                f"{self} belongs to {self._strategy}: can't be assigned as a replica of"
+                f" {replica.strategy}"
+            )
 
     def _aggregated(self, value: Array) -> Array:
         communicator = self._strategy.communicator
@@ -185,8 +196,12 @@ class Variable(NDArrayOperatorsMixin):
         """What one replica stores of a value assigned to an ON_READ variable for all of them."""
         if self.aggregation is not VariableAggregation.SUM:
             return value
-        shares = value / self._strategy.num_replicas_in_sync
-        return shares.astype(self.dtype)
+        replicas = self._strategy.num_replicas_in_sync
+        if self.dtype.kind not in "iu":
+            return np.asarray(value / self.dtype.type(replicas), self.dtype)
+        # Whole shares, rounded towards zero; a float64 would lose bits of large integers.
+        shares = value // replicas
+        return np.asarray(shares + ((value < 0) & (shares * replicas != value)), self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:

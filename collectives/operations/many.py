@@ -9,10 +9,19 @@ import numpy as np
 
 from collectives.arrays import Output
 from collectives.engine import Engine
-from collectives.fusion import Bucket, check_bucket_bytes, check_many, plan_buckets
+from collectives.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    OpMismatchError,
+    ShapeMismatchError,
+)
+from collectives.fusion import Bucket, Kinds, check_bucket_bytes, check_many, make_plan
 from collectives.operations import Operation
+from collectives.operations.objects import all_gather_object, numbers_of_all
 from collectives.operations.reductions import ReduceInput
 from collectives.reduction import Array, ReduceOp, as_op, finish
+
+_OPS = list(ReduceOp)
 
 
 def all_reduce_many(
@@ -27,10 +36,12 @@ def all_reduce_many(
     given = [ReduceInput(array, reduction) for array in arrays]
     outs = out if out is not None else [None] * len(given)
     outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
-    buckets = plan_buckets(tuple((each.shape, each.dtype) for each in given), limit)
+    kinds = tuple((each.shape, each.dtype) for each in given)
+    plan = make_plan(kinds, limit)
 
     def perform(engine: Engine) -> list[Any]:
-        for bucket in buckets:
+        _agree(engine, reduction, kinds, limit, plan.fingerprint)
+        for bucket in plan.buckets:
             if len(bucket.slots) == 1:
                 _reduce_alone(engine, reduction, given, outputs, bucket.slots[0].index)
             else:
@@ -38,6 +49,26 @@ def all_reduce_many(
         return [output.deliver() for output in outputs]
 
     return perform
+
+
+def _agree(engine: Engine, op: ReduceOp, kinds: Kinds, bucket_bytes: int, fingerprint: int) -> None:
+    """The same MismatchError on every rank where the ranks' plans or ops differ."""
+    table = numbers_of_all(engine, [fingerprint, _OPS.index(op)])
+    if (table == table[0]).all():
+        return
+    shapes, dtypes = [shape for shape, _ in kinds], [dtype.name for _, dtype in kinds]
+    calls = all_gather_object((op.value, shapes, dtypes, bucket_bytes))(engine)
+    texts = tuple(_text(*call) for call in calls)
+    for place, error in enumerate((OpMismatchError, ShapeMismatchError, DtypeMismatchError)):
+        if any(call[place] != calls[0][place] for call in calls):
+            raise error("all_reduce_many: the ranks' calls differ", texts)
+    raise MismatchError("all_reduce_many: the ranks' bucket_bytes differ", texts)
+
+
+def _text(op: str, shapes: list[tuple[int, ...]], dtypes: list[str], bucket_bytes: int) -> str:
+    arrays = [f"{dtype}{list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True)]
+    shown = ", ".join(arrays[:8]) + (", …" if len(arrays) > 8 else "")
+    return f"{op} of {len(arrays)} arrays: {shown}; bucket_bytes={bucket_bytes}"
 
 
 def _reduce_alone(

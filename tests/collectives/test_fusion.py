@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import Communicator
-from collectives.fusion import DEFAULT_BUCKET_BYTES, plan_buckets
+from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
+from collectives.fusion import DEFAULT_BUCKET_BYTES, make_plan
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import DTYPES, reduced, value
 
@@ -21,7 +21,7 @@ KINDS = st.lists(
 
 @given(kinds=KINDS, bucket_bytes=st.integers(1, 500))
 def test_every_array_has_its_place_and_no_bucket_is_too_large(kinds, bucket_bytes):
-    buckets = plan_buckets(tuple(kinds), bucket_bytes)
+    buckets = make_plan(tuple(kinds), bucket_bytes).buckets
     placed = sorted(slot.index for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(kinds)))
     for bucket in buckets:
@@ -38,7 +38,7 @@ def test_every_array_has_its_place_and_no_bucket_is_too_large(kinds, bucket_byte
 def test_the_default_is_a_few_buckets():
     assert DEFAULT_BUCKET_BYTES == 25 << 20
     kinds = (((1000,), np.dtype(np.float32)),) * 1000
-    assert len(plan_buckets(kinds, DEFAULT_BUCKET_BYTES)) == 1
+    assert len(make_plan(kinds, DEFAULT_BUCKET_BYTES).buckets) == 1
 
 
 class CountingTransport(LocalTransport):
@@ -96,6 +96,30 @@ def test_into_given_outputs(comm):
     comm.all_reduce_many(arrays, out=arrays)
     np.testing.assert_array_equal(arrays[2], outs[2])
     assert comm.all_reduce_many([]) == []
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.parametrize(
+    ("odd_call", "error"),
+    [
+        (lambda arrays: (arrays, "max"), OpMismatchError),
+        (lambda arrays: (arrays[:-1], "sum"), ShapeMismatchError),
+        (lambda arrays: ([arrays[0].reshape(1, -1), *arrays[1:]], "sum"), ShapeMismatchError),
+        (lambda arrays: ([arrays[0].astype("f4"), *arrays[1:]], "sum"), DtypeMismatchError),
+    ],
+    ids=["op", "number", "shape", "dtype"],
+)
+def test_ranks_that_differ_raise_alike_and_the_next_call_works(comm, odd_call, error):
+    arrays = [value(comm.rank, length) for length in (3, 4, 500)]
+    call, op = odd_call(arrays) if comm.rank == comm.size - 1 else (arrays, "sum")
+    with pytest.raises(error, match="rank 0: sum of 3 arrays") as caught:
+        comm.all_reduce_many(call, op)
+    assert len(caught.value.calls) == comm.size
+    assert len(set(comm.all_gather_object(str(caught.value)))) == 1
+    results = comm.all_reduce_many(arrays)
+    expected = reduced("sum", [value(rank, 500) for rank in range(comm.size)])
+    np.testing.assert_array_equal(results[2], expected)
 
 
 @pytest.mark.mpi

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from collectives import ShapeMismatchError
 from strategies import Variable, optimizers
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
@@ -219,3 +220,19 @@ def test_all_gradients_travel_together(monkeypatch):
     for exchanges, values in on_ranks(2, body):
         assert 0 < exchanges <= 4  # two dtypes, each in at most two rounds
         assert values == [[-1.0] * 3] * 51
+
+
+def test_gradients_that_differ_by_rank_are_refused_before_any_copy_drifts():
+    def one_rank(strategy):
+        with strategy.scope():
+            first, second = Variable(np.zeros(2)), Variable(np.zeros(3))
+        optimizer = optimizers.SGD(1.0)
+        lacking = None if strategy.communicator.rank == 1 else np.ones(3)
+        with pytest.raises(ShapeMismatchError, match="rank 1: sum of 1 arrays"):
+            strategy.run(optimizer.apply_gradients, ([(np.ones(2), first), (lacking, second)],))
+        assert optimizer.iterations == 0
+        assert not first.numpy().any()
+        strategy.run(optimizer.apply_gradients, ([(np.ones(2), first), (np.ones(3), second)],))
+        np.testing.assert_array_equal(second.numpy(), [-3.0] * 3)
+
+    on_ranks(3, one_rank)
