@@ -36,9 +36,10 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
         converted = _from_dlpack(array)
     else:
         converted = _from_buffer(array)
-    if converted.dtype.hasobject or converted.dtype.kind not in "biufcV":
+    dtype = converted.dtype
+    if dtype.hasobject or dtype.kind not in "biufcV" or not dtype.itemsize:
         raise TypeError(
-            f"{argument} of dtype {converted.dtype}: only fixed-size numbers can be sent as arrays;"
+            f"{argument} of dtype {dtype}: only fixed-size numbers can be sent as arrays;"
             " broadcast_object and all_gather_object take anything that pickles"
         )
     return converted
@@ -69,6 +70,8 @@ def _check_on_cpu(device: int, array: Any, argument: str) -> None:
 
 def _lends_memory(array: Any) -> bool:
     """Whether NumPy's view of it is the array itself, not a copy as of a list or a number."""
+    if _is_torch(array) and (array.is_conj() or array.is_neg()):
+        return False
     if isinstance(array, np.ndarray) or hasattr(array, "__dlpack__"):
         return not isinstance(array, np.generic)
     try:
@@ -85,11 +88,12 @@ def _is_torch(array: Any) -> bool:
 
 def _from_torch(tensor: Any, argument: str) -> Array:
     torch = sys.modules["torch"]
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     _check_on_cpu(tensor.__dlpack_device__()[0], tensor, argument)
     if tensor.dtype == torch.bfloat16:
-        integers: Array = tensor.detach().view(torch.int16).numpy()
+        integers: Array = tensor.view(torch.int16).numpy()
         return integers.view(BFLOAT16)
-    converted: Array = tensor.detach().numpy()
+    converted: Array = tensor.numpy()
     return converted
 
 

@@ -20,7 +20,9 @@ def transport_over(source: Any) -> Transport:
     """The transport itself, or one over a duplicate of an mpi4py communicator."""
     if isinstance(source, Transport):
         return source
-    start_mpi()
+    if not isinstance(source, start_mpi().Intracomm):
+        kind = type(source).__name__
+        raise TypeError(f"mpi_comm is a {kind}: must be an mpi4py Intracomm or a Transport")
     from collectives.transports.mpi import MpiTransport
 
     return MpiTransport.over(source)

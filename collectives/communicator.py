@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from collectives import topology
 from collectives.backends import check_backend, transport_over
 from collectives.engine import Engine
-from collectives.handles import Handle, Progress
-from collectives.operations import Operation, messages, movements, objects, reductions
+from collectives.handles import Handle, Progress, run_at_once
+from collectives.operations import Operation, messages, movements, nodes, objects, reductions
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
 from collectives.operations.many import all_reduce_many
 from collectives.reduction import ReduceOp
 from collectives.spec import spec_of
-from collectives.transports.base import Transport
 
 
 class Communicator:
@@ -43,21 +41,10 @@ class Communicator:
         ranks that share memory share a node.
         """
         check_backend(backend)
-        transport = transport_over(mpi_comm)
-        self._engine = Engine(transport)
+        self._engine = Engine(transport_over(mpi_comm))
         self._progress: Progress | None = None
         self._closed = False
-        self._topology = self._find_topology(transport, node_of)
-
-    def _find_topology(
-        self, transport: Transport, node_of: Sequence[int] | None
-    ) -> topology.Topology:
-        if node_of is not None:
-            labels = topology.check_node_of(node_of, self.size)
-        else:
-            leader = transport.node_leader()
-            labels = self._run(lambda engine: objects.numbers_of_all(engine, [leader]))[:, 0]
-        return topology.from_labels(list(labels), self.rank)
+        self._topology = nodes.find_topology(self._engine, node_of)
 
     @property
     def rank(self) -> int:
@@ -196,18 +183,21 @@ class Communicator:
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send the array's elements to one rank, which receives them with `recv`."""
-        self._run(messages.send(array, check_peer(peer, self.rank, self.size), tag))
+        self._check_open()
+        messages.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
 
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
         """Receive elements from one rank into `out`, and return it.
 
         Raises ShapeMismatchError where another number of bytes came than `out` holds.
         """
-        return self._run(messages.recv(out, check_peer(peer, self.rank, self.size), tag))
+        self._check_open()
+        return messages.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, by pickle; for small metadata. The root gets a copy too."""
-        return self._run(objects.broadcast_object(obj, self._root(root)))
+        root = self._root(root)
+        return self._run(objects.broadcast_object(obj, root, on_root=self.rank == root))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Copies of every rank's object in rank order, by pickle; for small metadata."""
@@ -243,6 +233,7 @@ class Communicator:
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
         """Which algorithm would run for `nbytes` bytes, and what was expected of each."""
+        nbytes = check_index("nbytes", nbytes, 1 << 62)
         return self._engine.explain(spec_of(collective).name, nbytes, np.dtype(dtype))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -253,10 +244,15 @@ class Communicator:
         if color is not None:
             color = check_index("color", color, 1 << 31)
         part = self._run(lambda engine: engine.transport.split(color, key))
-        return None if part is None else Communicator(part)
+        if part is None:
+            return None
+        return Communicator(part, node_of=nodes.gather_labels(Engine(part), self.node))
 
     def close(self) -> None:
-        """Complete asynchronous calls and give everything back. A second call does nothing."""
+        """Complete asynchronous calls and give everything back. A second call does nothing.
+
+        A communicator that is dropped without it keeps its thread and MPI's part of it.
+        """
         if self._closed:
             return
         self._closed = True
@@ -292,6 +288,11 @@ class Communicator:
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         self._check_open()
+        if not self._engine.transport.threads:
+            return run_at_once(self._engine, operation)
+        return self._engine.perform(self._start_progress).submit(operation)
+
+    def _start_progress(self, engine: Engine) -> Progress:
         if self._progress is None:
-            self._progress = Progress(self._engine.transport.begin_duplicate())
-        return self._progress.submit(operation)
+            self._progress = Progress(engine.transport.begin_duplicate())
+        return self._progress

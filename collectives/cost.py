@@ -49,6 +49,14 @@ def _rounds(algorithm: Algorithm, size: int) -> Iterator[Messages]:
         yield messages(steps, size, chunks, number)
 
 
+def _find(collective: str, algorithm: str, size: int, nbytes: int) -> Algorithm:
+    if size < 1:
+        raise ValueError(f"size={size}: must be at least 1")
+    if nbytes < 0:
+        raise ValueError(f"nbytes={nbytes}: must not be negative")
+    return algorithms.find(collective, algorithm)
+
+
 def _chunk_nbytes(algorithm: Algorithm, size: int, nbytes: int) -> Indices:
     """`nbytes` cut into the algorithm's chunks (for all_to_all: cut once for each direction)."""
     chunks = algorithm.chunks(size)
@@ -61,9 +69,9 @@ def traffic(collective: str, algorithm: str, size: int, nbytes: int) -> Traffic:
     """Count what each of `size` ranks sends for a buffer of `nbytes` bytes.
 
     `nbytes` is the whole buffer: of all_gather and gather the result, of all_to_all and scatter the
-    input of one rank. Raises ValueError for unknown names.
+    input of one rank. Raises ValueError for unknown names, a size below 1 or negative bytes.
     """
-    found = algorithms.find(collective, algorithm)
+    found = _find(collective, algorithm, size, nbytes)
     chunk_nbytes = _chunk_nbytes(found, size, nbytes)
     count, total = np.zeros(size, np.int64), np.zeros(size, np.int64)
     for each in _rounds(found, size):
@@ -87,9 +95,9 @@ def _advance(clock: NDArray[np.float64], each: Messages, chunk_nbytes: Indices, 
 def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link) -> float:
     """Seconds that the slowest of `size` ranks needs for a buffer of `nbytes` bytes over `link`.
 
-    `nbytes` counts as in `traffic`. Raises ValueError for unknown names.
+    `nbytes` counts as in `traffic`, and raises as there.
     """
-    found = algorithms.find(collective, algorithm)
+    found = _find(collective, algorithm, size, nbytes)
     chunk_nbytes = _chunk_nbytes(found, size, nbytes)
     clock = np.zeros(size)
     for each in _rounds(found, size):

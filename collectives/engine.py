@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectives import algorithms, selection
-from collectives.executor import Plan
-from collectives.reduction import Array, ReduceOp
-from collectives.schedule import split_lengths
+from collectives import selection
+from collectives.executor import Call, Plan
+from collectives.reduction import Array, ReduceOp, check_reducible
 from collectives.spec import spec_of
 from collectives.transports.base import Native, Transport
 
@@ -25,6 +24,8 @@ Result = TypeVar("Result")
 _PLANS_KEPT = 64
 _PLAN_BYTES_KEPT = 1 << 28
 _WORK_BYTES_KEPT = 1 << 26
+# An MPI 3 library counts in 31 bits; our own schedules send longer messages in parts.
+_LARGEST_NATIVE = (1 << 31) - 1
 
 
 class Engine:
@@ -33,7 +34,7 @@ class Engine:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self._plans: OrderedDict[Call, Plan] = OrderedDict()
         self._plan_bytes = 0
         self._natives: dict[tuple[str, ReduceOp | None, np.dtype[Any]], Native | None] = {}
         self._work = np.empty(0, np.uint8)
@@ -64,9 +65,9 @@ class Engine:
             if source is not None:
                 np.copyto(target, source)
             return
-        native = self._native(collective, op, target.dtype)
+        native = self._native(collective, op, target.dtype, target.nbytes)
         if algorithm is None:
-            algorithm = self.choose(collective, _priced_bytes(collective, target), native).algorithm
+            algorithm = self._choose(collective, target.nbytes, native).algorithm
         if algorithm == "native":
             if native is None:
                 what = target.dtype if op is None else f"{op.value} of {target.dtype}"
@@ -74,19 +75,23 @@ class Engine:
                 raise ValueError(f"algorithm='native': {owner} has no {collective} for {what}")
             native(source, target, lengths or (), root)
         else:
-            plan = self._plan(collective, algorithm, target, lengths, op, root, source is not None)
+            shape = target.size if lengths is None else tuple(lengths)
+            dtype, has_source = target.dtype, source is not None
+            call = Call(collective, algorithm, shape, dtype, op, root, has_source)
             with np.errstate(all="ignore"):
-                plan.run(source, target)
-
-    def choose(self, collective: str, nbytes: int, native: Native | None) -> selection.Choice:
-        """The path for a buffer of `nbytes` bytes."""
-        bucket = selection.bucket_of(nbytes)
-        return selection.choose(collective, bucket, self.size, native is not None)
+                self._plan(call).run(source, target)
 
     def explain(self, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
         """What `run` would choose for a SUM or a movement of that dtype, and why."""
         op = ReduceOp.SUM if spec_of(collective).reduces else None
-        return str(self.choose(collective, nbytes, self._native(collective, op, dtype)))
+        if op is not None:
+            check_reducible(op, dtype)
+        return str(self._choose(collective, nbytes, self._native(collective, op, dtype, nbytes)))
+
+    def _choose(self, collective: str, nbytes: int, native: Native | None) -> selection.Choice:
+        # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
+        bucket = 0 if collective == "all_to_all" else selection.bucket_of(nbytes)
+        return selection.choose(collective, bucket, self.size, native is not None)
 
     def work(self, length: int, dtype: np.dtype[Any]) -> Array:
         """A flat buffer for intermediate results; the next operation uses the same memory."""
@@ -97,42 +102,26 @@ class Engine:
             self._work = np.empty(selection.bucket_of(nbytes), np.uint8)
         return self._work[:nbytes].view(dtype)
 
-    def _native(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native | None:
+    def _native(
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any], nbytes: int
+    ) -> Native | None:
+        if nbytes > _LARGEST_NATIVE and collective != "all_to_all":
+            return None
         key = (collective, op, dtype)
         if key not in self._natives:
             name = None if op is None else op.value
             self._natives[key] = self.transport.native(collective, name, dtype)
         return self._natives[key]
 
-    def _plan(
-        self,
-        collective: str,
-        algorithm: str,
-        target: Array,
-        lengths: Sequence[int] | None,
-        op: ReduceOp | None,
-        root: int,
-        has_source: bool,
-    ) -> Plan:
-        shape = target.size if lengths is None else tuple(lengths)
-        key = (collective, algorithm, shape, target.dtype, op, root, has_source)
-        plan = self._plans.get(key)
+    def _plan(self, call: Call) -> Plan:
+        plan = self._plans.get(call)
         if plan is not None:
-            self._plans.move_to_end(key)
+            self._plans.move_to_end(call)
             return plan
-        found = algorithms.find(collective, algorithm)
-        if lengths is None:
-            lengths = split_lengths(target.size, found.chunks(self.size)).tolist()
-        plan = Plan(self.transport, found, lengths, target.dtype, op, root, has_source)
-        self._plans[key] = plan
+        plan = self._plans[call] = Plan(self.transport, call)
         self._plan_bytes += plan.nbytes
         while len(self._plans) > _PLANS_KEPT or (
             self._plan_bytes > _PLAN_BYTES_KEPT and len(self._plans) > 1
         ):
             self._plan_bytes -= self._plans.popitem(last=False)[1].nbytes
         return plan
-
-
-def _priced_bytes(collective: str, target: Array) -> int:
-    """The bytes to choose by; none for all_to_all, whose ranks may hold different amounts."""
-    return 0 if collective == "all_to_all" else target.nbytes

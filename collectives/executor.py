@@ -11,17 +11,16 @@ given a live buffer at that address.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.algorithms import Algorithm
+from collectives import algorithms
 from collectives.reduction import Action, Array, ReduceOp, bind_fold
 from collectives.resolve import Fold, Piece, Resolver
-from collectives.schedule import for_rank, rooted_at
+from collectives.schedule import for_rank, rooted_at, split_lengths
 from collectives.spec import ANYTHING, spec_of
 from collectives.transports.base import Message, Transport
 
@@ -36,39 +35,47 @@ class _BoundRound:
     after: list[Action]
 
 
-class Plan:
-    """One rank's part in one kind of call.
+class Call(NamedTuple):
+    """A kind of call: what a plan is made for, and found by.
 
-    `lengths` gives the elements of each chunk; the target holds all chunks, one after the other.
-    With `has_source` the input comes in a buffer of its own, laid out as the target, and the target
-    need not be initialised; without, it lies in the target.
+    `shape` is the elements of each chunk, or of the whole buffer where the algorithm cuts it
+    evenly. The target holds all chunks, one after the other. With `has_source` the input comes in a
+    buffer of its own, laid out as the target, which need not be initialised; without, it lies in
+    the target.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        algorithm: Algorithm,
-        lengths: Sequence[int],
-        dtype: np.dtype[Any],
-        op: ReduceOp | None,
-        root: int,
-        has_source: bool,
-    ) -> None:
+    collective: str
+    algorithm: str
+    shape: int | tuple[int, ...]
+    dtype: np.dtype[Any]
+    op: ReduceOp | None
+    root: int
+    has_source: bool
+
+
+class Plan:
+    """One rank's part in one kind of call."""
+
+    def __init__(self, transport: Transport, call: Call) -> None:
         rank, size = transport.rank, transport.size
-        spec, chunks = spec_of(algorithm.collective), len(lengths)
+        algorithm, root = algorithms.find(call.collective, call.algorithm), call.root
+        lengths = call.shape
+        if isinstance(lengths, int):
+            lengths = tuple(split_lengths(lengths, algorithm.chunks(size)))
+        spec, chunks = spec_of(call.collective), len(lengths)
         schedule = algorithm.schedule
         if spec.rooted and root:
             schedule = rooted_at(schedule, root, chunks)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        resolver = Resolver(rank, offsets, has_source)
+        resolver = Resolver(rank, offsets, call.has_source)
         rounds = map(resolver.resolve, for_rank(schedule, rank, size))
         self._rounds = [each for each in rounds if each.sends or each.receives]
         after = spec.after((rank - root) % size, (np.arange(chunks) - root) % chunks, size)
         wanted = np.broadcast_to(after, chunks) != ANYTHING
         self._left_behind = resolver.left_behind(wanted.tolist())
-        self._transport, self._op, self._dtype = transport, op, dtype
+        self._transport, self._op, self._dtype = transport, call.op, call.dtype
         self._length = offsets[-1]
-        self._scratch = np.empty(resolver.scratch_needed, dtype)
+        self._scratch = np.empty(resolver.scratch_needed, call.dtype)
         self._bindings: OrderedDict[tuple[int, int], list[_BoundRound]] = OrderedDict()
 
     @property

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Generic, TypeVar
 
 from collectives.engine import Engine
@@ -36,7 +37,13 @@ class Handle(Generic[Result]):
         Raises what the collective raised, and TimeoutError where `timeout` seconds go by before it
         has ended (it goes on all the same).
         """
-        return self._future.result(timeout)
+        try:
+            return self._future.result(timeout)
+        except FutureTimeoutError as error:
+            if self._future.done():
+                raise
+            # Python 3.10's future raises a TimeoutError of its own.
+            raise TimeoutError(f"not done after {timeout} s") from error
 
 
 class Progress:
@@ -48,32 +55,53 @@ class Progress:
 
     def __init__(self, complete_duplicate: Callable[[], Transport]) -> None:
         self._complete_duplicate = complete_duplicate
+        self._closed = False
         self._jobs: queue.SimpleQueue[tuple[Operation, Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
         _running.add(self)
 
     def submit(self, operation: Operation) -> Handle[Any]:
-        """Queue the operation; return at once."""
+        """Queue the operation; return at once. RuntimeError once the thread was told to end."""
+        if self._closed:
+            raise RuntimeError("asynchronous calls have ended: the program is exiting")
         future: Future[Any] = Future()
         self._jobs.put((operation, future))
         return Handle(future)
 
     def close(self) -> None:
         """Complete what was submitted, then end the thread. A second call does nothing."""
+        self._closed = True
         self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:
-        transport = self._complete_duplicate()
-        engine = Engine(transport)
-        while (job := self._jobs.get()) is not None:
-            operation, future = job
-            try:
-                future.set_result(engine.perform(operation))
-            except BaseException as error:  # handed to whoever waits
-                future.set_exception(error)
-        transport.close()
+        engine = Engine(self._complete_duplicate())
+        while self._run_next(engine):
+            pass
+        engine.transport.close()
+
+    def _run_next(self, engine: Engine) -> bool:
+        """Run one job; False at the end. Nothing is kept of it while the thread waits again."""
+        job = self._jobs.get()
+        if job is not None:
+            run_into(job[1], engine, job[0])
+        return job is not None
+
+
+def run_into(future: Future[Any], engine: Engine, operation: Operation) -> None:
+    """Run the operation; its result or its exception goes to whoever waits for the future."""
+    try:
+        future.set_result(engine.perform(operation))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:
+    """The handle of an operation that has run: where no thread may make its progress."""
+    future: Future[Any] = Future()
+    run_into(future, engine, operation)
+    return Handle(future)
 
 
 _running: weakref.WeakSet[Progress] = weakref.WeakSet()

@@ -87,6 +87,9 @@ def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
     if op in (ReduceOp.SUM, ReduceOp.MEAN) and out.dtype in _FLOAT16S:
         pieces = (_tensor(first), _tensor(second))
         return partial(numkong.add, *pieces, out=_tensor(out))
+    if op is ReduceOp.PRODUCT and out.dtype.kind == "c" and out.size == 1:
+        # NumPy takes another loop, which rounds otherwise, where `out` is the first operand.
+        return lambda: np.copyto(out, first * second)
     return partial(_UFUNCS[op], first, second, out=out)
 
 
@@ -98,11 +101,14 @@ def _tensor(piece: Array) -> Any:
 def finish(op: ReduceOp, folded: Array, size: int) -> None:
     """Turn the folded array into the result, in place: MEAN divides by the number of ranks.
 
-    16-bit floats are divided in float32, since they can't hold every number of ranks.
+    16-bit floats are divided in float32, since they can't hold every number of ranks; their sum may
+    have overflowed before.
     """
     if op is not ReduceOp.MEAN:
         return
+    if folded.dtype.kind == "c":
+        folded = folded.view(folded.real.dtype)
     if folded.dtype in _FLOAT16S:
         folded[...] = folded.astype(np.float32) / np.float32(size)
     else:
-        np.divide(folded, np.asarray(size, folded.real.dtype), out=folded)
+        np.divide(folded, np.asarray(size, folded.dtype), out=folded)

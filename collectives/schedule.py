@@ -2,8 +2,8 @@
 
 Each rank has one buffer, cut into chunks. A round has three phases: post every send and receive,
 wait for all of them, fold what came for the reductions. So a `Reduce` may target a chunk that is
-being sent in its round, and a `Recv` may not. There are no copies, tags or dependencies beyond
-that.
+being sent in its round, and a `Recv` may not; a chunk is received or folded in a round, not both.
+There are no copies, tags or dependencies beyond that.
 
 A step names the peer and a run of `count` consecutive chunks, which travel as one message; the run
 is cyclic, so that it may start near the end of the buffer and go on at its beginning. Messages

@@ -37,14 +37,19 @@ class Choice:
         return "\n".join([f"{self.algorithm} runs", *lines])
 
 
-@lru_cache(maxsize=1024)
 def choose(collective: str, nbytes: int, size: int, has_native: bool) -> Choice:
     """The candidate of least expected time for `nbytes` bytes, counted as in `cost.traffic`."""
+    return _choose(collective, tuple(algorithms.names(collective)), nbytes, size, has_native)
+
+
+@lru_cache(maxsize=1024)
+def _choose(
+    collective: str, names: tuple[str, ...], nbytes: int, size: int, has_native: bool
+) -> Choice:
     if size == 1:
         return Choice("a copy", {})
     if size > _LARGEST_PRICED and has_native:
         return Choice("native", {})
-    names = algorithms.names(collective)
     seconds = {name: estimate(collective, name, size, nbytes, SCHEDULE_LINK) for name in names}
     if has_native:
         seconds["native"] = min(

@@ -34,6 +34,7 @@ class _State:
         self.filled = np.array(np.broadcast_to(spec.before(rank, chunk, size), (size, chunks)))
         self.held = np.where(self.filled[..., None], self.contribution[:, None], np.uint64(0))
         self.busy = np.zeros((size, chunks), dtype=bool)
+        self.overwritten = np.zeros((size, chunks), dtype=bool)
 
     def _exact_symbols(self) -> Symbols:
         """One bit for each rank."""
@@ -50,6 +51,8 @@ class _State:
         """Add what came to what is there."""
         there = self.held[rank, chunk]
         self.refuse(~self.filled[rank, chunk], "a fold into an empty chunk", number, rank, chunk)
+        both = self.overwritten[rank, chunk]
+        self.refuse(both, "received and folded in one round", number, rank, chunk)
         if self.exact:
             doubled = ((there & symbols) != 0).any(axis=-1)
             self.refuse(doubled, "a contribution that is there already", number, rank, chunk)
@@ -58,7 +61,7 @@ class _State:
     def overwrite(self, rank: Indices, chunk: Indices, symbols: Symbols, number: int) -> None:
         """Replace what is there, which must be neither sent nor written in the same round."""
         self.refuse(self.busy[rank, chunk], "overwritten while in use", number, rank, chunk)
-        self.busy[rank, chunk] = True
+        self.busy[rank, chunk] = self.overwritten[rank, chunk] = True
         self.filled[rank, chunk] = True
         self.held[rank, chunk] = symbols
 
@@ -108,7 +111,7 @@ def _run_round(state: _State, steps: Round, number: int) -> None:
         else:
             state.overwrite(rank, chunk, symbols, number)
     for rank, chunk in touched:
-        state.busy[rank, chunk] = False
+        state.busy[rank, chunk] = state.overwritten[rank, chunk] = False
 
 
 def _nth_chunk(ends: Ends, offset: int, chunks: int) -> tuple[Indices, Indices]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
+import termios
+import time
 from types import TracebackType
 from typing import Any
 
-from collectives.backends import start_mpi
+from collectives.backends import check_backend, start_mpi
 from collectives.communicator import Communicator
+
+_LONGEST_HANDOVER = 1.0
+_FURTHER_HOP = 0.2
 
 _world: Communicator | None = None
 
@@ -20,6 +26,7 @@ def world(*, backend: str = "auto") -> Communicator:
     missing, ValueError for an unknown backend.
     """
     global _world
+    check_backend(backend)
     if _world is None or _world.closed:
         mpi = start_mpi()
         _world = Communicator(mpi.COMM_WORLD, backend=backend)
@@ -40,9 +47,28 @@ def _end_the_job_on_exceptions(mpi: Any) -> None:
     ) -> None:
         try:
             show(kind, error, trace)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _hand_over_output()
         finally:
             mpi.COMM_WORLD.Abort(1)
 
     sys.excepthook = show_and_abort
+
+
+def _hand_over_output() -> None:
+    """Let mpirun read what was written, since it forwards nothing more once a rank aborts."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    limit = time.monotonic() + _LONGEST_HANDOVER
+    while _unread_bytes(sys.stderr) and time.monotonic() < limit:
+        time.sleep(0.001)
+    # From the process beside this one to mpirun it is a further hop, of which nothing can be seen.
+    time.sleep(_FURTHER_HOP)
+
+
+def _unread_bytes(stream: Any) -> int:
+    """How much of a pipe's content the other end has not read yet; 0 for what is no pipe."""
+    try:
+        count = fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4))
+    except (OSError, ValueError):
+        return 0
+    return int.from_bytes(count, sys.byteorder)

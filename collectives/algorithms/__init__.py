@@ -30,6 +30,7 @@ class Algorithm:
 
 
 _TABLE: dict[tuple[str, str], Algorithm] = {}
+_NAMES: dict[str, list[str]] = {}
 
 
 def register_algorithm(
@@ -43,17 +44,21 @@ def register_algorithm(
 
     `chunks` says into how many chunks the buffer of `size` ranks is cut; it counts where the
     collective leaves that open (all_reduce, reduce, broadcast). Every rank must register the same.
-    Raises ValueError where the collective is unknown or the name is taken.
+    Raises ValueError where the collective is unknown or the name is taken, TypeError where the name
+    is no text or the schedule no function.
     """
+    if not isinstance(name, str) or not callable(schedule):
+        raise TypeError(f"name={name!r}, schedule={schedule!r}: must be a text and a function")
     chunks = spec_of(collective).chunks or chunks
     if (collective, name) in _TABLE or name == "native":
         raise ValueError(f"name={name!r}: {collective} has an algorithm of that name already")
     _TABLE[collective, name] = Algorithm(collective, name, schedule, chunks)
+    _NAMES.setdefault(collective, []).append(name)
 
 
 def names(collective: str) -> list[str]:
     """The names of the collective's algorithms."""
-    return [name for kind, name in _TABLE if kind == collective]
+    return list(_NAMES.get(collective, ()))
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -65,17 +70,16 @@ def find(collective: str, name: str) -> Algorithm:
     """The algorithm of that name; ValueError, with the names there are, where there is none."""
     spec_of(collective)
     if (collective, name) not in _TABLE:
-        raise ValueError(
-            f"algorithm={name!r}: {collective} has"
-            f" {', '.join(map(repr, [*names(collective), 'native']))}"
-        )
+        there = ", ".join(map(repr, names(collective)))
+        raise ValueError(f"algorithm={name!r}: {collective} has {there}")
     return _TABLE[collective, name]
 
 
 def check_name(collective: str, name: str | None) -> None:
-    """ValueError where the caller asks for an algorithm that the collective doesn't have."""
-    if name is not None and name != "native":
-        find(collective, name)
+    """ValueError where the caller asks for a path that the collective doesn't have."""
+    if name not in (None, "native") and (collective, name) not in _TABLE:
+        there = ", ".join(map(repr, [*names(collective), "native"]))
+        raise ValueError(f"algorithm={name!r}: {collective} has {there}")
 
 
 register_algorithm("all_reduce", "ring", ring.all_reduce)

@@ -2,12 +2,14 @@
 
 The root sends (p−1)/p of the buffer down the binomial tree and the ring brings the chunks to all,
 so nobody sends more than twice the buffer however many ranks there are (van de Geijn; Chan et al.
-2007, doi:10.1002/cpe.1206).
+2007, doi:10.1002/cpe.1206). The root has every chunk and is left out as a receiver: its buffer may
+be read-only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from collectives.algorithms import binomial, ring
 from collectives.schedule import Ranks, Round
@@ -16,4 +18,5 @@ from collectives.schedule import Ranks, Round
 def broadcast(rank: Ranks, size: int) -> Iterator[Round]:
     """Scatter along the binomial tree, all-gather along the ring."""
     yield from binomial.scatter(rank, size)
-    yield from ring.all_gather(rank, size)
+    for send, receive in ring.all_gather(rank, size):
+        yield [replace(send, when=send.peer != 0), replace(receive, when=rank != 0)]

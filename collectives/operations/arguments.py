@@ -45,6 +45,7 @@ class Rows:
                 f"axis={axis!r}: {argument} has {array.ndim} axes,"
                 f" so it must be from {-array.ndim} to {array.ndim - 1}"
             )
+        self.axis %= array.ndim
         moved = np.moveaxis(array, self.axis, 0)
         self.flat = flat(moved)
         self.count, self.rest = moved.shape[0], moved.shape[1:]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from collectives.arrays import Output
 from collectives.engine import Engine
@@ -38,6 +39,8 @@ def all_reduce_many(
     outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
     kinds = tuple((each.shape, each.dtype) for each in given)
     plan = make_plan(kinds, limit)
+    if out is not None and len(plan.buckets) > 1:
+        _keep_inputs(given, outputs)
 
     def perform(engine: Engine) -> list[Any]:
         _agree(engine, reduction, kinds, limit, plan.fingerprint)
@@ -49,6 +52,17 @@ def all_reduce_many(
         return [output.deliver() for output in outputs]
 
     return perform
+
+
+def _keep_inputs(given: list[ReduceInput], outputs: list[Output]) -> None:
+    """Copy each input that lies in another array's output, which may be written before."""
+    starts, stops = np.array([byte_bounds(each.buffer) for each in outputs]).T
+    for index, each in enumerate(given):
+        start, stop = byte_bounds(each.array)
+        overlapping = (starts < stop) & (start < stops)
+        overlapping[index] = False
+        if overlapping.any():
+            each.array = each.array.copy()
 
 
 def _agree(engine: Engine, op: ReduceOp, kinds: Kinds, bucket_bytes: int, fingerprint: int) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from collectives.engine import Engine
 from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.operations import Operation
 from collectives.operations.arguments import Rows
-from collectives.operations.objects import all_gather_object, broadcast_object, numbers_of_all
+from collectives.operations.objects import all_gather_object, broadcast_pickle, numbers_of_all
 from collectives.reduction import Array
 from collectives.schedule import split_lengths
 
@@ -24,7 +23,8 @@ def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) ->
     algorithms.check_name("broadcast", algorithm)
     given = to_numpy(array)
     if on_root:
-        output = Output(flat(given), lambda: array)
+        # A schedule may write into the root's buffer what is there already.
+        output = Output(flat(given if given.flags.writeable else given.copy()), lambda: array)
     else:
         output = given_output(array, given.shape, given.dtype, name="array")
 
@@ -37,13 +37,13 @@ def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) ->
 
 def _counts_of_all(engine: Engine, rows: Rows) -> list[int]:
     """Every rank's number of rows; MismatchError on every rank where the rows differ in kind."""
-    kind = f"rows of shape {rows.rest} along axis {rows.axis}, {rows.dtype}"
-    table = numbers_of_all(engine, [rows.count, zlib.crc32(kind.encode())])
+    kind = (str(rows.dtype), f"rows of shape {rows.rest} along axis {rows.axis}")
+    table = numbers_of_all(engine, [rows.count, zlib.crc32(repr(kind).encode())])
     if (table[:, 1] != table[0, 1]).any():
-        kinds = all_gather_object(f"{rows.count} {kind}")(engine)
-        dtypes = {each.rsplit(", ", 1)[1] for each in kinds}
-        error = DtypeMismatchError if len(dtypes) > 1 else ShapeMismatchError
-        raise error("the ranks' arrays can't be joined", tuple(kinds))
+        kinds = all_gather_object(kind)(engine)
+        calls = tuple(f"{shape}, {dtype}" for dtype, shape in kinds)
+        error = DtypeMismatchError if len({dtype for dtype, _ in kinds}) > 1 else ShapeMismatchError
+        raise error("the ranks' arrays can't be joined", calls)
     counts: list[int] = table[:, 0].tolist()
     return counts
 
@@ -88,30 +88,29 @@ def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation
     return perform
 
 
-def _checked_on_root(check: Callable[[], Rows]) -> tuple[Rows | None, Exception | None]:
-    """What only the root can see is told to all, so that nobody waits for a root that refused."""
-    try:
-        return check(), None
-    except (TypeError, ValueError) as error:
-        return None, error
+class _Scattered(NamedTuple):
+    """What the other ranks must know of the root's array."""
+
+    rows: int
+    rest: tuple[int, ...]
+    axis: int
+    dtype: np.dtype[Any]
 
 
 def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root: bool) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
     algorithms.check_name("scatter", algorithm)
-    rows, refusal = (
-        _checked_on_root(lambda: Rows(to_numpy(array), axis)) if on_root else (None,) * 2
-    )
+    rows: list[Rows] = []
+
+    def look() -> _Scattered:
+        rows[:] = [Rows(to_numpy(array), axis)]
+        return _Scattered(rows[0].count, rows[0].rest, rows[0].axis, rows[0].dtype)
 
     def perform(engine: Engine) -> Any:
-        kind = None if rows is None else (rows.count, rows.rest, rows.axis, rows.dtype)
-        kind, error = broadcast_object((kind, refusal), root)(engine)
-        if error is not None:
-            raise error
-        count, rest, place, dtype = kind
+        count, rest, place, dtype = broadcast_pickle(engine, look if on_root else None, root)
         counts = split_lengths(count, engine.size)
         lengths = (counts * int(np.prod(rest, dtype=np.int64))).tolist()
-        whole = engine.work(sum(lengths), dtype) if rows is None else rows.flat
+        whole = rows[0].flat if on_root else engine.work(sum(lengths), dtype)
         engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
         start = sum(lengths[: engine.rank])
         block = whole[start : start + lengths[engine.rank]].copy()

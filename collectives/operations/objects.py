@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,23 +21,40 @@ def numbers_of_all(engine: Engine, own: list[int]) -> Array:
     return table
 
 
-def broadcast_object(obj: Any, root: int) -> Operation:
-    """The root's object: its length goes first, then its pickle."""
+def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) -> Any:
+    """What `make` returns on the root, by pickle, on every rank; its exception likewise.
 
-    def perform(engine: Engine) -> Any:
-        if engine.size == 1:
-            return pickle.loads(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
-        sending = engine.rank == root
-        content = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if sending else b""
-        length = np.array([len(content)], np.int64)
-        engine.run("broadcast", None, length, root=root)
-        buffer = np.empty(int(length[0]), np.uint8)
-        if sending:
-            buffer[:] = np.frombuffer(content, np.uint8)
-        engine.run("broadcast", None, buffer, root=root)
-        return pickle.loads(buffer.data)
+    So nobody waits for a root that alone could see that something is wrong. Other ranks give None.
+    """
+    content = b"" if make is None else _outcome(make)
+    length = np.array([len(content)], np.int64)
+    engine.run("broadcast", None, length, root=root)
+    buffer = np.empty(int(length[0]), np.uint8)
+    if make is not None:
+        buffer[:] = np.frombuffer(content, np.uint8)
+    engine.run("broadcast", None, buffer, root=root)
+    result, error = pickle.loads(buffer.data)
+    if error is not None:
+        raise error
+    return result
 
-    return perform
+
+def _outcome(make: Callable[[], Any]) -> bytes:
+    """The pickle of (result, None), or of (None, exception)."""
+    try:
+        return pickle.dumps((make(), None), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        try:
+            return pickle.dumps((None, error), pickle.HIGHEST_PROTOCOL)
+        except Exception:  # an exception may hold what can't be pickled
+            text = f"{type(error).__name__} on the root: {error}"
+            return pickle.dumps((None, RuntimeError(text)), pickle.HIGHEST_PROTOCOL)
+
+
+def broadcast_object(obj: Any, root: int, *, on_root: bool) -> Operation:
+    """The root's object, or on every rank the reason why it can't be pickled."""
+    make = (lambda: obj) if on_root else None
+    return lambda engine: broadcast_pickle(engine, make, root)
 
 
 def all_gather_object(obj: Any) -> Operation:

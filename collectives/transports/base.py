@@ -29,6 +29,8 @@ class Transport(ABC):
 
     rank: int
     size: int
+    threads: bool = True
+    """Whether a duplicate may be used by another thread at the same time."""
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:

@@ -34,6 +34,7 @@ class MpiTransport(Transport):
         self._comm: MPI.Intracomm | None = owned
         self._wait = _wait_patiently if patient else MPI.Request.Waitall
         self.rank, self.size = owned.rank, owned.size
+        self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     @classmethod
     def over(cls, comm: MPI.Intracomm) -> MpiTransport:

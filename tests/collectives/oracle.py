@@ -40,7 +40,9 @@ def reduced(op, arrays):
         return (np.any if op in ("sum", "max") else np.all)(stacked, axis=0)
     if op == "mean":
         if dtype.kind == "c":
-            return reduced("sum", arrays) / dtype.type(0).real.dtype.type(size)
+            total = reduced("sum", arrays)
+            parts = total.reshape(-1).view(total.real.dtype)
+            return (parts / parts.dtype.type(size)).view(dtype).reshape(total.shape)
         mean = stacked.astype(np.float64).sum(axis=0) / size
         return mean if dtype.kind in "biu" else mean.astype(dtype)
     ufunc = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]

@@ -92,6 +92,8 @@ REFUSED = {
     ),
     "async root": (lambda c: c.broadcast_async(ARRAY, root=9), ValueError, r"root=9"),
     "color negative": (lambda c: c.split(-1), ValueError, r"color=-1"),
+    "explained bytes": (lambda c: c.explain("reduce", 1e6), TypeError, r"nbytes=1000000\.0"),
+    "explained text": (lambda c: c.explain("reduce", 8, "S3"), TypeError, r"can't be reduced"),
     "unknown collective": (lambda c: c.explain("gather_all", 8), ValueError, r"'gather_all'"),
 }
 
@@ -141,6 +143,18 @@ def test_a_communicator_that_cannot_be_made(keywords, error, message):
     run(2, one_rank)
 
 
+@pytest.mark.parametrize(("name", "schedule"), [("x", 3), (None, iter), (3, iter)])
+def test_what_can_be_no_algorithm_is_refused(name, schedule):
+    with pytest.raises(TypeError, match="must be a text and a function"):
+        register_algorithm("all_reduce", name, schedule)
+
+
+@pytest.mark.parametrize("source", [5, "world", None])
+def test_what_can_be_no_communicator_is_refused(source):
+    with pytest.raises(TypeError, match="must be an mpi4py Intracomm or a Transport"):
+        Communicator(source)
+
+
 @pytest.mark.parametrize("name", ["ring", "native"])
 def test_a_taken_name_is_refused(name):
     with pytest.raises(ValueError, match=f"name='{name}'"):
@@ -149,7 +163,7 @@ def test_a_taken_name_is_refused(name):
 
 def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
     import collectives
-    from collectives import algorithms
+    from collectives import algorithms, selection
     from collectives.schedule import Reduce, Send
 
     def to_everybody(rank, size):
@@ -158,11 +172,15 @@ def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
         yield [Send(0, peer) for peer in others] + [Reduce(0, peer) for peer in others]
 
     monkeypatch.setattr(algorithms, "_TABLE", dict(algorithms._TABLE))
+    names = {collective: list(names) for collective, names in algorithms._NAMES.items()}
+    monkeypatch.setattr(algorithms, "_NAMES", names)
+    assert "flat" not in selection.choose("all_reduce", 8, 4, False).seconds
     register_algorithm("all_reduce", "flat", to_everybody, chunks=lambda size: 1)
     for size in (1, 2, 5, 300):
         collectives.verify("all_reduce", "flat", size)
     link = collectives.Link(1e-6, 1e9, 1e9)
     assert collectives.estimate("all_reduce", "flat", 4, 1000, link) > 0
+    assert "flat" in selection.choose("all_reduce", 8, 4, False).seconds
 
     def one_rank(transport):
         array = np.arange(5.0) * (transport.rank + 1)

@@ -189,6 +189,20 @@ BY_HAND = {
         1,
         "round 0, rank 0, chunk 1: no such chunk",
     ),
+    "a chunk is received and folded in one round": (
+        "reduce",
+        [
+            [Send(0, 0, when=RANK == 1), Recv(0, 1, when=RANK == 0)],
+            [
+                Send(0, 0, when=RANK == 1),
+                Send(0, 0, when=RANK == 1),
+                Reduce(0, 1, when=RANK == 0),
+                Recv(0, 1, when=RANK == 0),
+            ],
+        ],
+        1,
+        "round 1, rank 0, chunk 0: received and folded in one round",
+    ),
     "nothing is done": (
         "all_gather",
         [],

@@ -1,5 +1,8 @@
 """Every call of the communicator over MPI, with values that depend on the rank."""
 
+import pickle
+import threading
+
 import numpy as np
 import pytest
 
@@ -80,9 +83,29 @@ def test_16_bit_sums_round_once_per_hop(comm, dtype):
     np.testing.assert_array_equal(result.view(np.uint16), expected.view(np.uint16))
 
 
-def test_integers_wrap(comm):
-    result = comm.all_reduce(np.array([100, -100], np.int8))
-    np.testing.assert_array_equal(result, (np.array([100, -100]) * comm.size).astype(np.int8))
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "int64"])
+def test_integers_wrap(comm, dtype):
+    """Long enough for the vector loops of the MPIs, one of which saturates."""
+    array = np.full(257, np.iinfo(dtype).max - 5, dtype)
+    expected = reduced("sum", [array] * comm.size)
+    np.testing.assert_array_equal(comm.all_reduce(array), expected)
+    block = np.array_split(expected, comm.size)[comm.rank]
+    np.testing.assert_array_equal(comm.reduce_scatter(array), block)
+    total = comm.reduce(array, root=comm.size - 1)
+    if comm.rank == comm.size - 1:
+        np.testing.assert_array_equal(total, expected)
+
+
+@pytest.mark.parametrize("path", paths("broadcast"))
+def test_the_roots_memory_is_never_written(comm, path, tmp_path):
+    """A mapping that can't be written ends the process, or the call, if somebody tries."""
+    content = value(comm.rank, 4096)
+    content.tofile(tmp_path / "content")
+    mapped = np.memmap(tmp_path / "content", np.float64, mode="r")
+    for root in range(comm.size):
+        array = mapped if comm.rank == root else np.empty(4096)
+        comm.broadcast(array, root=root, algorithm=path)
+        np.testing.assert_array_equal(array, value(root, 4096))
 
 
 @pytest.mark.parametrize("path", paths("reduce"))
@@ -274,7 +297,38 @@ def test_what_only_the_root_can_see_is_raised_everywhere(comm):
         comm.scatter(np.ones((2, 2)) if comm.rank == root else None, root=root, axis=2)
     with pytest.raises(TypeError, match="object"):
         comm.scatter(np.array([{}]) if comm.rank == root else None, root=root)
+    with pytest.raises(RuntimeError, match="can't be read"):
+        comm.scatter(Unreadable() if comm.rank == root else None, root=root)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        comm.broadcast_object(lambda: 1, root)
     comm.barrier()
+
+
+class Unreadable:
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("it can't be read")
+
+
+def test_axes_counted_from_either_end_are_the_same(comm):
+    array = value(comm.rank, (2, 3))
+    joined = comm.all_gather(array, axis=1 if comm.rank else -1)
+    np.testing.assert_array_equal(joined, np.concatenate(values(comm.size, (2, 3)), axis=1))
+
+
+def test_complex_means_keep_infinities_apart(comm):
+    mean = comm.all_reduce(np.array([complex(np.inf, 0), 1 + 1j]), "mean")
+    np.testing.assert_array_equal(mean.view(float), [np.inf, 0, 1, 1])
+
+
+@pytest.mark.ranks(2)
+def test_a_thread_that_waits_for_a_message_stops_nobody_else(comm):
+    received = np.zeros(3)
+    thread = threading.Thread(target=comm.recv, args=(received, 1 - comm.rank, 5), daemon=True)
+    thread.start()
+    comm.barrier()
+    comm.send(value(comm.rank, 3), 1 - comm.rank, 5)
+    thread.join(30)
+    np.testing.assert_array_equal(received, value(1 - comm.rank, 3))
 
 
 def test_split_by_color_and_key(comm):
@@ -328,6 +382,10 @@ def test_nodes_of_this_machine_and_imitated_ones(comm):
         assert spread.nodes == min(comm.size, 2)
         assert spread.local_rank == comm.rank // 2
         assert spread.local_size == node_of.count(node_of[comm.rank])
+        part = spread.split(0, key=-spread.rank)
+        assert part.nodes == spread.nodes
+        assert part.node == (comm.rank % 2 + (comm.size - 1) % 2) % 2
+        part.close()
 
 
 def test_the_choice_is_visible(comm):
@@ -337,5 +395,6 @@ def test_the_choice_is_visible(comm):
     else:
         assert "ring" in text
         assert "native" in text
+        assert comm.explain("all_to_all", 1 << 26) == comm.explain("all_to_all", 8)
     assert comm.empty((2, 3)).dtype == np.float32
     assert not comm.zeros(4, "int8").any()

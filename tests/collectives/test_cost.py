@@ -123,6 +123,12 @@ def test_latency_decides_for_small_and_bandwidth_for_large_buffers():
     assert seconds("ring", 1 << 28) < seconds("doubling", 1 << 28)
 
 
+@pytest.mark.parametrize(("size", "nbytes"), [(0, 8), (-1, 8), (4, -8)])
+def test_impossible_sizes_are_refused(size, nbytes):
+    with pytest.raises(ValueError, match=r"size=|nbytes="):
+        collectives.estimate("all_reduce", "ring", size, nbytes, Link(1, 1, 1))
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="algorithm='tree'"):
         collectives.estimate("all_reduce", "tree", 4, 8, Link(1, 1, 1))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from collectives import algorithms
 from collectives.communicator import Communicator
 from collectives.cost import traffic
-from collectives.executor import Plan
+from collectives.executor import Call, Plan
 from collectives.reduction import ReduceOp
 from collectives.schedule import split_lengths
 from collectives.transports.local import LocalTransport, run
@@ -151,6 +151,20 @@ def _nan_with_payload(payload):
     return np.uint32(0x7FC00000 + payload).view(np.float32)
 
 
+@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_single_complex_products_have_the_same_bits_too(size, dtype):
+    """NumPy rounds otherwise where it multiplies a single number in place."""
+    generator = np.random.default_rng(size)
+    for _ in range(50):
+        numbers = generator.standard_normal((size, 2)).view(complex).astype(dtype)
+
+        def product(comm, numbers=numbers):
+            return comm.all_reduce(numbers[comm.rank], "product", algorithm="doubling").tobytes()
+
+        assert len(set(over(size, product))) == 1
+
+
 class CountingTransport(LocalTransport):
     """Counts what is sent."""
 
@@ -175,7 +189,8 @@ def test_the_executor_sends_what_the_cost_model_counts(pair, size):
         chunks = found.chunks(size)
         length = 2 * size * (2 if collective == "all_to_all" else 1)
         lengths = split_lengths(length, chunks).tolist()
-        plan = Plan(transport, found, lengths, np.dtype(float), ReduceOp.SUM, 0, False)
+        call = Call(*pair, tuple(lengths), np.dtype(float), ReduceOp.SUM, 0, False)
+        plan = Plan(transport, call)
         plan.run(None, np.ones(length))
         return transport.sent, transport.nbytes
 

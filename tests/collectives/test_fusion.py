@@ -123,6 +123,16 @@ def test_ranks_that_differ_raise_alike_and_the_next_call_works(comm, odd_call, e
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("bucket_bytes", [None, 1])
+def test_outputs_that_are_other_arrays_inputs(comm, bucket_bytes):
+    first, second = value(comm.rank, 3), value(comm.rank + 4, 3)
+    comm.all_reduce_many([first, second], out=[second, first], bucket_bytes=bucket_bytes)
+    ranks = range(comm.size)
+    np.testing.assert_array_equal(second, reduced("sum", [value(rank, 3) for rank in ranks]))
+    np.testing.assert_array_equal(first, reduced("sum", [value(rank + 4, 3) for rank in ranks]))
+
+
+@pytest.mark.mpi
 def test_the_same_inputs_give_the_same_bits(comm):
     generator = np.random.default_rng(comm.rank)
     arrays = [generator.standard_normal(100 + index).astype(np.float32) for index in range(50)]

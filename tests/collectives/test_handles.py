@@ -1,9 +1,11 @@
 """Asynchronous calls."""
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -88,6 +90,41 @@ def test_an_error_of_the_collective_is_raised_by_wait(comm):
     np.testing.assert_array_equal(
         comm.all_gather_async(np.array([comm.rank])).wait(), np.arange(comm.size)
     )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_the_first_calls_of_many_threads_share_one_progress_thread(comm):
+    part = comm.split(0)
+    start = threading.Barrier(4)
+    handles = []
+
+    def submit():
+        start.wait()
+        handles.append(part.all_reduce_async(np.ones(10)))
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(handle.wait(30)[0] == comm.size for handle in handles)
+    part.close()
+
+
+@pytest.mark.mpi
+def test_nothing_of_an_ended_call_is_kept(comm):
+    array = value(comm.rank, 1000)
+    kept = weakref.ref(array)
+    handle = comm.all_reduce_async(array)
+    handle.wait()
+    comm.barrier()
+    del array, handle
+    # The thread lets go of the job just after it has given the result.
+    limit = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < limit:
+        gc.collect()
+    assert kept() is None
 
 
 PROGRAMS = {

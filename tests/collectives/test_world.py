@@ -106,6 +106,16 @@ def test_a_program_alone_is_a_world_of_one_rank():
     assert run_alone(program).stdout == "0 1 [1.0, 2.0]\nFalse\n"
 
 
+def test_an_unknown_backend_is_refused_at_every_call():
+    program = (
+        "import collectives\n"
+        "collectives.world()\n"
+        "try: collectives.world(backend='bogus')\n"
+        "except ValueError as error: print(error)\n"
+    )
+    assert run_alone(program).stdout == "backend='bogus': must be 'auto' or 'mpi'\n"
+
+
 def test_the_error_tree():
     import collectives
 
