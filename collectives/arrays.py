@@ -146,7 +146,7 @@ def given_output(
 ) -> Output:
     """The caller's own array. ValueError or TypeError where the result can't be written into it."""
     view = to_numpy(out, name)
-    if not _lends_memory(out):
+    if view is not out and not _lends_memory(out):
         raise TypeError(f"{name} is a {type(out).__name__}: must be an array that can be written")
     if view.shape != shape:
         raise ValueError(f"{name} has shape {view.shape}: must have the result's, {shape}")

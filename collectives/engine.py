@@ -36,7 +36,7 @@ class Engine:
         self.rank, self.size = transport.rank, transport.size
         self._plans: OrderedDict[Call, Plan] = OrderedDict()
         self._plan_bytes = 0
-        self._natives: dict[tuple[str, ReduceOp | None, np.dtype[Any]], Native | None] = {}
+        self._natives: dict[tuple[str, str | None, np.dtype[Any]], Native | None] = {}
         self._work = np.empty(0, np.uint8)
         self._lock = threading.RLock()
 
@@ -107,11 +107,13 @@ class Engine:
     ) -> Native | None:
         if nbytes > _LARGEST_NATIVE and collective != "all_to_all":
             return None
-        key = (collective, op, dtype)
-        if key not in self._natives:
-            name = None if op is None else op.value
-            self._natives[key] = self.transport.native(collective, name, dtype)
-        return self._natives[key]
+        # By the op's text: an enum member's hash is computed in Python.
+        key = (collective, None if op is None else op.value, dtype)
+        try:
+            return self._natives[key]
+        except KeyError:
+            found = self._natives[key] = self.transport.native(*key)
+            return found
 
     def _plan(self, call: Call) -> Plan:
         plan = self._plans.get(call)

@@ -13,9 +13,10 @@ from functools import lru_cache
 from collectives import algorithms
 from collectives.cost import Link, estimate
 
-# Two ranks over shared memory, each figure as `python -m bench` showed it on the build machine
-# (bench/results/): a round of the executor, and a round inside the MPI library.
-SCHEDULE_LINK = Link(latency=4e-6, bandwidth=10e9, reduction=20e9)
+# Two ranks over shared memory, fitted to bench/results/: what a schedule costs to start, a round of
+# it, and a round inside the MPI library.
+SCHEDULE_START = 6e-6
+SCHEDULE_LINK = Link(latency=4e-6, bandwidth=9e9, reduction=20e9)
 NATIVE_LINK = Link(latency=1e-6, bandwidth=8e9, reduction=20e9)
 
 # Pricing a schedule takes time proportional to ranks × rounds: above this size only those of
@@ -50,7 +51,10 @@ def _choose(
         return Choice("a copy", {})
     if size > _LARGEST_PRICED and has_native:
         return Choice("native", {})
-    seconds = {name: estimate(collective, name, size, nbytes, SCHEDULE_LINK) for name in names}
+    seconds = {
+        name: SCHEDULE_START + estimate(collective, name, size, nbytes, SCHEDULE_LINK)
+        for name in names
+    }
     if has_native:
         seconds["native"] = min(
             estimate(collective, name, size, nbytes, NATIVE_LINK) for name in names
