@@ -97,7 +97,8 @@ class Plan:
                 target[piece.start : piece.stop] = source[piece.start : piece.stop]
 
     def _bound_to(self, source: Array | None, target: Array) -> list[_BoundRound]:
-        key = (_address(target if source is None else source), _address(target))
+        place = _address(target)
+        key = (place if source is None else _address(source), place)
         bound = self._bindings.get(key)
         if bound is None:
             bound = self._bindings[key] = self._bind(*key)

@@ -32,6 +32,7 @@ class MpiTransport(Transport):
 
     def __init__(self, owned: MPI.Intracomm, *, patient: bool = False) -> None:
         self._comm: MPI.Intracomm | None = owned
+        self._patient = patient
         self._wait = _wait_patiently if patient else MPI.Request.Waitall
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -49,8 +50,14 @@ class MpiTransport(Transport):
         return self._comm
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Post everything, wait for everything."""
+        """Post everything, wait for everything; in one call where there is one message each way."""
         comm = self.comm
+        if len(sends) == len(receives) == 1 and not self._patient:
+            (target, sent), (source, received) = sends[0], receives[0]
+            if len(sent) <= _LARGEST_MESSAGE and len(received) <= _LARGEST_MESSAGE:
+                tag = _EXCHANGE_TAG
+                comm.Sendrecv(sent, target, tag, received, source, tag)
+                return
         requests = [
             comm.Irecv(part, peer, _EXCHANGE_TAG)
             for peer, buffer in receives
