@@ -11,8 +11,9 @@ import socket
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
-from strategies.cluster import ClusterSpec, Task, TFConfig, parse_tf_config, read_index
+from strategies.cluster import ClusterSpec, Task, read_index
 from strategies.ranks import worker_cluster
+from strategies.tf_config import TFConfig, parse_tf_config
 
 
 class Communicator(Protocol):

@@ -7,10 +7,10 @@ import socket
 
 import collectives
 from collectives import Communicator
-from strategies.cluster import TFConfig, validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
 from strategies.ranks import RankPlace, assign_ranks
 from strategies.strategy import Strategy
+from strategies.tf_config import TFConfig, validate_for_collective_training
 
 
 class MultiWorkerMirroredStrategy(Strategy):

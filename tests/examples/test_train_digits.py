@@ -12,7 +12,7 @@ from tests.worlds.launcher import NO_MPIRUN, find_mpirun, mpirun_command, run_wo
 ROOT = Path(__file__).parents[2]
 EXAMPLE = [sys.executable, str(ROOT / "examples" / "train_digits.py")]
 LIMIT_SECONDS = 120
-EPOCHS = 20
+EPOCHS = 30
 
 # The mark of a line's rank, as MPICH and as Open MPI write it.
 RANK = re.compile(r"\[(?:[^\]]*,)?(\d+)\](?:<stdout>:)? ?")

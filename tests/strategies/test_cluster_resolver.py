@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from strategies.cluster import ClusterSpec, Task, TFConfig, parse_tf_config
+from strategies.cluster import ClusterSpec, Task
 from strategies.cluster_resolver import (
     ClusterResolver,
     MPIClusterResolver,
@@ -13,6 +13,7 @@ from strategies.cluster_resolver import (
     TFConfigClusterResolver,
 )
 from strategies.ranks import assign_ranks
+from strategies.tf_config import TFConfig, parse_tf_config
 
 TWO = {"worker": ["a:1", "b:1"]}
 

@@ -1,0 +1,162 @@
+"""`TF_CONFIG`, the JSON text that names a cluster and one's own task in it, and what it allows.
+
+Everything here is a pure function of its arguments; the environment is read elsewhere, once. The
+rules are those of `tf.distribute.cluster_resolver.TFConfigClusterResolver` and of TensorFlow's
+`multi_worker_util`, except that malformed values are refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from strategies.cluster import ClusterSpec, Task, as_object, read_index, shown
+
+_TRAINING_JOBS = ("chief", "worker", "evaluator", "data")
+
+
+@dataclass(frozen=True)
+class TFConfig:
+    """What one `TF_CONFIG` says. Without a cluster the process is a single worker.
+
+    `task` has a type and an index; where only one of the two was given, it is the lone one.
+    """
+
+    cluster: ClusterSpec | None = None
+    task: Task | None = None
+    lone_type: str | None = None
+    lone_index: int | None = None
+
+    @property
+    def task_type(self) -> str | None:
+        """The task's type, also where no index came with it."""
+        return self.task.type if self.task else self.lone_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The task's index, also where no type came with it."""
+        return self.task.index if self.task else self.lone_index
+
+    def to_text(self) -> str:
+        """The `TF_CONFIG` text that `parse_tf_config` reads as this value."""
+        task = {"type": self.task_type, "index": self.task_id}
+        given = {key: value for key, value in task.items() if value is not None}
+        cluster = self.cluster.as_dict() if self.cluster else {}
+        return json.dumps({"cluster": cluster, "task": given})
+
+
+def parse_tf_config(text: str | None) -> TFConfig:
+    """Read the text of `TF_CONFIG`, as `TFConfigClusterResolver` does; None: it is unset.
+
+    Other keys are ignored. A task type that the cluster lacks is refused only by the validations
+    below and by `assign_ranks`. Raises json.JSONDecodeError for what isn't JSON, TypeError for a
+    part of the wrong type (such as null, or an index 1.7 or true), ValueError for an index that
+    isn't one of the job's, and for a second chief or evaluator.
+    """
+    try:
+        return _read_config({} if text is None else _load(text))
+    except RecursionError:
+        raise ValueError(f"TF_CONFIG is nested too deeply: {shown(text)}") from None
+
+
+def validate_cluster(cluster: ClusterSpec) -> None:
+    """Raise ValueError where a cluster has more than one chief or more than one evaluator."""
+    for job in ("chief", "evaluator"):
+        if job in cluster.jobs and cluster.num_tasks(job) > 1:
+            tasks = shown(cluster.as_dict()[job])
+            raise ValueError(f'cluster["{job}"] is {tasks}; one {job} is allowed')
+
+
+def validate_task(task: Task, cluster: ClusterSpec) -> None:
+    """Raise ValueError unless the task is in the cluster, or is the evaluator outside of it."""
+    if task in cluster or (task == Task("evaluator", 0) and "evaluator" not in cluster.jobs):
+        return
+    key = "index"
+    if task.type in cluster.jobs:
+        allowed = f"job {task.type!r} has the indices {shown(cluster.task_indices(task.type))}"
+    elif task.type == "evaluator":
+        allowed = "an evaluator outside of the cluster has index 0"
+    else:
+        key, allowed = "type", f"the cluster's jobs are {shown(cluster.jobs)}"
+    raise ValueError(f'TF_CONFIG["task"]["{key}"] is {getattr(task, key)!r}; {allowed}')
+
+
+def validate_for_collective_training(config: TFConfig) -> None:
+    """Raise ValueError where `MultiWorkerMirroredStrategy` can't train with this configuration.
+
+    TensorFlow refuses a ps task in its own process only. Here every task is a rank of the same
+    world, so a cluster with a ps task is refused on every rank alike. An evaluator may stand in
+    the cluster or outside of it (in TensorFlow a KeyError); job `data` feeds the workers.
+    """
+    jobs = config.cluster.as_dict() if config.cluster else {}
+    if jobs.get("ps"):
+        seen = f'cluster["ps"] is {shown(jobs["ps"])}'
+        allowed = f"MultiWorkerMirroredStrategy knows only the jobs {_TRAINING_JOBS}"
+        raise ValueError(f"{seen}; {allowed}: use ParameterServerStrategy")
+    _validate_for("MultiWorkerMirroredStrategy", _TRAINING_JOBS, config)
+
+
+def validate_for_parameter_servers(config: TFConfig) -> None:
+    """Raise ValueError where `ParameterServerStrategy` can't train with this configuration."""
+    _validate_for("ParameterServerStrategy", (*_TRAINING_JOBS, "ps"), config)
+
+
+def validate_for_train_and_evaluate(config: TFConfig) -> None:
+    """Raise ValueError where `tf.estimator.train_and_evaluate` would refuse this configuration.
+
+    It wants exactly one chief, or one master (its older name) without an evaluator.
+    """
+    _validate_for("train_and_evaluate", ("chief", "master", "worker", "ps", "evaluator"), config)
+    jobs = config.cluster.as_dict() if config.cluster else {}
+    leaders = [f"{job} at {at}" for job in ("chief", "master") for at in jobs.get(job, ())]
+    if jobs and len(leaders) != 1:
+        raise ValueError(f"the cluster's leaders are {shown(leaders)}; exactly one is needed")
+    if jobs.get("master") and "evaluator" in (*jobs, config.task_type):
+        raise ValueError("job 'evaluator' stands beside 'master'; it is allowed beside 'chief'")
+
+
+def _validate_for(strategy: str, jobs: tuple[str, ...], config: TFConfig) -> None:
+    if not config.cluster:
+        return
+    present = [job for job, tasks in config.cluster.as_dict().items() if tasks]
+    unknown = [job for job in present if job not in jobs]
+    if unknown:
+        raise ValueError(f"the cluster has the jobs {shown(unknown)}; {strategy} knows {jobs}")
+    validate_cluster(config.cluster)
+    if config.task is None:
+        seen = f'TF_CONFIG["task"] has type {config.task_type!r} and index {config.task_id!r}'
+        raise ValueError(f"{seen}; with a cluster, {strategy} needs both")
+    validate_task(config.task, config.cluster)
+
+
+def _load(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        problem = f"TF_CONFIG is {shown(text)}, but must be a JSON object: {error.msg}"
+        raise json.JSONDecodeError(problem, error.doc, error.pos) from None
+    except ValueError as error:  # more digits than Python makes an integer of
+        raise ValueError(f"TF_CONFIG is {shown(text)}, which can't be read: {error}") from None
+
+
+def _read_config(parts: object) -> TFConfig:
+    parts = as_object(parts, "TF_CONFIG", 'with the keys "cluster" and "task"')
+    cluster = ClusterSpec(parts.get("cluster", {}), name='TF_CONFIG["cluster"]')
+    validate_cluster(cluster)
+    task_type, index = _read_task(parts.get("task", {}))
+    if task_type is None or index is None:
+        return TFConfig(cluster or None, None, task_type, index)
+    if cluster and task_type in ("evaluator", *cluster.jobs):
+        validate_task(Task(task_type, index), cluster)
+    return TFConfig(cluster or None, Task(task_type, index))
+
+
+def _read_task(task: object) -> tuple[str | None, int | None]:
+    task = as_object(task, 'TF_CONFIG["task"]', 'with the keys "type" and "index"')
+    task_type, index = task.get("type"), None
+    if isinstance(task_type, (list, dict)):
+        raise TypeError(f'TF_CONFIG["task"]["type"] is {shown(task_type)}; it must be a job name')
+    if "index" in task:
+        index = read_index(task["index"], 'TF_CONFIG["task"]["index"]')
+    # TensorFlow makes a string of any type, of null too.
+    return str(task_type) if "type" in task else None, index
