@@ -134,7 +134,7 @@ def verify(collective: str, algorithm: str, size: int) -> None:
 
     Returns None, or raises ScheduleError naming the round, rank and chunk of the first fault.
     Raises ValueError for an unknown collective or algorithm or a size below 1. Exact up to 256
-    ranks, by 64-bit fingerprints beyond; memory is 18 bytes × ranks × chunks.
+    ranks, by 64-bit fingerprints beyond; memory is about 40 bytes × ranks × chunks.
     """
     found = algorithms.find(collective, algorithm)
     if size < 1:
