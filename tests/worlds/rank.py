@@ -2,7 +2,10 @@
 
 import functools
 import json
+import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +31,7 @@ class Rank:
         self.config = config
         self.directory = directory
         rank = self.communicator.rank
+        separate_temporary_files(rank)
         self.recorder = Recorder(directory, rank) if directory else None
         self.watchdog = Watchdog(stacks_path(directory, rank) if directory else None)
 
@@ -119,6 +123,13 @@ class Rank:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self):
         self.watchdog.start(FINALIZE_SECONDS)
+
+
+def separate_temporary_files(rank):
+    """Give the rank a root of its own for tmp_path: pytests that share one clean up for others."""
+    root = Path(tempfile.gettempdir(), f"pytest-of-{os.getuid()}-rank-{rank}")
+    root.mkdir(exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 
 
 def wait_for_all(communicator):
