@@ -92,11 +92,12 @@ class Communicator:
         """Fold the ranks' arrays, of equal shape and dtype, into one; every rank gets it, bit for
         bit.
 
-        op: SUM, MEAN, MIN, MAX or PRODUCT. Integer sums wrap; MEAN of integers gives float64; NaN
-        on any rank propagates; bool SUM and MAX are or, MIN and PRODUCT are and. `out` is where the
-        result goes (`array` itself: in place); `algorithm` forces one. Raises ValueError for an
-        unknown op or algorithm or an `out` of another shape or that is read-only, TypeError for a
-        dtype that can't be reduced so or an `out` of another dtype.
+        op: a ReduceOp or its name: "sum", "mean", "min", "max", "product". Integer sums wrap; MEAN
+        of integers gives float64; NaN on any rank propagates; bool SUM and MAX are or, MIN and
+        PRODUCT are and. `out` is where the result goes (`array` itself: in place); `algorithm`
+        forces one. Raises ValueError for an unknown op or algorithm or an `out` of another shape or
+        that is read-only, TypeError for a dtype that can't be reduced so or an `out` of another
+        dtype.
         """
         return self._run(reductions.all_reduce(array, op, out, algorithm))
 

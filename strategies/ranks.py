@@ -143,7 +143,8 @@ def _size_problems(claims: Sequence[_Claim], cluster: ClusterSpec | None) -> lis
     claimed = ", ".join(f"{claim} has {claim.config.task or 'no task'}" for claim in claims)
     absent = shown([str(task) for task in expected if task not in seen])
     sizes = f"the world's size is {len(claims)}, but the cluster has {len(expected)} tasks"
-    return [f"{sizes}; saw: {claimed}; tasks without a rank: {absent}"]
+    start = "; start all tasks with one mpirun" if len(claims) == 1 else ""
+    return [f"{sizes}; saw: {claimed}; tasks without a rank: {absent}{start}"]
 
 
 def _rank_problems(claims: Sequence[_Claim], cluster: ClusterSpec | None) -> list[str]:

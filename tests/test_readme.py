@@ -29,11 +29,12 @@ def test_the_training_loop_runs_alone_and_in_a_world(launch):
     in_a_world = launch(2, [sys.executable, "-c", loop], timeout=60)
     assert in_a_world.returncode == 0, in_a_world.stderr
     numbers = [
-        [float(number) for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", ended.stdout)]
+        [float(number) for number in re.findall(r"-?\d+\.\d*(?:e[-+]?\d+)?", ended.stdout)]
         for ended in (alone, in_a_world)
     ]
     assert len(numbers[0]) == len(numbers[1]) == 9
     assert all(abs(one - other) < 1e-9 for one, other in zip(*numbers, strict=True))
+    assert all(abs(weight - place) < 0.1 for place, weight in enumerate(numbers[0][1:]))
 
 
 def test_the_calls_of_the_layer_below(launch):
@@ -51,10 +52,12 @@ def test_the_calls_of_the_layer_below(launch):
 def test_the_algorithm_that_it_adds_is_right():
     source, registration = block_with("flat.py").split("# collectives/algorithms/__init__.py")
     program = (
-        "import types, collectives\n"
+        "import types, collectives.algorithms\n"
         "from collectives import register_algorithm\n"
-        "from collectives.schedule import Recv, Send, one_chunk\n"
-        f"{source}\nflat = types.SimpleNamespace(broadcast=broadcast)\n{registration}\n"
+        "from collectives.schedule import one_chunk\n"
+        f"{source}\n"
+        "collectives.algorithms.flat = types.SimpleNamespace(broadcast=broadcast)\n"
+        f"{registration}\n"
         "for size in (1, 2, 64, 1000): collectives.verify('broadcast', 'flat', size)\n"
     )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True, cwd=ROOT)
