@@ -93,6 +93,11 @@ class Engine:
         bucket = 0 if collective == "all_to_all" else selection.bucket_of(nbytes)
         return selection.choose(collective, bucket, self.size, native is not None)
 
+    def own_part(self, buffer: Array, lengths: Sequence[int]) -> Array:
+        """This rank's part, as a view, of a buffer that holds one for each rank."""
+        start = sum(lengths[: self.rank])
+        return buffer[start : start + lengths[self.rank]]
+
     def work(self, length: int, dtype: np.dtype[Any]) -> Array:
         """A flat buffer for intermediate results; the next operation uses the same memory."""
         nbytes = length * dtype.itemsize

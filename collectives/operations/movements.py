@@ -50,8 +50,7 @@ def _counts_of_all(engine: Engine, rows: Rows) -> list[int]:
 
 def _with_own_rows(engine: Engine, rows: Rows, lengths: list[int], buffer: Array) -> Array:
     """`buffer`, which has room for all ranks' rows, with this rank's in their place."""
-    start = sum(lengths[: engine.rank])
-    buffer[start : start + lengths[engine.rank]] = rows.flat
+    engine.own_part(buffer, lengths)[:] = rows.flat
     return buffer
 
 
@@ -112,8 +111,7 @@ def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root:
         lengths = (counts * int(np.prod(rest, dtype=np.int64))).tolist()
         whole = rows[0].flat if on_root else engine.work(sum(lengths), dtype)
         engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
-        start = sum(lengths[: engine.rank])
-        block = whole[start : start + lengths[engine.rank]].copy()
+        block = engine.own_part(whole, lengths).copy()
         shaped = block.reshape(counts[engine.rank], *rest)
         return like(array)(np.ascontiguousarray(np.moveaxis(shaped, 0, place)))
 

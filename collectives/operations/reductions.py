@@ -116,8 +116,7 @@ def reduce_scatter(array: Any, op: ReduceOp | str, axis: int, algorithm: str | N
         engine.run(
             "reduce_scatter", rows.flat, target, lengths=lengths, op=given.op, algorithm=algorithm
         )
-        start = sum(lengths[: engine.rank])
-        block = target[start : start + lengths[engine.rank]].copy()
+        block = engine.own_part(target, lengths).copy()
         finish(given.op, block, engine.size)
         return like(given.original)(rows.array(block, int(counts[engine.rank])))
 
