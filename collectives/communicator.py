@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from collectives.backends import check_backend, transport_over
 from collectives.engine import Engine
-from collectives.handles import Handle, Progress, run_at_once
-from collectives.operations import Operation, messages, movements, nodes, objects, reductions
+from collectives.group import Group
+from collectives.handles import Handle
+from collectives.operations import messages, movements, nodes, objects, reductions, registered
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
 from collectives.operations.many import all_reduce_many
 from collectives.reduction import ReduceOp
+from collectives.small import PASS
 from collectives.spec import spec_of
 
 
-class Communicator:
+class Communicator(Group):
     """A group of ranks, and the collective operations between them.
 
     Every method but `send`, `recv`, `explain` and the properties is collective: all ranks of the
@@ -31,55 +32,6 @@ class Communicator:
     Common errors: ValueError and TypeError for what one rank can see by itself (raised before any
     message is sent), RuntimeError after `close`.
     """
-
-    def __init__(
-        self, mpi_comm: Any, *, backend: str = "auto", node_of: Sequence[int] | None = None
-    ) -> None:
-        """Work over a duplicate of an mpi4py communicator, or over a `Transport`. Collective.
-
-        `backend` is "auto" or "mpi". `node_of` gives each rank's node, to imitate hosts; without,
-        ranks that share memory share a node.
-        """
-        check_backend(backend)
-        self._engine = Engine(transport_over(mpi_comm))
-        self._progress: Progress | None = None
-        self._closed = False
-        self._topology = nodes.find_topology(self._engine, node_of)
-
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0 to size − 1."""
-        return self._engine.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._engine.size
-
-    @property
-    def node(self) -> int:
-        """The number of this rank's node."""
-        return self._topology.node
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes."""
-        return self._topology.nodes
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank among those of its node."""
-        return self._topology.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """The number of ranks on this rank's node."""
-        return self._topology.local_size
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def all_reduce(
         self,
@@ -99,6 +51,15 @@ class Communicator:
         that is read-only, TypeError for a dtype that can't be reduced so or an `out` of another
         dtype.
         """
+        if algorithm is None and type(array) is np.ndarray:
+            try:
+                small = self._small[op, array.dtype, array.shape]
+            except (KeyError, TypeError):
+                small = self._learn(op, array)
+            if small is not None:
+                result = small(array, out)
+                if result is not PASS:
+                    return result
         return self._run(reductions.all_reduce(array, op, out, algorithm))
 
     def reduce(
@@ -124,13 +85,16 @@ class Communicator:
         on_root = self.rank == root
         return self._run(movements.broadcast(array, root, algorithm, on_root=on_root))
 
-    def all_gather(self, array: Any, *, axis: int = 0, algorithm: str | None = None) -> Any:
+    def all_gather(
+        self, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
+    ) -> Any:
         """Join the ranks' arrays along `axis`, in rank order, on every rank.
 
         Lengths along the axis may differ by rank; the rest of the shape and the dtype may not
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row.
+        `out` is where the result goes; ValueError on every rank where it has another length.
         """
-        return self._run(movements.all_gather(array, axis, algorithm))
+        return self._run(movements.all_gather(array, axis, out, algorithm))
 
     def gather(
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
@@ -150,10 +114,17 @@ class Communicator:
         return self._run(movements.scatter(array, root, axis, algorithm, on_root=on_root))
 
     def reduce_scatter(
-        self, array: Any, op: ReduceOp | str = "sum", *, axis: int = 0, algorithm: str | None = None
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        axis: int = 0,
+        out: Any = None,
+        algorithm: str | None = None,
     ) -> Any:
         """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
-        return self._run(reductions.reduce_scatter(array, op, axis, algorithm))
+        place = {"rank": self.rank, "size": self.size}
+        return self._run(reductions.reduce_scatter(array, op, axis, out, algorithm, **place))
 
     def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> list[Any]:
         """Send arrays[i] to rank i; return the list of what came, entry i from rank i.
@@ -180,7 +151,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._run(reductions.barrier)
+        self._run(reductions.barrier())
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send the array's elements to one rank, which receives them with `recv`."""
@@ -222,15 +193,21 @@ class Communicator:
 
     def all_gather_async(self, array: Any, *, axis: int = 0) -> Handle[Any]:
         """Begin an `all_gather`."""
-        return self._submit(movements.all_gather(array, axis, None))
+        return self._submit(movements.all_gather(array, axis, None, None))
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """An uninitialised array for use in collectives."""
-        return np.empty(shape, dtype)
+        """A registered array, uninitialised: collectives on it need no copies. Collective.
+
+        It lies in memory that the node's ranks share, where there is such, and is valid until
+        nothing refers to it. Raises a MismatchError where the ranks ask for different ones.
+        """
+        return self._run(registered.empty(shape, dtype))
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """An array of zeros for use in collectives."""
-        return np.zeros(shape, dtype)
+        """As `empty`, filled with zeros."""
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
         """Which algorithm would run for `nbytes` bytes, and what was expected of each."""
@@ -244,22 +221,11 @@ class Communicator:
         """
         if color is not None:
             color = check_index("color", color, 1 << 31)
-        part = self._run(lambda engine: engine.transport.split(color, key))
+        part = self._run(nodes.split(color, key))
         if part is None:
             return None
-        return Communicator(part, node_of=nodes.gather_labels(Engine(part), self.node))
-
-    def close(self) -> None:
-        """Complete asynchronous calls and give everything back. A second call does nothing.
-
-        A communicator that is dropped without it keeps its thread and MPI's part of it.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        if self._progress is not None:
-            self._progress.close()
-        self._engine.transport.close()
+        node_of = nodes.gather_labels(Engine(part), self.node)
+        return Communicator(part, deadline=self.deadline, node_of=node_of)
 
     def __enter__(self) -> Communicator:
         return self
@@ -276,24 +242,3 @@ class Communicator:
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}>"
 
-    def _root(self, root: int) -> int:
-        return check_index("root", root, self.size)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the communicator is closed")
-
-    def _run(self, operation: Operation) -> Any:
-        self._check_open()
-        return self._engine.perform(operation)
-
-    def _submit(self, operation: Operation) -> Handle[Any]:
-        self._check_open()
-        if not self._engine.transport.threads:
-            return run_at_once(self._engine, operation)
-        return self._engine.perform(self._start_progress).submit(operation)
-
-    def _start_progress(self, engine: Engine) -> Progress:
-        if self._progress is None:
-            self._progress = Progress(engine.transport.begin_duplicate())
-        return self._progress

@@ -1,25 +1,31 @@
-"""Runs collectives on flat buffers: picks the path, keeps the plans.
+"""Runs calls: makes the ranks agree on each, picks the path of its collectives, keeps the plans.
 
 Everything above (array kinds, shapes, axes) is the operations' business, everything below
-(schedules, messages) the executor's and the transport's.
+(schedules, messages, the node's memory) the executor's, the transport's and the node's.
 """
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from collectives import selection
+from collectives.agreement import Agreement
+from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.executor import Call, Plan
+from collectives.node import Node
+from collectives.recorder import Recorder, clock
 from collectives.reduction import Array, ReduceOp, check_reducible
+from collectives.selection import HIERARCHICAL, NATIVE, SHARED, Figures, Layout
+from collectives.signature import Signature
 from collectives.spec import spec_of
 from collectives.transports.base import Native, Transport
-
-Result = TypeVar("Result")
+from collectives.waiting import Patience
 
 _PLANS_KEPT = 64
 _PLAN_BYTES_KEPT = 1 << 28
@@ -29,21 +35,68 @@ _LARGEST_NATIVE = (1 << 31) - 1
 
 
 class Engine:
-    """One rank's collectives over one transport. One thread at a time runs on it."""
+    """One rank's calls over one transport. One thread at a time runs on it."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, patience: Patience | None = None) -> None:
         self.transport = transport
+        if patience is None:
+            patience = Patience()
+            patience.before_raise = self._fail
+        self.patience = transport.patience = patience
         self.rank, self.size = transport.rank, transport.size
+        self.recorder = Recorder(self.rank)
+        self.agreement: Agreement | None = None
+        self.node: Node | None = None
+        self.layout = Layout((1,) * self.size)
+        self.figures = Figures()
+        self.path = ""
+        self.broken: BaseException | None = None
+        self.lock = threading.RLock()
+        self.quiet = contextvars.copy_context()
+        self.quiet.run(np.seterr, all="ignore")
         self._plans: OrderedDict[Call, Plan] = OrderedDict()
         self._plan_bytes = 0
-        self._natives: dict[tuple[str, str | None, np.dtype[Any]], Native | None] = {}
+        self._natives: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Native]] = {}
         self._work = np.empty(0, np.uint8)
-        self._lock = threading.RLock()
 
-    def perform(self, operation: Callable[[Engine], Result]) -> Result:
-        """Run an operation to its end, with all messages it consists of, before any other."""
-        with self._lock:
-            return operation(self)
+    def perform(
+        self, signature: Signature, run: Callable[[Engine], Any], line: str | None = None
+    ) -> Any:
+        """Agree on a call with all ranks and run it to its end, before any other.
+
+        `line` is where the user made the call, if that was in another thread.
+        """
+        with self.lock:
+            if self.broken is not None:
+                raise RuntimeError(f"the communicator can't go on after: {self.broken}")
+            if self.agreement is not None:
+                self.agreement.meet(signature, line)
+            start = clock()
+            self.path = ""
+            try:
+                return run(self)
+            except (DeadlineExceededError, RankFailedError) as error:
+                # In the middle of a call: nobody knows what the others have or wait for.
+                self.broken = error
+                raise
+            finally:
+                number = 0 if self.agreement is None else self.agreement.sequence
+                self.recorder.add((number, signature, self.path, start, clock()))
+
+    def close(self) -> None:
+        """Give back what the engine holds. Collective."""
+        if self.agreement is not None:
+            self.agreement.close()
+        if self.node is not None:
+            self.node.close()
+        self.transport.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the last calls in a file, and name it in the error."""
+        if isinstance(error, RankFailedError):
+            self.broken = error
+        path = self.recorder.dump(str(error))
+        error.args = (f"{error.args[0]}; this rank's last calls are in {path}",)
 
     def run(
         self,
@@ -59,39 +112,70 @@ class Engine:
         """Take part in a collective on flat, contiguous buffers of equal dtype.
 
         `lengths` are the elements of each chunk where the collective fixes the chunks; elsewhere
-        the buffer is cut evenly. Where source is None the input lies in the target.
+        the buffer is cut evenly. Where source is None the input lies in the target. The source of
+        an all_gather and the target of a reduce_scatter are this rank's part alone.
         """
         if self.size == 1:
             if source is not None:
                 np.copyto(target, source)
             return
-        native = self._native(collective, op, target.dtype, target.nbytes)
+        paths = self._paths(collective, op, target.dtype)
         if algorithm is None:
-            algorithm = self._choose(collective, target.nbytes, native).algorithm
-        if algorithm == "native":
-            if native is None:
-                what = target.dtype if op is None else f"{op.value} of {target.dtype}"
-                owner = type(self.transport).__name__
-                raise ValueError(f"algorithm='native': {owner} has no {collective} for {what}")
-            native(source, target, lengths or (), root)
+            whole = source if source is not None and collective == "reduce_scatter" else target
+            algorithm = self._choose(collective, whole.nbytes, paths).algorithm
+        self.path = algorithm
+        if algorithm == SHARED and SHARED in paths:
+            self.quiet.run(paths[SHARED], source, target, lengths or (), root)
+        elif collective == "reduce_scatter":
+            assert source is not None and lengths is not None
+            whole = self.work(len(source), source.dtype)
+            self._run(paths, algorithm, collective, source, whole, lengths, op, root)
+            target[:] = self.own_part(whole, lengths)
+        else:
+            if source is not None and collective == "all_gather":
+                assert lengths is not None
+                self.own_part(target, lengths)[:] = source
+                source = None
+            self._run(paths, algorithm, collective, source, target, lengths, op, root)
+
+    def _run(
+        self,
+        paths: dict[str, Native],
+        algorithm: str,
+        collective: str,
+        source: Array | None,
+        target: Array,
+        lengths: Sequence[int] | None,
+        op: ReduceOp | None,
+        root: int,
+    ) -> None:
+        """On whole buffers: by a path of that name, or else by a schedule."""
+        if algorithm in paths:
+            self.quiet.run(paths[algorithm], source, target, lengths or (), root)
+        elif algorithm in (NATIVE, SHARED, HIERARCHICAL):
+            what = target.dtype if op is None else f"{op.value} of {target.dtype}"
+            raise ValueError(f"algorithm={algorithm!r}: there is no such {collective} for {what}")
         else:
             shape = target.size if lengths is None else tuple(lengths)
-            dtype, has_source = target.dtype, source is not None
-            call = Call(collective, algorithm, shape, dtype, op, root, has_source)
-            with np.errstate(all="ignore"):
-                self._plan(call).run(source, target)
+            call = Call(collective, algorithm, shape, target.dtype, op, root, source is not None)
+            self.quiet.run(self._plan(call).run, source, target)
 
     def explain(self, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
         """What `run` would choose for a SUM or a movement of that dtype, and why."""
         op = ReduceOp.SUM if spec_of(collective).reduces else None
         if op is not None:
             check_reducible(op, dtype)
-        return str(self._choose(collective, nbytes, self._native(collective, op, dtype, nbytes)))
+        return str(self._choose(collective, nbytes, self._paths(collective, op, dtype)))
 
-    def _choose(self, collective: str, nbytes: int, native: Native | None) -> selection.Choice:
+    def _choose(
+        self, collective: str, nbytes: int, paths: dict[str, Native]
+    ) -> selection.Choice:
         # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
         bucket = 0 if collective == "all_to_all" else selection.bucket_of(nbytes)
-        return selection.choose(collective, bucket, self.size, native is not None)
+        there = tuple(
+            name for name in paths if name != NATIVE or nbytes <= _LARGEST_NATIVE
+        )
+        return selection.choose(collective, bucket, self.layout, there, self.figures)
 
     def own_part(self, buffer: Array, lengths: Sequence[int]) -> Array:
         """This rank's part, as a view, of a buffer that holds one for each rank."""
@@ -107,18 +191,25 @@ class Engine:
             self._work = np.empty(selection.bucket_of(nbytes), np.uint8)
         return self._work[:nbytes].view(dtype)
 
-    def _native(
-        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any], nbytes: int
-    ) -> Native | None:
-        if nbytes > _LARGEST_NATIVE and collective != "all_to_all":
-            return None
+    def _paths(
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> dict[str, Native]:
+        """What can do it beside the schedules, by name."""
         # By the op's text: an enum member's hash is computed in Python.
         key = (collective, None if op is None else op.value, dtype)
-        try:
-            return self._natives[key]
-        except KeyError:
-            found = self._natives[key] = self.transport.native(*key)
-            return found
+        found = self._natives.get(key)
+        if found is None:
+            found = self._natives[key] = self._find_paths(collective, op, dtype)
+        return found
+
+    def _find_paths(
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> dict[str, Native]:
+        native = self.transport.native(collective, None if op is None else op.value, dtype)
+        found = {} if native is None else {NATIVE: native}
+        if self.node is not None:
+            found |= self.node.paths(collective, op, dtype)
+        return found
 
     def _plan(self, call: Call) -> Plan:
         plan = self._plans.get(call)

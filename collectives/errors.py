@@ -57,7 +57,12 @@ class RootMismatchError(MismatchError):
 
 
 class DeadlineExceededError(CollectiveError, TimeoutError):
-    """Some ranks did not come before the deadline."""
+    """Some ranks did not come before the deadline; `absent` holds those that are known."""
+
+    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
+        """`message` names the call, the ranks and the line that waited."""
+        super().__init__(message)
+        self.absent = absent
 
 
 class RankFailedError(CollectiveError):

@@ -9,10 +9,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from collectives.engine import Engine
-from collectives.operations import Operation
+from collectives.operations import Operation, nodes
+from collectives.recorder import Recorder
+from collectives.signature import Signature
+from collectives.topology import Topology
 from collectives.transports.base import Transport
 
 Result = TypeVar("Result")
@@ -53,20 +56,31 @@ class Progress:
     calls never meet.
     """
 
-    def __init__(self, complete_duplicate: Callable[[], Transport]) -> None:
-        self._complete_duplicate = complete_duplicate
+    def __init__(
+        self,
+        complete_duplicate: Callable[[], Transport],
+        topology: Topology,
+        deadline: float | None,
+    ) -> None:
+        self._complete_duplicate, self._topology = complete_duplicate, topology
+        self.deadline = deadline
+        """Of the calls that begin from now on."""
+        self.recorder: Recorder | None = None
         self._closed = False
-        self._jobs: queue.SimpleQueue[tuple[Operation, Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
         _running.add(self)
 
-    def submit(self, operation: Operation) -> Handle[Any]:
-        """Queue the operation; return at once. RuntimeError once the thread was told to end."""
+    def submit(self, operation: Operation, line: str) -> Handle[Any]:
+        """Queue the operation; return at once. RuntimeError once the thread was told to end.
+
+        `line` is where the user asked for it.
+        """
         if self._closed:
             raise RuntimeError("asynchronous calls have ended: the program is exiting")
         future: Future[Any] = Future()
-        self._jobs.put((operation, future))
+        self._jobs.put(_Job(operation, line, future))
         return Handle(future)
 
     def close(self) -> None:
@@ -77,22 +91,36 @@ class Progress:
 
     def _work(self) -> None:
         engine = Engine(self._complete_duplicate())
+        engine.patience.deadline = self.deadline
+        engine.patience.sleep_early()
+        nodes.settle(engine, self._topology)
+        self.recorder = engine.recorder
         while self._run_next(engine):
             pass
-        engine.transport.close()
+        if engine.broken is None:
+            engine.perform(Signature("close"), Engine.close)
 
     def _run_next(self, engine: Engine) -> bool:
         """Run one job; False at the end. Nothing is kept of it while the thread waits again."""
         job = self._jobs.get()
         if job is not None:
-            run_into(job[1], engine, job[0])
+            engine.patience.deadline = self.deadline
+            run_into(job.future, engine, job.operation, job.line)
         return job is not None
 
 
-def run_into(future: Future[Any], engine: Engine, operation: Operation) -> None:
+class _Job(NamedTuple):
+    operation: Operation
+    line: str
+    future: Future[Any]
+
+
+def run_into(
+    future: Future[Any], engine: Engine, operation: Operation, line: str | None = None
+) -> None:
     """Run the operation; its result or its exception goes to whoever waits for the future."""
     try:
-        future.set_result(engine.perform(operation))
+        future.set_result(engine.perform(operation.signature, operation.run, line))
     except BaseException as error:
         future.set_exception(error)
 

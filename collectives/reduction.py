@@ -77,6 +77,25 @@ def fold_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
+def fold_function(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any]:
+    """(first, second, out) → None: as `bind_fold`, done at once."""
+    if _needs_care(op, dtype):
+        return lambda first, second, out: bind_fold(op, first, second, out)()
+    return _UFUNCS[op]
+
+
+def _needs_care(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Whether a fold is anything else than NumPy's ufunc."""
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return dtype in _FLOAT16S
+    return op is ReduceOp.PRODUCT and dtype.kind == "c"
+
+
+def plain_ufunc(op: ReduceOp, dtype: np.dtype[Any]) -> np.ufunc | None:
+    """NumPy's function that does the fold for any arrays, or None where there is none."""
+    return None if _needs_care(op, dtype) else _UFUNCS[op]
+
+
 def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
     """An action that folds two contiguous pieces into `out`, which may be one of them.
 

@@ -1,27 +1,68 @@
-"""Which algorithm runs, where the caller names none.
+"""Which path a call takes, where the caller names none.
 
-The cost model prices every schedule with built-in figures of a link, and the transport's native
-collective as the cheapest schedule without Python's share of the latency. The choice depends only
-on what all ranks know (collective, bytes, ranks), so that all choose alike.
+The cost model prices every schedule with the figures of a link, the transport's native collective
+as the cheapest schedule without Python's share of the latency, and the node's shared memory by the
+bytes that a rank touches. The choice depends only on what all ranks know (collective, bytes, the
+layout of the ranks, figures that were agreed on), so that all choose alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives import algorithms
 from collectives.cost import Link, estimate
 
-# Two ranks over shared memory, fitted to bench/results/: what a schedule costs to start, a round of
-# it, and a round inside the MPI library.
-SCHEDULE_START = 6e-6
-SCHEDULE_LINK = Link(latency=4e-6, bandwidth=9e9, reduction=20e9)
-NATIVE_LINK = Link(latency=1e-6, bandwidth=8e9, reduction=20e9)
+NATIVE, SHARED, HIERARCHICAL = "native", "shared", "hierarchical"
 
 # Pricing a schedule takes time proportional to ranks × rounds: above this size only those of
 # logarithmic depth and the ring's closed form would be worth it, so native is taken unpriced.
 _LARGEST_PRICED = 512
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the paths were measured to take; the built-in ones are those of bench/results/.
+
+    Starts and latencies are in seconds, bandwidths in bytes per second. `shared_bandwidth` counts
+    bytes that one rank reads or writes in the node's memory while all others do.
+    """
+
+    schedule_start: float = 6e-6
+    schedule_latency: float = 4e-6
+    schedule_bandwidth: float = 9e9
+    native_latency: float = 1e-6
+    native_bandwidth: float = 8e9
+    reduction: float = 20e9
+    shared_start: float = 3e-6
+    shared_latency: float = 0.5e-6
+    shared_bandwidth: float = 36e9
+
+    @property
+    def schedule_link(self) -> Link:
+        """A message of our own."""
+        return Link(self.schedule_latency, self.schedule_bandwidth, self.reduction)
+
+    @property
+    def native_link(self) -> Link:
+        """A message inside the MPI library."""
+        return Link(self.native_latency, self.native_bandwidth, self.reduction)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are on each node, in which of them ranks outnumber the cores."""
+
+    local_sizes: tuple[int, ...]
+    crowding: float = 1.0
+    """Ranks for each core of the fullest node, at least 1."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return sum(self.local_sizes)
 
 
 @dataclass(frozen=True)
@@ -38,28 +79,81 @@ class Choice:
         return "\n".join([f"{self.algorithm} runs", *lines])
 
 
-def choose(collective: str, nbytes: int, size: int, has_native: bool) -> Choice:
-    """The candidate of least expected time for `nbytes` bytes, counted as in `cost.traffic`."""
-    return _choose(collective, tuple(algorithms.names(collective)), nbytes, size, has_native)
+def choose(
+    collective: str, nbytes: int, layout: Layout, paths: tuple[str, ...], figures: Figures
+) -> Choice:
+    """The candidate of least expected time for `nbytes` bytes, counted as in `cost.traffic`.
+
+    `paths` are those beside the schedules that can do it.
+    """
+    return _choose(collective, tuple(algorithms.names(collective)), nbytes, layout, paths, figures)
 
 
 @lru_cache(maxsize=1024)
 def _choose(
-    collective: str, names: tuple[str, ...], nbytes: int, size: int, has_native: bool
+    collective: str,
+    names: tuple[str, ...],
+    nbytes: int,
+    layout: Layout,
+    paths: tuple[str, ...],
+    figures: Figures,
 ) -> Choice:
+    size = layout.size
     if size == 1:
         return Choice("a copy", {})
-    if size > _LARGEST_PRICED and has_native:
-        return Choice("native", {})
+    if size > _LARGEST_PRICED and paths:
+        return Choice(paths[0], {})
     seconds = {
-        name: SCHEDULE_START + estimate(collective, name, size, nbytes, SCHEDULE_LINK)
+        name: figures.schedule_start
+        + estimate(collective, name, size, nbytes, figures.schedule_link)
         for name in names
     }
-    if has_native:
-        seconds["native"] = min(
-            estimate(collective, name, size, nbytes, NATIVE_LINK) for name in names
-        )
+    if NATIVE in paths:
+        seconds[NATIVE] = _native(collective, size, nbytes, figures)
+    if SHARED in paths:
+        seconds[SHARED] = _shared(collective, nbytes, layout, figures)
+    if HIERARCHICAL in paths:
+        seconds[HIERARCHICAL] = _hierarchical(nbytes, layout, figures)
     return Choice(min(seconds, key=lambda name: seconds[name]), seconds)
+
+
+def _native(collective: str, size: int, nbytes: int, figures: Figures) -> float:
+    link = figures.native_link
+    return min(
+        estimate(collective, name, size, nbytes, link) for name in algorithms.names(collective)
+    )
+
+
+# Bytes that a rank touches for each byte of the buffer, by the number of ranks.
+_TOUCHED: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda size: 5.0 if size == 2 else 5 - 1 / size,
+    "reduce": lambda size: 5 - 1 / size,
+    "reduce_scatter": lambda size: 5 * (size - 1) / size,
+    "broadcast": lambda size: 2.5,
+    "all_gather": lambda size: 2.0,
+    "gather": lambda size: 2.0,
+    "scatter": lambda size: 2.0,
+    "all_to_all": lambda size: 4 * (size - 1) / size,
+}
+
+
+def _shared(collective: str, nbytes: int, layout: Layout, figures: Figures) -> float:
+    size = max(layout.local_sizes)
+    touched = _TOUCHED[collective](size) * nbytes / figures.shared_bandwidth
+    waits = figures.shared_latency * size
+    return figures.shared_start + layout.crowding * (waits + touched)
+
+
+def _hierarchical(nbytes: int, layout: Layout, figures: Figures) -> float:
+    """Within the nodes, between ranks of equal place on all nodes, and within the nodes again."""
+    slices = min(layout.local_sizes)
+    nodes, slice_bytes, link = len(layout.local_sizes), -(-nbytes // slices), figures.schedule_link
+    across = min(
+        estimate("all_reduce", name, nodes, slice_bytes, link)
+        for name in algorithms.names("all_reduce")
+    )
+    within = [_shared(each, nbytes, layout, figures) for each in ("reduce_scatter", "all_gather")]
+    return sum(within) + figures.schedule_start + across
 
 
 def bucket_of(nbytes: int) -> int:

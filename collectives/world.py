@@ -11,27 +11,39 @@ from typing import Any
 
 from collectives.backends import check_backend, start_mpi
 from collectives.communicator import Communicator
+from collectives.waiting import DEFAULT_DEADLINE, check_deadline
 
 _LONGEST_HANDOVER = 1.0
 _FURTHER_HOP = 0.2
 
+
+class _Unset:
+    """The type of a default that no caller can mean."""
+
+
+_UNSET = _Unset()
+
 _world: Communicator | None = None
 
 
-def world(*, backend: str = "auto") -> Communicator:
+def world(*, backend: str = "auto", deadline: float | None | _Unset = _UNSET) -> Communicator:
     """The communicator of all ranks. MPI starts at the first call; later calls return the same.
 
     A program started without `mpirun` is a world of one rank. From then on an uncaught exception on
-    one rank shows its traceback and ends the whole job. Raises BackendUnavailableError where MPI is
-    missing, ValueError for an unknown backend.
+    one rank shows its traceback and ends the whole job. `deadline` is how many seconds a call waits
+    for ranks that don't come (default: 300; None: for ever); a later call that gives one sets it.
+    Raises BackendUnavailableError where MPI is missing, ValueError for an unknown backend.
     """
     global _world
     check_backend(backend)
+    seconds = DEFAULT_DEADLINE if isinstance(deadline, _Unset) else check_deadline(deadline)
     if _world is None or _world.closed:
         mpi = start_mpi()
-        _world = Communicator(mpi.COMM_WORLD, backend=backend)
+        _world = Communicator(mpi.COMM_WORLD, backend=backend, deadline=seconds)
         if _world.size > 1:
             _end_the_job_on_exceptions(mpi)
+    elif not isinstance(deadline, _Unset):
+        _world.deadline = seconds
     return _world
 
 

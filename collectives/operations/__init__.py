@@ -7,8 +7,14 @@ operation at once, and the asynchronous ones, which run it on a thread of their 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from collectives.engine import Engine
+from collectives.signature import Signature
 
-Operation: TypeAlias = Callable[[Engine], Any]
+
+class Operation(NamedTuple):
+    """A call whose arguments were checked: what the ranks must agree on, and what it does."""
+
+    signature: Signature
+    run: Callable[[Engine], Any]

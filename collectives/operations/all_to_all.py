@@ -17,6 +17,7 @@ from collectives.arrays import flat, like, to_numpy
 from collectives.engine import Engine
 from collectives.operations import Operation
 from collectives.reduction import Array
+from collectives.signature import Signature, forced
 
 # Elements begin at a multiple of this, in bytes, which suits every dtype.
 _ALIGNMENT = 64
@@ -87,7 +88,9 @@ def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Opera
             received[peer] = _read(buffer[starts[engine.size + peer] :])
         return [like(original)(block) for original, block in zip(arrays, received, strict=True)]
 
-    return perform
+    nbytes = sum(array.nbytes for array in given)
+    signature = Signature("all_to_all", detail=forced(algorithm), nbytes=nbytes)
+    return Operation(signature, perform)
 
 
 def _others(engine: Engine) -> list[int]:

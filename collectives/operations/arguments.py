@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import flat
+from collectives.arrays import Output, flat, given_output, like, new_output
 from collectives.reduction import Array
 
 
@@ -55,6 +55,29 @@ class Rows:
     def elements(self) -> int:
         """The elements of one row."""
         return math.prod(self.rest)
+
+    def shape(self, count: int) -> tuple[int, ...]:
+        """The shape of an array of the same kind with `count` rows."""
+        return (*self.rest[: self.axis], count, *self.rest[self.axis :])
+
+    def output(self, out: Any, count: int, dtype: np.dtype[Any], original: Any) -> Output:
+        """Where `count` flat rows go: into `out` if it is given, else into a new array."""
+        shape = self.shape(count)
+        if self.axis == 0:
+            if out is None:
+                return new_output(shape, dtype, original)
+            return given_output(out, shape, dtype)
+        buffer = np.empty(count * self.elements, dtype)
+        if out is None:
+            convert = like(original)
+            return Output(buffer, lambda: convert(self.array(buffer, count)))
+        view = given_output(out, shape, dtype)
+
+        def deliver() -> Any:
+            view.buffer.reshape(shape)[...] = self.array(buffer, count)
+            return view.deliver()
+
+        return Output(buffer, deliver)
 
     def array(self, rows: Array, count: int) -> Array:
         """`count` flat rows of the same kind as a contiguous array, with the axis in its place."""

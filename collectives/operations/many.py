@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,11 @@ from numpy.lib.array_utils import byte_bounds
 
 from collectives.arrays import Output
 from collectives.engine import Engine
-from collectives.errors import (
-    DtypeMismatchError,
-    MismatchError,
-    OpMismatchError,
-    ShapeMismatchError,
-)
 from collectives.fusion import Bucket, Kinds, check_bucket_bytes, check_many, make_plan
 from collectives.operations import Operation
-from collectives.operations.objects import all_gather_object, numbers_of_all
 from collectives.operations.reductions import ReduceInput
 from collectives.reduction import Array, ReduceOp, as_op, finish
-
-_OPS = list(ReduceOp)
+from collectives.signature import Signature
 
 
 def all_reduce_many(
@@ -43,7 +36,6 @@ def all_reduce_many(
         _keep_inputs(given, outputs)
 
     def perform(engine: Engine) -> list[Any]:
-        _agree(engine, reduction, kinds, limit, plan.fingerprint)
         for bucket in plan.buckets:
             if len(bucket.slots) == 1:
                 _reduce_alone(engine, reduction, given, outputs, bucket.slots[0].index)
@@ -51,7 +43,8 @@ def all_reduce_many(
                 _reduce_packed(engine, reduction, given, outputs, bucket)
         return [output.deliver() for output in outputs]
 
-    return perform
+    nbytes = sum(output.buffer.nbytes for output in outputs)
+    return Operation(_signature(reduction, kinds, limit, nbytes), perform)
 
 
 def _keep_inputs(given: list[ReduceInput], outputs: list[Output]) -> None:
@@ -65,24 +58,13 @@ def _keep_inputs(given: list[ReduceInput], outputs: list[Output]) -> None:
             each.array = each.array.copy()
 
 
-def _agree(engine: Engine, op: ReduceOp, kinds: Kinds, bucket_bytes: int, fingerprint: int) -> None:
-    """The same MismatchError on every rank where the ranks' plans or ops differ."""
-    table = numbers_of_all(engine, [fingerprint, _OPS.index(op)])
-    if (table == table[0]).all():
-        return
-    shapes, dtypes = [shape for shape, _ in kinds], [dtype.name for _, dtype in kinds]
-    calls = all_gather_object((op.value, shapes, dtypes, bucket_bytes))(engine)
-    texts = tuple(_text(*call) for call in calls)
-    for place, error in enumerate((OpMismatchError, ShapeMismatchError, DtypeMismatchError)):
-        if any(call[place] != calls[0][place] for call in calls):
-            raise error("all_reduce_many: the ranks' calls differ", texts)
-    raise MismatchError("all_reduce_many: the ranks' bucket_bytes differ", texts)
-
-
-def _text(op: str, shapes: list[tuple[int, ...]], dtypes: list[str], bucket_bytes: int) -> str:
-    arrays = [f"{dtype}{list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True)]
-    shown = ", ".join(arrays[:8]) + (", …" if len(arrays) > 8 else "")
-    return f"{op} of {len(arrays)} arrays: {shown}; bucket_bytes={bucket_bytes}"
+def _signature(op: ReduceOp, kinds: Kinds, bucket_bytes: int, nbytes: int) -> Signature:
+    """The call: all shapes, and the dtypes with how many arrays in a row have each."""
+    runs = [(name, len(list(run))) for name, run in groupby(dtype.name for _, dtype in kinds)]
+    dtypes = "+".join(name if count == 1 else f"{count}×{name}" for name, count in runs)
+    shapes = tuple(shape for shape, _ in kinds)
+    detail = f"{len(kinds)} arrays, bucket_bytes={bucket_bytes}"
+    return Signature("all_reduce_many", op.value, dtypes, shapes, None, detail, nbytes)
 
 
 def _reduce_alone(

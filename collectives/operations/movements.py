@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +9,12 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays import Output, flat, given_output, like, to_numpy
 from collectives.engine import Engine
-from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.operations import Operation
 from collectives.operations.arguments import Rows
-from collectives.operations.objects import all_gather_object, broadcast_pickle, numbers_of_all
+from collectives.operations.objects import broadcast_pickle, numbers_of_all
 from collectives.reduction import Array
 from collectives.schedule import split_lengths
+from collectives.signature import ANY_LENGTH, Signature, forced
 
 
 def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
@@ -32,41 +31,65 @@ def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) ->
         engine.run("broadcast", None, output.buffer, root=root, algorithm=algorithm)
         return output.deliver()
 
-    return perform
+    shape, dtype, detail = given.shape, given.dtype.name, forced(algorithm)
+    signature = Signature("broadcast", None, dtype, shape, root, detail, given.nbytes)
+    return Operation(signature, perform)
+
+
+def _signature(
+    collective: str, rows: Rows, root: int | None, algorithm: str | None
+) -> Signature:
+    """The call that joins rows, whose number each rank chooses."""
+    shape, nbytes = rows.shape(ANY_LENGTH), rows.flat.nbytes
+    return Signature(
+        collective, None, rows.dtype.name, shape, root, forced(algorithm), nbytes
+    )
 
 
 def _counts_of_all(engine: Engine, rows: Rows) -> list[int]:
-    """Every rank's number of rows; MismatchError on every rank where the rows differ in kind."""
-    kind = (str(rows.dtype), f"rows of shape {rows.rest} along axis {rows.axis}")
-    table = numbers_of_all(engine, [rows.count, zlib.crc32(repr(kind).encode())])
-    if (table[:, 1] != table[0, 1]).any():
-        kinds = all_gather_object(kind)(engine)
-        calls = tuple(f"{shape}, {dtype}" for dtype, shape in kinds)
-        error = DtypeMismatchError if len({dtype for dtype, _ in kinds}) > 1 else ShapeMismatchError
-        raise error("the ranks' arrays can't be joined", calls)
-    counts: list[int] = table[:, 0].tolist()
+    """Every rank's number of rows."""
+    counts: list[int] = numbers_of_all(engine, [rows.count])[:, 0].tolist()
     return counts
 
 
-def _with_own_rows(engine: Engine, rows: Rows, lengths: list[int], buffer: Array) -> Array:
-    """`buffer`, which has room for all ranks' rows, with this rank's in their place."""
-    engine.own_part(buffer, lengths)[:] = rows.flat
-    return buffer
-
-
-def all_gather(array: Any, axis: int, algorithm: str | None) -> Operation:
+def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operation:
     """All ranks' arrays, joined along the axis in rank order."""
     algorithms.check_name("all_gather", algorithm)
     rows = Rows(to_numpy(array), axis)
+    room = -1 if out is None else _rows_of(out, rows)
 
     def perform(engine: Engine) -> Any:
-        counts = _counts_of_all(engine, rows)
+        table = numbers_of_all(engine, [rows.count, room])
+        counts = table[:, 0].tolist()
+        _check_room(table)
         lengths = [count * rows.elements for count in counts]
-        joined = _with_own_rows(engine, rows, lengths, np.empty(sum(lengths), rows.dtype))
-        engine.run("all_gather", None, joined, lengths=lengths, algorithm=algorithm)
-        return like(array)(rows.array(joined, sum(counts)))
+        result = rows.output(out, sum(counts), rows.dtype, array)
+        source, target = rows.flat, result.buffer
+        if out is not None and np.may_share_memory(source, target):
+            source = source.copy()
+        engine.run("all_gather", source, target, lengths=lengths, algorithm=algorithm)
+        return result.deliver()
 
-    return perform
+    return Operation(_signature("all_gather", rows, None, algorithm), perform)
+
+
+def _rows_of(out: Any, rows: Rows) -> int:
+    """How many rows `out` holds; ValueError or TypeError where it can't hold any such."""
+    shape = to_numpy(out, "out").shape
+    count = shape[rows.axis] if len(shape) > rows.axis else 0
+    rows.output(out, count, rows.dtype, out)
+    return count
+
+
+def _check_room(table: Array) -> None:
+    """ValueError on every rank where some rank's `out` has another length than the result."""
+    total = int(table[:, 0].sum())
+    wrong = [rank for rank, room in enumerate(table[:, 1].tolist()) if room not in (-1, total)]
+    if wrong:
+        rank = wrong[0]
+        raise ValueError(
+            f"out has {table[rank, 1]} rows on rank {rank}: the joined arrays have {total}"
+        )
 
 
 def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation:
@@ -79,12 +102,12 @@ def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation
         lengths = [count * rows.elements for count in counts]
         on_root = engine.rank == root
         total = sum(lengths)
-        buffer = np.empty(total, rows.dtype) if on_root else engine.work(total, rows.dtype)
-        joined = _with_own_rows(engine, rows, lengths, buffer)
+        joined = np.empty(total, rows.dtype) if on_root else engine.work(total, rows.dtype)
+        engine.own_part(joined, lengths)[:] = rows.flat
         engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
         return like(array)(rows.array(joined, sum(counts))) if on_root else None
 
-    return perform
+    return Operation(_signature("gather", rows, root, algorithm), perform)
 
 
 class _Scattered(NamedTuple):
@@ -115,4 +138,4 @@ def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root:
         shaped = block.reshape(counts[engine.rank], *rest)
         return like(array)(np.ascontiguousarray(np.moveaxis(shaped, 0, place)))
 
-    return perform
+    return Operation(Signature("scatter", root=root, detail=forced(algorithm)), perform)

@@ -1,16 +1,32 @@
-"""Which ranks share a node, agreed between them."""
+"""Which ranks share a node, and how an engine comes to use that: all of it is collective."""
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Sequence
+from functools import partial
 
 from collectives import topology
+from collectives.agreement import Agreement
 from collectives.engine import Engine
-from collectives.operations.objects import numbers_of_all
+from collectives.errors import MismatchError
+from collectives.node import Across, Node
+from collectives.operations import Operation
+from collectives.operations.objects import gather_pickles, numbers_of_all
+from collectives.reduction import Array, ReduceOp
+from collectives.selection import Layout
+from collectives.shared.arena import Arena
+from collectives.shared.arrival import Arrival
+from collectives.shared.memory import SEGMENT_BYTES, NodeMemory
+from collectives.shared.steps import Steps
+from collectives.signature import Signature, mismatch
+from collectives.topology import Topology
+from collectives.transports.base import Transport
 
 
-def find_topology(engine: Engine, node_of: Sequence[int] | None) -> topology.Topology:
-    """The map given by hand, or that of the ranks that share memory. Collective."""
+def find_topology(engine: Engine, node_of: Sequence[int] | None) -> Topology:
+    """The map given by hand, or that of the ranks that share memory."""
     if node_of is not None:
         labels = topology.check_node_of(node_of, engine.size)
     else:
@@ -19,6 +35,112 @@ def find_topology(engine: Engine, node_of: Sequence[int] | None) -> topology.Top
 
 
 def gather_labels(engine: Engine, label: int) -> list[int]:
-    """Every rank's label. Collective."""
+    """Every rank's label."""
     labels: list[int] = numbers_of_all(engine, [label])[:, 0].tolist()
     return labels
+
+
+def split(color: int | None, key: int) -> Operation:
+    """The transport between the ranks of equal color; None where color is None."""
+    return Operation(Signature("split"), lambda engine: engine.transport.split(color, key))
+
+
+def settle(engine: Engine, where: Topology) -> None:
+    """Let the ranks of each node share memory, and from now on agree on every call."""
+    if engine.size == 1:
+        return
+    part = engine.transport.split(where.node, engine.rank)
+    assert part is not None
+    node = Engine(part, engine.patience)
+    engine.layout = _layout(engine, node, where)
+    if engine.layout.crowding > 1:
+        engine.patience.share_cores()
+    members = _members(where)
+    segments = _share(engine, node)
+    if segments is None:
+        part.close()
+        members, arrival, leaders = [[rank] for rank in range(engine.size)], None, engine.transport
+    else:
+        memory = NodeMemory(segments, part.rank, part.fence)
+        own = members[where.node]
+        arrival = Arrival(memory, engine.patience, own)
+        engine.node = _join(engine, node, where, Steps(memory, engine.patience, own), segments)
+        leaders = _leaders(engine, where)
+    describe = partial(_describe, engine)
+    engine.agreement = Agreement(engine.patience, arrival, leaders, members, describe)
+
+
+def _members(where: Topology) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(where.nodes)]
+    for rank, number in enumerate(where.node_of):
+        members[number].append(rank)
+    return members
+
+
+def _layout(engine: Engine, node: Engine, where: Topology) -> Layout:
+    """How many ranks the nodes have, and how many cores for them."""
+    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
+    count = len(cores) or os.cpu_count() or 1
+    table = numbers_of_all(engine, [where.local_size, count])
+    crowding = float((table[:, 0] / table[:, 1]).max())
+    return Layout(tuple(len(ranks) for ranks in _members(where)), max(1.0, crowding))
+
+
+def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
+    """The node's segments, if every node has such: the ranks must choose paths alike."""
+    # Ranks that were put on a node by hand may be on different hosts.
+    leaders = gather_labels(node, engine.transport.node_leader())
+    together = len(set(leaders)) == 1
+    segments = node.transport.share(SEGMENT_BYTES) if together else None
+    found = numbers_of_all(engine, [segments is not None, node.size])
+    if found[:, 0].all() and (found[:, 1] > 1).any():
+        return segments
+    if segments is not None:
+        node.transport.free(segments)
+    return None
+
+
+def _join(
+    engine: Engine, node: Engine, where: Topology, steps: Steps, segments: list[memoryview]
+) -> Node:
+    """The node's memory in use, and connected to the other nodes."""
+    steps.memory.sign_in()
+    steps.together()
+
+    def gather(numbers: list[int]) -> list[list[int]]:
+        return gather_pickles(node, pickle.dumps(numbers))
+
+    arena = Arena(node.transport.share, node.transport.free, gather, node.rank)
+    slices = min(map(len, _members(where)))
+    across = _across(engine, where, slices) if where.nodes > 1 else None
+    layout = None if where.nodes == 1 else slices
+    return Node(node.transport, segments, steps, arena, slices=layout, across=across)
+
+
+def _across(engine: Engine, where: Topology, slices: int) -> Across | None:
+    """The way to the ranks of equal place on the other nodes, for the first `slices` of each."""
+    speaks = where.local_rank < slices
+    transport = engine.transport.split(where.local_rank if speaks else None, where.node)
+    if transport is None:
+        return None
+    between = Engine(transport, engine.patience)
+
+    def across(array: Array, op: ReduceOp) -> None:
+        between.run("all_reduce", None, array, op=op)
+
+    return across
+
+
+def _leaders(engine: Engine, where: Topology) -> Transport | None:
+    """The way between the lowest ranks of all nodes, for them alone."""
+    if where.nodes == 1:
+        return None
+    leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
+    if leaders is not None:
+        leaders.patience = engine.patience
+    return leaders
+
+
+def _describe(engine: Engine, signature: Signature) -> MismatchError:
+    return mismatch(gather_pickles(engine, pickle.dumps(signature)))

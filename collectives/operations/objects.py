@@ -11,6 +11,7 @@ import numpy as np
 from collectives.engine import Engine
 from collectives.operations import Operation
 from collectives.reduction import Array
+from collectives.signature import Signature
 
 
 def numbers_of_all(engine: Engine, own: list[int]) -> Array:
@@ -54,20 +55,24 @@ def _outcome(make: Callable[[], Any]) -> bytes:
 def broadcast_object(obj: Any, root: int, *, on_root: bool) -> Operation:
     """The root's object, or on every rank the reason why it can't be pickled."""
     make = (lambda: obj) if on_root else None
-    return lambda engine: broadcast_pickle(engine, make, root)
+    signature = Signature("broadcast_object", root=root)
+    return Operation(signature, lambda engine: broadcast_pickle(engine, make, root))
 
 
 def all_gather_object(obj: Any) -> Operation:
     """Every rank's object, in rank order."""
-    content = np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+    content = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    signature = Signature("all_gather_object", nbytes=len(content))
+    return Operation(signature, lambda engine: gather_pickles(engine, content))
 
-    def perform(engine: Engine) -> list[Any]:
-        lengths = numbers_of_all(engine, [len(content)])[:, 0].tolist()
-        ends = np.cumsum(lengths)
-        buffer = np.empty(int(ends[-1]), np.uint8)
-        buffer[ends[engine.rank] - len(content) : ends[engine.rank]] = content
-        engine.run("all_gather", None, buffer, lengths=lengths)
-        parts = np.split(buffer, ends[:-1])
-        return [pickle.loads(part.data) for part in parts]
 
-    return perform
+def gather_pickles(engine: Engine, pickled: bytes) -> list[Any]:
+    """What every rank pickled."""
+    content = np.frombuffer(pickled, np.uint8)
+    lengths = numbers_of_all(engine, [len(content)])[:, 0].tolist()
+    ends = np.cumsum(lengths)
+    buffer = np.empty(int(ends[-1]), np.uint8)
+    buffer[ends[engine.rank] - len(content) : ends[engine.rank]] = content
+    engine.run("all_gather", None, buffer, lengths=lengths)
+    parts = np.split(buffer, ends[:-1])
+    return [pickle.loads(part.data) for part in parts]

@@ -20,6 +20,7 @@ from collectives.reduction import (
     fold_dtype,
 )
 from collectives.schedule import split_lengths
+from collectives.signature import Signature, forced
 
 
 class ReduceInput:
@@ -34,6 +35,15 @@ class ReduceInput:
             dtype = dtype.newbyteorder("=")
         check_reducible(self.op, dtype)
         self.dtype = fold_dtype(self.op, dtype)
+
+    def signature(
+        self, collective: str, root: int | None = None, detail: str | None = None
+    ) -> Signature:
+        """The call that reduces it."""
+        array = self.array
+        return Signature(
+            collective, self.op.value, array.dtype.name, self.shape, root, detail, array.nbytes
+        )
 
     def output(self, out: Any) -> Output:
         """Where a result of the same shape goes."""
@@ -72,12 +82,12 @@ def all_reduce(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) 
         finish(given.op, output.buffer, engine.size)
         return output.deliver()
 
-    return perform
+    return Operation(given.signature("all_reduce", detail=forced(algorithm)), perform)
 
 
-def barrier(engine: Engine) -> None:
-    """The shortest message from everybody to everybody."""
-    engine.run("all_reduce", None, np.zeros(1, np.uint8), op=ReduceOp.SUM)
+def barrier() -> Operation:
+    """Nothing but the agreement that all have come."""
+    return Operation(Signature("barrier"), lambda engine: None)
 
 
 def reduce(
@@ -100,24 +110,37 @@ def reduce(
         finish(given.op, target, engine.size)
         return output.deliver()
 
-    return perform
+    return Operation(given.signature("reduce", root, forced(algorithm)), perform)
 
 
-def reduce_scatter(array: Any, op: ReduceOp | str, axis: int, algorithm: str | None) -> Operation:
+def reduce_scatter(
+    array: Any,
+    op: ReduceOp | str,
+    axis: int,
+    out: Any,
+    algorithm: str | None,
+    *,
+    rank: int,
+    size: int,
+) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the reduction."""
     algorithms.check_name("reduce_scatter", algorithm)
     given = ReduceInput(array, op)
     rows = Rows(given.converted(), axis)
+    detail = f"axis={rows.axis}" if algorithm is None else f"axis={rows.axis}, {algorithm=}"
+
+    counts = split_lengths(rows.count, size)
+    lengths = (counts * rows.elements).tolist()
+    result = rows.output(out, int(counts[rank]), given.dtype, given.original)
+    source, target = rows.flat, result.buffer
+    if out is not None and np.may_share_memory(source, target):
+        source = source.copy()
 
     def perform(engine: Engine) -> Any:
-        counts = split_lengths(rows.count, engine.size)
-        lengths = (counts * rows.elements).tolist()
-        target = engine.work(sum(lengths), given.dtype)
         engine.run(
-            "reduce_scatter", rows.flat, target, lengths=lengths, op=given.op, algorithm=algorithm
+            "reduce_scatter", source, target, lengths=lengths, op=given.op, algorithm=algorithm
         )
-        block = engine.own_part(target, lengths).copy()
-        finish(given.op, block, engine.size)
-        return like(given.original)(rows.array(block, int(counts[engine.rank])))
+        finish(given.op, target, size)
+        return result.deliver()
 
-    return perform
+    return Operation(given.signature("reduce_scatter", detail=detail), perform)

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.waiting import Patience
+
 Bytes: TypeAlias = memoryview
 Message: TypeAlias = tuple[int, Bytes]
 
@@ -22,6 +24,26 @@ Message: TypeAlias = tuple[int, Bytes]
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
 
 LARGEST_TAG = 32_000
+
+
+class Words(ABC):
+    """An exchange of one number between all ranks, under way."""
+
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether everybody's word has come. Makes progress; doesn't wait."""
+
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """The ranks whose word has not come."""
+
+    @abstractmethod
+    def received(self) -> list[int]:
+        """Everybody's word, in rank order, when complete."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Give the exchange up, before the transport is closed."""
 
 
 class Transport(ABC):
@@ -61,6 +83,32 @@ class Transport(ABC):
 
         Returns at once with a function that completes it. Collective, in order with exchanges.
         """
+
+    @abstractmethod
+    def begin_words(self, word: int) -> Words:
+        """Begin to tell all ranks a number below 2^64 and to hear theirs. Collective."""
+
+    def share(self, nbytes: int) -> list[memoryview] | None:
+        """Memory that all ranks see, a segment of `nbytes` bytes for each, in rank order.
+
+        Collective, between ranks of one node. The first 64 KiB of a segment are zero. None where
+        the transport has no such memory, or not so much of it.
+        """
+        return None
+
+    def free(self, segments: list[memoryview]) -> None:
+        """Give back what `share` gave. Collective; no rank may touch it any more."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether what carries it has ended, so that nothing can be sent any more."""
+        return False
+
+    fence: Callable[[], None] | None = None
+    """Orders loads and stores in shared memory, where the machine doesn't by itself."""
+
+    patience: Patience
+    """How the transport waits; whoever uses it may set another."""
 
     @abstractmethod
     def close(self) -> None:

@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from collectives.errors import RankFailedError
-from collectives.transports.base import Bytes, Message, Transport
+from collectives.transports.base import Bytes, Message, Transport, Words
+from collectives.waiting import Patience
 
 Result = TypeVar("Result")
 
 _EXCHANGE_TAG = -1
 _SPLIT_TAG = -2
+_WORDS_TAG = -3
 
 
 class _Switchboard:
@@ -50,12 +52,28 @@ class LocalTransport(Transport):
         self._switchboard, self._world = switchboard, world
         self._children = 0
         self.rank, self.size = rank, size
+        self.patience = Patience()
 
     def _put(self, content: Any, peer: int, tag: int) -> None:
         self._switchboard.line(self._world, self.rank, peer, tag).put(content)
 
     def _get(self, peer: int, tag: int) -> Any:
-        content = self._switchboard.line(self._world, peer, self.rank, tag).get()
+        line = self._switchboard.line(self._world, peer, self.rank, tag)
+        try:
+            return self._checked(line.get(timeout=self.patience.deadline))
+        except queue.Empty:
+            raise self.patience.exceeded({peer: " in the middle of the call"}) from None
+
+    def get_now(self, peer: int) -> int | None:
+        """A peer's word, if it has come."""
+        line = self._switchboard.line(self._world, peer, self.rank, _WORDS_TAG)
+        try:
+            word: int = self._checked(line.get_nowait())
+        except queue.Empty:
+            return None
+        return word
+
+    def _checked(self, content: Any) -> Any:
         if content is None:
             raise RankFailedError(f"rank {self._switchboard.failed} ended with an exception")
         return content
@@ -82,6 +100,12 @@ class LocalTransport(Transport):
         """All threads share one memory."""
         return 0
 
+    def begin_words(self, word: int) -> Words:
+        """Put the word into everybody's queue."""
+        for peer in range(self.size):
+            self._put(word, peer, _WORDS_TAG)
+        return _LocalWords(self)
+
     def _child_world(self) -> Any:
         """A name for a new world: the same on all ranks, since making one is collective."""
         self._children += 1
@@ -105,6 +129,31 @@ class LocalTransport(Transport):
         return lambda: twin
 
     def close(self) -> None:
+        """Nothing is held."""
+
+
+class _LocalWords(Words):
+    """Words that come out of queues."""
+
+    def __init__(self, transport: LocalTransport) -> None:
+        self._transport = transport
+        self._words: list[int | None] = [None] * transport.size
+
+    def complete(self) -> bool:
+        """Look into the queues that gave nothing yet."""
+        for peer in self.missing():
+            self._words[peer] = self._transport.get_now(peer)
+        return None not in self._words
+
+    def missing(self) -> list[int]:
+        """The peers whose queues are empty."""
+        return [peer for peer, word in enumerate(self._words) if word is None]
+
+    def received(self) -> list[int]:
+        """What the queues gave."""
+        return [word for word in self._words if word is not None]
+
+    def cancel(self) -> None:
         """Nothing is held."""
 
 

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import os
-import time
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.transports.base import Bytes, Message, Native, Transport
+from collectives.transports.base import LARGEST_TAG, Bytes, Message, Native, Transport, Words
 from collectives.transports.mpi_native import native
+from collectives.waiting import Patience
 
 # An MPI 3 library counts a message's bytes in 31 bits.
 _LARGEST_MESSAGE = 1 << 30
 _EXCHANGE_TAG = 0
 _FIRST_USER_TAG = 1
 
-# How a patient wait backs off: polls that only yield, then sleeps of this many seconds.
-_YIELDING_POLLS = 200
-_POLL_SLEEP = 50e-6
+_WORDS_TAG = _FIRST_USER_TAG + LARGEST_TAG + 1
+
+# The machines on which loads and stores of one thread are seen in their order.
+_ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
+_CLEARED_BYTES = 64 << 10
+# What must stay free of the memory file system beside a window.
+_SHM = "/dev/shm"
 
 
 class MpiTransport(Transport):
-    """One rank's end of an MPI communicator, which it owns.
+    """One rank's end of an MPI communicator, which it owns."""
 
-    A patient transport polls and sleeps while it waits instead of spinning in MPI, so that it can
-    run beside a thread that computes.
-    """
-
-    def __init__(self, owned: MPI.Intracomm, *, patient: bool = False) -> None:
+    def __init__(self, owned: MPI.Intracomm) -> None:
         self._comm: MPI.Intracomm | None = owned
-        self._patient = patient
-        self._wait = _wait_patiently if patient else MPI.Request.Waitall
+        self.patience = Patience()
+        self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
+        self._abandoned: list[Any] = []
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
@@ -50,14 +52,8 @@ class MpiTransport(Transport):
         return self._comm
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Post everything, wait for everything; in one call where there is one message each way."""
+        """Post everything, wait for everything."""
         comm = self.comm
-        if len(sends) == len(receives) == 1 and not self._patient:
-            (target, sent), (source, received) = sends[0], receives[0]
-            if len(sent) <= _LARGEST_MESSAGE and len(received) <= _LARGEST_MESSAGE:
-                tag = _EXCHANGE_TAG
-                comm.Sendrecv(sent, target, tag, received, source, tag)
-                return
         requests = [
             comm.Irecv(part, peer, _EXCHANGE_TAG)
             for peer, buffer in receives
@@ -68,23 +64,78 @@ class MpiTransport(Transport):
             for peer, buffer in sends
             for part in _parts(buffer)
         ]
-        self._wait(requests)
+        self._wait(requests, [peer for peer, _ in receives] or [peer for peer, _ in sends])
+
+    def _wait(self, requests: list[MPI.Request], peers: Sequence[int]) -> None:
+        for _ in range(self.patience.spins):
+            if MPI.Request.Testall(requests):
+                return
+        try:
+            self.patience.until(
+                lambda: MPI.Request.Testall(requests),
+                lambda: {peer: " in the middle of the call" for peer in peers},
+            )
+        except BaseException:
+            # MPI may still write into their buffers.
+            self._abandoned.append(requests)
+            raise
 
     def send(self, buffer: Bytes, peer: int, tag: int) -> None:
         """Its length goes ahead, since a receiver can't learn it from a message in parts."""
         parts = [np.array([len(buffer)], np.int64).data.cast("B"), *_parts(buffer)]
-        self._wait([self.comm.Isend(part, peer, _FIRST_USER_TAG + tag) for part in parts])
+        requests = [self.comm.Isend(part, peer, _FIRST_USER_TAG + tag) for part in parts]
+        self._wait(requests, [peer])
 
     def receive(self, buffer: Bytes, peer: int, tag: int) -> int:
         """Learn the length, then receive all of it, into memory of our own where it is too long."""
         length = np.empty(1, np.int64)
-        self._wait([self.comm.Irecv(length.data.cast("B"), peer, _FIRST_USER_TAG + tag)])
+        self._wait([self.comm.Irecv(length.data.cast("B"), peer, _FIRST_USER_TAG + tag)], [peer])
         nbytes = int(length[0])
         whole = buffer[:nbytes] if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
-        self._wait([self.comm.Irecv(part, peer, _FIRST_USER_TAG + tag) for part in _parts(whole)])
+        parts = _parts(whole)
+        self._wait([self.comm.Irecv(part, peer, _FIRST_USER_TAG + tag) for part in parts], [peer])
         if whole is not buffer and nbytes > len(buffer):
             buffer[:] = whole[: len(buffer)]
         return nbytes
+
+    def begin_words(self, word: int) -> Words:
+        """A message to and from everybody."""
+        return _MpiWords(self.comm, word)
+
+    @property
+    def fence(self) -> Callable[[], None] | None:  # type: ignore[override]
+        """MPI's own, on the machines that need one."""
+        if platform.machine() in _ORDERED_MACHINES or not self._windows:
+            return None
+        window, _ = next(iter(self._windows.values()))
+        return lambda: window.Sync()
+
+    def share(self, nbytes: int) -> list[memoryview] | None:
+        """A shared window (MPI 4.1, 12.2.3)."""
+        if not self.comm.allreduce(_has_room(nbytes * self.size), MPI.LAND):
+            return None
+        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+        window = MPI.Win.Allocate_shared(nbytes, 1, info, self.comm)
+        info.Free()
+        # Access by load and store needs an epoch (MPI 4.1, 12.7).
+        window.Lock_all(MPI.MODE_NOCHECK)
+        segments = [
+            memoryview(window.Shared_query(rank)[0]).cast("B")[:nbytes]
+            for rank in range(self.size)
+        ]
+        own = segments[self.rank]
+        cleared = min(nbytes, _CLEARED_BYTES)
+        own[:cleared] = bytes(cleared)
+        window.Sync()
+        self.comm.Barrier()
+        self._windows[id(segments)] = (window, segments)
+        return segments
+
+    def free(self, segments: list[memoryview]) -> None:
+        """Free the window."""
+        window, _ = self._windows.pop(id(segments))
+        window.Unlock_all()
+        window.Free()
 
     def node_leader(self) -> int:
         """The lowest rank among those that MPI can give shared memory with this one."""
@@ -104,9 +155,14 @@ class MpiTransport(Transport):
 
         def complete() -> Transport:
             request.Wait()
-            return MpiTransport(twin, patient=True)
+            return MpiTransport(twin)
 
         return complete
+
+    @property
+    def ended(self) -> bool:
+        """Whether somebody finalised MPI."""
+        return bool(MPI.Is_finalized())
 
     def close(self) -> None:
         """Free the communicator."""
@@ -128,11 +184,55 @@ def _parts(buffer: Bytes) -> list[Bytes]:
     ]
 
 
-def _wait_patiently(requests: list[MPI.Request]) -> None:
-    polls = 0
-    while not MPI.Request.Testall(requests):
-        polls += 1
-        if polls < _YIELDING_POLLS:
-            os.sched_yield()
-        else:
-            time.sleep(_POLL_SLEEP)
+def _has_room(nbytes: int) -> bool:
+    """Whether the memory file system has that much, where windows lie in one.
+
+    Writing to a window beyond it would end the process (SIGBUS).
+    """
+    try:
+        free = os.statvfs(_SHM)
+    except OSError:
+        return True
+    return free.f_bavail * free.f_frsize > nbytes
+
+
+class _MpiWords(Words):
+    """Words in messages of 8 bytes."""
+
+    def __init__(self, comm: MPI.Intracomm, word: int) -> None:
+        self._words = np.zeros(comm.size, np.uint64)
+        own = np.array([word], np.uint64)
+        self._words[comm.rank] = word
+        self._peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        places = [self._words[peer : peer + 1] for peer in self._peers]
+        self._receives = [
+            comm.Irecv([place, MPI.UINT64_T], peer, _WORDS_TAG)
+            for peer, place in zip(self._peers, places, strict=True)
+        ]
+        self._sends = [comm.Isend([own, MPI.UINT64_T], peer, _WORDS_TAG) for peer in self._peers]
+        self._come = [False] * len(self._peers)
+
+    def complete(self) -> bool:
+        """Test each message that has not come."""
+        for index, come in enumerate(self._come):
+            if not come:
+                self._come[index] = self._receives[index].Test()
+        return all(self._come) and bool(MPI.Request.Testall(self._sends))
+
+    def missing(self) -> list[int]:
+        """The peers whose message has not come."""
+        return [peer for peer, come in zip(self._peers, self._come, strict=True) if not come]
+
+    def received(self) -> list[int]:
+        """What came, and the own word."""
+        words: list[int] = self._words.tolist()
+        return words
+
+    def cancel(self) -> None:
+        """Cancel what is awaited; what was sent is small enough to have left."""
+        for request, come in zip(self._receives, self._come, strict=True):
+            if not come:
+                request.Cancel()
+                request.Wait()
+        for request in self._sends:
+            request.Free()

@@ -1,0 +1,128 @@
+"""Makes sure, before any data move, that all ranks of a group make the same call.
+
+The ranks of a node meet in its memory (`shared.arrival`). Where there are several nodes, the lowest
+rank of each then exchanges words with those of the others, and tells the rest of its node what came
+of it. Ranks that share no memory are a node each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from collectives.errors import DeadlineExceededError, MismatchError
+from collectives.shared.arrival import ALIKE, DIFFERENT, Arrival, word_of
+from collectives.signature import Signature, fingerprint
+from collectives.transports.base import Transport, Words
+from collectives.waiting import Patience
+
+# The word of a node whose own ranks differ; no fingerprint is 0.
+_DIFFERENT_WORD = 0
+
+
+class Agreement:
+    """One rank's meetings with all others of its group."""
+
+    def __init__(
+        self,
+        patience: Patience,
+        arrival: Arrival | None,
+        leaders: Transport | None,
+        nodes: list[list[int]],
+        describe: Callable[[Signature], MismatchError],
+    ) -> None:
+        """`arrival` is None for a rank alone on its node, `leaders` connects the nodes.
+
+        `leaders` is None on one node, and on ranks that don't lead theirs. `nodes` holds the ranks
+        of each node. `describe` exchanges what the ranks called, once they know that they differ.
+        """
+        self._patience, self.arrival, self._leaders = patience, arrival, leaders
+        self._nodes, self._describe = nodes, describe
+        self._several_nodes = len(nodes) > 1
+        self._pending: tuple[int, Words] | None = None
+        self.sequence = 0
+        """The number of the last call that was made."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self.arrival is None or self.arrival.memory.rank == 0
+
+    def meet(self, signature: Signature, line: str | None = None) -> None:
+        """Return when every rank has made this call.
+
+        Raises a MismatchError on every rank where they made different ones: the call is over then.
+        Raises DeadlineExceededError where not all came in time: the call counts as not made.
+        """
+        sequence = self.sequence + 1
+        call = self._patience.call
+        call.what, call.sequence, call.line = signature, sequence, line
+        word = word_of(fingerprint(signature.agreed), sequence)
+        alike = self._meet(word, sequence)
+        self.sequence = sequence
+        if not alike:
+            raise self._describe(signature)
+
+    def meet_at(self, signature: Signature, word: int, sequence: int) -> None:
+        """As `meet`, on one node, for a caller that has stored its word already.
+
+        The number of the call is left for the caller to advance, but where it ends in an error.
+        """
+        call = self._patience.call
+        call.what, call.sequence, call.line = signature, sequence, None
+        assert self.arrival is not None
+        if not self.arrival.await_all(word, sequence):
+            self.sequence = sequence
+            raise self._describe(signature)
+
+    def _meet(self, word: int, sequence: int) -> bool:
+        if self.arrival is None:
+            return self._ask_nodes(word, True)
+        self.arrival.come(word, sequence)
+        if not self._several_nodes:
+            return self.arrival.await_all(word, sequence)
+        if not self.leads:
+            return self._follow(word, sequence)
+        try:
+            alike = self._ask_nodes(word, self.arrival.collect(word, sequence))
+        except DeadlineExceededError:
+            self.arrival.release()
+            raise
+        self.arrival.tell(ALIKE if alike else DIFFERENT, sequence)
+        return alike
+
+    def _follow(self, word: int, sequence: int) -> bool:
+        assert self.arrival is not None
+        return self.arrival.await_verdict(word, sequence) == ALIKE
+
+    def _ask_nodes(self, word: int, alike: bool) -> bool:
+        """Whether all nodes have the same word."""
+        if self._leaders is None:
+            return alike
+        own = word if alike else _DIFFERENT_WORD
+        if self._pending is None:
+            # What was begun can't be called back: after a deadline the next call goes on with it.
+            self._pending = (own, self._leaders.begin_words(own))
+        begun, words = self._pending
+        for _ in range(self._patience.spins):
+            if words.complete():
+                break
+        else:
+            self._patience.until(words.complete, lambda: self._absent(words.missing()))
+        self._pending = None
+        return own == begun and alike and all(each == own for each in words.received())
+
+    def _absent(self, nodes: list[int]) -> dict[int, str]:
+        return {
+            rank: "" if len(ranks) == 1 else f" of node {node}"
+            for node, ranks in enumerate(self._nodes)
+            for rank in ranks
+            if node in nodes
+        }
+
+    def close(self) -> None:
+        """Call back what can be, of a call that was given up."""
+        if self._pending is not None:
+            self._pending[1].cancel()
+            self._pending = None
+        if self._leaders is not None and self.arrival is not None:
+            self._leaders.close()

@@ -1,0 +1,89 @@
+"""A rank's part in its node: the memory that it shares, and the way to the other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.reduction import Array, ReduceOp
+from collectives.schedule import split_lengths
+from collectives.selection import HIERARCHICAL, SHARED
+from collectives.shared.arena import Arena
+from collectives.shared.direct import Direct
+from collectives.shared.steps import Steps
+from collectives.transports.base import Native, Transport
+
+Across = Callable[[Array, ReduceOp], None]
+"""All-reduce in place, between the ranks of equal place on all nodes."""
+
+
+class Node:
+    """The shared memory of one node's ranks, in use."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        segments: list[memoryview],
+        steps: Steps,
+        arena: Arena,
+        *,
+        slices: int | None,
+        across: Across | None,
+    ) -> None:
+        """`transport` connects the node's ranks.
+
+        `slices` is how many ranks of each node speak with those of equal place on the others, None
+        where there is no other node; `across` is how this one does, if it does.
+        """
+        self._transport, self._segments = transport, segments
+        self.steps, self.arena = steps, arena
+        self._slices, self._across = slices, across
+
+    @property
+    def memory_is_all(self) -> bool:
+        """Whether all ranks are on this node."""
+        return self._slices is None
+
+    def paths(
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> dict[str, Native]:
+        """What the node's memory can do of a collective of all ranks."""
+        direct = Direct(self.steps, self.arena, op, dtype)
+        if self._slices is None:
+            return {SHARED: direct.find(collective)}
+        if collective == "all_reduce" and op is not None:
+            return {HIERARCHICAL: partial(self._hierarchical, direct, op, self._slices)}
+        return {}
+
+    def _hierarchical(
+        self,
+        direct: Direct,
+        op: ReduceOp,
+        slices: int,
+        source: Array | None,
+        target: Array,
+        lengths: Sequence[int],
+        root: int,
+    ) -> None:
+        """Reduce-scatter on the node, all-reduce of each slice between nodes, all-gather again."""
+        rank, size = self.steps.rank, self.steps.size
+        parts = [*split_lengths(len(target), slices).tolist(), *[0] * (size - slices)]
+        start = sum(parts[:rank])
+        own = target[start : start + parts[rank]]
+        if size > 1:
+            direct.reduce_scatter(target if source is None else source, own, parts, 0)
+        elif source is not None:
+            own[:] = source
+        if self._across is not None:
+            self._across(own, op)
+        if size > 1:
+            direct.all_gather(None, target, parts, 0)
+
+    def close(self) -> None:
+        """Free the memory, but for windows that arrays of the user still lie in. Collective."""
+        self.arena.close()
+        self._transport.free(self._segments)
+        self._transport.close()

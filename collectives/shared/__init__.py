@@ -1,0 +1,1 @@
+"""Collectives of ranks that share memory. Knows nothing of MPI: it is given segments of memory."""

@@ -1,0 +1,201 @@
+"""How the ranks of a node meet in a call, and how one that is tired of waiting leaves again.
+
+A rank comes by storing a word: the call's fingerprint, and the low bits of its number. All have
+come and agree once every rank's word is the same as one's own, so that a meeting costs a store and
+a comparison for each peer.
+
+A rank whose deadline is over takes its word back, and the call counts as not made. It must not, if
+a peer has seen the word in the meantime and gone on. Dekker's way: who leaves clears its word and
+then looks whether all have come after all; who comes stores its word and then looks at the others'.
+At least one of the two sees the other, provided that neither's load overtakes its store. The
+leaving rank, which has time, orders both sides with the system call membarrier(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from functools import lru_cache
+
+from collectives.errors import DeadlineExceededError, RankFailedError
+from collectives.shared.memory import ARRIVALS, COLLECTED, PROCESS, VERDICTS, NodeMemory
+from collectives.waiting import Patience
+
+SEQUENCE_BITS = 16
+SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
+
+ALIKE, DIFFERENT = 1, 2
+"""What the leader of a node says after it has asked the other nodes."""
+
+_MEMBARRIER_NUMBERS = {"x86_64": 324, "aarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356}
+_MEMBARRIER_GLOBAL = 1
+
+
+def word_of(fingerprint: int, sequence: int) -> int:
+    """What a rank stores when it comes."""
+    return fingerprint << SEQUENCE_BITS | sequence & SEQUENCE_MASK
+
+
+class Arrival:
+    """One rank's meetings with the others of its node."""
+
+    def __init__(self, memory: NodeMemory, patience: Patience, ranks: list[int]) -> None:
+        """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
+        self.memory, self._patience, self._ranks = memory, patience, ranks
+        patience.check_alive = self._check_alive
+
+    def come(self, word: int, sequence: int) -> None:
+        """Store the word."""
+        self.memory.publish(ARRIVALS[sequence & 1], word)
+
+    def await_all(self, word: int, sequence: int, *, leave: bool = True) -> bool:
+        """Wait for all the node's ranks; whether their words are alike.
+
+        Where the deadline comes first, the word is taken back before the error is raised.
+        """
+        index = ARRIVALS[sequence & 1]
+        others, spins = self.memory.others, self._patience.spins
+        while True:
+            alike = True
+            for words in others:
+                if words[index] == word:
+                    continue
+                for _ in range(spins):
+                    if words[index] == word:
+                        break
+                else:
+                    alike &= self._await(words, index, word, leave)
+            # One that was seen may have left while another was waited for.
+            if len(others) == 1 or not self.absent(word, index):
+                break
+        if self.memory.fence is not None:
+            self.memory.fence()
+        return alike
+
+    def _await(self, words: memoryview, index: int, word: int, leave: bool) -> bool:
+        """Wait until one rank has come; whether its word is ours."""
+        number = word & SEQUENCE_MASK
+
+        def here() -> bool:
+            return words[index] & SEQUENCE_MASK == number and words[index] > SEQUENCE_MASK
+
+        try:
+            self._patience.until(here, lambda: self.absent(word, index))
+        except DeadlineExceededError:
+            if not leave or not self._leave(index, word):
+                raise
+            return self._await(words, index, word, leave)
+        return words[index] == word
+
+    def _leave(self, index: int, word: int) -> bool:
+        """Take the word back; False if that succeeded, True if all came in the meantime."""
+        self.memory.publish(index, 0)
+        if not _order_all_threads():
+            # The others may have seen it. It stays; the same call, made again, goes on from here.
+            self.memory.publish(index, word)
+            return False
+        if self.absent(word, index):
+            return False
+        self.memory.publish(index, word)
+        return True
+
+    def absent(self, word: int, index: int) -> dict[int, str]:
+        """Who has not come yet."""
+        number = word & SEQUENCE_MASK
+        return {
+            self._ranks[peer]: ""
+            for peer, words in enumerate(self.memory.words)
+            if peer != self.memory.rank
+            and (words[index] & SEQUENCE_MASK != number or words[index] <= SEQUENCE_MASK)
+        }
+
+    def _check_alive(self) -> None:
+        for peer, words in enumerate(self.memory.words):
+            if not _is_alive(words[PROCESS]):
+                error = RankFailedError(
+                    f"rank {self._ranks[peer]} has died; {self._patience.call.what},"
+                    f" call {self._patience.call.sequence}, waited for it"
+                )
+                self._patience.before_raise(error)
+                raise error
+
+    # Between the leader, which speaks with the other nodes, and the rest
+
+    def collect(self, word: int, sequence: int) -> bool:
+        """As the leader: wait for all, and bind them to the call; whether they are alike."""
+        index = ARRIVALS[sequence & 1]
+        while True:
+            alike = self.await_all(word, sequence)
+            self.memory.publish(COLLECTED, word)
+            if not self.absent(word, index):
+                return alike
+            self.memory.publish(COLLECTED, 0)
+
+    def release(self) -> None:
+        """As the leader: give the call up, so that the others may leave as well."""
+        self.memory.publish(COLLECTED, 0)
+
+    def tell(self, verdict: int, sequence: int) -> None:
+        """As the leader: say what the other nodes said."""
+        self.memory.publish(VERDICTS[sequence & 1], word_of(verdict, sequence))
+
+    def await_verdict(self, word: int, sequence: int) -> int:
+        """As one of the others: wait for it."""
+        leader, index = self.memory.words[0], VERDICTS[sequence & 1]
+        number = sequence & SEQUENCE_MASK
+
+        def told() -> bool:
+            return leader[index] & SEQUENCE_MASK == number and leader[index] > 0
+
+        def absent() -> dict[int, str]:
+            here = self.absent(word, ARRIVALS[sequence & 1])
+            return here or {self._ranks[0]: ", which waits for other nodes"}
+
+        try:
+            self._patience.until(told, absent)
+        except DeadlineExceededError:
+            while not told():
+                if self._leave_leader(word, sequence):
+                    raise
+                # The leader is bound to the call until the other nodes come, or it gives up.
+                self._patience.until(lambda: told() or not self._bound(sequence), absent)
+        return int(leader[index]) >> SEQUENCE_BITS
+
+    def _bound(self, sequence: int) -> bool:
+        collected = self.memory.words[0][COLLECTED]
+        return collected & SEQUENCE_MASK == sequence & SEQUENCE_MASK and collected > SEQUENCE_MASK
+
+    def _leave_leader(self, word: int, sequence: int) -> bool:
+        """Take the word back; whether that came before the leader had counted this rank."""
+        index = ARRIVALS[sequence & 1]
+        self.memory.publish(index, 0)
+        if _order_all_threads() and not self._bound(sequence):
+            return True
+        self.memory.publish(index, word)
+        return False
+
+
+def _is_alive(process: int) -> bool:
+    """Whether the process runs; a killed one stays as a zombie until it is waited for."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return not os.path.isdir("/proc/self")
+
+
+@lru_cache(maxsize=1)
+def _membarrier() -> Callable[[], int] | None:
+    number = _MEMBARRIER_NUMBERS.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return None
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    return lambda: int(syscall(number, _MEMBARRIER_GLOBAL, 0, 0))
+
+
+def _order_all_threads() -> bool:
+    """Complete the stores of all threads on the machine, in order; whether that is possible."""
+    barrier = _membarrier()
+    return barrier is not None and barrier() == 0

@@ -1,0 +1,187 @@
+"""The collectives of a node's ranks on registered arrays, which need no staging.
+
+A rank reads its peers' arrays where they lie and stores what they are to get straight into theirs.
+The ranks tell each other first where their arrays lie, so that each may pass another one, and an
+ordinary one too: then the call takes the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.reduction import Array, ReduceOp, fold_function
+from collectives.shared.arena import Arena
+from collectives.shared.staged import Lengths, Staged, blocks_of, bounds, others, part_starts
+from collectives.shared.steps import Steps
+
+# Below this many bytes, telling the places costs more than the stages do.
+_LEAST_BYTES = 16 << 10
+# A block of the result stays in the core's own cache until it is stored everywhere.
+_BLOCK_BYTES = 128 << 10
+# With more ranks, reading all inputs whole costs more than staging slices.
+_MOST_READ_WHOLE = 3
+
+Native = Callable[[Array | None, Array, Lengths, int], None]
+
+
+class Direct:
+    """One rank's collectives where registered arrays are in use."""
+
+    def __init__(
+        self, steps: Steps, arena: Arena, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> None:
+        self._steps, self._arena, self._dtype = steps, arena, dtype
+        self._rank, self._size = steps.rank, steps.size
+        self._staged = Staged(steps, op, dtype)
+        if op is not None:
+            self._fold = fold_function(op, dtype)
+        self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
+
+    def find(self, collective: str) -> Native:
+        """The collective of that name."""
+        found: Native = getattr(self, collective, None) or getattr(self._staged, collective)
+        return found
+
+    def _places(self, source: Array, target: Array) -> tuple[list[int], list[int]] | None:
+        """Where all ranks' inputs and outputs lie; None where that isn't worth asking."""
+        if not self._arena.in_use:
+            return None
+        locate = self._arena.locate
+        told = self._steps.tell(locate(source), locate(target))
+        return [first for first, _ in told], [second for _, second in told]
+
+    def _views(self, places: Sequence[int], length: int) -> list[Array]:
+        view, dtype = self._arena.view, self._dtype
+        return [view(place, peer, length, dtype) for peer, place in enumerate(places)]
+
+    def all_reduce(
+        self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
+    ) -> None:
+        """Each folds a slice of everybody's array and stores it into everybody's."""
+        given = target if source is None else source
+        places = self._places(given, target) if target.nbytes >= _LEAST_BYTES else None
+        if places is None or not all(places[0]):
+            self._staged.all_reduce(source, target)
+        elif all(places[1]):
+            inputs, outputs = (self._views(each, len(target)) for each in places)
+            self._fold_slice(inputs, outputs)
+            self._steps.together()
+        elif self._size <= _MOST_READ_WHOLE and not any(places[1]):
+            # No rank may write its result over an input that another still reads.
+            self._fold_all(self._views(places[0], len(target)), target)
+            self._steps.together()
+        else:
+            self._staged.all_reduce(source, target)
+
+    def _fold_slice(self, inputs: list[Array], outputs: list[Array]) -> None:
+        """2 bytes touched for each byte of the vector."""
+        edges = bounds(len(inputs[0]), self._size, self._dtype.itemsize)
+        rank, fold, peers = self._rank, self._fold, list(others(self._rank, self._size))
+        for block in blocks_of(edges[rank + 1], self._block, edges[rank]):
+            folded, first = outputs[rank][block], inputs[rank][block]
+            for peer in peers:
+                fold(first, inputs[peer][block], folded)
+                first = folded
+            for peer in peers:
+                outputs[peer][block] = folded
+
+    def _fold_all(self, inputs: list[Array], target: Array) -> None:
+        """size + 1 bytes touched for each byte; all ranks fold in the same order."""
+        for block in blocks_of(len(target), self._block):
+            first = inputs[0][block]
+            for each in inputs[1:]:
+                self._fold(first, each[block], target[block])
+                first = target[block]
+
+    def reduce(
+        self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
+    ) -> None:
+        """Each folds a slice of everybody's array and stores it into the root's."""
+        given = target if source is None else source
+        places = self._places(given, target) if target.nbytes >= _LEAST_BYTES else None
+        if places is None or not all(places[0]) or not places[1][root]:
+            self._staged.reduce(source, target, (), root)
+            return
+        inputs = self._views(places[0], len(target))
+        output = self._arena.view(places[1][root], root, len(target), self._dtype)
+        edges = bounds(len(target), self._size, self._dtype.itemsize)
+        for block in blocks_of(edges[self._rank + 1], self._block, edges[self._rank]):
+            self._fold_into(output[block], [each[block] for each in inputs])
+        self._steps.together()
+
+    def _fold_into(self, folded: Array, inputs: list[Array]) -> None:
+        """Fold all inputs, of which any may be the output, in an order that all ranks share."""
+        if len(inputs) == 2:
+            self._fold(inputs[0], inputs[1], folded)
+            return
+        total = inputs[0].copy()
+        for each in inputs[1:]:
+            self._fold(total, each, total)
+        folded[:] = total
+
+    def reduce_scatter(
+        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
+    ) -> None:
+        """Each folds its part of everybody's array; the target is that part alone."""
+        assert source is not None
+        given = source
+        places = self._places(given, target) if given.nbytes >= _LEAST_BYTES else None
+        if places is None or not all(places[0]):
+            self._staged.reduce_scatter(source, target, lengths)
+            return
+        inputs = self._views(places[0], len(given))
+        starts = part_starts(lengths)
+        parts = [each[starts[self._rank] : starts[self._rank + 1]] for each in inputs]
+        for block in blocks_of(len(target), self._block):
+            first = parts[self._rank][block]
+            for peer in others(self._rank, self._size):
+                self._fold(first, parts[peer][block], target[block])
+                first = target[block]
+        self._steps.together()
+
+    def broadcast(
+        self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
+    ) -> None:
+        """The others read the root's array; of those that are registered it writes a share."""
+        places = self._places(target, target) if target.nbytes >= _LEAST_BYTES else None
+        if places is None or not places[0][root]:
+            self._staged.broadcast(source, target, lengths, root)
+            return
+        length = len(target)
+        # A share of the work for the root, if it can reach what the others are to get.
+        edges = bounds(length, self._size, self._dtype.itemsize)
+        middle = edges[-2] if all(places[1]) else length
+        if self._rank != root:
+            content = self._arena.view(places[0][root], root, length, self._dtype)
+            target[:middle] = content[:middle]
+        elif middle < length:
+            for peer in others(root, self._size):
+                view = self._arena.view(places[1][peer], peer, length, self._dtype)
+                view[middle:] = target[middle:]
+        self._steps.together()
+
+    def all_gather(
+        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
+    ) -> None:
+        """Each writes its part into everybody's array, or reads the others' parts."""
+        starts, rank = part_starts(lengths), self._rank
+        own = target[starts[rank] : starts[rank + 1]]
+        given = own if source is None else source
+        places = self._places(given, target) if target.nbytes >= _LEAST_BYTES else None
+        if source is not None:
+            own[:] = source
+        if places is not None and all(places[1]):
+            for peer in others(rank, self._size):
+                view = self._arena.view(places[1][peer], peer, len(target), self._dtype)
+                view[starts[rank] : starts[rank + 1]] = given
+            self._steps.together()
+        elif places is not None and all(places[0]):
+            for peer in others(rank, self._size):
+                theirs = self._arena.view(places[0][peer], peer, lengths[peer], self._dtype)
+                target[starts[peer] : starts[peer + 1]] = theirs
+            self._steps.together()
+        else:
+            self._staged.all_gather(None, target, lengths)

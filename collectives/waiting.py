@@ -1,0 +1,118 @@
+"""How a rank waits for others: it spins, then yields, then sleeps, and never for ever.
+
+A wait of microseconds is spun through, since giving up the core costs more. Where ranks outnumber
+the cores, whoever is waited for may need this core: then every poll yields. After a while the wait
+sleeps between polls, so that a rank that waits for seconds leaves its core to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from collectives.errors import DeadlineExceededError
+
+log = logging.getLogger("collectives")
+
+DEFAULT_DEADLINE = 300.0
+
+_SPINS = 1000
+_YIELD_SECONDS = 2e-3
+_PATIENT_YIELD_SECONDS = 20e-6
+_LONGEST_SLEEP = 1e-3
+_CHECK_SECONDS = 0.1
+_PACKAGES = ("collectives", "strategies")
+
+Absent = Callable[[], dict[int, str]]
+"""Whom a wait waits for: what is known of each such rank."""
+
+
+@dataclass
+class Waited:
+    """The call that waits."""
+
+    what: object = "nothing"
+    """Told by its text."""
+    sequence: int = 0
+    line: str | None = None
+
+
+class Patience:
+    """One rank's waits on one communicator."""
+
+    def __init__(self, deadline: float | None = DEFAULT_DEADLINE) -> None:
+        self.deadline = deadline
+        self.call = Waited()
+        self.spins = _SPINS
+        self._yield_seconds = _YIELD_SECONDS
+        self.check_alive: Callable[[], None] = lambda: None
+        self.before_raise: Callable[[BaseException], None] = lambda error: None
+
+    def share_cores(self) -> None:
+        """Yield at every poll: there are more ranks than cores."""
+        self.spins = 0
+
+    def sleep_early(self) -> None:
+        """Leave the core, and Python's lock, to a thread that computes."""
+        self.spins, self._yield_seconds = 0, _PATIENT_YIELD_SECONDS
+
+    def until(self, ready: Callable[[], bool], absent: Absent) -> None:
+        """Return when `ready()`.
+
+        Raises DeadlineExceededError, which names the ranks in `absent()`, once the deadline is
+        over; warns after a tenth of it.
+        """
+        start = time.monotonic()
+        warned, next_check = False, _CHECK_SECONDS
+        while not ready():
+            waited = time.monotonic() - start
+            if waited < self._yield_seconds:
+                os.sched_yield()
+                continue
+            time.sleep(min(_LONGEST_SLEEP, waited / 20))
+            if waited >= next_check:
+                next_check = waited + _CHECK_SECONDS
+                self.check_alive()
+            if self.deadline is None:
+                continue
+            if not warned and waited >= self.deadline / 10:
+                warned = True
+                log.warning("%s", self._text(f"has waited {waited:.3g} s for", absent()))
+            if waited >= self.deadline and not ready():
+                raise self.exceeded(absent())
+
+    def exceeded(self, absent: dict[int, str]) -> DeadlineExceededError:
+        """The error for a wait that the ranks in `absent` did not end in time."""
+        waited = f"waited the deadline of {self.deadline:g} s for"
+        error = DeadlineExceededError(self._text(waited, absent), tuple(absent))
+        self.before_raise(error)
+        return error
+
+    def _text(self, waited: str, absent: dict[int, str]) -> str:
+        ranks = ", ".join(f"rank {rank}{note}" for rank, note in sorted(absent.items()))
+        call = self.call
+        line = call.line or calling_line()
+        return f"{call.what}, call {call.sequence}, {waited} {ranks or 'other ranks'} ({line})"
+
+
+def calling_line() -> str:
+    """The file and line of the innermost frame that is not ours."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def check_deadline(deadline: float | None) -> float | None:
+    """Seconds, or None for no deadline; ValueError or TypeError otherwise."""
+    if deadline is None:
+        return None
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float):
+        raise TypeError(f"deadline={deadline!r}: must be a number of seconds, or None")
+    if not deadline > 0:
+        raise ValueError(f"deadline={deadline!r}: must be a positive number of seconds, or None")
+    return float(deadline)
