@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from collectives.errors import DeadlineExceededError, MismatchError
-from collectives.shared.arrival import ALIKE, DIFFERENT, Arrival, word_of
+from collectives.shared.arrival import (
+    ALIKE,
+    DIFFERENT,
+    SEQUENCE_BITS,
+    SEQUENCE_MASK,
+    Arrival,
+)
 from collectives.signature import Signature, fingerprint
 from collectives.transports.base import Transport, Words
 from collectives.waiting import Patience
@@ -53,11 +59,14 @@ class Agreement:
         Raises a MismatchError on every rank where they made different ones: the call is over then.
         Raises DeadlineExceededError where not all came in time: the call counts as not made.
         """
+        self.meet_word(signature, fingerprint(signature.agreed) << SEQUENCE_BITS, line)
+
+    def meet_word(self, signature: Signature, base: int, line: str | None = None) -> None:
+        """As `meet`, for a caller that keeps the call's fingerprint where the word has it."""
         sequence = self.sequence + 1
         call = self._patience.call
         call.what, call.sequence, call.line = signature, sequence, line
-        word = word_of(fingerprint(signature.agreed), sequence)
-        alike = self._meet(word, sequence)
+        alike = self._meet(base | sequence & SEQUENCE_MASK, sequence)
         self.sequence = sequence
         if not alike:
             raise self._describe(signature)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from collectives.errors import BackendUnavailableError
@@ -30,6 +31,8 @@ def transport_over(source: Any) -> Transport:
 
 def start_mpi() -> Any:
     """The `mpi4py.MPI` module, with MPI running; BackendUnavailableError where there is none."""
+    # This component of Open MPI complains on stderr, at every window, where there is no InfiniBand.
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -15,8 +15,8 @@ from collectives.operations import messages, movements, nodes, objects, reductio
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
 from collectives.operations.many import all_reduce_many
+from collectives.quick import PASS
 from collectives.reduction import ReduceOp
-from collectives.small import PASS
 from collectives.spec import spec_of
 
 
@@ -53,13 +53,15 @@ class Communicator(Group):
         """
         if algorithm is None and type(array) is np.ndarray:
             try:
-                small = self._small[op, array.dtype, array.shape]
-            except (KeyError, TypeError):
-                small = self._learn(op, array)
-            if small is not None:
-                result = small(array, out)
+                quick = self._quick.get((op, array.dtype, array.shape))
+            except TypeError:  # an op that can't be looked up is none: the general way says so
+                quick = None
+            if quick is not None:
+                result = quick(array, out)
                 if result is not PASS:
                     return result
+        if algorithm is None:
+            return self._all_reduce(array, op, out)
         return self._run(reductions.all_reduce(array, op, out, algorithm))
 
     def reduce(
@@ -201,7 +203,10 @@ class Communicator(Group):
         It lies in memory that the node's ranks share, where there is such, and is valid until
         nothing refers to it. Raises a MismatchError where the ranks ask for different ones.
         """
-        return self._run(registered.empty(shape, dtype))
+        operation = registered.empty(shape, dtype)
+        # From now on, calls may have other ways than those that were looked up.
+        self._quick.clear()
+        return self._run(operation)
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `empty`, filled with zeros."""
@@ -241,4 +246,3 @@ class Communicator(Group):
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}>"
-

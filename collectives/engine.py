@@ -28,6 +28,7 @@ from collectives.transports.base import Native, Transport
 from collectives.waiting import Patience
 
 _PLANS_KEPT = 64
+_CHOICES_KEPT = 1024
 _PLAN_BYTES_KEPT = 1 << 28
 _WORK_BYTES_KEPT = 1 << 26
 # An MPI 3 library counts in 31 bits; our own schedules send longer messages in parts.
@@ -43,6 +44,8 @@ class Engine:
             patience = Patience()
             patience.before_raise = self._fail
         self.patience = transport.patience = patience
+        if transport.one_process:
+            patience.sleep_early()
         self.rank, self.size = transport.rank, transport.size
         self.recorder = Recorder(self.rank)
         self.agreement: Agreement | None = None
@@ -56,6 +59,7 @@ class Engine:
         self.quiet.run(np.seterr, all="ignore")
         self._plans: OrderedDict[Call, Plan] = OrderedDict()
         self._plan_bytes = 0
+        self._chosen: dict[tuple[Any, ...], str] = {}
         self._natives: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Native]] = {}
         self._work = np.empty(0, np.uint8)
 
@@ -68,7 +72,7 @@ class Engine:
         """
         with self.lock:
             if self.broken is not None:
-                raise RuntimeError(f"the communicator can't go on after: {self.broken}")
+                raise self.refusal()
             if self.agreement is not None:
                 self.agreement.meet(signature, line)
             start = clock()
@@ -82,6 +86,32 @@ class Engine:
             finally:
                 number = 0 if self.agreement is None else self.agreement.sequence
                 self.recorder.add((number, signature, self.path, start, clock()))
+
+    def perform_quickly(
+        self,
+        signature: Signature,
+        base: int,
+        run: Callable[[Array | None, Array], Any],
+        source: Array | None,
+        target: Array,
+    ) -> None:
+        """As `perform`, for a reduction through the node's memory that was looked up before."""
+        with self.lock:
+            if self.broken is not None:
+                raise self.refusal()
+            assert self.agreement is not None
+            self.agreement.meet_word(signature, base)
+            start = clock()
+            try:
+                self.quiet.run(run, source, target)
+            except (DeadlineExceededError, RankFailedError) as error:
+                self.broken = error
+                raise
+            self.recorder.add((self.agreement.sequence, signature, SHARED, start, clock()))
+
+    def refusal(self) -> RuntimeError:
+        """Why no call can be made any more."""
+        return RuntimeError(f"the communicator can't go on: {self.broken}")
 
     def close(self) -> None:
         """Give back what the engine holds. Collective."""
@@ -119,15 +149,16 @@ class Engine:
             if source is not None:
                 np.copyto(target, source)
             return
-        paths = self._paths(collective, op, target.dtype)
+        paths = self.paths(collective, op, target.dtype)
         if algorithm is None:
             whole = source if source is not None and collective == "reduce_scatter" else target
-            algorithm = self._choose(collective, whole.nbytes, paths).algorithm
+            algorithm = self.choose(collective, whole.nbytes, paths)
         self.path = algorithm
         if algorithm == SHARED and SHARED in paths:
             self.quiet.run(paths[SHARED], source, target, lengths or (), root)
         elif collective == "reduce_scatter":
-            assert source is not None and lengths is not None
+            assert source is not None
+            assert lengths is not None
             whole = self.work(len(source), source.dtype)
             self._run(paths, algorithm, collective, source, whole, lengths, op, root)
             target[:] = self.own_part(whole, lengths)
@@ -165,16 +196,22 @@ class Engine:
         op = ReduceOp.SUM if spec_of(collective).reduces else None
         if op is not None:
             check_reducible(op, dtype)
-        return str(self._choose(collective, nbytes, self._paths(collective, op, dtype)))
+        return str(self._choose(collective, nbytes, self.paths(collective, op, dtype)))
 
-    def _choose(
-        self, collective: str, nbytes: int, paths: dict[str, Native]
-    ) -> selection.Choice:
+    def choose(self, collective: str, nbytes: int, paths: dict[str, Native]) -> str:
+        """The path for so many bytes, of those and the schedules."""
+        key = (collective, nbytes, *paths)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            if len(self._chosen) >= _CHOICES_KEPT:
+                self._chosen.clear()
+            chosen = self._chosen[key] = self._choose(collective, nbytes, paths).algorithm
+        return chosen
+
+    def _choose(self, collective: str, nbytes: int, paths: dict[str, Native]) -> selection.Choice:
         # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
         bucket = 0 if collective == "all_to_all" else selection.bucket_of(nbytes)
-        there = tuple(
-            name for name in paths if name != NATIVE or nbytes <= _LARGEST_NATIVE
-        )
+        there = tuple(name for name in paths if name != NATIVE or nbytes <= _LARGEST_NATIVE)
         return selection.choose(collective, bucket, self.layout, there, self.figures)
 
     def own_part(self, buffer: Array, lengths: Sequence[int]) -> Array:
@@ -191,7 +228,7 @@ class Engine:
             self._work = np.empty(selection.bucket_of(nbytes), np.uint8)
         return self._work[:nbytes].view(dtype)
 
-    def _paths(
+    def paths(
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> dict[str, Native]:
         """What can do it beside the schedules, by name."""

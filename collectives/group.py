@@ -12,13 +12,15 @@ from collectives.backends import check_backend, transport_over
 from collectives.engine import Engine
 from collectives.errors import CollectiveError
 from collectives.handles import Handle, Progress, run_at_once
-from collectives.operations import Operation, nodes
+from collectives.operations import Operation, nodes, reductions
 from collectives.operations.arguments import check_index
+from collectives.operations.reductions import ReduceInput
+from collectives.quick import AllReduce, quick_all_reduce
+from collectives.reduction import ReduceOp
 from collectives.signature import Signature
-from collectives.small import AllReduce, small_all_reduce
 from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
 
-_SMALL_KEPT = 512
+_QUICK_KEPT = 512
 
 
 class Group:
@@ -46,9 +48,10 @@ class Group:
         nodes.settle(self._engine, self._topology)
         self._progress: Progress | None = None
         self._closed = False
-        self._small: dict[Any, AllReduce | None] = {}
-        with _lock:
-            _open[id(self)] = self
+        self._quick: dict[Any, AllReduce] = {}
+        if not self._engine.transport.one_process:
+            with _lock:
+                _open[id(self)] = self
 
     @property
     def rank(self) -> int:
@@ -115,19 +118,24 @@ class Group:
             self._engine.perform(Signature(name), Engine.close)
 
     def _forget(self) -> None:
-        self._small.clear()
+        self._quick.clear()
         with _lock:
             _open.pop(id(self), None)
 
-    def _learn(self, op: Any, array: Any) -> AllReduce | None:
-        """The quick way to all-reduce arrays like this one, if there is one; remembered."""
-        if self._closed or self._engine.broken is not None:
-            return None
-        small = small_all_reduce(self._engine, op, array)
-        if len(self._small) >= _SMALL_KEPT:
-            self._small.clear()
-        self._small[op, array.dtype, array.shape] = small
-        return small
+    def _all_reduce(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
+        """The way that all ranks choose, for arguments of any kind; remembered if it is quick."""
+        given = ReduceInput(array, op)
+        output = given.output(out)
+        self._check_open()
+        quick = quick_all_reduce(self._engine, given)
+        if quick is None:
+            return self._run(reductions.all_reduce(array, op, out, None))
+        source, target = given.source_for(output), output.buffer.reshape(given.shape)
+        quick(target if source is None else source.reshape(given.shape), target)
+        if len(self._quick) >= _QUICK_KEPT:
+            self._quick.clear()
+        self._quick[op, given.array.dtype, given.shape] = quick
+        return output.deliver()
 
     def _root(self, root: int) -> int:
         return check_index("root", root, self.size)
@@ -151,7 +159,7 @@ class Group:
             return self._progress.submit(operation, calling_line())
 
     def _after_fork(self) -> None:
-        self._small.clear()
+        self._quick.clear()
         self._engine.lock = threading.RLock()
         self._engine.broken = RuntimeError("this process is a forked child of the rank")
 

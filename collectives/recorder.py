@@ -53,7 +53,9 @@ class Recorder:
         return path
 
 
-def _as_dict(sequence: int, call: Signature, algorithm: str, start: int, end: int) -> dict[str, Any]:
+def _as_dict(
+    sequence: int, call: Signature, algorithm: str, start: int, end: int
+) -> dict[str, Any]:
     return {
         "sequence": sequence,
         "collective": call.collective,

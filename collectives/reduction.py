@@ -79,9 +79,7 @@ def fold_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def fold_function(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any]:
     """(first, second, out) → None: as `bind_fold`, done at once."""
-    if _needs_care(op, dtype):
-        return lambda first, second, out: bind_fold(op, first, second, out)()
-    return _UFUNCS[op]
+    return plain_fold(op, dtype) or (lambda *pieces: bind_fold(op, *pieces)())
 
 
 def _needs_care(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
@@ -91,9 +89,15 @@ def _needs_care(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
     return op is ReduceOp.PRODUCT and dtype.kind == "c"
 
 
-def plain_ufunc(op: ReduceOp, dtype: np.dtype[Any]) -> np.ufunc | None:
+def plain_fold(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any] | None:
     """NumPy's function that does the fold for any arrays, or None where there is none."""
-    return None if _needs_care(op, dtype) else _UFUNCS[op]
+    if _needs_care(op, dtype):
+        return None
+    ufunc = _UFUNCS[op]
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        # These two alone don't take `out` by position any more.
+        return lambda first, second, out: ufunc(first, second, out=out)
+    return ufunc
 
 
 def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:

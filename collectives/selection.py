@@ -33,6 +33,7 @@ class Figures:
     schedule_start: float = 6e-6
     schedule_latency: float = 4e-6
     schedule_bandwidth: float = 9e9
+    native_start: float = 5e-6
     native_latency: float = 1e-6
     native_bandwidth: float = 8e9
     reduction: float = 20e9
@@ -119,9 +120,9 @@ def _choose(
 
 def _native(collective: str, size: int, nbytes: int, figures: Figures) -> float:
     link = figures.native_link
-    return min(
-        estimate(collective, name, size, nbytes, link) for name in algorithms.names(collective)
-    )
+    names = algorithms.names(collective)
+    inside = min(estimate(collective, name, size, nbytes, link) for name in names)
+    return figures.native_start + inside
 
 
 # Bytes that a rank touches for each byte of the buffer, by the number of ranks.

@@ -26,7 +26,7 @@ _UNSET = _Unset()
 _world: Communicator | None = None
 
 
-def world(*, backend: str = "auto", deadline: float | None | _Unset = _UNSET) -> Communicator:
+def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) -> Communicator:
     """The communicator of all ranks. MPI starts at the first call; later calls return the same.
 
     A program started without `mpirun` is a world of one rank. From then on an uncaught exception on

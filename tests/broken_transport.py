@@ -1,14 +1,30 @@
-"""A transport that never communicates: the suite must fail on it."""
+"""Ways between ranks that never communicate: the suite must fail on them."""
 
 BROKEN_VARIABLE = "TEST_BROKEN_TRANSPORT"
-"""In the environment, makes the fixture `comm` hand out such a transport."""
+"""In the environment, "messages" or "memory": what the fixture `comm` hands out broken."""
 
 
-def break_transport():
-    """Let every message over MPI be lost without a word, and offer no other way."""
+def break_communicator(comm, what):
+    """Let what a sound communicator sends be lost without a word, and offer no other way."""
+    if what == "memory":
+        break_memory(comm._engine.node.steps.memory)
+    else:
+        break_messages()
+        comm._engine.node = None
+
+
+def break_messages():
+    """Every message over MPI is lost."""
     from collectives.transports.mpi import MpiTransport
 
     MpiTransport.exchange = lambda transport, sends, receives: None
     MpiTransport.send = lambda transport, buffer, peer, tag: None
     MpiTransport.receive = lambda transport, buffer, peer, tag: len(buffer)
     MpiTransport.native = lambda transport, collective, op, dtype: None
+
+
+def break_memory(memory):
+    """Every rank reads its own stages and slots instead of the others'."""
+    for peer in range(memory.size):
+        memory.stages[peer] = memory.stages[memory.rank]
+        memory.slots[peer] = memory.slots[memory.rank]

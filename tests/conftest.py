@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.broken_transport import BROKEN_VARIABLE, break_transport
+from tests.broken_transport import BROKEN_VARIABLE, break_communicator
 
 pytest_plugins = ["tests.worlds.plugin"]
 
@@ -25,9 +25,10 @@ def comm(world_size):
     """The communicator of the world that an mpi test runs in."""
     import collectives
 
-    if os.environ.get(BROKEN_VARIABLE):
-        break_transport()
-    return collectives.world()
+    comm = collectives.world()
+    if broken := os.environ.get(BROKEN_VARIABLE):
+        break_communicator(comm, broken)
+    return comm
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,19 +10,18 @@ import numpy as np
 from collectives.arrays import flat, given_output, to_numpy
 from collectives.engine import Engine
 from collectives.errors import ShapeMismatchError
-from collectives.operations import Operation
 from collectives.operations.arguments import check_index
 from collectives.transports.base import LARGEST_TAG
 
 
-def send(array: Any, peer: int, tag: int) -> Operation:
+def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
     """The array's elements, to one rank."""
     tag = check_index("tag", tag, LARGEST_TAG + 1)
     content = flat(to_numpy(array)).view(np.uint8).data
     return lambda engine: engine.transport.send(content, peer, tag)
 
 
-def recv(out: Any, peer: int, tag: int) -> Operation:
+def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
     """One rank's elements, into `out`."""
     tag = check_index("tag", tag, LARGEST_TAG + 1)
     view = to_numpy(out, "out")

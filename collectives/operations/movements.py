@@ -36,14 +36,10 @@ def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) ->
     return Operation(signature, perform)
 
 
-def _signature(
-    collective: str, rows: Rows, root: int | None, algorithm: str | None
-) -> Signature:
+def _signature(collective: str, rows: Rows, root: int | None, algorithm: str | None) -> Signature:
     """The call that joins rows, whose number each rank chooses."""
     shape, nbytes = rows.shape(ANY_LENGTH), rows.flat.nbytes
-    return Signature(
-        collective, None, rows.dtype.name, shape, root, forced(algorithm), nbytes
-    )
+    return Signature(collective, None, rows.dtype.name, shape, root, forced(algorithm), nbytes)
 
 
 def _counts_of_all(engine: Engine, rows: Rows) -> list[int]:

@@ -57,6 +57,7 @@ def settle(engine: Engine, where: Topology) -> None:
         engine.patience.share_cores()
     members = _members(where)
     segments = _share(engine, node)
+    leaders: Transport | None
     if segments is None:
         part.close()
         members, arrival, leaders = [[rank] for rank in range(engine.size)], None, engine.transport

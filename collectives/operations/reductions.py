@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays import Output, flat, given_output, like, new_output, to_numpy
+from collectives.arrays import Output, flat, given_output, new_output, to_numpy
 from collectives.engine import Engine
 from collectives.operations import Operation
 from collectives.operations.arguments import Rows

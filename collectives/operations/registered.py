@@ -32,7 +32,8 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
                 log.warning("no shared memory is left for %d bytes: the array is ordinary", nbytes)
         if block is None:
             return np.empty(dimensions, kind)
-        return block.view(kind).reshape(dimensions)
+        array: Array = block.view(kind).reshape(dimensions)
+        return array
 
     return Operation(Signature("empty", None, kind.name, dimensions, nbytes=nbytes), perform)
 

@@ -141,7 +141,11 @@ class Arena:
 
         0 where it is not registered.
         """
-        if array.base is None or not self._by_address:
+        base = array.base
+        if base is None or not self._by_address:
+            return 0
+        if type(base) is np.ndarray and base.base is None:
+            # A view of memory that NumPy allocated; the address would take a microsecond to ask.
             return 0
         address: int = array.__array_interface__["data"][0]
         place = bisect_right(self._by_address, (address, len(self._windows))) - 1

@@ -17,8 +17,8 @@ from collectives.shared.arena import Arena
 from collectives.shared.staged import Lengths, Staged, blocks_of, bounds, others, part_starts
 from collectives.shared.steps import Steps
 
-# Below this many bytes, telling the places costs more than the stages do.
-_LEAST_BYTES = 16 << 10
+# Below this many bytes telling the places costs more than the stages do.
+LEAST_BYTES = 16 << 10
 # A block of the result stays in the core's own cache until it is stored everywhere.
 _BLOCK_BYTES = 128 << 10
 # With more ranks, reading all inputs whole costs more than staging slices.
@@ -62,7 +62,7 @@ class Direct:
     ) -> None:
         """Each folds a slice of everybody's array and stores it into everybody's."""
         given = target if source is None else source
-        places = self._places(given, target) if target.nbytes >= _LEAST_BYTES else None
+        places = self._places(given, target) if target.nbytes >= LEAST_BYTES else None
         if places is None or not all(places[0]):
             self._staged.all_reduce(source, target)
         elif all(places[1]):
@@ -89,7 +89,7 @@ class Direct:
                 outputs[peer][block] = folded
 
     def _fold_all(self, inputs: list[Array], target: Array) -> None:
-        """size + 1 bytes touched for each byte; all ranks fold in the same order."""
+        """Size + 1 bytes touched for each byte; all ranks fold in the same order."""
         for block in blocks_of(len(target), self._block):
             first = inputs[0][block]
             for each in inputs[1:]:
@@ -101,7 +101,7 @@ class Direct:
     ) -> None:
         """Each folds a slice of everybody's array and stores it into the root's."""
         given = target if source is None else source
-        places = self._places(given, target) if target.nbytes >= _LEAST_BYTES else None
+        places = self._places(given, target) if target.nbytes >= LEAST_BYTES else None
         if places is None or not all(places[0]) or not places[1][root]:
             self._staged.reduce(source, target, (), root)
             return
@@ -128,7 +128,7 @@ class Direct:
         """Each folds its part of everybody's array; the target is that part alone."""
         assert source is not None
         given = source
-        places = self._places(given, target) if given.nbytes >= _LEAST_BYTES else None
+        places = self._places(given, target) if given.nbytes >= LEAST_BYTES else None
         if places is None or not all(places[0]):
             self._staged.reduce_scatter(source, target, lengths)
             return
@@ -146,7 +146,7 @@ class Direct:
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
     ) -> None:
         """The others read the root's array; of those that are registered it writes a share."""
-        places = self._places(target, target) if target.nbytes >= _LEAST_BYTES else None
+        places = self._places(target, target) if target.nbytes >= LEAST_BYTES else None
         if places is None or not places[0][root]:
             self._staged.broadcast(source, target, lengths, root)
             return
@@ -170,7 +170,7 @@ class Direct:
         starts, rank = part_starts(lengths), self._rank
         own = target[starts[rank] : starts[rank + 1]]
         given = own if source is None else source
-        places = self._places(given, target) if target.nbytes >= _LEAST_BYTES else None
+        places = self._places(given, target) if target.nbytes >= LEAST_BYTES else None
         if source is not None:
             own[:] = source
         if places is not None and all(places[1]):

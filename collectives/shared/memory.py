@@ -26,14 +26,14 @@ COLLECTED = 80
 PROCESS = 96
 
 _CONTROL_BYTES = 4096
-SMALL_BYTES = 16 << 10
+SMALL_BYTES = 64 << 10
 """The most that a rank can lay down beside its arrival."""
 _HEADER_BYTES = 16
 _SLOT_BYTES = SMALL_BYTES + 64
 _SLOTS_AT = (_CONTROL_BYTES, _CONTROL_BYTES + _SLOT_BYTES)
 ARRIVALS = (_SLOTS_AT[0] // 8, _SLOTS_AT[1] // 8)
 
-_STAGES_AT = 64 << 10
+_STAGES_AT = 256 << 10
 STAGE_BYTES = 1 << 20
 SEGMENT_BYTES = _STAGES_AT + 2 * STAGE_BYTES
 
@@ -49,7 +49,9 @@ class NodeMemory:
         self.words = [segment[:_STAGES_AT].cast("Q") for segment in segments]
         self.own = self.words[rank]
         self.others = [words for peer, words in enumerate(self.words) if peer != rank]
-        self.stages = [[_bytes(each, at, STAGE_BYTES) for at in _stage_places()] for each in segments]
+        self.stages = [
+            [_bytes(each, at, STAGE_BYTES) for at in _stage_places()] for each in segments
+        ]
         self.slots = [
             [_bytes(each, at + _HEADER_BYTES, SMALL_BYTES) for at in _SLOTS_AT] for each in segments
         ]

@@ -11,6 +11,7 @@ large as the own cache, most of a block has left it by the time that it is read
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,15 +80,25 @@ class Staged:
 
     def _fold_all(self, given: Array, target: Array) -> None:
         """5 bytes touched for each byte, and one wait."""
-        steps, length = self._steps, len(target)
-        self._own_stage()[:length] = given
+        steps, start = self._steps, self._start(len(target))
+        place = slice(start, start + len(target))
+        self._own_stage()[place] = given
         steps.written()
         peer = 1 - self._rank
-        theirs = self._stage_of(peer)[:length]
+        theirs = self._stage_of(peer)[place]
         # The same order on both: the bits of a NaN depend on it.
         pair = (given, theirs) if peer else (theirs, given)
         self._fold(*pair, target)
         steps.read()
+
+    def _start(self, length: int) -> int:
+        """Where in the stages a block lies: short ones take turns.
+
+        A place that was not used lately has left the peer's cache, from which storing to it would
+        have to take it away.
+        """
+        quarter = self._capacity // 4
+        return self._steps.turn % 4 * quarter if length <= quarter else 0
 
     def _fold_slice(self, given: Array, target: Array) -> None:
         """5 − 1/size bytes touched for each byte, and two waits."""
@@ -160,9 +171,7 @@ class Staged:
             ]
             self._reduce_piece(given, target[piece], cuts, most)
 
-    def _reduce_piece(
-        self, given: Array, folded: Array, cuts: list[slice], most: int
-    ) -> None:
+    def _reduce_piece(self, given: Array, folded: Array, cuts: list[slice], most: int) -> None:
         steps, rank = self._steps, self._rank
         stage = self._own_stage()
         for peer in others(rank, self._size):
@@ -207,9 +216,7 @@ class Staged:
             target[start : start + len(source)] = source
         self._gather(target, lengths, None)
 
-    def gather(
-        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
-    ) -> None:
+    def gather(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
         """As `all_gather`, but only the root reads."""
         self._gather(target, lengths, root)
 
@@ -227,9 +234,7 @@ class Staged:
                     place[:] = self._stage_of(peer)[: len(place)]
             steps.read()
 
-    def scatter(
-        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
-    ) -> None:
+    def scatter(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
         """The root writes a piece of every part, each of the others reads its own."""
         steps, rank, starts = self._steps, self._rank, part_starts(lengths)
         most = max(1, self._capacity // self._size)
@@ -253,7 +258,7 @@ class Staged:
         steps, rank, size = self._steps, self._rank, self._size
         longest = max(first for first, _ in steps.tell(max(lengths), 0))
         starts = part_starts(lengths)
-        parts = [target[start:stop] for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+        parts = [target[start:stop] for start, stop in itertools.pairwise(starts)]
         most = max(1, self._capacity // size)
         for piece in blocks_of(longest, most):
             stage = self._own_stage()

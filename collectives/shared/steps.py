@@ -21,6 +21,11 @@ class Steps:
         self.rank, self.size = memory.rank, memory.size
         self._step = 0
 
+    @property
+    def turn(self) -> int:
+        """A number that is the same on all ranks, one more every other step."""
+        return self._step >> 1
+
     def begin(self) -> int:
         """The parity of this rank's next stage, when it may be written."""
         self._await_all(2 * self._step - 2)

@@ -53,6 +53,8 @@ class Transport(ABC):
     size: int
     threads: bool = True
     """Whether a duplicate may be used by another thread at the same time."""
+    one_process: bool = False
+    """Whether the ranks are threads, so that a wait must leave Python's lock to the others."""
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -91,13 +93,14 @@ class Transport(ABC):
     def share(self, nbytes: int) -> list[memoryview] | None:
         """Memory that all ranks see, a segment of `nbytes` bytes for each, in rank order.
 
-        Collective, between ranks of one node. The first 64 KiB of a segment are zero. None where
+        Collective, between ranks of one node. The first 256 KiB of a segment are zero. None where
         the transport has no such memory, or not so much of it.
         """
         return None
 
     def free(self, segments: list[memoryview]) -> None:
         """Give back what `share` gave. Collective; no rank may touch it any more."""
+        raise NotImplementedError
 
     @property
     def ended(self) -> bool:

@@ -48,6 +48,8 @@ class _Switchboard:
 class LocalTransport(Transport):
     """One thread's end. `run` makes a world of them."""
 
+    one_process = True
+
     def __init__(self, switchboard: _Switchboard, world: Any, rank: int, size: int) -> None:
         self._switchboard, self._world = switchboard, world
         self._children = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -23,7 +23,7 @@ _WORDS_TAG = _FIRST_USER_TAG + LARGEST_TAG + 1
 
 # The machines on which loads and stores of one thread are seen in their order.
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
-_CLEARED_BYTES = 64 << 10
+_CLEARED_BYTES = 256 << 10
 # What must stay free of the memory file system beside a window.
 _SHM = "/dev/shm"
 
@@ -73,7 +73,7 @@ class MpiTransport(Transport):
         try:
             self.patience.until(
                 lambda: MPI.Request.Testall(requests),
-                lambda: {peer: " in the middle of the call" for peer in peers},
+                lambda: dict.fromkeys(peers, " in the middle of the call"),
             )
         except BaseException:
             # MPI may still write into their buffers.
@@ -120,7 +120,7 @@ class MpiTransport(Transport):
         # Access by load and store needs an epoch (MPI 4.1, 12.7).
         window.Lock_all(MPI.MODE_NOCHECK)
         segments = [
-            memoryview(window.Shared_query(rank)[0]).cast("B")[:nbytes]
+            memoryview(cast(Any, window.Shared_query(rank)[0])).cast("B")[:nbytes]
             for rank in range(self.size)
         ]
         own = segments[self.rank]

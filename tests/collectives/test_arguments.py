@@ -44,7 +44,7 @@ REFUSED = {
     "no such native": (
         lambda c: c.all_reduce(ARRAY, algorithm="native"),
         ValueError,
-        r"algorithm='native': SilentTransport has no all_reduce for sum of float64",
+        r"algorithm='native': there is no such all_reduce for sum of float64",
     ),
     "objects": (lambda c: c.all_reduce([{}]), TypeError, r"dtype object: .*broadcast_object"),
     "strings": (lambda c: c.all_gather(np.array(["a"])), TypeError, r"dtype <U1"),
@@ -103,9 +103,8 @@ def test_refused_before_any_message(fault):
     call, error, message = REFUSED[fault]
 
     def one_rank(transport):
-        transport.__class__ = SilentTransport
         comm = Communicator(transport)
-        SilentTransport.silent = False
+        transport.__class__ = SilentTransport
         transport.silent = True
         with pytest.raises(error, match=message):
             call(comm)
@@ -174,13 +173,14 @@ def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
     monkeypatch.setattr(algorithms, "_TABLE", dict(algorithms._TABLE))
     names = {collective: list(names) for collective, names in algorithms._NAMES.items()}
     monkeypatch.setattr(algorithms, "_NAMES", names)
-    assert "flat" not in selection.choose("all_reduce", 8, 4, False).seconds
+    layout, figures = selection.Layout((4,)), selection.Figures()
+    assert "flat" not in selection.choose("all_reduce", 8, layout, (), figures).seconds
     register_algorithm("all_reduce", "flat", to_everybody, chunks=lambda size: 1)
     for size in (1, 2, 5, 300):
         collectives.verify("all_reduce", "flat", size)
     link = collectives.Link(1e-6, 1e9, 1e9)
     assert collectives.estimate("all_reduce", "flat", 4, 1000, link) > 0
-    assert "flat" in selection.choose("all_reduce", 8, 4, False).seconds
+    assert "flat" in selection.choose("all_reduce", 8, layout, (), figures).seconds
 
     def one_rank(transport):
         array = np.arange(5.0) * (transport.rank + 1)

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.mpi
 
 
 def paths(collective):
-    """Every way to run it: by choice, each algorithm, and MPI's own."""
-    return [None, *algorithms.names(collective), "native"]
+    """Every way to run it: by choice, each algorithm, MPI's own, and the node's memory."""
+    return [None, *algorithms.names(collective), "native", "shared"]
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS, ids=PAIR_IDS)

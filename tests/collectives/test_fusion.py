@@ -113,7 +113,7 @@ def test_into_given_outputs(comm):
 def test_ranks_that_differ_raise_alike_and_the_next_call_works(comm, odd_call, error):
     arrays = [value(comm.rank, length) for length in (3, 4, 500)]
     call, op = odd_call(arrays) if comm.rank == comm.size - 1 else (arrays, "sum")
-    with pytest.raises(error, match="rank 0: sum of 3 arrays") as caught:
+    with pytest.raises(error, match=r"rank 0: all_reduce_many\(sum, ") as caught:
         comm.all_reduce_many(call, op)
     assert len(caught.value.calls) == comm.size
     assert len(set(comm.all_gather_object(str(caught.value)))) == 1

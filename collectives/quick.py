@@ -1,0 +1,149 @@
+"""all_reduce between ranks of one node, the short way.
+
+What can be known beforehand is looked up once for each (op, dtype, shape) and kept in a closure,
+since with small arrays the time goes into Python's own steps. Which way a call goes follows from
+that key and from what all ranks did before, never from one rank's arguments: those that need care
+are brought into shape by the caller (`PASS`), and then go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.agreement import Agreement
+from collectives.engine import Engine
+from collectives.operations.reductions import ReduceInput
+from collectives.recorder import CALLS_KEPT, clock
+from collectives.reduction import Array, ReduceOp, finish, plain_fold
+from collectives.selection import SHARED
+from collectives.shared.arrival import SEQUENCE_BITS, SEQUENCE_MASK
+from collectives.shared.direct import LEAST_BYTES
+from collectives.shared.memory import ARRIVALS, SMALL_BYTES
+from collectives.signature import fingerprint
+from collectives.transports.base import Native
+
+PASS = object()
+"""What a quick all_reduce returns, before it did anything, for arguments that need care."""
+
+# All ranks read all elements of small arrays: with more than this in all, stages are better.
+_SMALL_BYTES_OF_ALL = 128 << 10
+
+AllReduce = Callable[[Array, Any], Any]
+Fold = Callable[[Array, Array, Array], Any]
+
+
+def quick_all_reduce(engine: Engine, given: ReduceInput) -> AllReduce | None:
+    """The function (array, out) → result for arrays like this one, if there is one."""
+    node, agreement = engine.node, engine.agreement
+    if node is None or agreement is None or not node.memory_is_all:
+        return None
+    fold = plain_fold(given.op, given.dtype)
+    nbytes = given.array.size * given.dtype.itemsize
+    small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= _SMALL_BYTES_OF_ALL
+    registered = node.arena.in_use and nbytes >= LEAST_BYTES
+    if small and fold is not None and not registered:
+        return _small(engine, agreement, given, fold)
+    paths = engine.paths("all_reduce", given.op, given.dtype)
+    if engine.choose("all_reduce", nbytes, paths) == SHARED:
+        return _large(engine, agreement, given, paths[SHARED])
+    return None
+
+
+def _large(engine: Engine, agreement: Agreement, given: ReduceInput, native: Native) -> AllReduce:
+    """Contiguous arrays, through the stages or where they lie."""
+    shape, dtype, op, size = given.shape, given.dtype, given.op, engine.size
+    signature = given.signature("all_reduce")
+    base = fingerprint(signature.agreed) << SEQUENCE_BITS
+    mean, ndarray, empty = op is ReduceOp.MEAN, np.ndarray, np.empty
+    overlap = np.may_share_memory
+
+    def run(source: Array | None, target: Array) -> None:
+        native(source, target, (), 0)
+        if mean:
+            finish(op, target, size)
+
+    def all_reduce(array: Array, out: Any) -> Any:
+        flags = array.flags
+        if array.dtype != dtype or not (flags.c_contiguous and flags.aligned):
+            return PASS
+        source: Array | None = array.reshape(-1)
+        if out is None:
+            out = empty(shape, dtype)
+        elif out is array:
+            source = None
+        elif (
+            type(out) is not ndarray
+            or out.shape != shape
+            or out.dtype != dtype
+            or ((out.base is not None or array.base is not None) and overlap(array, out))
+        ):
+            return PASS
+        if not out.flags.carray:
+            return PASS
+        engine.perform_quickly(signature, base, run, source, out.reshape(-1))
+        return out
+
+    return all_reduce
+
+
+def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold) -> AllReduce:
+    """Each lays its elements down beside its arrival and folds everybody's for itself: one wait."""
+    assert engine.node is not None
+    memory, rank, size = engine.node.steps.memory, engine.rank, engine.size
+    shape, dtype, op, count = given.shape, given.dtype, given.op, given.array.size
+    nbytes = count * dtype.itemsize
+    slots = [[slot[:nbytes].view(dtype).reshape(shape) for slot in each] for each in memory.slots]
+    own_slots, firsts, seconds = slots[rank], slots[0], slots[1]
+    rest = slots[2:]
+    signature = given.signature("all_reduce")
+    base = fingerprint(signature.agreed) << SEQUENCE_BITS
+    own, others, arrivals = memory.own, memory.others, ARRIVALS
+    peer = others[0]
+    fence, pair = memory.fence, size == 2
+    acquire, release = engine.lock.acquire, engine.lock.release
+    run, ring, recorder = engine.quiet.run, engine.recorder.ring, engine.recorder
+    last, mean = CALLS_KEPT - 1, op is ReduceOp.MEAN
+    ndarray, empty, meet = np.ndarray, np.empty, agreement.meet_at
+
+    def all_reduce(array: Array, out: Any) -> Any:
+        if out is None:
+            out = empty(shape, dtype)
+        elif (
+            type(out) is not ndarray
+            or not out.flags.writeable
+            or (out is not array and out.shape != shape)
+            or out.dtype != dtype
+        ):
+            return PASS
+        acquire()
+        try:
+            if engine.broken is not None:
+                raise engine.refusal()
+            start = clock()
+            sequence = agreement.sequence + 1
+            parity = sequence & 1
+            word = base | sequence & SEQUENCE_MASK
+            own_slots[parity][...] = array
+            if fence is not None:
+                fence()
+            index = arrivals[parity]
+            own[index] = word
+            if not pair or fence is not None or peer[index] != word:
+                meet(signature, word, sequence)
+            agreement.sequence = sequence
+            run(fold, firsts[parity], seconds[parity], out)
+            for slot in rest:
+                run(fold, out, slot[parity], out)
+            if mean:
+                run(finish, op, out, size)
+            position = recorder.position
+            ring[position & last] = (sequence, signature, "shared", start, clock())
+            recorder.position = position + 1
+            return out
+        finally:
+            release()
+
+    return all_reduce
