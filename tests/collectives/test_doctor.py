@@ -1,0 +1,299 @@
+"""The doctor's report, its self-test, and how it ends where something is wrong."""
+
+import inspect
+import runpy
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+
+from collectives import Communicator, doctor_packages
+from collectives.doctor_attempt import WrongResultError
+from collectives.doctor_checks import NEEDS_PEERS, TRIALS, check
+from collectives.doctor_launcher import Launcher, find_launcher
+from collectives.doctor_machine import RankFacts, report_ranks, report_shared_memory
+from collectives.doctor_report import Report, ranges
+from collectives.transports.local import run
+from tests.worlds.launcher import find_mpirun, is_open_mpi, world_environment
+from tests.worlds.programs import ROOT
+
+DOCTOR = [sys.executable, "-m", "collectives", "doctor"]
+
+
+def run_alone(command, directory, **environment):
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=world_environment(directory) | {"PYTHONPATH": str(ROOT)} | environment,
+    )
+
+
+def rows(report):
+    """Labels to texts; what follows a row without a label of its own belongs to it."""
+    found, label = {}, None
+    for line in report.splitlines():
+        label = line[2:22].strip() or label
+        if line.startswith("  "):
+            found[label] = [*found.get(label, []), line[23:]]
+    return found
+
+
+def test_alone_it_tries_all_that_one_rank_can(tmp_path):
+    ended = run_alone(DOCTOR, tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = rows(ended.stdout)
+    assert found.pop(NEEDS_PEERS) == ["not tried: one rank has nobody to send to"]
+    assert all(found[name] == ["ok"] for name in TRIALS if name != NEEDS_PEERS)
+    assert found["ranks"] == ["1"]
+    assert found["numpy"] == [np.__version__]
+    assert "no NCCL transport yet" in found["transport"][0]
+    assert found["MPI window"] == ["can be shared on every node"]
+    assert ended.stdout.splitlines()[-1].startswith("All is well")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_under_mpirun_one_rank_reports_on_all(size, launch):
+    ended = launch(size, DOCTOR, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = rows(ended.stdout)
+    assert [found[name] for name in TRIALS] == [["ok"]] * len(TRIALS)
+    assert found["ranks"] == [str(size)]
+    assert f": ranks 0-{size - 1} on " in found["node 0"][0]
+    assert ended.stdout.count("\nCollectives\n") == 1
+
+
+BREAK = """
+import sys
+from collectives import Communicator, doctor
+whole = Communicator.all_gather
+def broken(comm, array, **keywords):
+    if comm.rank == 1: {fault}
+    return whole(comm, array, **keywords)
+Communicator.all_gather = broken
+sys.exit(doctor.main(limit={limit}))
+"""
+GARBAGE = "return whole(comm, array, **keywords) + 7"
+
+
+def test_a_wrong_result_on_one_rank_fails(launch):
+    ended = launch(3, [sys.executable, "-c", BREAK.format(fault=GARBAGE, limit=30)], timeout=60)
+    assert ended.returncode == 1
+    found = rows(ended.stdout)
+    assert found["all_gather"][0] == "FAILED"
+    assert found["all_gather"][1].startswith("rank 1: got array([7, 8, 8, 9, 9, 9]), expected")
+    assert len(found["all_gather"]) == 2
+    # What is tried after it is tried all the same.
+    assert found["gather"] == found["all_gather_object"] == ["ok"]
+    # The split's part is tried with all_gather.
+    assert "2 failures" in ended.stdout.splitlines()[-1]
+
+
+def test_a_rank_that_raises_while_the_others_wait_is_reported(launch):
+    program = BREAK.format(fault="raise KeyError('no gathering')", limit=5)
+    start = time.monotonic()
+    ended = launch(3, [sys.executable, "-c", program], timeout=60)
+    assert ended.returncode != 0
+    found = rows(ended.stdout)
+    assert found["all_gather"][0] == "FAILED"
+    assert "rank 1: KeyError: 'no gathering'" in found["all_gather"]
+    assert any("did not end within 5 s" in line for line in found["all_gather"])
+    assert found["broadcast"] == ["ok"]
+    assert "gather" not in found
+    # Five seconds until the others give up; the start of three interpreters comes on top.
+    assert time.monotonic() - start < 20
+
+
+def test_without_threads_such_ranks_are_ended(launch):
+    level = "import os; os.environ['MPI4PY_RC_THREAD_LEVEL'] = 'funneled'"
+    program = level + BREAK.format(fault="raise KeyError('no gathering')", limit=5)
+    ended = launch(2, [sys.executable, "-c", program], timeout=60)
+    assert ended.returncode != 0
+    found = rows(ended.stdout)
+    assert found["thread level"][0] == "FUNNELED"
+    assert "asynchronous calls run at once" in found["thread level"][1]
+    assert "rank 1: KeyError: 'no gathering'" in ended.stderr
+
+
+def test_without_mpi4py_it_says_what_to_install(tmp_path):
+    program = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('mpi4py', 'cupy'): raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from collectives import doctor\n"
+        "sys.exit(doctor.main())\n"
+    )
+    ended = run_alone([sys.executable, "-c", program], tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    found = rows(ended.stdout)
+    assert found["numpy"] == [np.__version__]
+    assert found["library"][0].startswith("FAILED: MPI can't be loaded")
+    assert "pip install 'mpi-collectives[mpich]'" in found["library"][0]
+    assert "all_reduce" not in found
+
+
+def test_the_mpirun_of_another_mpi_is_noticed(tmp_path):
+    # What the other MPI's mpirun says of two processes, neither of which this MPI understands.
+    prefix = "PMI_" if is_open_mpi(find_mpirun()) else "OMPI_COMM_WORLD_"
+    first, second = (
+        run_alone(DOCTOR, tmp_path, **{f"{prefix}SIZE": "2", f"{prefix}RANK": rank})
+        for rank in "01"
+    )
+    assert first.returncode == 1
+    seen = "FAILED: 2 processes were started, MPI sees a world of 1 rank"
+    assert rows(first.stdout)["world"][0] == seen
+    assert "mpirun belongs to another MPI" in first.stdout
+    # The second one is silent: mpirun would end the first at its end.
+    assert (second.returncode, second.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (1, 0)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, (4, 3)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, (2, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "PMIX_RANK": "5"}, (8, 5)),
+        # A batch script: an allocation for eight, and a single process so far.
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, (1, 0)),
+        # mpirun in a batch script.
+        ({"PMI_SIZE": "4", "PMI_RANK": "2", "SLURM_PROCID": "0"}, (4, 2)),
+        ({"PMI_SIZE": "many"}, (1, 0)),
+    ],
+)
+def test_what_the_launcher_says(environment, expected):
+    launcher = find_launcher(environment)
+    assert isinstance(launcher, Launcher)
+    assert (launcher.size, launcher.rank) == expected
+
+
+def facts(node, cores, version="2.0", shared_memory=None):
+    return RankFacts(node, f"host{node}", frozenset(cores), shared_memory, {"numpy": version})
+
+
+def test_ranks_are_told_by_node_with_the_cores_they_share(capsys):
+    report = Report(speaks=True)
+    report_ranks(report, [facts(0, [0, 1]), facts(1, [4]), facts(0, [1, 2, 7]), facts(1, [4])])
+    found = rows(capsys.readouterr().out)
+    assert found["nodes"] == ["2"]
+    assert found["node 0"] == ["host0: ranks 0, 2 on 4 cores (0-2, 7)"]
+    assert found["node 1"] == [
+        "host1: ranks 1, 3 on 1 core (4)",
+        "warning: 2 ranks share 1 core: they take turns",
+    ]
+    assert "numpy" not in found
+    assert report.warnings == 1
+
+
+def test_ranks_with_different_software_are_told(capsys):
+    report_ranks(Report(speaks=True), [facts(0, [0]), facts(1, [0], "2.1"), facts(2, [0])])
+    found = rows(capsys.readouterr().out)
+    assert found["numpy"] == ["differs", "warning: 2.0 on ranks 0, 2; 2.1 on rank 1"]
+
+
+def test_little_shared_memory_is_told(capsys):
+    # An MPI of one rank, which has no windows.
+    world = types.SimpleNamespace(allgather=lambda outcome: [outcome])
+    mpi = types.SimpleNamespace(Query_thread=lambda: 3, THREAD_MULTIPLE=3, COMM_WORLD=world)
+    spaces = [(60 << 20, 64 << 20), (900 << 20, 1 << 30), None]
+    ranks = [facts(node, [0], shared_memory=space) for node, space in enumerate(spaces)]
+    report_shared_memory(Report(speaks=True), mpi, ranks, limit=9)
+    found = rows(capsys.readouterr().out)
+    assert found["MPI window"][0] == "can't be shared"
+    assert found["MPI window"][1].startswith("warning: rank 0: AttributeError: ")
+    assert found["/dev/shm, node 0"][0] == "60 MiB of 64 MiB free"
+    assert "--shm-size" in found["/dev/shm, node 0"][1]
+    assert found["/dev/shm, node 1"] == ["900 MiB of 1024 MiB free"]
+    assert found["/dev/shm, node 2"] == ["missing"]
+
+
+def test_ranges():
+    assert [ranges(each) for each in ([], [3], [1, 0], [0, 1, 2, 5, 7, 8])] == [
+        "",
+        "3",
+        "0-1",
+        "0-2, 5, 7-8",
+    ]
+
+
+def test_the_extras_are_those_of_the_package(monkeypatch):
+    given = {}
+    fake = types.ModuleType("setuptools")
+    fake.setup, fake.find_packages = given.update, lambda **_: []
+    monkeypatch.setitem(sys.modules, "setuptools", fake)
+    runpy.run_path(str(ROOT / "setup.py"))
+    extras = {
+        extra: {requirement.split(">=")[0] for requirement in requirements}
+        for extra, requirements in given["extras_require"].items()
+    }
+    extras["test"] -= extras["bench"] | extras["examples"]
+    extras["dev"] -= extras["test"] | extras["bench"] | extras["examples"]
+    assert {extra: set(names) for extra, names in doctor_packages.EXTRAS.items()} == extras
+
+
+def test_every_method_that_communicates_is_tried():
+    tried = {part for name in TRIALS for part in name.split(", ")}
+    methods = {name for name, _ in inspect.getmembers(Communicator, inspect.isfunction)}
+    public = {name for name in methods if not name.startswith("_")}
+    assert tried == public - {"explain", "close"}
+
+
+def wrong(result):
+    """Something that is not the result, of its kind."""
+    if isinstance(result, np.ndarray):
+        return result + 1
+    if isinstance(result, list):
+        return [wrong(each) for each in result]
+    if isinstance(result, dict):
+        return {}
+    return types.SimpleNamespace(wait=lambda: wrong(result.wait()))
+
+
+def garbling(name):
+    """A communicator whose rank 1 gets a wrong result of this call."""
+
+    def garbled(comm, *arguments, **keywords):
+        result = getattr(Communicator, name)(comm, *arguments, **keywords)
+        return wrong(result) if comm.rank == 1 else result
+
+    return type("Garbling", (Communicator,), {name: garbled})
+
+
+class Disordered(Communicator):
+    """Splits without regard to the key."""
+
+    def split(self, color, key=0):
+        return super().split(color)
+
+
+def ranks_that_fail(size, kind, trial):
+    def failed(transport):
+        try:
+            check(trial, kind(transport))
+        except WrongResultError:
+            return True
+        return False
+
+    return [rank for rank, failure in enumerate(run(size, failed)) if failure]
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*TRIALS, "recv", "zeros"} - {"barrier", "send, recv", "empty, zeros", "split"})
+)
+def test_a_trial_finds_a_wrong_result(name):
+    trial = next(trial for label, trial in TRIALS.items() if name in label.split(", "))
+    assert ranks_that_fail(2, Communicator, trial) == []
+    # The last rank is every trial's root.
+    assert 1 in ranks_that_fail(2, garbling(name), trial)
+
+
+def test_a_trial_finds_a_split_in_the_wrong_order():
+    assert ranks_that_fail(4, Communicator, TRIALS["split"]) == []
+    assert ranks_that_fail(4, Disordered, TRIALS["split"]) == [0, 1, 2, 3]
