@@ -38,6 +38,7 @@ def describe(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         "repeats": settings.repeats,
         "warm-up repeats": settings.warmup,
         "calls in a repeat": calls,
+        "buffers": "registered" if settings.registered else "ordinary",
         "buffer sets": settings.rotate,
         "peer": options.peer,
     }

@@ -27,6 +27,7 @@ class Settings:
     warmup: int = 2
     rotate: int = 1
     calls: int | None = None
+    registered: bool = False
 
 
 class Bench:
@@ -54,7 +55,9 @@ class Bench:
         return [self._row(problem, algorithm, buffers) for algorithm in algorithms]
 
     def _buffers(self, problem: Problem) -> list[Buffers]:
-        return [self._case.buffers(problem, self._comm.rank) for _ in range(self._settings.rotate)]
+        allocate = self._comm.empty if self._settings.registered else np.empty
+        sets = range(self._settings.rotate)
+        return [self._case.buffers(problem, self._comm.rank, allocate) for _ in sets]
 
     def _row(self, problem: Problem, algorithm: str, buffers: list[Buffers]) -> Row:
         forms = {

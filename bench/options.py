@@ -94,6 +94,7 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     add("--warmup", type=int, default=Settings.warmup, help="repeats before (default: %(default)s)")
     add("--calls", type=int, help="in a repeat (default: as many as move 1M, at most 200)")
     add("--rotate", type=int, default=1, metavar="N", help="buffer sets to cycle (default: 1)")
+    add("--registered", action="store_true", help="buffers from Communicator.empty")
     add("--peer", choices=PEERS, help="compare with, call by call: %(choices)s", metavar="NAME")
 
 
@@ -127,7 +128,9 @@ def _check(options: argparse.Namespace, case: Case) -> None:
     if options.plot and not case.has_bytes:
         raise ValueError(f"--plot shows bandwidth, and {case.name} moves no bytes")
     options.algorithms = _algorithms(case, options.algorithm)
-    options.settings = Settings(options.repeats, options.warmup, options.rotate, options.calls)
+    options.settings = Settings(
+        options.repeats, options.warmup, options.rotate, options.calls, options.registered
+    )
 
 
 def _at_least(smallest: int, name: str, value: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from bench.peers import PEERS, open_peer
 from bench.peers.base import Peer, PeerUnavailableError
 from bench.problem import Problem
 from bench.run import main as run_bench
+from bench.task import Task
 
 SETTINGS = Settings(repeats=2, warmup=1, rotate=2, calls=3)
 
@@ -45,6 +47,35 @@ def test_nothing_is_wrong(name, comm, world):
         assert 0 < measured.seconds.minimum <= measured.seconds.median <= measured.seconds.p90
         assert measured.busbw == measured.algbw * case.factor(comm.size)
         assert measured.peer.ratio > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_ask_alike_for_registered_buffers(name, comm, world, monkeypatch):
+    asked, empty = [], comm.empty
+
+    def recorded(shape, dtype):
+        asked.append((shape, str(dtype)))
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(comm, "empty", recorded)
+    problem = Problem(comm.size, 6 * comm.size, np.dtype(np.int64), "sum", comm.size - 1, tensors=2)
+    settings = replace(SETTINGS, registered=True)
+    bench = Bench(comm, world, CASES[name], settings, open_peer("mpi4py", world))
+    assert bench.rows(problem, ["auto"])[0].wrong == 0
+    assert world.allgather(asked) == [asked] * comm.size
+    halves = CASES[name].has_bytes * (1 + CASES[name].out_of_place)
+    assert len(asked) == halves * settings.rotate
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_results_are_written_where_the_peer_writes_its_own(name, comm):
+    problem = Problem(comm.size, 6 * comm.size, np.dtype(np.int64))
+    task = Task(problem, comm.rank, CASES[name].buffers(problem, comm.rank), in_place=False)
+    assert CASES[name].call(comm, task, None)() is task.out
 
 
 @pytest.mark.mpi
