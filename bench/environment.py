@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from bench.cases import CASES
+from bench.peers.base import Peer
 from bench.sizes import shown
 from collectives import Communicator
 
 
-def describe(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+def describe(
+    comm: Communicator, options: argparse.Namespace, peer: Peer | None = None
+) -> dict[str, Any]:
     """What the header says, by name; as rank 0 sees it."""
     import mpi4py
     from mpi4py import MPI
@@ -41,12 +45,21 @@ def describe(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         "buffers": "registered" if settings.registered else "ordinary",
         "buffer sets": settings.rotate,
         "peer": options.peer,
+        "peer's type": _other_type(options, peer),
     }
     if options.collective == "all_reduce_many":
         described["tensors"] = options.tensors
         if options.tensor_bytes:
             described["tensor bytes"] = shown(options.tensor_bytes)
     return described
+
+
+def _other_type(options: argparse.Namespace, peer: Peer | None) -> str | None:
+    """What the peer reduces where it lacks the dtype that was asked for."""
+    dtype = peer.dtype_for(options.dtype) if peer else options.dtype
+    if dtype == options.dtype or not CASES[options.collective].reduces:
+        return None
+    return f"{dtype.name} of the same element count"
 
 
 def _thread_level(mpi: Any) -> str:

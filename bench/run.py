@@ -53,7 +53,7 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> list
     peer = open_peer(options.peer, world) if options.peer else None
     bench = Bench(comm, world, CASES[options.collective], options.settings, peer)
     names, notes = _usable(bench, options, comm.size)
-    report = Report(options, describe(comm, options), names) if comm.rank == 0 else None
+    report = Report(options, describe(comm, options, peer), names) if comm.rank == 0 else None
     rows: list[Row] = []
     for problem in problems(options, comm.size):
         for row in bench.rows(problem, names):

@@ -89,6 +89,72 @@ def test_nothing_is_wrong_with_other_ops_and_dtypes(dtype, op, comm, world):
     assert row.out_of_place.peer is None
 
 
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.reduces])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_mpi_reduces_float32_in_place_of_16_bit_floats(dtype, name, comm, world):
+    problem = Problem(comm.size, 6 * comm.size, np.dtype(dtype), tensors=2)
+    peer = open_peer("mpi4py", world)
+    (row,) = Bench(comm, world, CASES[name], SETTINGS, peer).rows(problem, ["auto"])
+    assert row.wrong == 0
+    assert row.dtype == dtype
+    assert row.nbytes == problem.count * 2
+    for measured in filter(None, (row.out_of_place, row.in_place)):
+        assert measured.peer.ratio > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_mpi_moves_16_bit_floats_as_they_are(comm, world):
+    assert open_peer("mpi4py", world).dtype_for(np.dtype("float64")) == np.float64
+    problem = Problem(comm.size, 6, np.dtype("bfloat16"))
+    bench = Bench(comm, world, CASES["broadcast"], SETTINGS, open_peer("mpi4py", world))
+    (row,) = bench.rows(problem, ["auto"])
+    assert row.in_place.peer.wrong == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_the_header_says_what_the_peer_reduces(comm, capsys):
+    line = "{} --sizes 16 --repeats 1 --peer mpi4py --dtype {}"
+    told = "peer's type: float32 of the same element count"
+    for collective, dtype in (("all_reduce", "bfloat16"), ("broadcast", "bfloat16")):
+        assert main(line.format(collective, dtype)) == 0
+        shown = capsys.readouterr().out
+        assert (told in shown) == (comm.rank == 0 and collective == "all_reduce")
+
+
+class LossyPeer(Peer):
+    """Forgets half of what it reduces, in a dtype of its own."""
+
+    name = "lossy"
+
+    def __init__(self, world):
+        self._world = world
+
+    def dtype_for(self, dtype):
+        return np.dtype(np.float64)
+
+    def all_reduce(self, task):
+        def call():
+            task.out[...] = sum(self._world.allgather(task.send))
+            task.out[::2] = -1
+
+        return call
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_peer_is_checked_in_its_own_memory(comm, world):
+    problem = Problem(comm.size, 10, np.dtype(np.float16))
+    bench = Bench(comm, world, CASES["all_reduce"], SETTINGS, LossyPeer(world))
+    (row,) = bench.rows(problem, ["auto"])
+    for measured in (row.out_of_place, row.in_place):
+        assert measured.wrong == 0
+        assert measured.peer.wrong == 5 * comm.size
+
+
 class CorruptedAllReduce(AllReduce):
     def call(self, comm, task, algorithm):
         right = super().call(comm, task, algorithm)
