@@ -14,11 +14,15 @@ import numpy as np
 from bench.cases import CASES
 from bench.peers.base import Peer
 from bench.sizes import shown
+from bench.stream import Stream
 from collectives import Communicator
 
 
 def describe(
-    comm: Communicator, options: argparse.Namespace, peer: Peer | None = None
+    comm: Communicator,
+    options: argparse.Namespace,
+    peer: Peer | None = None,
+    stream: Stream | None = None,
 ) -> dict[str, Any]:
     """What the header says, by name; as rank 0 sees it."""
     import mpi4py
@@ -46,6 +50,7 @@ def describe(
         "buffer sets": settings.rotate,
         "peer": options.peer,
         "peer's type": _other_type(options, peer),
+        "stream copy / add (GB/s)": str(stream) if stream else None,
     }
     if options.collective == "all_reduce_many":
         described["tensors"] = options.tensors

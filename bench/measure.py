@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.cases.base import Case
+from bench.cases.base import AUTO, Case
 from bench.peers.base import Peer
 from bench.problem import Array, Problem, count_wrong
 from bench.rows import Measurement, PeerMeasurement, Row
+from bench.stream import Stream
 from bench.task import Buffers, Task
 from bench.timing import Subject, Timing, batch_of, interleave
+from bench.yardstick import MODELLED_PEER, Yardstick
 from collectives import Communicator
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,11 @@ class Bench:
         case: Case,
         settings: Settings,
         peer: Peer | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self._comm, self._world, self._case = comm, world, case
         self._settings, self._peer = settings, peer
+        self._yardstick = Yardstick(case.name, comm.nodes, settings.registered, stream)
 
     def try_out(self, problem: Problem, algorithm: str) -> None:
         """Call once. Raises what the collective raises where it can't do this, on every rank."""
@@ -135,7 +137,8 @@ class Bench:
             algbw=algbw,
             busbw=algbw * self._case.factor(problem.ranks),
             wrong=wrong[0],
-            peer=_compared(seconds, wrong) if len(sides) > 1 else None,
+            of_stream=self._yardstick.of_stream(problem, algorithm, timing.median),
+            peer=self._compared(seconds, wrong[1], algorithm, sides) if len(sides) > 1 else None,
         )
 
     def _ours(self, tasks: list[Task], algorithm: str) -> _Side:
@@ -150,6 +153,23 @@ class Bench:
         calls = [(call, out) for call, out in found if call is not None]
         return [_Side(Subject(calls), tasks)] if calls else []
 
+    def _compared(
+        self, seconds: Array, wrong: int, algorithm: str, sides: list[_Side]
+    ) -> PeerMeasurement:
+        ours, theirs = (side.tasks[0] for side in sides)
+        return PeerMeasurement(
+            seconds=Timing.of(seconds[1]),
+            ratio=float(np.median(seconds[1] / seconds[0])),
+            wrong=wrong,
+            model=self._model(algorithm, ours, theirs),
+        )
+
+    def _model(self, algorithm: str, ours: Task, theirs: Task) -> tuple[float, float] | None:
+        if self._peer is None or self._peer.name != MODELLED_PEER:
+            return None
+        ratio = self._yardstick.ratio
+        return ratio(ours.problem, algorithm, theirs.problem, in_place=ours.in_place)
+
     def _check(self, side: _Side, batch: int) -> int:
         """Wrong elements on all ranks after one more batch, on fresh inputs and poisoned outputs.
 
@@ -161,11 +181,6 @@ class Bench:
         wrong = count_wrong(result, self._case.expected(problem, self._comm.rank))
         total: int = self._world.allreduce(wrong)
         return total
-
-
-def _compared(seconds: Array, wrong: list[int]) -> PeerMeasurement:
-    ours, theirs = seconds
-    return PeerMeasurement(Timing.of(theirs), float(np.median(theirs / ours)), wrong[1])
 
 
 def _forced(algorithm: str) -> str | None:

@@ -18,6 +18,7 @@ from bench.reports import open_table
 from bench.reports.columns import Column, columns
 from bench.reports.files import write_json, write_markdown
 from bench.rows import Row
+from bench.stream import measure_stream
 
 CAN_NOT_MEASURE = 2
 
@@ -51,9 +52,12 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> list
         raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
     world = MPI.COMM_WORLD.Dup()
     peer = open_peer(options.peer, world) if options.peer else None
-    bench = Bench(comm, world, CASES[options.collective], options.settings, peer)
+    stream = measure_stream(world) if options.stream else None
+    bench = Bench(comm, world, CASES[options.collective], options.settings, peer, stream)
     names, notes = _usable(bench, options, comm.size)
-    report = Report(options, describe(comm, options, peer), names) if comm.rank == 0 else None
+    report = (
+        Report(options, describe(comm, options, peer, stream), names) if comm.rank == 0 else None
+    )
     rows: list[Row] = []
     for problem in problems(options, comm.size):
         for row in bench.rows(problem, names):
@@ -90,7 +94,7 @@ class Report:
     ) -> None:
         self._options, self._header = options, header
         case = CASES[options.collective]
-        self._columns: list[Column] = columns(case, options.peer, names)
+        self._columns: list[Column] = columns(case, options.peer, names, stream=options.stream)
         self.table = open_table(header, self._columns)
 
     def finish(self, rows: list[Row], notes: list[str]) -> None:

@@ -14,6 +14,9 @@ from collectives import Communicator
 
 Call: TypeAlias = Callable[[], Any]
 
+AUTO = "auto"
+"""The name, among those of algorithms, of what runs when none is forced."""
+
 
 class Case(ABC):
     """One collective: its inputs, its results, its call and its share of the bus."""

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from bench.peers import PEERS, open_peer
 from bench.peers.base import Peer, PeerUnavailableError
 from bench.problem import Problem
 from bench.run import main as run_bench
+from bench.stream import measure_stream
 from bench.task import Task
 
 SETTINGS = Settings(repeats=2, warmup=1, rotate=2, calls=3)
@@ -231,6 +233,28 @@ def check_json(written):
         assert measured["algbw"] == pytest.approx(1024 / measured["seconds"]["median"])
         assert measured["busbw"] == measured["algbw"]
         assert measured["wrong"] == measured["peer"]["wrong"] == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_what_the_model_and_the_stream_say_is_written(comm, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("bench.yardstick.SMALLEST_STREAMED", 64 << 10)
+    monkeypatch.setattr("bench.run.measure_stream", partial(measure_stream, nbytes=4096))
+    path = tmp_path / "rows.json"
+    line = "all_reduce --sizes 8,64K --registered --stream --dtype float16 --repeats 2"
+    assert main(line, "--peer", "mpi4py", "--json", str(path)) == 0
+    out = capsys.readouterr().out
+    if comm.rank:
+        return
+    small, large = json.loads(path.read_text())["rows"]
+    assert small["in_place"]["peer"]["model"] is small["in_place"]["of_stream"] is None
+    # MPI's float32 has twice the bytes.
+    assert large["in_place"]["peer"]["model"] == [3.5, 5.5]
+    assert large["out_of_place"]["peer"]["model"] == [5.5, 7.5]
+    assert large["in_place"]["of_stream"] > 0
+    assert "stream copy / add (GB/s): " in out
+    assert "buffers: registered" in out
+    assert "3.50–5.50" in out
 
 
 @pytest.mark.mpi
