@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Lets only one of the ranks that a launcher started complain; MPI isn't running yet."""
 
     def error(self, message: str) -> NoReturn:
@@ -60,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m bench",
         description="Time a collective over a range of sizes, in the manner of nccl-tests.",
         epilog=_EPILOG,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import collectives
@@ -30,21 +31,34 @@ class CanNotMeasureError(RuntimeError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, the same on every rank."""
     options = parse(arguments)
+    return status_of(lambda comm: sum(row.wrong for row in measure(comm, options).rows))
+
+
+def status_of(count_wrong: Callable[[collectives.Communicator], int]) -> int:
+    """The exit status of a program that counts wrong elements, the same on every rank."""
     try:
         comm = collectives.world()
     except collectives.BackendUnavailableError as error:
         print(f"bench: {error}", file=sys.stderr)
         return CAN_NOT_MEASURE
     try:
-        rows = measure(comm, options)
+        return int(count_wrong(comm) > 0)
     except (CanNotMeasureError, PeerUnavailableError) as error:
         if comm.rank == 0:
             print(f"bench: {error}", file=sys.stderr)
         return CAN_NOT_MEASURE
-    return int(any(row.wrong for row in rows))
 
 
-def measure(comm: collectives.Communicator, options: argparse.Namespace) -> list[Row]:
+@dataclass(frozen=True)
+class Run:
+    """What was measured, and how it is shown."""
+
+    header: dict[str, Any]
+    columns: list[Column]
+    rows: list[Row]
+
+
+def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
     """Measure and report everything that was asked for."""
     from mpi4py import MPI
 
@@ -55,21 +69,21 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> list
     stream = measure_stream(world) if options.stream else None
     bench = Bench(comm, world, CASES[options.collective], options.settings, peer, stream)
     names, notes = _usable(bench, options, comm.size)
-    report = (
-        Report(options, describe(comm, options, peer, stream), names) if comm.rank == 0 else None
-    )
-    rows: list[Row] = []
+    case = CASES[options.collective]
+    shown = columns(case, options.peer, names, stream=options.stream)
+    run = Run(describe(comm, options, peer, stream), shown, [])
+    report = Report(options, run) if comm.rank == 0 else None
     for problem in problems(options, comm.size):
         for row in bench.rows(problem, names):
-            rows.append(row)
+            run.rows.append(row)
             if report:
                 report.table.add(row)
     if report:
-        report.finish(rows, notes)
+        report.finish(notes)
     if peer:
         peer.close()
     world.Free()
-    return rows
+    return run
 
 
 def _usable(bench: Bench, options: argparse.Namespace, ranks: int) -> tuple[list[str], list[str]]:
@@ -89,24 +103,21 @@ def _usable(bench: Bench, options: argparse.Namespace, ranks: int) -> tuple[list
 class Report:
     """What rank 0 shows."""
 
-    def __init__(
-        self, options: argparse.Namespace, header: dict[str, Any], names: list[str]
-    ) -> None:
-        self._options, self._header = options, header
-        case = CASES[options.collective]
-        self._columns: list[Column] = columns(case, options.peer, names, stream=options.stream)
-        self.table = open_table(header, self._columns)
+    def __init__(self, options: argparse.Namespace, run: Run) -> None:
+        self._options, self._run = options, run
+        self.table = open_table(run.header, run.columns)
 
-    def finish(self, rows: list[Row], notes: list[str]) -> None:
+    def finish(self, notes: list[str]) -> None:
         """Close the table and write the files."""
+        header, rows = self._run.header, self._run.rows
         wrong = sum(row.wrong for row in rows)
         verdict = f"{wrong} WRONG elements" if wrong else "all results exact"
         self.table.close([*notes, verdict])
-        options, header = self._options, self._header
+        options = self._options
         if options.json:
             write_json(options.json, header, rows)
         if options.markdown:
-            write_markdown(options.markdown, header, self._columns, rows)
+            write_markdown(options.markdown, header, self._run.columns, rows)
         if options.plot:
             from bench.reports.plot import write_plot
 

@@ -11,6 +11,9 @@ from bench.yardstick import MODELLED, MODELLED_PEER
 
 ABSENT = "-"
 _FORMS = ("out-of-place", "in-place")
+# What the lines above the settings say of the header.
+_NAMED = {"collective", "ranks", "nodes", "date", "mpi", "mpi4py", "numpy", "python"}
+_NAMED |= {"thread level", "cpu", "cores"}
 
 
 @dataclass(frozen=True)
@@ -118,16 +121,28 @@ def _gigabytes(bandwidth: float) -> str:
 
 def header_lines(header: dict[str, object]) -> list[str]:
     """What was measured on what, in a few lines."""
-    given = {name: value for name, value in header.items() if value is not None}
-    take = given.pop
-    lines = [
-        f"{take('collective')}: {_counted(take('ranks'), 'rank')}"
-        f" on {_counted(take('nodes'), 'node')}, {take('date')}",
-        f"{take('mpi')}, mpi4py {take('mpi4py')}, numpy {take('numpy')}, Python {take('python')},"
-        f" thread level {take('thread level')}",
-        f"{take('cpu')}, {_counted(take('cores'), 'core')}",
+    return [title_line(header), *machine_lines(header), settings_line(header)]
+
+
+def title_line(header: dict[str, object]) -> str:
+    """What was measured, between whom and when."""
+    ranks, nodes = _counted(header["ranks"], "rank"), _counted(header["nodes"], "node")
+    return f"{header['collective']}: {ranks} on {nodes}, {header['date']}"
+
+
+def machine_lines(header: dict[str, object]) -> list[str]:
+    """The libraries and the processor."""
+    return [
+        f"{header['mpi']}, mpi4py {header['mpi4py']}, numpy {header['numpy']},"
+        f" Python {header['python']}, thread level {header['thread level']}",
+        f"{header['cpu']}, {_counted(header['cores'], 'core')}",
     ]
-    return [*lines, ", ".join(f"{name}: {value}" for name, value in given.items())]
+
+
+def settings_line(header: dict[str, object]) -> str:
+    """All else, as far as it applies."""
+    others = [name for name in header if name not in _NAMED and header[name] is not None]
+    return ", ".join(f"{name}: {header[name]}" for name in others)
 
 
 def _counted(count: object, noun: str) -> str:
