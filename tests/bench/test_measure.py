@@ -280,6 +280,20 @@ def test_all_leaves_out_what_does_not_work_and_says_so(comm, capsys):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gloo_gives_the_same(dtype, comm, world):
+    pytest.importorskip("torch")
+    gloo = open_peer("gloo", world)
+    problem = Problem(comm.size, 6 * comm.size, np.dtype(dtype), root=1, tensors=2)
+    for case in CASES.values():
+        (row,) = Bench(comm, world, case, SETTINGS, gloo).rows(problem, ["auto"])
+        assert row.wrong == 0
+        assert all(form.peer for form in (row.out_of_place, row.in_place) if form)
+    gloo.close()
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_a_missing_library_is_named(world, monkeypatch):
     assert "gloo" in PEERS
