@@ -97,7 +97,7 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     add("--warmup", type=int, default=Settings.warmup, help="repeats before (default: %(default)s)")
     add("--calls", type=int, help="in a repeat (default: as many as move 1M, at most 200)")
     add("--rotate", type=int, default=1, metavar="N", help="buffer sets to cycle (default: 1)")
-    add("--registered", action="store_true", help="buffers from Communicator.empty")
+    add("--registered", action="store_true", help="all buffers from Communicator.empty")
     add("--stream", action="store_true", help="measure the memory's bandwidth too; takes a second")
     add("--peer", choices=PEERS, help="compare with, call by call: %(choices)s", metavar="NAME")
 

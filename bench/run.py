@@ -64,12 +64,12 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
 
     if options.root >= comm.size:
         raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
+    case = CASES[options.collective]
     world = MPI.COMM_WORLD.Dup()
     peer = open_peer(options.peer, world) if options.peer else None
     stream = measure_stream(world) if options.stream else None
-    bench = Bench(comm, world, CASES[options.collective], options.settings, peer, stream)
+    bench = Bench(comm, world, case, options.settings, peer, stream)
     names, notes = _usable(bench, options, comm.size)
-    case = CASES[options.collective]
     shown = columns(case, options.peer, names, stream=options.stream)
     run = Run(describe(comm, options, peer, stream), shown, [])
     report = Report(options, run) if comm.rank == 0 else None

@@ -1,4 +1,4 @@
-"""Until `all_gather` and `reduce_scatter` take `out`: delete this file then."""
+"""Fixtures that the benchmark's tests share."""
 
 import functools
 import inspect
@@ -8,6 +8,16 @@ import pytest
 from collectives import Communicator
 
 
+@pytest.fixture
+def world(comm):
+    from mpi4py import MPI
+
+    duplicate = MPI.COMM_WORLD.Dup()
+    yield duplicate
+    duplicate.Free()
+
+
+# Until all_gather and reduce_scatter take `out`: delete all below then, and its imports.
 def taking_out(method):
     @functools.wraps(method)
     def call(self, *arguments, out=None, **options):
