@@ -11,11 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from bench.cases import CASES
+from bench.peers.base import Peer
 from bench.sizes import shown
+from bench.stream import Stream
 from collectives import Communicator
 
 
-def describe(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
+def describe(
+    comm: Communicator,
+    options: argparse.Namespace,
+    peer: Peer | None = None,
+    stream: Stream | None = None,
+) -> dict[str, Any]:
     """What the header says, by name; as rank 0 sees it."""
     import mpi4py
     from mpi4py import MPI
@@ -38,14 +46,25 @@ def describe(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         "repeats": settings.repeats,
         "warm-up repeats": settings.warmup,
         "calls in a repeat": calls,
+        "buffers": "registered" if settings.registered else "ordinary",
         "buffer sets": settings.rotate,
         "peer": options.peer,
+        "peer's type": _other_type(options, peer),
+        "stream copy / add (GB/s)": str(stream) if stream else None,
     }
     if options.collective == "all_reduce_many":
         described["tensors"] = options.tensors
         if options.tensor_bytes:
             described["tensor bytes"] = shown(options.tensor_bytes)
     return described
+
+
+def _other_type(options: argparse.Namespace, peer: Peer | None) -> str | None:
+    """What the peer reduces where it lacks the dtype that was asked for."""
+    dtype = peer.dtype_for(options.dtype) if peer else options.dtype
+    if dtype == options.dtype or not CASES[options.collective].reduces:
+        return None
+    return f"{dtype.name} of the same element count"
 
 
 def _thread_level(mpi: Any) -> str:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from bench.cases.base import Case
+from bench.cases.base import AUTO, Case
 from bench.peers.base import Peer
 from bench.problem import Array, Problem, count_wrong
 from bench.rows import Measurement, PeerMeasurement, Row
+from bench.stream import Stream
 from bench.task import Buffers, Task
 from bench.timing import Subject, Timing, batch_of, interleave
+from bench.yardstick import MODELLED_PEER, Yardstick
 from collectives import Communicator
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,32 @@ class Settings:
     warmup: int = 2
     rotate: int = 1
     calls: int | None = None
+    registered: bool = False
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """The buffer sets for one problem."""
+
+    problem: Problem
+    sets: list[Buffers]
+
+    def tasks(self, rank: int, in_place: bool) -> list[Task]:
+        """A task on each set."""
+        return [Task(self.problem, rank, each, in_place) for each in self.sets]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What is timed, and what it works on."""
+
+    subject: Subject
+    tasks: list[Task]
+
+    def reset(self) -> None:
+        """Fresh inputs and poisoned outputs."""
+        for task in self.tasks:
+            task.buffers.reset()
 
 
 class Bench:
@@ -39,26 +65,41 @@ class Bench:
         case: Case,
         settings: Settings,
         peer: Peer | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self._comm, self._world, self._case = comm, world, case
         self._settings, self._peer = settings, peer
+        self._yardstick = Yardstick(case.name, comm.nodes, settings.registered, stream)
 
     def try_out(self, problem: Problem, algorithm: str) -> None:
         """Call once. Raises what the collective raises where it can't do this, on every rank."""
-        task = self._tasks(problem, self._case.forms(problem)[0], self._buffers(problem))[0]
+        form = self._case.forms(problem)[0]
+        task = self._memory(problem).tasks(self._comm.rank, form)[0]
         self._case.call(self._comm, task, _forced(algorithm))()
 
     def rows(self, problem: Problem, algorithms: Sequence[str]) -> list[Row]:
         """A row for each algorithm, all measured in the same memory."""
-        buffers = self._buffers(problem)
-        return [self._row(problem, algorithm, buffers) for algorithm in algorithms]
+        ours = self._memory(problem)
+        theirs = self._their_memory(ours)
+        return [self._row(algorithm, ours, theirs) for algorithm in algorithms]
 
-    def _buffers(self, problem: Problem) -> list[Buffers]:
-        return [self._case.buffers(problem, self._comm.rank) for _ in range(self._settings.rotate)]
+    def _memory(self, problem: Problem) -> _Memory:
+        allocate = self._comm.empty if self._settings.registered else np.empty
+        sets = range(self._settings.rotate)
+        rank = self._comm.rank
+        return _Memory(problem, [self._case.buffers(problem, rank, allocate) for _ in sets])
 
-    def _row(self, problem: Problem, algorithm: str, buffers: list[Buffers]) -> Row:
+    def _their_memory(self, ours: _Memory) -> _Memory:
+        """The same, unless the peer reduces in another dtype."""
+        given = ours.problem.dtype
+        if self._peer is None or not self._case.reduces or self._peer.dtype_for(given) == given:
+            return ours
+        return self._memory(replace(ours.problem, dtype=self._peer.dtype_for(given)))
+
+    def _row(self, algorithm: str, ours: _Memory, theirs: _Memory) -> Row:
+        problem, rank = ours.problem, self._comm.rank
         forms = {
-            form: self._measure(problem, algorithm, self._tasks(problem, form, buffers))
+            form: self._measure(algorithm, ours.tasks(rank, form), theirs.tasks(rank, form))
             for form in self._case.forms(problem)
         }
         return Row(
@@ -72,22 +113,23 @@ class Bench:
             in_place=forms.get(True),
         )
 
-    def _tasks(self, problem: Problem, in_place: bool, buffers: list[Buffers]) -> list[Task]:
-        return [Task(problem, self._comm.rank, each, in_place) for each in buffers]
-
-    def _measure(self, problem: Problem, algorithm: str, tasks: list[Task]) -> Measurement:
-        subjects = [self._ours(tasks, algorithm), *self._theirs(tasks)]
+    def _measure(
+        self, algorithm: str, our_tasks: list[Task], their_tasks: list[Task]
+    ) -> Measurement:
+        problem = our_tasks[0].problem
+        sides = [self._ours(our_tasks, algorithm), *self._theirs(their_tasks)]
         nbytes = problem.nbytes if self._case.has_bytes else 0
         batch = self._settings.calls or batch_of(nbytes)
-        _reset(tasks)
+        for side in sides:
+            side.reset()
         seconds = interleave(
-            subjects,
+            [side.subject for side in sides],
             self._world,
             batch=batch,
             warmup=self._settings.warmup,
             repeats=self._settings.repeats,
         )
-        wrong = [self._check(subject, tasks, batch) for subject in subjects]
+        wrong = [self._check(side, batch) for side in sides]
         timing = Timing.of(seconds[0])
         algbw = nbytes / timing.median
         return Measurement(
@@ -95,41 +137,50 @@ class Bench:
             algbw=algbw,
             busbw=algbw * self._case.factor(problem.ranks),
             wrong=wrong[0],
-            peer=_compared(seconds, wrong) if len(subjects) > 1 else None,
+            of_stream=self._yardstick.of_stream(problem, algorithm, timing.median),
+            peer=self._compared(seconds, wrong[1], algorithm, sides) if len(sides) > 1 else None,
         )
 
-    def _ours(self, tasks: list[Task], algorithm: str) -> Subject:
+    def _ours(self, tasks: list[Task], algorithm: str) -> _Side:
         forced = _forced(algorithm)
-        return Subject([(self._case.call(self._comm, task, forced), None) for task in tasks])
+        calls = [(self._case.call(self._comm, task, forced), None) for task in tasks]
+        return _Side(Subject(calls), tasks)
 
-    def _theirs(self, tasks: list[Task]) -> list[Subject]:
+    def _theirs(self, tasks: list[Task]) -> list[_Side]:
         if self._peer is None:
             return []
         found = [(self._peer.call(self._case.name, task), task.out) for task in tasks]
         calls = [(call, out) for call, out in found if call is not None]
-        return [Subject(calls)] if calls else []
+        return [_Side(Subject(calls), tasks)] if calls else []
 
-    def _check(self, subject: Subject, tasks: list[Task], batch: int) -> int:
+    def _compared(
+        self, seconds: Array, wrong: int, algorithm: str, sides: list[_Side]
+    ) -> PeerMeasurement:
+        ours, theirs = (side.tasks[0] for side in sides)
+        return PeerMeasurement(
+            seconds=Timing.of(seconds[1]),
+            ratio=float(np.median(seconds[1] / seconds[0])),
+            wrong=wrong,
+            model=self._model(algorithm, ours, theirs),
+        )
+
+    def _model(self, algorithm: str, ours: Task, theirs: Task) -> tuple[float, float] | None:
+        if self._peer is None or self._peer.name != MODELLED_PEER:
+            return None
+        ratio = self._yardstick.ratio
+        return ratio(ours.problem, algorithm, theirs.problem, in_place=ours.in_place)
+
+    def _check(self, side: _Side, batch: int) -> int:
         """Wrong elements on all ranks after one more batch, on fresh inputs and poisoned outputs.
 
         In place it is a single call, since a second would fold the first one's result.
         """
-        problem, in_place = tasks[0].problem, tasks[0].in_place
-        _reset(tasks)
-        result = subject.run(1 if in_place else batch)
+        problem, in_place = side.tasks[0].problem, side.tasks[0].in_place
+        side.reset()
+        result = side.subject.run(1 if in_place else batch)
         wrong = count_wrong(result, self._case.expected(problem, self._comm.rank))
         total: int = self._world.allreduce(wrong)
         return total
-
-
-def _reset(tasks: list[Task]) -> None:
-    for task in tasks:
-        task.buffers.reset()
-
-
-def _compared(seconds: Array, wrong: list[int]) -> PeerMeasurement:
-    ours, theirs = seconds
-    return PeerMeasurement(Timing.of(theirs), float(np.median(theirs / ours)), wrong[1])
 
 
 def _forced(algorithm: str) -> str | None:

@@ -13,8 +13,8 @@ from typing import NoReturn
 import numpy as np
 
 from bench.cases import CASES
-from bench.cases.base import Case
-from bench.measure import AUTO, Settings
+from bench.cases.base import AUTO, Case
+from bench.measure import Settings
 from bench.peers import PEERS
 from bench.problem import OPS, DType, Problem
 from bench.sizes import parse_size, parse_sizes, sweep
@@ -30,6 +30,9 @@ the part of the size that the busiest link must carry; ratio = the peer's time /
 gather, scatter and reduce_scatter that of all ranks' blocks together, for all_to_all what one rank
 sends. Sizes are rounded up to whole blocks. The calls of a repeat follow one another without a
 barrier, so that those of a rooted collective may overlap; --calls 1 keeps them apart.
+Beside the ratio to MPI of the all_reduce
+that runs by itself, model is the ratio that memory traffic predicts, from MPI's ring with one copy
+to its ring with two; "% of stream" is what that traffic takes of the bandwidth that --stream finds.
 MPI4PY_RC_THREAD_LEVEL=single in the environment measures MPI without its thread locks. Exit status:
 0, or 1 where a result was wrong, or 2 where this can't be measured."""
 
@@ -46,7 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Lets only one of the ranks that a launcher started complain; MPI isn't running yet."""
 
     def error(self, message: str) -> NoReturn:
@@ -57,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m bench",
         description="Time a collective over a range of sizes, in the manner of nccl-tests.",
         epilog=_EPILOG,
@@ -94,6 +97,8 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     add("--warmup", type=int, default=Settings.warmup, help="repeats before (default: %(default)s)")
     add("--calls", type=int, help="in a repeat (default: as many as move 1M, at most 200)")
     add("--rotate", type=int, default=1, metavar="N", help="buffer sets to cycle (default: 1)")
+    add("--registered", action="store_true", help="all buffers from Communicator.empty")
+    add("--stream", action="store_true", help="measure the memory's bandwidth too; takes a second")
     add("--peer", choices=PEERS, help="compare with, call by call: %(choices)s", metavar="NAME")
 
 
@@ -127,7 +132,9 @@ def _check(options: argparse.Namespace, case: Case) -> None:
     if options.plot and not case.has_bytes:
         raise ValueError(f"--plot shows bandwidth, and {case.name} moves no bytes")
     options.algorithms = _algorithms(case, options.algorithm)
-    options.settings = Settings(options.repeats, options.warmup, options.rotate, options.calls)
+    options.settings = Settings(
+        options.repeats, options.warmup, options.rotate, options.calls, options.registered
+    )
 
 
 def _at_least(smallest: int, name: str, value: int) -> None:

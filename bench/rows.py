@@ -10,22 +10,30 @@ from bench.timing import Timing
 
 @dataclass(frozen=True)
 class PeerMeasurement:
-    """The peer's call, timed between ours. `ratio` is peer / ours: above 1 we are faster."""
+    """The peer's call, timed between ours. `ratio` is peer / ours: above 1 we are faster.
+
+    `model` is from which to which ratio memory traffic predicts.
+    """
 
     seconds: Timing
     ratio: float
     wrong: int
+    model: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Our call in one form; bandwidths in bytes per second."""
+    """Our call in one form; bandwidths in bytes per second.
+
+    `of_stream` is the part of the memory's bandwidth that it uses.
+    """
 
     seconds: Timing
     algbw: float
     busbw: float
     wrong: int
     peer: PeerMeasurement | None = None
+    of_stream: float | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import collectives
@@ -18,6 +19,7 @@ from bench.reports import open_table
 from bench.reports.columns import Column, columns
 from bench.reports.files import write_json, write_markdown
 from bench.rows import Row
+from bench.stream import measure_stream
 
 CAN_NOT_MEASURE = 2
 
@@ -29,43 +31,59 @@ class CanNotMeasureError(RuntimeError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, the same on every rank."""
     options = parse(arguments)
+    return status_of(lambda comm: sum(row.wrong for row in measure(comm, options).rows))
+
+
+def status_of(count_wrong: Callable[[collectives.Communicator], int]) -> int:
+    """The exit status of a program that counts wrong elements, the same on every rank."""
     try:
         comm = collectives.world()
     except collectives.BackendUnavailableError as error:
         print(f"bench: {error}", file=sys.stderr)
         return CAN_NOT_MEASURE
     try:
-        rows = measure(comm, options)
+        return int(count_wrong(comm) > 0)
     except (CanNotMeasureError, PeerUnavailableError) as error:
         if comm.rank == 0:
             print(f"bench: {error}", file=sys.stderr)
         return CAN_NOT_MEASURE
-    return int(any(row.wrong for row in rows))
 
 
-def measure(comm: collectives.Communicator, options: argparse.Namespace) -> list[Row]:
+@dataclass(frozen=True)
+class Run:
+    """What was measured, and how it is shown."""
+
+    header: dict[str, Any]
+    columns: list[Column]
+    rows: list[Row]
+
+
+def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
     """Measure and report everything that was asked for."""
     from mpi4py import MPI
 
     if options.root >= comm.size:
         raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
+    case = CASES[options.collective]
     world = MPI.COMM_WORLD.Dup()
     peer = open_peer(options.peer, world) if options.peer else None
-    bench = Bench(comm, world, CASES[options.collective], options.settings, peer)
+    stream = measure_stream(world) if options.stream else None
+    bench = Bench(comm, world, case, options.settings, peer, stream)
     names, notes = _usable(bench, options, comm.size)
-    report = Report(options, describe(comm, options), names) if comm.rank == 0 else None
-    rows: list[Row] = []
+    shown = columns(case, options.peer, names, stream=options.stream)
+    run = Run(describe(comm, options, peer, stream), shown, [])
+    report = Report(options, run) if comm.rank == 0 else None
     for problem in problems(options, comm.size):
         for row in bench.rows(problem, names):
-            rows.append(row)
+            run.rows.append(row)
             if report:
                 report.table.add(row)
     if report:
-        report.finish(rows, notes)
+        report.finish(notes)
     if peer:
         peer.close()
     world.Free()
-    return rows
+    return run
 
 
 def _usable(bench: Bench, options: argparse.Namespace, ranks: int) -> tuple[list[str], list[str]]:
@@ -85,24 +103,21 @@ def _usable(bench: Bench, options: argparse.Namespace, ranks: int) -> tuple[list
 class Report:
     """What rank 0 shows."""
 
-    def __init__(
-        self, options: argparse.Namespace, header: dict[str, Any], names: list[str]
-    ) -> None:
-        self._options, self._header = options, header
-        case = CASES[options.collective]
-        self._columns: list[Column] = columns(case, options.peer, names)
-        self.table = open_table(header, self._columns)
+    def __init__(self, options: argparse.Namespace, run: Run) -> None:
+        self._options, self._run = options, run
+        self.table = open_table(run.header, run.columns)
 
-    def finish(self, rows: list[Row], notes: list[str]) -> None:
+    def finish(self, notes: list[str]) -> None:
         """Close the table and write the files."""
+        header, rows = self._run.header, self._run.rows
         wrong = sum(row.wrong for row in rows)
         verdict = f"{wrong} WRONG elements" if wrong else "all results exact"
         self.table.close([*notes, verdict])
-        options, header = self._options, self._header
+        options = self._options
         if options.json:
             write_json(options.json, header, rows)
         if options.markdown:
-            write_markdown(options.markdown, header, self._columns, rows)
+            write_markdown(options.markdown, header, self._run.columns, rows)
         if options.plot:
             from bench.reports.plot import write_plot
 

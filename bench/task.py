@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from bench.problem import Array, Problem
+from bench.problem import Array, DType, Problem
+
+Allocate: TypeAlias = Callable[[int, DType], Array]
 
 # No element made of this byte is a value that a collective of small integers gives.
 _POISON = 0xA5
@@ -16,13 +19,8 @@ _POISON = 0xA5
 class Buffers:
     """What one rank sends and receives: allocated once, every page touched before the clock."""
 
-    def __init__(
-        self, give: Callable[[], Array | None], expected: Array | None, dtype: np.dtype[np.generic]
-    ) -> None:
-        nothing = np.empty(0, dtype)
-        self._give, given = give, give()
-        self.send = np.empty_like(nothing if given is None else given)
-        self.recv = np.empty_like(nothing if expected is None else expected)
+    def __init__(self, give: Callable[[], Array | None], send: Array, recv: Array) -> None:
+        self._give, self.send, self.recv = give, send, recv
         self.reset()
 
     def reset(self) -> None:

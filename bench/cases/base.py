@@ -6,11 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from bench.problem import Array, Problem
-from bench.task import Buffers, Task
+import numpy as np
+
+from bench.problem import Array, DType, Problem
+from bench.task import Allocate, Buffers, Task
 from collectives import Communicator
 
 Call: TypeAlias = Callable[[], Any]
+
+AUTO = "auto"
+"""The name, among those of algorithms, of what runs when none is forced."""
 
 
 class Case(ABC):
@@ -49,10 +54,27 @@ class Case(ABC):
         in_place = self.in_place and problem.result_dtype == problem.dtype
         return (False,) * self.out_of_place + (True,) * in_place
 
-    def buffers(self, problem: Problem, rank: int) -> Buffers:
-        """Memory for a rank."""
-        expected = self.expected(problem, rank) if self.out_of_place else None
-        return Buffers(lambda: self.given(problem, rank), expected, problem.dtype)
+    def buffers(self, problem: Problem, rank: int, allocate: Allocate = np.empty) -> Buffers:
+        """Memory for a rank; `allocate` is called alike on all ranks, and so may be collective."""
+
+        def received(by: int) -> Array | None:
+            return self.expected(problem, by) if self.out_of_place else None
+
+        # Nobody has more than the root.
+        most = self.given(problem, problem.root), received(problem.root)
+        needed = self.given(problem, rank), received(rank)
+        send, recv = (
+            _room(allocate, each, part, problem.dtype)
+            for each, part in zip(most, needed, strict=True)
+        )
+        return Buffers(lambda: self.given(problem, rank), send, recv)
+
+
+def _room(allocate: Allocate, most: Array | None, needed: Array | None, dtype: DType) -> Array:
+    """Room for `needed` in as much memory as `most` takes."""
+    if most is None:
+        return np.empty(0, dtype)
+    return allocate(most.size, most.dtype)[: 0 if needed is None else needed.size]
 
 
 class CutCase(Case):

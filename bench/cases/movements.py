@@ -47,8 +47,8 @@ class AllGather(CutCase):
         return np.concatenate([self.given(problem, each) for each in range(problem.ranks)])
 
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
-        """The result is a new array."""
-        return partial(comm.all_gather, task.send, algorithm=algorithm)
+        """With `out`."""
+        return partial(comm.all_gather, task.send, out=task.out, algorithm=algorithm)
 
 
 class Gather(AllGather):

@@ -87,5 +87,6 @@ class ReduceScatter(CutCase, _Reduction):
         return problem.folded(problem.count)[problem.block_of(rank)]
 
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
-        """The result is a new array."""
-        return partial(comm.reduce_scatter, task.send, task.problem.op, algorithm=algorithm)
+        """With `out`."""
+        op = task.problem.op
+        return partial(comm.reduce_scatter, task.send, op, out=task.out, algorithm=algorithm)

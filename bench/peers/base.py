@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.cases.base import Call
+from bench.problem import DType
 from bench.task import Task
 
 
@@ -26,6 +27,10 @@ class Peer:
         make: Any = getattr(self, collective, None)
         call: Call | None = make(task) if make else None
         return call
+
+    def dtype_for(self, dtype: DType) -> DType:
+        """In what the library reduces as many elements, if not in `dtype`."""
+        return dtype
 
     def close(self) -> None:
         """Give everything back."""

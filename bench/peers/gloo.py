@@ -17,7 +17,7 @@ from bench.peers.base import Peer, PeerUnavailableError
 from bench.task import Task
 
 # Those in which torch's gloo reduces.
-_DTYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8")
 
 
 class GlooPeer(Peer):
@@ -112,7 +112,10 @@ class GlooPeer(Peer):
         return getattr(self._dist.ReduceOp, task.problem.op.upper())
 
     def _tensor(self, array: Any) -> Any:
-        return self._torch.from_numpy(array)
+        if array.dtype.name != "bfloat16":
+            return self._torch.from_numpy(array)
+        # torch doesn't know NumPy's.
+        return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
 
     def _parts(self, array: Any, task: Task) -> list[Any]:
         return list(self._tensor(array).tensor_split(task.problem.ranks))

@@ -16,6 +16,7 @@ from bench.peers.base import Peer
 from bench.problem import Array, DType
 from bench.task import Task
 
+_SHORT_FLOATS = ("float16", "bfloat16")
 _OPS = {
     "sum": (MPI.SUM, "iufc"),
     "product": (MPI.PROD, "iufc"),
@@ -31,6 +32,10 @@ class MpiPeer(Peer):
 
     def __init__(self, world: MPI.Intracomm) -> None:
         self._world = world
+
+    def dtype_for(self, dtype: DType) -> DType:
+        """float32 for 16-bit floats, as a program over MPI does it: MPI has no C type for them."""
+        return np.dtype(np.float32) if dtype.name in _SHORT_FLOATS else dtype
 
     def all_reduce(self, task: Task) -> Call | None:
         """With `Allreduce`."""
@@ -104,9 +109,8 @@ class MpiPeer(Peer):
 
 def _op(task: Task) -> MPI.Op | None:
     """MPI's op of that name, where MPI has it for the dtype."""
-    dtype: DType = task.problem.dtype
     op, kinds = _OPS.get(task.problem.op, (None, ""))
-    return op if dtype.kind in kinds and dtype != np.float16 else None
+    return op if task.problem.dtype.kind in kinds else None
 
 
 def _elements(array: Array) -> list[Any]:

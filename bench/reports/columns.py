@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from bench.cases.base import Case
 from bench.rows import Measurement, PeerMeasurement, Row
+from bench.yardstick import MODELLED, MODELLED_PEER
 
 ABSENT = "-"
 _FORMS = ("out-of-place", "in-place")
+# What the lines above the settings say of the header.
+_NAMED = {"collective", "ranks", "nodes", "date", "mpi", "mpi4py", "numpy", "python"}
+_NAMED |= {"thread level", "cpu", "cores"}
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,23 @@ class Column:
     group: str = ""
 
 
-def columns(case: Case, peer: str | None, algorithms: list[str]) -> list[Column]:
-    """The columns for a collective, with those of the peer if there is one."""
-    return [*_problem_columns(case, algorithms), *_form_columns(0, peer), *_form_columns(1, peer)]
+def columns(
+    case: Case, peer: str | None, algorithms: list[str], *, stream: bool = False
+) -> list[Column]:
+    """The columns for a collective, with those of the peer and the memory's bandwidth if asked."""
+    modelled = case.name == MODELLED
+    has_model, has_stream = modelled and peer == MODELLED_PEER, modelled and stream
+    forms = [
+        column
+        for form in range(len(_FORMS))
+        for column in (
+            *_own_columns(form),
+            *(_stream_columns(form) if has_stream else ()),
+            *(_peer_columns(form, peer) if peer else ()),
+            *(_model_columns(form) if has_model else ()),
+        )
+    ]
+    return [*_problem_columns(case, algorithms), *forms]
 
 
 def _problem_columns(case: Case, algorithms: list[str]) -> list[Column]:
@@ -42,32 +60,53 @@ def _problem_columns(case: Case, algorithms: list[str]) -> list[Column]:
     return [*found, Column("algorithm", "", width, lambda row: row.algorithm)]
 
 
-def _form_columns(form: int, peer: str | None) -> list[Column]:
-    def ours(cell: Callable[[Measurement], str]) -> Callable[[Row], str]:
-        def of_row(row: Row) -> str:
-            measured = (row.out_of_place, row.in_place)[form]
-            return cell(measured) if measured else ABSENT
+def _ours(form: int, cell: Callable[[Measurement], str]) -> Callable[[Row], str]:
+    def of_row(row: Row) -> str:
+        measured = (row.out_of_place, row.in_place)[form]
+        return cell(measured) if measured else ABSENT
 
-        return of_row
+    return of_row
 
-    def theirs(cell: Callable[[PeerMeasurement], str]) -> Callable[[Row], str]:
-        return ours(lambda measured: cell(measured.peer) if measured.peer else ABSENT)
 
-    group = _FORMS[form]
-    found = [
-        Column("time", "(µs)", 10, ours(lambda each: _microseconds(each.seconds.median)), group),
-        Column("algbw", "(GB/s)", 7, ours(lambda each: _gigabytes(each.algbw)), group),
-        Column("busbw", "(GB/s)", 7, ours(lambda each: _gigabytes(each.busbw)), group),
-        Column("#wrong", "", 6, ours(lambda each: str(each.wrong)), group),
+def _theirs(form: int, cell: Callable[[PeerMeasurement], str]) -> Callable[[Row], str]:
+    return _ours(form, lambda measured: cell(measured.peer) if measured.peer else ABSENT)
+
+
+def _own_columns(form: int) -> list[Column]:
+    def column(title: str, unit: str, width: int, cell: Callable[[Measurement], str]) -> Column:
+        return Column(title, unit, width, _ours(form, cell), _FORMS[form])
+
+    return [
+        column("time", "(µs)", 10, lambda each: _microseconds(each.seconds.median)),
+        column("algbw", "(GB/s)", 7, lambda each: _gigabytes(each.algbw)),
+        column("busbw", "(GB/s)", 7, lambda each: _gigabytes(each.busbw)),
+        column("#wrong", "", 6, lambda each: str(each.wrong)),
     ]
-    if peer:
-        found += [
-            Column(
-                peer, "(µs)", 10, theirs(lambda each: _microseconds(each.seconds.median)), group
-            ),
-            Column("ratio", "", 6, theirs(lambda each: f"{each.ratio:.2f}"), group),
-        ]
-    return found
+
+
+def _stream_columns(form: int) -> list[Column]:
+    cell = _ours(form, lambda each: ABSENT if each.of_stream is None else _percent(each.of_stream))
+    return [Column("% of stream", "", 11, cell, _FORMS[form])]
+
+
+def _peer_columns(form: int, peer: str) -> list[Column]:
+    time = _theirs(form, lambda each: _microseconds(each.seconds.median))
+    ratio = _theirs(form, lambda each: f"{each.ratio:.2f}")
+    group = _FORMS[form]
+    return [Column(peer, "(µs)", 10, time, group), Column("ratio", "", 6, ratio, group)]
+
+
+def _model_columns(form: int) -> list[Column]:
+    cell = _theirs(form, lambda each: _range(*each.model) if each.model else ABSENT)
+    return [Column("model", "", 11, cell, _FORMS[form])]
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.2f}–{high:.2f}"
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f}"
 
 
 def _microseconds(seconds: float) -> str:
@@ -82,16 +121,28 @@ def _gigabytes(bandwidth: float) -> str:
 
 def header_lines(header: dict[str, object]) -> list[str]:
     """What was measured on what, in a few lines."""
-    given = {name: value for name, value in header.items() if value is not None}
-    take = given.pop
-    lines = [
-        f"{take('collective')}: {_counted(take('ranks'), 'rank')}"
-        f" on {_counted(take('nodes'), 'node')}, {take('date')}",
-        f"{take('mpi')}, mpi4py {take('mpi4py')}, numpy {take('numpy')}, Python {take('python')},"
-        f" thread level {take('thread level')}",
-        f"{take('cpu')}, {_counted(take('cores'), 'core')}",
+    return [title_line(header), *machine_lines(header), settings_line(header)]
+
+
+def title_line(header: dict[str, object]) -> str:
+    """What was measured, between whom and when."""
+    ranks, nodes = _counted(header["ranks"], "rank"), _counted(header["nodes"], "node")
+    return f"{header['collective']}: {ranks} on {nodes}, {header['date']}"
+
+
+def machine_lines(header: dict[str, object]) -> list[str]:
+    """The libraries and the processor."""
+    return [
+        f"{header['mpi']}, mpi4py {header['mpi4py']}, numpy {header['numpy']},"
+        f" Python {header['python']}, thread level {header['thread level']}",
+        f"{header['cpu']}, {_counted(header['cores'], 'core')}",
     ]
-    return [*lines, ", ".join(f"{name}: {value}" for name, value in given.items())]
+
+
+def settings_line(header: dict[str, object]) -> str:
+    """All else, as far as it applies."""
+    others = [name for name in header if name not in _NAMED and header[name] is not None]
+    return ", ".join(f"{name}: {header[name]}" for name in others)
 
 
 def _counted(count: object, noun: str) -> str:

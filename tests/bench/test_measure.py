@@ -1,7 +1,8 @@
 """Every collective, once through the code that measures it."""
 
 import json
-import sys
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,25 +10,18 @@ import pytest
 from bench.cases import CASES
 from bench.cases.reductions import AllReduce
 from bench.measure import Bench, Settings
-from bench.peers import PEERS, open_peer
-from bench.peers.base import Peer, PeerUnavailableError
+from bench.peers import open_peer
+from bench.peers.base import Peer
 from bench.problem import Problem
 from bench.run import main as run_bench
+from bench.stream import measure_stream
+from bench.task import Task
 
 SETTINGS = Settings(repeats=2, warmup=1, rotate=2, calls=3)
 
 
 def main(line, *more):
     return run_bench([*line.split(), *more])
-
-
-@pytest.fixture
-def world(comm):
-    from mpi4py import MPI
-
-    duplicate = MPI.COMM_WORLD.Dup()
-    yield duplicate
-    duplicate.Free()
 
 
 @pytest.mark.mpi
@@ -45,6 +39,35 @@ def test_nothing_is_wrong(name, comm, world):
         assert 0 < measured.seconds.minimum <= measured.seconds.median <= measured.seconds.p90
         assert measured.busbw == measured.algbw * case.factor(comm.size)
         assert measured.peer.ratio > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_ask_alike_for_registered_buffers(name, comm, world, monkeypatch):
+    asked, empty = [], comm.empty
+
+    def recorded(shape, dtype):
+        asked.append((shape, str(dtype)))
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(comm, "empty", recorded)
+    problem = Problem(comm.size, 6 * comm.size, np.dtype(np.int64), "sum", comm.size - 1, tensors=2)
+    settings = replace(SETTINGS, registered=True)
+    bench = Bench(comm, world, CASES[name], settings, open_peer("mpi4py", world))
+    assert bench.rows(problem, ["auto"])[0].wrong == 0
+    assert world.allgather(asked) == [asked] * comm.size
+    halves = CASES[name].has_bytes * (1 + CASES[name].out_of_place)
+    assert len(asked) == halves * settings.rotate
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_results_are_written_where_the_peer_writes_its_own(name, comm):
+    problem = Problem(comm.size, 6 * comm.size, np.dtype(np.int64))
+    task = Task(problem, comm.rank, CASES[name].buffers(problem, comm.rank), in_place=False)
+    assert CASES[name].call(comm, task, None)() is task.out
 
 
 @pytest.mark.mpi
@@ -138,6 +161,28 @@ def check_json(written):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
+def test_what_the_model_and_the_stream_say_is_written(comm, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("bench.yardstick.SMALLEST_STREAMED", 64 << 10)
+    monkeypatch.setattr("bench.run.measure_stream", partial(measure_stream, nbytes=4096))
+    path = tmp_path / "rows.json"
+    line = "all_reduce --sizes 8,64K --registered --stream --dtype float16 --repeats 2"
+    assert main(line, "--peer", "mpi4py", "--json", str(path)) == 0
+    out = capsys.readouterr().out
+    if comm.rank:
+        return
+    small, large = json.loads(path.read_text())["rows"]
+    assert small["in_place"]["peer"]["model"] is small["in_place"]["of_stream"] is None
+    # MPI's float32 has twice the bytes.
+    assert large["in_place"]["peer"]["model"] == [3.5, 5.5]
+    assert large["out_of_place"]["peer"]["model"] == [5.5, 7.5]
+    assert large["in_place"]["of_stream"] > 0
+    assert "stream copy / add (GB/s): " in out
+    assert "buffers: registered" in out
+    assert "3.50–5.50" in out
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -156,12 +201,3 @@ def test_what_can_not_be_measured_ends_with_status_2(arguments, complaint, comm,
 def test_all_leaves_out_what_does_not_work_and_says_so(comm, capsys):
     assert main("all_reduce --op min --algorithm all --sizes 8 --repeats 1") == 0
     assert ("can't measure native" in capsys.readouterr().out) == (comm.rank == 0)
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(1, 2)
-def test_a_missing_library_is_named(world, monkeypatch):
-    assert "gloo" in PEERS
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(PeerUnavailableError, match="needs torch"):
-        open_peer("gloo", world)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from bench.cases import CASES
@@ -45,6 +47,34 @@ def test_a_row_reads_as_in_nccl_tests():
 def test_the_peer_stands_beside_each_form():
     assert cells(row(1000, 2e-6), "mpi4py")[4:10] == ["2.00", "0.500", "0.250", "0", "4.00", "2.00"]
     assert cells(row(1000, 2e-6), "mpi4py")[10:] == ["-"] * 6
+
+
+def test_the_model_stands_beside_the_ratio_and_the_stream_beside_our_own():
+    measured = row(1000, 2e-6).out_of_place
+    predicted = replace(measured.peer, model=(1.75, 2.75))
+    measured = replace(measured, peer=predicted, of_stream=0.876)
+    reduced = replace(row(1000, 2e-6), op="sum", out_of_place=measured)
+    shown = columns(CASES["all_reduce"], "mpi4py", ["auto"], stream=True)
+    found = [(column.title, column.cell(reduced)) for column in shown if column.group]
+    assert found[:8] == [
+        *(("time", "2.00"), ("algbw", "0.500"), ("busbw", "0.250"), ("#wrong", "0")),
+        *(("% of stream", "88"), ("mpi4py", "4.00"), ("ratio", "2.00"), ("model", "1.75–2.75")),
+    ]
+    assert [cell for _, cell in found[8:]] == ["-"] * 8
+
+
+@pytest.mark.parametrize(
+    ("collective", "peer", "stream", "shown"),
+    [
+        ("all_reduce", "mpi4py", False, {"model"}),
+        ("all_reduce", "gloo", True, {"% of stream"}),
+        ("all_reduce", None, False, set()),
+        ("broadcast", "mpi4py", True, set()),
+    ],
+)
+def test_the_columns_of_the_model_come_where_it_speaks(collective, peer, stream, shown):
+    found = columns(CASES[collective], peer, ["auto"], stream=stream)
+    assert {column.title for column in found} & {"model", "% of stream"} == shown
 
 
 def test_wide_cells_fit_their_columns():
