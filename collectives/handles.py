@@ -90,14 +90,18 @@ class Progress:
         self._thread.join()
 
     def _work(self) -> None:
-        engine = Engine(self._complete_duplicate())
+        transport = self._complete_duplicate()
+        engine = Engine(transport)
         engine.patience.deadline = self.deadline
         engine.patience.sleep_early()
         nodes.settle(engine, self._topology)
         self.recorder = engine.recorder
         while self._run_next(engine):
             pass
-        if engine.broken is None:
+        if transport.one_process:
+            # The ranks' threads are told to end one after the other, and would wait for each other.
+            engine.close()
+        elif engine.broken is None:
             engine.perform(Signature("close"), Engine.close)
 
     def _run_next(self, engine: Engine) -> bool:

@@ -10,12 +10,13 @@ import types
 import numpy as np
 import pytest
 
-from collectives import Communicator, doctor_packages
-from collectives.doctor_attempt import WrongResultError
-from collectives.doctor_checks import NEEDS_PEERS, TRIALS, check
-from collectives.doctor_launcher import Launcher, find_launcher
-from collectives.doctor_machine import RankFacts, report_ranks, report_shared_memory
-from collectives.doctor_report import Report, ranges
+from collectives import Communicator
+from collectives.doctor import packages
+from collectives.doctor.attempt import WrongResultError
+from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
+from collectives.doctor.launcher import Launcher, find_launcher
+from collectives.doctor.machine import RankFacts, report_ranks, report_shared_memory
+from collectives.doctor.report import Report, ranges
 from collectives.transports.local import run
 from tests.worlds.launcher import find_mpirun, is_open_mpi, world_environment
 from tests.worlds.programs import ROOT
@@ -235,7 +236,7 @@ def test_the_extras_are_those_of_the_package(monkeypatch):
     }
     extras["test"] -= extras["bench"] | extras["examples"]
     extras["dev"] -= extras["test"] | extras["bench"] | extras["examples"]
-    assert {extra: set(names) for extra, names in doctor_packages.EXTRAS.items()} == extras
+    assert {extra: set(names) for extra, names in packages.EXTRAS.items()} == extras
 
 
 def test_every_method_that_communicates_is_tried():

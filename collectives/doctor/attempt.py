@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.doctor_report import ranks_named
+from collectives.doctor.report import ranks_named
 
 _LONGEST_REASON = 400
 

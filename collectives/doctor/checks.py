@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.communicator import Communicator
-from collectives.doctor_attempt import WrongResultError
+from collectives.doctor.attempt import WrongResultError
 
 Results: TypeAlias = list[tuple[Any, Any]]
 """Pairs of what came and what should have come."""

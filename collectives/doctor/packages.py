@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numkong
 
-from collectives.doctor_report import Report
+from collectives.doctor.report import Report
 
 EXTRAS = {
     "mpich": ("mpich",),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectives.communicator import Communicator
-from collectives.doctor_attempt import Outcome, attempt, reasons
-from collectives.doctor_packages import versions
-from collectives.doctor_report import Report, counted, ranges, ranks_named
+from collectives.doctor.attempt import Outcome, attempt, reasons
+from collectives.doctor.packages import versions
+from collectives.doctor.report import Report, counted, ranges, ranks_named
 
 _SHARED_MEMORY = "/dev/shm"
 # Docker's default.

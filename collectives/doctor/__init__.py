@@ -12,12 +12,12 @@ from typing import Any
 
 from collectives.backends import start_mpi
 from collectives.communicator import Communicator
-from collectives.doctor_attempt import Outcome, attempt, reasons
-from collectives.doctor_checks import NEEDS_PEERS, TRIALS, check
-from collectives.doctor_launcher import Launcher, find_launcher
-from collectives.doctor_machine import gather_facts, report_mpi, report_ranks, report_shared_memory
-from collectives.doctor_packages import installed, report_extras, report_gpu, report_python
-from collectives.doctor_report import Report, counted
+from collectives.doctor.attempt import Outcome, attempt, reasons
+from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
+from collectives.doctor.launcher import Launcher, find_launcher
+from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, report_shared_memory
+from collectives.doctor.packages import installed, report_extras, report_gpu, report_python
+from collectives.doctor.report import Report, counted
 from collectives.errors import BackendUnavailableError
 from collectives.world import world
 
