@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collectives.errors import (
     CollectiveMismatchError,
@@ -51,6 +51,13 @@ class Signature(NamedTuple):
 def _shown(shape: tuple[object, ...]) -> str:
     parts = ["*" if each == ANY_LENGTH else str(each) for each in shape[:_SHOWN]]
     return f"[{', '.join(parts + ['…'] * (len(shape) > _SHOWN))}]"
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """The name of a NumPy dtype, which takes NumPy two microseconds to find."""
+    name: str = dtype.name
+    return name
 
 
 def forced(algorithm: str | None) -> str | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from collectives.arrays import Output, flat, given_output, like, new_output
 from collectives.reduction import Array
+from collectives.schedule import split_lengths
 
 
 def check_index(name: str, value: Any, limit: int) -> int:
@@ -31,11 +33,18 @@ def check_peer(peer: Any, rank: int, size: int) -> int:
     return index
 
 
+@lru_cache(maxsize=256)
+def split_rows(count: int, size: int) -> tuple[int, ...]:
+    """How many rows each rank gets, as `numpy.array_split` deals them out."""
+    return tuple(split_lengths(count, size).tolist())
+
+
 class Rows:
     """An array seen as rows along one axis, which comes first in `flat`. 0-d counts as one row."""
 
     def __init__(self, array: Array, axis: Any, argument: str = "array") -> None:
-        array = np.atleast_1d(array)
+        if not array.ndim:
+            array = array.reshape(1)
         try:
             self.axis = operator.index(axis)
         except TypeError:
@@ -46,7 +55,7 @@ class Rows:
                 f" so it must be from {-array.ndim} to {array.ndim - 1}"
             )
         self.axis %= array.ndim
-        moved = np.moveaxis(array, self.axis, 0)
+        moved = np.moveaxis(array, self.axis, 0) if self.axis else array
         self.flat = flat(moved)
         self.count, self.rest = moved.shape[0], moved.shape[1:]
         self.dtype = array.dtype
@@ -81,4 +90,6 @@ class Rows:
 
     def array(self, rows: Array, count: int) -> Array:
         """`count` flat rows of the same kind as a contiguous array, with the axis in its place."""
+        if not self.axis:
+            return rows.reshape(count, *self.rest)
         return np.ascontiguousarray(np.moveaxis(rows.reshape(count, *self.rest), 0, self.axis))

@@ -12,9 +12,8 @@ from collectives.engine import Engine
 from collectives.operations import Operation
 from collectives.operations.arguments import Rows
 from collectives.operations.objects import broadcast_pickle, numbers_of_all
-from collectives.reduction import Array
 from collectives.schedule import split_lengths
-from collectives.signature import ANY_LENGTH, Signature, forced
+from collectives.signature import ANY_LENGTH, Signature, dtype_name, forced
 
 
 def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
@@ -31,33 +30,36 @@ def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) ->
         engine.run("broadcast", None, output.buffer, root=root, algorithm=algorithm)
         return output.deliver()
 
-    shape, dtype, detail = given.shape, given.dtype.name, forced(algorithm)
+    shape, dtype, detail = given.shape, dtype_name(given.dtype), forced(algorithm)
     signature = Signature("broadcast", None, dtype, shape, root, detail, given.nbytes)
     return Operation(signature, perform)
 
 
 def _signature(collective: str, rows: Rows, root: int | None, algorithm: str | None) -> Signature:
     """The call that joins rows, whose number each rank chooses."""
-    shape, nbytes = rows.shape(ANY_LENGTH), rows.flat.nbytes
-    return Signature(collective, None, rows.dtype.name, shape, root, forced(algorithm), nbytes)
+    shape, dtype, nbytes = rows.shape(ANY_LENGTH), dtype_name(rows.dtype), rows.flat.nbytes
+    return Signature(collective, None, dtype, shape, root, forced(algorithm), nbytes)
 
 
 def _counts_of_all(engine: Engine, rows: Rows) -> list[int]:
     """Every rank's number of rows."""
-    counts: list[int] = numbers_of_all(engine, [rows.count])[:, 0].tolist()
-    return counts
+    return [count for count, _ in numbers_of_all(engine, rows.count)]
+
+
+# What a rank without `out` says of its length.
+_ANY_ROOM = (1 << 63) - 1
 
 
 def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operation:
     """All ranks' arrays, joined along the axis in rank order."""
     algorithms.check_name("all_gather", algorithm)
     rows = Rows(to_numpy(array), axis)
-    room = -1 if out is None else _rows_of(out, rows)
+    room = _ANY_ROOM if out is None else _rows_of(out, rows)
 
     def perform(engine: Engine) -> Any:
-        table = numbers_of_all(engine, [rows.count, room])
-        counts = table[:, 0].tolist()
-        _check_room(table)
+        table = numbers_of_all(engine, rows.count, room)
+        counts = [count for count, _ in table]
+        _check_room([room for _, room in table], sum(counts))
         lengths = [count * rows.elements for count in counts]
         result = rows.output(out, sum(counts), rows.dtype, array)
         source, target = rows.flat, result.buffer
@@ -77,15 +79,11 @@ def _rows_of(out: Any, rows: Rows) -> int:
     return count
 
 
-def _check_room(table: Array) -> None:
+def _check_room(rooms: list[int], total: int) -> None:
     """ValueError on every rank where some rank's `out` has another length than the result."""
-    total = int(table[:, 0].sum())
-    wrong = [rank for rank, room in enumerate(table[:, 1].tolist()) if room not in (-1, total)]
-    if wrong:
-        rank = wrong[0]
-        raise ValueError(
-            f"out has {table[rank, 1]} rows on rank {rank}: the joined arrays have {total}"
-        )
+    for rank, room in enumerate(rooms):
+        if room not in (_ANY_ROOM, total):
+            raise ValueError(f"out has {room} rows on rank {rank}: the joined arrays have {total}")
 
 
 def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation:

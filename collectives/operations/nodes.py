@@ -36,8 +36,7 @@ def find_topology(engine: Engine, node_of: Sequence[int] | None) -> Topology:
 
 def gather_labels(engine: Engine, label: int) -> list[int]:
     """Every rank's label."""
-    labels: list[int] = numbers_of_all(engine, [label])[:, 0].tolist()
-    return labels
+    return [label for label, _ in numbers_of_all(engine, label)]
 
 
 def split(color: int | None, key: int) -> Operation:
@@ -81,11 +80,10 @@ def _members(where: Topology) -> list[list[int]]:
 def _layout(engine: Engine, node: Engine, where: Topology) -> Layout:
     """How many ranks the nodes have, and how many cores for them."""
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    cores: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
-    count = len(cores) or os.cpu_count() or 1
-    table = numbers_of_all(engine, [where.local_size, count])
-    crowding = float((table[:, 0] / table[:, 1]).max())
-    return Layout(tuple(len(ranks) for ranks in _members(where)), max(1.0, crowding))
+    there: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
+    count = len(there) or os.cpu_count() or 1
+    ratios = [ranks / cores for ranks, cores in numbers_of_all(engine, where.local_size, count)]
+    return Layout(tuple(map(len, _members(where))), max(1.0, *ratios))
 
 
 def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
@@ -94,8 +92,8 @@ def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
     leaders = gather_labels(node, engine.transport.node_leader())
     together = len(set(leaders)) == 1
     segments = node.transport.share(SEGMENT_BYTES) if together else None
-    found = numbers_of_all(engine, [segments is not None, node.size])
-    if found[:, 0].all() and (found[:, 1] > 1).any():
+    found = numbers_of_all(engine, int(segments is not None), node.size)
+    if all(shared for shared, _ in found) and any(size > 1 for _, size in found):
         return segments
     if segments is not None:
         node.transport.free(segments)

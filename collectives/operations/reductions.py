@@ -10,7 +10,7 @@ from collectives import algorithms
 from collectives.arrays import Output, flat, given_output, new_output, to_numpy
 from collectives.engine import Engine
 from collectives.operations import Operation
-from collectives.operations.arguments import Rows
+from collectives.operations.arguments import Rows, split_rows
 from collectives.reduction import (
     Array,
     ReduceOp,
@@ -19,8 +19,7 @@ from collectives.reduction import (
     finish,
     fold_dtype,
 )
-from collectives.schedule import split_lengths
-from collectives.signature import Signature, forced
+from collectives.signature import Signature, dtype_name, forced
 
 
 class ReduceInput:
@@ -40,10 +39,8 @@ class ReduceInput:
         self, collective: str, root: int | None = None, detail: str | None = None
     ) -> Signature:
         """The call that reduces it."""
-        array = self.array
-        return Signature(
-            collective, self.op.value, array.dtype.name, self.shape, root, detail, array.nbytes
-        )
+        op, dtype, nbytes = self.op.value, dtype_name(self.array.dtype), self.array.nbytes
+        return Signature(collective, op, dtype, self.shape, root, detail, nbytes)
 
     def output(self, out: Any) -> Output:
         """Where a result of the same shape goes."""
@@ -129,9 +126,9 @@ def reduce_scatter(
     rows = Rows(given.converted(), axis)
     detail = f"axis={rows.axis}" if algorithm is None else f"axis={rows.axis}, {algorithm=}"
 
-    counts = split_lengths(rows.count, size)
-    lengths = (counts * rows.elements).tolist()
-    result = rows.output(out, int(counts[rank]), given.dtype, given.original)
+    counts = split_rows(rows.count, size)
+    lengths = tuple(count * rows.elements for count in counts)
+    result = rows.output(out, counts[rank], given.dtype, given.original)
     source, target = rows.flat, result.buffer
     if out is not None and np.may_share_memory(source, target):
         source = source.copy()

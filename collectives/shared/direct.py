@@ -171,17 +171,27 @@ class Direct:
         own = target[starts[rank] : starts[rank + 1]]
         given = own if source is None else source
         places = self._places(given, target) if target.nbytes >= LEAST_BYTES else None
-        if source is not None:
-            own[:] = source
         if places is not None and all(places[1]):
-            for peer in others(rank, self._size):
-                view = self._arena.view(places[1][peer], peer, len(target), self._dtype)
-                view[starts[rank] : starts[rank + 1]] = given
+            outputs = [
+                self._arena.view(place, peer, len(target), self._dtype)
+                for peer, place in enumerate(places[1])
+                if peer != rank
+            ]
+            parts = [each[starts[rank] : starts[rank + 1]] for each in outputs]
+            self._store(given, parts if source is None else [own, *parts])
             self._steps.together()
         elif places is not None and all(places[0]):
+            if source is not None:
+                own[:] = source
             for peer in others(rank, self._size):
                 theirs = self._arena.view(places[0][peer], peer, lengths[peer], self._dtype)
                 target[starts[peer] : starts[peer + 1]] = theirs
             self._steps.together()
         else:
-            self._staged.all_gather(None, target, lengths)
+            self._staged.all_gather(source, target, lengths)
+
+    def _store(self, content: Array, places: list[Array]) -> None:
+        """Copy into several places, block by block: the content is read from memory once."""
+        for block in blocks_of(len(content), self._block):
+            for place in places:
+                place[block] = content[block]

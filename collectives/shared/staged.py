@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,7 @@ def blocks_of(stop: int, most: int, start: int = 0) -> Iterator[slice]:
 
 def part_starts(lengths: Lengths) -> list[int]:
     """Where each rank's part begins, and the last one's end."""
-    starts: list[int] = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-    return starts
+    return list(accumulate(lengths, initial=0))
 
 
 class Staged:
@@ -191,7 +191,7 @@ class Staged:
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
     ) -> None:
         """The root writes blocks, the others read them one step behind."""
-        for block in blocks_of(len(target), self._broadcast_block(len(target))):
+        for block in blocks_of(len(target), self._capacity):
             if self._rank == root:
                 self._own_stage()[: block.stop - block.start] = target[block]
                 self._steps.written()
@@ -199,10 +199,6 @@ class Staged:
                 stage = self._stage_of(root)
                 target[block] = stage[: block.stop - block.start]
             self._steps.read()
-
-    def _broadcast_block(self, length: int) -> int:
-        """Several blocks, so that reading and writing overlap."""
-        return max(1, min(self._capacity // 4, max(length // 4, 16384)))
 
     def all_gather(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
