@@ -115,6 +115,8 @@ def _choose(
         seconds[SHARED] = _shared(collective, nbytes, layout, figures)
     if HIERARCHICAL in paths:
         seconds[HIERARCHICAL] = _hierarchical(nbytes, layout, figures)
+    # Ranks that take turns on a core take their time one after the other, whatever they do.
+    seconds = {name: layout.crowding * expected for name, expected in seconds.items()}
     return Choice(min(seconds, key=lambda name: seconds[name]), seconds)
 
 
@@ -142,7 +144,7 @@ def _shared(collective: str, nbytes: int, layout: Layout, figures: Figures) -> f
     size = max(layout.local_sizes)
     touched = _TOUCHED[collective](size) * nbytes / figures.shared_bandwidth
     waits = figures.shared_latency * size
-    return figures.shared_start + layout.crowding * (waits + touched)
+    return figures.shared_start + waits + touched
 
 
 def _hierarchical(nbytes: int, layout: Layout, figures: Figures) -> float:
