@@ -153,6 +153,8 @@ class Engine:
         if algorithm is None:
             whole = source if source is not None and collective == "reduce_scatter" else target
             algorithm = self.choose(collective, whole.nbytes, paths)
+            if algorithm != SHARED and self._attempt(collective, source, target, lengths, op, root):
+                return
         self.path = algorithm
         if algorithm == SHARED and SHARED in paths:
             self.quiet.run(paths[SHARED], source, target, lengths or (), root)
@@ -168,6 +170,22 @@ class Engine:
                 self.own_part(target, lengths)[:] = source
                 source = None
             self._run(paths, algorithm, collective, source, target, lengths, op, root)
+
+    def _attempt(
+        self,
+        collective: str,
+        source: Array | None,
+        target: Array,
+        lengths: Sequence[int] | None,
+        op: ReduceOp | None,
+        root: int,
+    ) -> bool:
+        """Take the direct way between registered arrays; whether they are."""
+        if self.node is None or not self.node.arena.in_use:
+            return False
+        attempt = self.node.attempt(collective, op, target.dtype)
+        self.path = SHARED
+        return attempt is not None and self.quiet.run(attempt, source, target, lengths or (), root)
 
     def _run(
         self,

@@ -12,7 +12,8 @@ from collectives.reduction import Array, ReduceOp
 from collectives.schedule import split_lengths
 from collectives.selection import HIERARCHICAL, SHARED
 from collectives.shared.arena import Arena
-from collectives.shared.direct import Direct
+from collectives.shared.direct import Attempt, Direct
+from collectives.shared.staged import Staged
 from collectives.shared.steps import Steps
 from collectives.transports.base import Native, Transport
 
@@ -51,16 +52,37 @@ class Node:
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> dict[str, Native]:
         """What the node's memory can do of a collective of all ranks."""
-        direct = Direct(self.steps, self.arena, op, dtype)
         if self._slices is None:
-            return {SHARED: direct.find(collective)}
+            return {SHARED: self._shared(collective, op, dtype)}
         if collective == "all_reduce" and op is not None:
-            return {HIERARCHICAL: partial(self._hierarchical, direct, op, self._slices)}
+            first = self._shared("reduce_scatter", op, dtype)
+            last = self._shared("all_gather", op, dtype)
+            return {HIERARCHICAL: partial(self._hierarchical, first, last, op, self._slices)}
         return {}
+
+    def attempt(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Attempt | None:
+        """The collective of all ranks that does nothing, and says so, for ordinary arrays."""
+        if self._slices is not None:
+            return None
+        return Direct(self.steps, self.arena, op, dtype).find(collective)
+
+    def _shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native:
+        """Where the arrays lie, if they are registered, or else through the stages."""
+        staged: Native = getattr(Staged(self.steps, op, dtype), collective)
+        attempt = Direct(self.steps, self.arena, op, dtype).find(collective)
+        if attempt is None:
+            return staged
+
+        def run(source: Array | None, target: Array, lengths: Sequence[int], root: int) -> None:
+            if not attempt(source, target, lengths, root):
+                staged(source, target, lengths, root)
+
+        return run
 
     def _hierarchical(
         self,
-        direct: Direct,
+        reduce_scatter: Native,
+        all_gather: Native,
         op: ReduceOp,
         slices: int,
         source: Array | None,
@@ -74,13 +96,13 @@ class Node:
         start = sum(parts[:rank])
         own = target[start : start + parts[rank]]
         if size > 1:
-            direct.reduce_scatter(target if source is None else source, own, parts, 0)
+            reduce_scatter(target if source is None else source, own, parts, 0)
         elif source is not None:
             own[:] = source
         if self._across is not None:
             self._across(own, op)
         if size > 1:
-            direct.all_gather(None, target, parts, 0)
+            all_gather(None, target, parts, 0)
 
     def close(self) -> None:
         """Free the memory, but for windows that arrays of the user still lie in. Collective."""

@@ -2,7 +2,7 @@
 
 A rank reads its peers' arrays where they lie and stores what they are to get straight into theirs.
 The ranks tell each other first where their arrays lie, so that each may pass another one, and an
-ordinary one too: then the call takes the stages.
+ordinary one too: then nothing is done, and all ranks take another way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.reduction import Array, ReduceOp, fold_function
 from collectives.shared.arena import Arena
-from collectives.shared.staged import Lengths, Staged, blocks_of, bounds, others, part_starts
+from collectives.shared.staged import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shared.steps import Steps
 
 # Below this many bytes telling the places costs more than the stages do.
@@ -24,30 +24,29 @@ _BLOCK_BYTES = 128 << 10
 # With more ranks, reading all inputs whole costs more than staging slices.
 _MOST_READ_WHOLE = 3
 
-Native = Callable[[Array | None, Array, Lengths, int], None]
+Attempt = Callable[[Array | None, Array, Lengths, int], bool]
 
 
 class Direct:
-    """One rank's collectives where registered arrays are in use."""
+    """One rank's collectives on registered arrays, if all that count are: each tells whether."""
 
     def __init__(
         self, steps: Steps, arena: Arena, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> None:
         self._steps, self._arena, self._dtype = steps, arena, dtype
         self._rank, self._size = steps.rank, steps.size
-        self._staged = Staged(steps, op, dtype)
         if op is not None:
             self._fold = fold_function(op, dtype)
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
 
-    def find(self, collective: str) -> Native:
-        """The collective of that name."""
-        found: Native = getattr(self, collective, None) or getattr(self._staged, collective)
+    def find(self, collective: str) -> Attempt | None:
+        """The collective of that name, if there is a direct way."""
+        found: Attempt | None = getattr(self, collective, None)
         return found
 
     def _places(self, source: Array, target: Array) -> tuple[list[int], list[int]] | None:
         """Where all ranks' inputs and outputs lie; None where that isn't worth asking."""
-        if not self._arena.in_use:
+        if not self._arena.in_use or max(source.nbytes, target.nbytes) < LEAST_BYTES:
             return None
         locate = self._arena.locate
         told = self._steps.tell(locate(source), locate(target))
@@ -59,22 +58,22 @@ class Direct:
 
     def all_reduce(
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
-    ) -> None:
+    ) -> bool:
         """Each folds a slice of everybody's array and stores it into everybody's."""
         given = target if source is None else source
-        places = self._places(given, target) if target.nbytes >= LEAST_BYTES else None
+        places = self._places(given, target)
         if places is None or not all(places[0]):
-            self._staged.all_reduce(source, target)
-        elif all(places[1]):
+            return False
+        if all(places[1]):
             inputs, outputs = (self._views(each, len(target)) for each in places)
             self._fold_slice(inputs, outputs)
-            self._steps.together()
         elif self._size <= _MOST_READ_WHOLE and not any(places[1]):
             # No rank may write its result over an input that another still reads.
             self._fold_all(self._views(places[0], len(target)), target)
-            self._steps.together()
         else:
-            self._staged.all_reduce(source, target)
+            return False
+        self._steps.together()
+        return True
 
     def _fold_slice(self, inputs: list[Array], outputs: list[Array]) -> None:
         """2 bytes touched for each byte of the vector."""
@@ -98,19 +97,19 @@ class Direct:
 
     def reduce(
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
-    ) -> None:
+    ) -> bool:
         """Each folds a slice of everybody's array and stores it into the root's."""
         given = target if source is None else source
-        places = self._places(given, target) if target.nbytes >= LEAST_BYTES else None
+        places = self._places(given, target)
         if places is None or not all(places[0]) or not places[1][root]:
-            self._staged.reduce(source, target, (), root)
-            return
+            return False
         inputs = self._views(places[0], len(target))
         output = self._arena.view(places[1][root], root, len(target), self._dtype)
         edges = bounds(len(target), self._size, self._dtype.itemsize)
         for block in blocks_of(edges[self._rank + 1], self._block, edges[self._rank]):
             self._fold_into(output[block], [each[block] for each in inputs])
         self._steps.together()
+        return True
 
     def _fold_into(self, folded: Array, inputs: list[Array]) -> None:
         """Fold all inputs, of which any may be the output, in an order that all ranks share."""
@@ -124,14 +123,13 @@ class Direct:
 
     def reduce_scatter(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
-    ) -> None:
+    ) -> bool:
         """Each folds its part of everybody's array; the target is that part alone."""
         assert source is not None
         given = source
-        places = self._places(given, target) if given.nbytes >= LEAST_BYTES else None
+        places = self._places(given, target)
         if places is None or not all(places[0]):
-            self._staged.reduce_scatter(source, target, lengths)
-            return
+            return False
         inputs = self._views(places[0], len(given))
         starts = part_starts(lengths)
         parts = [each[starts[self._rank] : starts[self._rank + 1]] for each in inputs]
@@ -141,15 +139,15 @@ class Direct:
                 self._fold(first, parts[peer][block], target[block])
                 first = target[block]
         self._steps.together()
+        return True
 
     def broadcast(
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
-    ) -> None:
+    ) -> bool:
         """The others read the root's array; of those that are registered it writes a share."""
-        places = self._places(target, target) if target.nbytes >= LEAST_BYTES else None
+        places = self._places(target, target)
         if places is None or not places[0][root]:
-            self._staged.broadcast(source, target, lengths, root)
-            return
+            return False
         length = len(target)
         # A share of the work for the root, if it can reach what the others are to get.
         edges = bounds(length, self._size, self._dtype.itemsize)
@@ -162,15 +160,16 @@ class Direct:
                 view = self._arena.view(places[1][peer], peer, length, self._dtype)
                 view[middle:] = target[middle:]
         self._steps.together()
+        return True
 
     def all_gather(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
-    ) -> None:
+    ) -> bool:
         """Each writes its part into everybody's array, or reads the others' parts."""
         starts, rank = part_starts(lengths), self._rank
         own = target[starts[rank] : starts[rank + 1]]
         given = own if source is None else source
-        places = self._places(given, target) if target.nbytes >= LEAST_BYTES else None
+        places = self._places(given, target)
         if places is not None and all(places[1]):
             outputs = [
                 self._arena.view(place, peer, len(target), self._dtype)
@@ -179,16 +178,16 @@ class Direct:
             ]
             parts = [each[starts[rank] : starts[rank + 1]] for each in outputs]
             self._store(given, parts if source is None else [own, *parts])
-            self._steps.together()
         elif places is not None and all(places[0]):
             if source is not None:
                 own[:] = source
             for peer in others(rank, self._size):
                 theirs = self._arena.view(places[0][peer], peer, lengths[peer], self._dtype)
                 target[starts[peer] : starts[peer + 1]] = theirs
-            self._steps.together()
         else:
-            self._staged.all_gather(source, target, lengths)
+            return False
+        self._steps.together()
+        return True
 
     def _store(self, content: Array, places: list[Array]) -> None:
         """Copy into several places, block by block: the content is read from memory once."""
