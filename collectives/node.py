@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,8 +17,15 @@ from collectives.shared.staged import Staged
 from collectives.shared.steps import Steps
 from collectives.transports.base import Native, Transport
 
-Across = Callable[[Array, ReduceOp], None]
-"""All-reduce in place, between the ranks of equal place on all nodes."""
+
+class Across(Protocol):
+    """The ranks of equal place on all nodes."""
+
+    def __call__(self, array: Array, op: ReduceOp) -> None:
+        """All-reduce in place."""
+
+    def close(self) -> None:
+        """Give the way back. Collective."""
 
 
 class Node:
@@ -106,6 +113,8 @@ class Node:
 
     def close(self) -> None:
         """Free the memory, but for windows that arrays of the user still lie in. Collective."""
+        if self._across is not None:
+            self._across.close()
         self.arena.close()
         self._transport.free(self._segments)
         self._transport.close()

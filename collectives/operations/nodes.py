@@ -11,7 +11,7 @@ from collectives import topology
 from collectives.agreement import Agreement
 from collectives.engine import Engine
 from collectives.errors import MismatchError
-from collectives.node import Across, Node
+from collectives.node import Node
 from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles, numbers_of_all
 from collectives.reduction import Array, ReduceOp
@@ -123,12 +123,21 @@ def _across(engine: Engine, where: Topology, slices: int) -> Across | None:
     transport = engine.transport.split(where.local_rank if speaks else None, where.node)
     if transport is None:
         return None
-    between = Engine(transport, engine.patience)
+    return Across(Engine(transport, engine.patience))
 
-    def across(array: Array, op: ReduceOp) -> None:
-        between.run("all_reduce", None, array, op=op)
 
-    return across
+class Across:
+    """All-reduce in place, between the ranks of equal place on all nodes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, array: Array, op: ReduceOp) -> None:
+        self._engine.run("all_reduce", None, array, op=op)
+
+    def close(self) -> None:
+        """Give the way back. Collective."""
+        self._engine.close()
 
 
 def _leaders(engine: Engine, where: Topology) -> Transport | None:

@@ -1,0 +1,100 @@
+"""On machines that reorder loads and stores, a fence stands before each word that is published and
+after each that is seen."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from collectives.reduction import ReduceOp
+from collectives.shared.arrival import Arrival, word_of
+from collectives.shared.memory import PROGRESS, SEGMENT_BYTES, NodeMemory
+from collectives.shared.staged import Staged
+from collectives.shared.steps import Steps
+from collectives.waiting import Patience
+
+
+class Watched(NodeMemory):
+    """Notes the order of fences, publications and the reads of stages that follow."""
+
+    def __init__(self, segments, rank):
+        self.events = []
+        super().__init__(segments, rank, lambda: self.events.append("fence"))
+
+    def publish(self, index, value):
+        super().publish(index, value)
+        self.events.append("publish")
+
+
+def run_ranks(size, function):
+    """Call function(memory, patience) in a thread for each rank of one memory; the memories."""
+    segments = [memoryview(bytearray(SEGMENT_BYTES)) for _ in range(size)]
+    memories = [Watched(segments, rank) for rank in range(size)]
+    failures = []
+
+    def one_rank(memory):
+        patience = Patience(20)
+        patience.sleep_early()
+        try:
+            function(memory, patience)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=one_rank, args=(memory,)) for memory in memories]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures, failures
+    return memories
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
+    results = {}
+
+    def one_rank(memory, patience):
+        steps = Steps(memory, patience, list(range(size)))
+        target = np.empty(500)
+        given = np.arange(500.0) * (memory.rank + 1)
+        Staged(steps, ReduceOp.SUM, target.dtype).all_reduce(given, target)
+        results[memory.rank] = target
+        assert memory.own[PROGRESS] == (2 if size == 2 else 4)
+
+    memories = run_ranks(size, one_rank)
+    for target in results.values():
+        np.testing.assert_array_equal(target, np.arange(500.0) * sum(range(1, size + 1)))
+    for memory in memories:
+        events = memory.events
+        assert "publish" in events
+        for place, event in enumerate(events):
+            if event == "publish":
+                assert events[place - 1] == "fence"
+        # What was published was seen by others behind a fence of their own.
+        assert events.count("fence") > events.count("publish")
+
+
+def test_a_meeting_ends_with_a_fence():
+    def one_rank(memory, patience):
+        arrival = Arrival(memory, patience, [0, 1])
+        for sequence in range(1, 50):
+            word = word_of(77, sequence)
+            arrival.come(word, sequence)
+            assert arrival.await_all(word, sequence)
+            assert memory.events[-1] == "fence"
+            assert memory.events[-3:-1] == ["fence", "publish"]
+
+    run_ranks(2, one_rank)
+
+
+def test_ranks_that_differ_see_it():
+    seen = {}
+
+    def one_rank(memory, patience):
+        arrival = Arrival(memory, patience, [0, 1, 2])
+        word = word_of(5 if memory.rank == 1 else 6, 1)
+        arrival.come(word, 1)
+        seen[memory.rank] = arrival.await_all(word, 1)
+
+    run_ranks(3, one_rank)
+    assert seen == {0: False, 1: False, 2: False}
