@@ -85,6 +85,8 @@ class Communicator(Group):
         """
         root = self._root(root)
         on_root = self.rank == root
+        if algorithm is None and type(array) is np.ndarray and array.flags.carray:
+            return self._broadcast(array, root)
         return self._run(movements.broadcast(array, root, algorithm, on_root=on_root))
 
     def all_gather(
@@ -96,6 +98,10 @@ class Communicator(Group):
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row.
         `out` is where the result goes; ValueError on every rank where it has another length.
         """
+        if algorithm is None and axis == 0 and type(array) is type(out) is np.ndarray:
+            result = self._all_gather(array, out)
+            if result is not PASS:
+                return result
         return self._run(movements.all_gather(array, axis, out, algorithm))
 
     def gather(

@@ -95,19 +95,22 @@ class Engine:
         source: Array | None,
         target: Array,
     ) -> None:
-        """As `perform`, for a reduction through the node's memory that was looked up before."""
+        """As `perform`, for a call that was looked up before: `base` holds its fingerprint."""
         with self.lock:
             if self.broken is not None:
                 raise self.refusal()
-            assert self.agreement is not None
-            self.agreement.meet_word(signature, base)
+            number = 0
+            if self.agreement is not None:
+                self.agreement.meet_word(signature, base)
+                number = self.agreement.sequence
             start = clock()
+            self.path = SHARED
             try:
-                self.quiet.run(run, source, target)
+                run(source, target)
             except (DeadlineExceededError, RankFailedError) as error:
                 self.broken = error
                 raise
-            self.recorder.add((self.agreement.sequence, signature, SHARED, start, clock()))
+            self.recorder.add((number, signature, self.path, start, clock()))
 
     def refusal(self) -> RuntimeError:
         """Why no call can be made any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.backends import check_backend, transport_over
@@ -15,8 +15,8 @@ from collectives.handles import Handle, Progress, run_at_once
 from collectives.operations import Operation, nodes, reductions
 from collectives.operations.arguments import check_index
 from collectives.operations.reductions import ReduceInput
-from collectives.quick import AllReduce, quick_all_reduce
-from collectives.reduction import ReduceOp
+from collectives.quick import quick_all_gather, quick_all_reduce, quick_broadcast
+from collectives.reduction import Array, ReduceOp
 from collectives.signature import Signature
 from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
 
@@ -48,7 +48,7 @@ class Group:
         nodes.settle(self._engine, self._topology)
         self._progress: Progress | None = None
         self._closed = False
-        self._quick: dict[Any, AllReduce] = {}
+        self._quick: dict[Any, Callable[..., Any]] = {}
         if not self._engine.transport.one_process:
             with _lock:
                 _open[id(self)] = self
@@ -132,10 +132,32 @@ class Group:
             return self._run(reductions.all_reduce(array, op, out, None))
         source, target = given.source_for(output), output.buffer.reshape(given.shape)
         quick(target if source is None else source.reshape(given.shape), target)
+        self._remember((op, given.array.dtype, given.shape), quick)
+        return output.deliver()
+
+    def _broadcast(self, array: Array, root: int) -> Any:
+        """The way of contiguous arrays that can be written."""
+        key = ("broadcast", array.dtype, array.shape, root)
+        quick = self._quick.get(key)
+        if quick is None:
+            self._check_open()
+            quick = self._remember(key, quick_broadcast(self._engine, array, root))
+        return quick(array)
+
+    def _all_gather(self, array: Array, out: Array) -> Any:
+        """The way along axis 0 into `out`; PASS where the arrays need care."""
+        key = ("all_gather", array.dtype, array.shape, out.dtype, out.shape)
+        quick = self._quick.get(key)
+        if quick is None:
+            self._check_open()
+            quick = self._remember(key, quick_all_gather(self._engine, array, out))
+        return quick(array, out)
+
+    def _remember(self, key: Any, quick: Callable[..., Any]) -> Callable[..., Any]:
         if len(self._quick) >= _QUICK_KEPT:
             self._quick.clear()
-        self._quick[op, given.array.dtype, given.shape] = quick
-        return output.deliver()
+        self._quick[key] = quick
+        return quick
 
     def _root(self, root: int) -> int:
         return check_index("root", root, self.size)

@@ -1,4 +1,4 @@
-"""all_reduce between ranks of one node, the short way.
+"""The short way of all_reduce, broadcast and all_gather, for NumPy arrays that need no care.
 
 What can be known beforehand is looked up once for each (op, dtype, shape) and kept in a closure,
 since with small arrays the time goes into Python's own steps. Which way a call goes follows from
@@ -8,6 +8,7 @@ are brought into shape by the caller (`PASS`), and then go the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from collectives.agreement import Agreement
 from collectives.engine import Engine
+from collectives.operations import movements
 from collectives.operations.reductions import ReduceInput
 from collectives.recorder import CALLS_KEPT, clock
 from collectives.reduction import Array, ReduceOp, finish, plain_fold
@@ -60,10 +62,12 @@ def _large(engine: Engine, agreement: Agreement, given: ReduceInput, native: Nat
     mean, ndarray, empty = op is ReduceOp.MEAN, np.ndarray, np.empty
     overlap = np.may_share_memory
 
+    quiet = engine.quiet.run
+
     def run(source: Array | None, target: Array) -> None:
-        native(source, target, (), 0)
+        quiet(native, source, target, (), 0)
         if mean:
-            finish(op, target, size)
+            quiet(finish, op, target, size)
 
     def all_reduce(array: Array, out: Any) -> Any:
         flags = array.flags
@@ -147,3 +151,40 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
             release()
 
     return all_reduce
+
+
+def quick_broadcast(engine: Engine, array: Array, root: int) -> Callable[[Array], Array]:
+    """The function of contiguous, writeable arrays like this one: as the general way, sooner."""
+    signature = movements.broadcast(array, root, None, on_root=True).signature
+    base = fingerprint(signature.agreed) << SEQUENCE_BITS
+
+    def run(source: Array | None, target: Array) -> None:
+        engine.run("broadcast", None, target, root=root)
+
+    def broadcast(array: Array) -> Array:
+        engine.perform_quickly(signature, base, run, None, array.reshape(-1))
+        return array
+
+    return broadcast
+
+
+def quick_all_gather(engine: Engine, array: Array, out: Array) -> Callable[[Array, Array], Any]:
+    """The function (array, out) for arrays like these along axis 0: as the general way, sooner."""
+    signature = movements.all_gather(array, 0, out, None).signature
+    base = fingerprint(signature.agreed) << SEQUENCE_BITS
+    count, room, elements = len(array), len(out), math.prod(array.shape[1:])
+
+    def run(source: Array | None, target: Array) -> None:
+        counts = movements.counts_of_all(engine, count, room)
+        lengths = [each * elements for each in counts]
+        engine.run("all_gather", source, target, lengths=lengths)
+
+    def all_gather(array: Array, out: Array) -> Any:
+        plain = out.flags.carray and array.flags.c_contiguous and array.flags.aligned
+        apart = out.base is None and array.base is None and out is not array
+        if not plain or not (apart or not np.may_share_memory(array, out)):
+            return PASS
+        engine.perform_quickly(signature, base, run, array.reshape(-1), out.reshape(-1))
+        return out
+
+    return all_gather

@@ -41,13 +41,22 @@ def _signature(collective: str, rows: Rows, root: int | None, algorithm: str | N
     return Signature(collective, None, dtype, shape, root, forced(algorithm), nbytes)
 
 
-def _counts_of_all(engine: Engine, rows: Rows) -> list[int]:
-    """Every rank's number of rows."""
-    return [count for count, _ in numbers_of_all(engine, rows.count)]
-
-
 # What a rank without `out` says of its length.
 _ANY_ROOM = (1 << 63) - 1
+
+
+def counts_of_all(engine: Engine, count: int, room: int = _ANY_ROOM) -> list[int]:
+    """Every rank's number of rows.
+
+    ValueError on every rank where some rank's `out`, of `room` rows, has another length than all.
+    """
+    table = numbers_of_all(engine, count, room)
+    counts = [count for count, _ in table]
+    total = sum(counts)
+    for rank, (_, room) in enumerate(table):
+        if room not in (_ANY_ROOM, total):
+            raise ValueError(f"out has {room} rows on rank {rank}: the joined arrays have {total}")
+    return counts
 
 
 def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operation:
@@ -57,9 +66,7 @@ def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operat
     room = _ANY_ROOM if out is None else _rows_of(out, rows)
 
     def perform(engine: Engine) -> Any:
-        table = numbers_of_all(engine, rows.count, room)
-        counts = [count for count, _ in table]
-        _check_room([room for _, room in table], sum(counts))
+        counts = counts_of_all(engine, rows.count, room)
         lengths = [count * rows.elements for count in counts]
         result = rows.output(out, sum(counts), rows.dtype, array)
         source, target = rows.flat, result.buffer
@@ -79,20 +86,13 @@ def _rows_of(out: Any, rows: Rows) -> int:
     return count
 
 
-def _check_room(rooms: list[int], total: int) -> None:
-    """ValueError on every rank where some rank's `out` has another length than the result."""
-    for rank, room in enumerate(rooms):
-        if room not in (_ANY_ROOM, total):
-            raise ValueError(f"out has {room} rows on rank {rank}: the joined arrays have {total}")
-
-
 def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation:
     """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
     algorithms.check_name("gather", algorithm)
     rows = Rows(to_numpy(array), axis)
 
     def perform(engine: Engine) -> Any:
-        counts = _counts_of_all(engine, rows)
+        counts = counts_of_all(engine, rows.count)
         lengths = [count * rows.elements for count in counts]
         on_root = engine.rank == root
         total = sum(lengths)

@@ -133,6 +133,7 @@ class Across:
         self._engine = engine
 
     def __call__(self, array: Array, op: ReduceOp) -> None:
+        """Take part in it, with the slice of this rank's place."""
         self._engine.run("all_reduce", None, array, op=op)
 
     def close(self) -> None:
