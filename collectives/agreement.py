@@ -68,6 +68,7 @@ class Agreement:
         call.what, call.sequence, call.line = signature, sequence, line
         alike = self._meet(base | sequence & SEQUENCE_MASK, sequence)
         self.sequence = sequence
+        self._patience.met()
         if not alike:
             raise self._describe(signature)
 

@@ -54,6 +54,7 @@ class Engine:
         self.figures = Figures()
         self.path = ""
         self.broken: BaseException | None = None
+        self.forked = False
         self.lock = threading.RLock()
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
@@ -112,6 +113,12 @@ class Engine:
     def refusal(self) -> RuntimeError:
         """Why no call can be made any more."""
         return RuntimeError(f"the communicator can't go on: {self.broken}")
+
+    def forbid(self) -> None:
+        """Refuse every call, in a process that is forked off the rank."""
+        # Another thread may have held it when the process was forked.
+        self.lock = threading.RLock()
+        self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
 
     def close(self) -> None:
         """Give back what the engine holds. Collective."""
