@@ -132,8 +132,11 @@ class Engine:
         """Keep the last calls in a file, and name it in the error."""
         if isinstance(error, RankFailedError):
             self.broken = error
-        path = self.recorder.dump(str(error))
-        error.args = (f"{error.args[0]}; this rank's last calls are in {path}",)
+        try:
+            where = f"are in {self.recorder.dump(str(error))}"
+        except OSError as reason:
+            where = f"could not be written ({reason})"
+        error.args = (f"{error.args[0]}; this rank's last calls {where}",)
 
     def run(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from collectives import topology
-from collectives.agreement import Agreement
+from collectives.agreement import Agreement, ranks_of
 from collectives.engine import Engine
 from collectives.errors import DeadlineExceededError, MismatchError, RankFailedError
 from collectives.node import Across, Node
@@ -63,7 +63,7 @@ def settle(engine: Engine, where: Topology) -> None:
     members = _members(where)
     memory = NodeMemory(segments, part.rank, part.fence)
     own = members[where.node]
-    arrival = Arrival(memory, engine.patience, own)
+    arrival = Arrival(memory, engine.patience, own, partial(ranks_of, members))
     engine.node = _join(engine, node, where, Steps(memory, engine.patience, own), segments)
     leaders = _leaders(engine, where)
     describe = partial(_describe, engine)
