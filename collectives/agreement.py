@@ -16,13 +16,14 @@ from collectives.shared.arrival import (
     SEQUENCE_BITS,
     SEQUENCE_MASK,
     Arrival,
+    is_here,
 )
-from collectives.signature import Signature, fingerprint
+from collectives.signature import FINGERPRINT_BITS, Signature, fingerprint
 from collectives.transports.base import Transport, Words
 from collectives.waiting import Patience
 
-# The word of a node whose own ranks differ; no fingerprint is 0.
-_DIFFERENT_WORD = 0
+# Instead of the fingerprint, in the word of a node whose own ranks differ.
+_DIFFERENT = ((1 << FINGERPRINT_BITS) - 1) << SEQUENCE_BITS
 
 
 class Agreement:
@@ -44,7 +45,7 @@ class Agreement:
         self._patience, self.arrival, self._leaders = patience, arrival, leaders
         self._nodes, self._describe = nodes, describe
         self._several_nodes = len(nodes) > 1
-        self._pending: tuple[int, Words] | None = None
+        self._words = None if leaders is None else leaders.open_words()
         self.sequence = 0
         """The number of the last call that was made."""
 
@@ -68,6 +69,7 @@ class Agreement:
         call.what, call.sequence, call.line = signature, sequence, line
         alike = self._meet(base | sequence & SEQUENCE_MASK, sequence)
         self.sequence = sequence
+        self._patience.met()
         if not alike:
             raise self._describe(signature)
 
@@ -105,33 +107,55 @@ class Agreement:
 
     def _ask_nodes(self, word: int, alike: bool) -> bool:
         """Whether all nodes have the same word."""
-        if self._leaders is None:
+        words = self._words
+        if words is None:
             return alike
-        own = word if alike else _DIFFERENT_WORD
-        if self._pending is None:
-            # What was begun can't be called back: after a deadline the next call goes on with it.
-            self._pending = (own, self._leaders.begin_words(own))
-        begun, words = self._pending
-        for _ in range(self._patience.spins):
-            if words.complete():
-                break
-        else:
-            self._patience.until(words.complete, lambda: self._absent(words.missing()))
-        self._pending = None
-        return own == begun and alike and all(each == own for each in words.received())
+        number = word & SEQUENCE_MASK
+        own = word if alike else _DIFFERENT | number
+        words.post(own)
 
-    def _absent(self, nodes: list[int]) -> dict[int, str]:
-        return {
-            rank: "" if len(ranks) == 1 else f" of node {node}"
-            for node, ranks in enumerate(self._nodes)
-            for rank in ranks
-            if node in nodes
-        }
+        def complete() -> bool:
+            words.take()
+            return not self._missing(words, number)
+
+        try:
+            for _ in range(self._patience.spins):
+                if complete():
+                    break
+            else:
+                self._patience.until(complete, lambda: self._absent(words, number))
+        except DeadlineExceededError:
+            # A node that sees this in time waits for the next word. One that has gone on already
+            # finds this one in its call, if it makes the same again.
+            words.post(number)
+            raise
+        return alike and all(each == own for each in words.of(number))
+
+    def _missing(self, words: Words, number: int) -> list[int]:
+        come = words.of(number)
+        return [node for node, word in enumerate(come) if not is_here(word, number)]
+
+    def _absent(self, words: Words, number: int) -> dict[int, str]:
+        missing = self._missing(words, number)
+        came = words.of(number)
+        # Of those, some may have left because of the others.
+        missing = [node for node in missing if came[node] != number] or missing
+        if self.arrival is not None:
+            self.arrival.note_missing(missing)
+        return ranks_of(self._nodes, missing)
 
     def close(self) -> None:
-        """Call back what can be, of a call that was given up."""
-        if self._pending is not None:
-            self._pending[1].cancel()
-            self._pending = None
+        """Give back what the way to the other nodes holds."""
+        if self._words is not None:
+            self._words.close()
         if self._leaders is not None and self.arrival is not None:
             self._leaders.close()
+
+
+def ranks_of(nodes: list[list[int]], chosen: list[int]) -> dict[int, str]:
+    """The ranks of some of the nodes, and what a message says of each."""
+    return {
+        rank: "" if len(nodes[node]) == 1 else f" of node {node}"
+        for node in chosen
+        for rank in nodes[node]
+    }

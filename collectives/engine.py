@@ -54,6 +54,7 @@ class Engine:
         self.figures = Figures()
         self.path = ""
         self.broken: BaseException | None = None
+        self.forked = False
         self.lock = threading.RLock()
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
@@ -116,6 +117,12 @@ class Engine:
         """Why no call can be made any more."""
         return RuntimeError(f"the communicator can't go on: {self.broken}")
 
+    def forbid(self) -> None:
+        """Refuse every call, in a process that is forked off the rank."""
+        # Another thread may have held it when the process was forked.
+        self.lock = threading.RLock()
+        self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
+
     def close(self) -> None:
         """Give back what the engine holds. Collective."""
         if self.agreement is not None:
@@ -128,8 +135,11 @@ class Engine:
         """Keep the last calls in a file, and name it in the error."""
         if isinstance(error, RankFailedError):
             self.broken = error
-        path = self.recorder.dump(str(error))
-        error.args = (f"{error.args[0]}; this rank's last calls are in {path}",)
+        try:
+            where = f"are in {self.recorder.dump(str(error))}"
+        except OSError as reason:
+            where = f"could not be written ({reason})"
+        error.args = (f"{error.args[0]}; this rank's last calls {where}",)
 
     def run(
         self,

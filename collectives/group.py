@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from collectives import ending
 from collectives.backends import check_backend, transport_over
 from collectives.engine import Engine
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError
 from collectives.handles import Handle, Progress, run_at_once
 from collectives.operations import Operation, nodes, reductions
 from collectives.operations.arguments import check_index
+from collectives.operations.objects import numbers_of_all
 from collectives.operations.reductions import ReduceInput
 from collectives.quick import quick_all_gather, quick_all_reduce, quick_broadcast
 from collectives.reduction import Array, ReduceOp
 from collectives.signature import Signature
+from collectives.transports.base import Transport
 from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
 
 _QUICK_KEPT = 512
@@ -46,12 +46,17 @@ class Group:
         self._engine.patience.deadline = deadline
         self._topology = nodes.find_topology(self._engine, node_of)
         nodes.settle(self._engine, self._topology)
+        self._twin = self._duplicate()
         self._progress: Progress | None = None
         self._closed = False
         self._quick: dict[Any, Callable[..., Any]] = {}
         if not self._engine.transport.one_process:
-            with _lock:
-                _open[id(self)] = self
+            ending.keep(self)
+
+    def _duplicate(self) -> Transport | None:
+        """What asynchronous calls run on, made while all ranks are here to make it."""
+        transport = self._engine.transport
+        return transport.begin_duplicate()() if transport.threads else None
 
     @property
     def rank(self) -> int:
@@ -105,22 +110,47 @@ class Group:
         Collective: it waits for the other ranks to close theirs, no longer than the deadline. A
         communicator that is dropped without it is closed when the program ends.
         """
+        if self._closed:
+            return
+        if self._engine.forked:
+            raise self._engine.refusal()
         self._close("close")
 
     def _close(self, name: str) -> None:
-        if self._closed:
-            return
-        self._forget()
-        self._closed = True
-        if self._progress is not None:
-            self._progress.close()
+        """Where it raises because of the other ranks, nothing is closed yet."""
         if self._engine.broken is None and not self._engine.transport.ended:
-            self._engine.perform(Signature(name), Engine.close)
-
-    def _forget(self) -> None:
+            self._engine.perform(Signature(name), self._end)
+        self._closed = True
         self._quick.clear()
-        with _lock:
-            _open.pop(id(self), None)
+        ending.forget(self)
+
+    def _end(self, engine: Engine) -> None:
+        if self._twin is not None:
+            # A rank whose calls wait for others that made none would wait for their thread as well.
+            asked = numbers_of_all(engine, int(self._progress is not None))
+            if any(called for called, _ in asked):
+                self._running().close()
+            else:
+                self._twin.close()
+        engine.close()
+
+    def leave(self, seconds: float) -> bool:
+        """Close it because the program ends; whether there is nothing left to close.
+
+        Where the others don't come within `seconds`, or are in a call and so get to know that this
+        rank ends, it may be tried again.
+        """
+        if self._engine.broken is not None:
+            self._closed = True
+            return True
+        try:
+            with self._engine.patience.no_longer_than(seconds):
+                self._close("exit")
+        except (DeadlineExceededError, MismatchError):
+            return self._engine.broken is not None
+        except CollectiveError:
+            return True
+        return True
 
     def _all_reduce(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
         """The way that all ranks choose, for arguments of any kind; remembered if it is quick."""
@@ -165,6 +195,8 @@ class Group:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the communicator is closed")
+        if self._engine.broken is not None:
+            raise self._engine.refusal()
 
     def _run(self, operation: Operation) -> Any:
         self._check_open()
@@ -175,41 +207,15 @@ class Group:
         if not self._engine.transport.threads:
             return run_at_once(self._engine, operation)
         with self._engine.lock:
-            if self._progress is None:
-                twin = self._engine.transport.begin_duplicate()
-                self._progress = Progress(twin, self._topology, self.deadline)
-            return self._progress.submit(operation, calling_line())
+            return self._running().submit(operation, calling_line())
 
-    def _after_fork(self) -> None:
+    def _running(self) -> Progress:
+        if self._progress is None:
+            assert self._twin is not None
+            self._progress = Progress(self._twin, self._topology, self.deadline)
+        return self._progress
+
+    def forbid(self) -> None:
+        """In a forked child: MPI knows nothing of this process."""
         self._quick.clear()
-        self._engine.lock = threading.RLock()
-        self._engine.broken = RuntimeError("this process is a forked child of the rank")
-
-
-_lock = threading.Lock()
-_open: dict[int, Group] = {}
-
-
-def _forbid_in_child() -> None:
-    for group in list(_open.values()):
-        group._after_fork()
-    _open.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forbid_in_child)
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close, in an order that all ranks share, what the program left open.
-
-    A rank that ends while others wait for it in a call lets them know: they called that, and this
-    rank the end.
-    """
-    for group in reversed(list(_open.values())):
-        try:
-            group._close("exit")
-        except CollectiveError:
-            # The others raise it as well, and say what they did meanwhile.
-            continue
+        self._engine.forbid()

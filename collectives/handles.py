@@ -6,17 +6,18 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from collectives.engine import Engine
+from collectives.errors import CollectiveError, MismatchError
 from collectives.operations import Operation, nodes
 from collectives.recorder import Recorder
 from collectives.signature import Signature
 from collectives.topology import Topology
 from collectives.transports.base import Transport
+from collectives.waiting import log
 
 Result = TypeVar("Result")
 
@@ -58,15 +59,15 @@ class Progress:
 
     def __init__(
         self,
-        complete_duplicate: Callable[[], Transport],
+        transport: Transport,
         topology: Topology,
         deadline: float | None,
     ) -> None:
-        self._complete_duplicate, self._topology = complete_duplicate, topology
+        self._transport, self._topology = transport, topology
         self.deadline = deadline
         """Of the calls that begin from now on."""
         self.recorder: Recorder | None = None
-        self._closed = False
+        self._closed = self._settled = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
@@ -90,27 +91,55 @@ class Progress:
         self._thread.join()
 
     def _work(self) -> None:
-        transport = self._complete_duplicate()
-        engine = Engine(transport)
+        engine = Engine(self._transport)
         engine.patience.deadline = self.deadline
         engine.patience.sleep_early()
-        nodes.settle(engine, self._topology)
+        nodes.agree_by_messages(engine)
         self.recorder = engine.recorder
         while self._run_next(engine):
             pass
-        if transport.one_process:
+        if self._transport.one_process:
             # The ranks' threads are told to end one after the other, and would wait for each other.
             engine.close()
-        elif engine.broken is None:
-            engine.perform(Signature("close"), Engine.close)
+        else:
+            self._end(engine)
+
+    def _end(self, engine: Engine) -> None:
+        """Close, when the other ranks' threads have nothing left to do either."""
+        while engine.broken is None:
+            try:
+                engine.perform(Signature("close"), Engine.close)
+            except MismatchError:
+                # Another rank has made an asynchronous call that this one has not: it knows now.
+                continue
+            except CollectiveError as error:
+                log.warning("asynchronous calls did not end: %s", error)
+            break
 
     def _run_next(self, engine: Engine) -> bool:
         """Run one job; False at the end. Nothing is kept of it while the thread waits again."""
         job = self._jobs.get()
         if job is not None:
             engine.patience.deadline = self.deadline
-            run_into(job.future, engine, job.operation, job.line)
+            if self._settle(engine, job):
+                run_into(job.future, engine, job.operation, job.line)
         return job is not None
+
+    def _settle(self, engine: Engine, job: _Job) -> bool:
+        """At the first job: meet, then share memory; False where the job got the error of that."""
+        if self._settled:
+            return True
+        try:
+            engine.perform(
+                Signature("asynchronous calls"),
+                lambda engine: nodes.settle(engine, self._topology),
+                job.line,
+            )
+        except BaseException as error:
+            job.future.set_exception(error)
+            return False
+        self._settled = True
+        return True
 
 
 class _Job(NamedTuple):

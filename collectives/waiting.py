@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from collectives.errors import DeadlineExceededError
@@ -51,6 +52,20 @@ class Patience:
         self._yield_seconds = _YIELD_SECONDS
         self.check_alive: Callable[[], None] = lambda: None
         self.before_raise: Callable[[BaseException], None] = lambda error: None
+        self._limit: float | None = None
+
+    @contextmanager
+    def no_longer_than(self, seconds: float) -> Iterator[None]:
+        """Within it wait `seconds` at most, and say nothing about it."""
+        self._limit = seconds
+        try:
+            yield
+        finally:
+            self._limit = None
+
+    def met(self) -> None:
+        """All have come: what follows takes the time it takes."""
+        self._limit = None
 
     def share_cores(self) -> None:
         """Yield at every poll: there are more ranks than cores."""
@@ -77,7 +92,9 @@ class Patience:
             if waited >= next_check:
                 next_check = waited + _CHECK_SECONDS
                 self.check_alive()
-            if self.deadline is None:
+            if self._limit is not None and waited >= self._limit and not ready():
+                raise DeadlineExceededError("", tuple(absent()))
+            if self.deadline is None or self._limit is not None:
                 continue
             if not warned and waited >= self.deadline / 10:
                 warned = True

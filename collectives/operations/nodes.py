@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from collectives import topology
-from collectives.agreement import Agreement
+from collectives.agreement import Agreement, ranks_of
 from collectives.engine import Engine
-from collectives.errors import MismatchError
+from collectives.errors import DeadlineExceededError, MismatchError, RankFailedError
 from collectives.node import Node
 from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles, numbers_of_all
@@ -54,20 +54,27 @@ def settle(engine: Engine, where: Topology) -> None:
     engine.layout = _layout(engine, node, where)
     if engine.layout.crowding > 1:
         engine.patience.share_cores()
-    members = _members(where)
     segments = _share(engine, node)
-    leaders: Transport | None
     if segments is None:
         part.close()
-        members, arrival, leaders = [[rank] for rank in range(engine.size)], None, engine.transport
-    else:
-        memory = NodeMemory(segments, part.rank, part.fence)
-        own = members[where.node]
-        arrival = Arrival(memory, engine.patience, own)
-        engine.node = _join(engine, node, where, Steps(memory, engine.patience, own), segments)
-        leaders = _leaders(engine, where)
+        agree_by_messages(engine)
+        return
+    members = _members(where)
+    memory = NodeMemory(segments, part.rank, part.fence)
+    own = members[where.node]
+    arrival = Arrival(memory, engine.patience, own, partial(ranks_of, members))
+    engine.node = _join(engine, node, where, Steps(memory, engine.patience, own), segments)
+    leaders = _leaders(engine, where)
     describe = partial(_describe, engine)
     engine.agreement = Agreement(engine.patience, arrival, leaders, members, describe)
+
+
+def agree_by_messages(engine: Engine) -> None:
+    """Let each rank be a node, and from now on agree on every call."""
+    if engine.size > 1:
+        patience, members = engine.patience, [[rank] for rank in range(engine.size)]
+        describe = partial(_describe, engine)
+        engine.agreement = Agreement(patience, None, engine.transport, members, describe)
 
 
 def _members(where: Topology) -> list[list[int]]:
@@ -152,4 +159,8 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
-    return mismatch(gather_pickles(engine, pickle.dumps(signature)))
+    try:
+        return mismatch(gather_pickles(engine, pickle.dumps(signature)))
+    except (DeadlineExceededError, RankFailedError) as error:
+        engine.broken = error
+        raise

@@ -9,6 +9,10 @@ a peer has seen the word in the meantime and gone on. Dekker's way: who leaves c
 then looks whether all have come after all; who comes stores its word and then looks at the others'.
 At least one of the two sees the other, provided that neither's load overtakes its store. The
 leaving rank, which has time, orders both sides with the system call membarrier(2).
+
+With more than two ranks, two may leave at once, and each see that the other one is absent, while a
+third has seen the first before it left and the second after that. So who has seen all says that it
+goes on, and looks once more; who leaves stays if anybody goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +24,15 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from collectives.errors import DeadlineExceededError, RankFailedError
-from collectives.shared.memory import ARRIVALS, COLLECTED, PROCESS, VERDICTS, NodeMemory
+from collectives.shared.memory import (
+    ARRIVALS,
+    COLLECTED,
+    COMMITTED,
+    MISSING_NODES,
+    PROCESS,
+    VERDICTS,
+    NodeMemory,
+)
 from collectives.waiting import Patience
 
 SEQUENCE_BITS = 16
@@ -31,6 +43,8 @@ ALIKE, DIFFERENT = 1, 2
 
 _MEMBARRIER_NUMBERS = {"x86_64": 324, "aarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356}
 _MEMBARRIER_GLOBAL = 1
+# As many as a word has bits.
+_NODES_NOTED = 64
 
 
 def word_of(fingerprint: int, sequence: int) -> int:
@@ -41,9 +55,19 @@ def word_of(fingerprint: int, sequence: int) -> int:
 class Arrival:
     """One rank's meetings with the others of its node."""
 
-    def __init__(self, memory: NodeMemory, patience: Patience, ranks: list[int]) -> None:
-        """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
+    def __init__(
+        self,
+        memory: NodeMemory,
+        patience: Patience,
+        ranks: list[int],
+        ranks_of: Callable[[list[int]], dict[int, str]],
+    ) -> None:
+        """`ranks` are the numbers of the node's ranks in the whole group, for messages.
+
+        `ranks_of` gives those of several nodes.
+        """
         self.memory, self._patience, self._ranks = memory, patience, ranks
+        self._ranks_of = ranks_of
         patience.check_alive = self._check_alive
 
     def come(self, word: int, sequence: int) -> None:
@@ -67,49 +91,73 @@ class Arrival:
                         break
                 else:
                     alike &= self._await(words, index, word, leave)
-            # One that was seen may have left while another was waited for.
-            if len(others) == 1 or not self.absent(word, index):
+            if len(others) == 1 or self._commit(word, index):
                 break
         if self.memory.fence is not None:
             self.memory.fence()
         return alike
+
+    def _commit(self, word: int, index: int) -> bool:
+        """Whether all are still here: one that was seen may have left since."""
+        self.memory.publish(COMMITTED, word)
+        if not self.absent(word, index):
+            return True
+        self.memory.publish(COMMITTED, 0)
+        return False
 
     def _await(self, words: memoryview, index: int, word: int, leave: bool) -> bool:
         """Wait until one rank has come; whether its word is ours."""
         number = word & SEQUENCE_MASK
 
         def here() -> bool:
-            return words[index] & SEQUENCE_MASK == number and words[index] > SEQUENCE_MASK
+            return is_here(words[index], number)
 
         try:
-            self._patience.until(here, lambda: self.absent(word, index))
+            self._patience.until(here, lambda: self._culprits(word, index))
         except DeadlineExceededError:
-            if not leave or not self._leave(index, word):
+            while leave and not here():
+                if self._leave(index, word):
+                    raise
+                # Somebody goes on, or all came in this moment.
+                self._patience.until(lambda: here() or not self._bound_by_any(word), dict)
+            if not leave:
                 raise
-            return self._await(words, index, word, leave)
         return words[index] == word
 
     def _leave(self, index: int, word: int) -> bool:
-        """Take the word back; False if that succeeded, True if all came in the meantime."""
-        self.memory.publish(index, 0)
+        """Take the word back; False where it stays, since somebody goes on."""
+        self.memory.publish(index, word & SEQUENCE_MASK)
         if not _order_all_threads():
             # The others may have seen it. It stays; the same call, made again, goes on from here.
             self.memory.publish(index, word)
-            return False
-        if self.absent(word, index):
-            return False
+            return True
+        if self.absent(word, index) and not self._bound_by_any(word):
+            return True
         self.memory.publish(index, word)
-        return True
+        return False
+
+    def _bound_by_any(self, word: int) -> bool:
+        number = word & SEQUENCE_MASK
+        return any(is_here(words[COMMITTED], number) for words in self.memory.others)
 
     def absent(self, word: int, index: int) -> dict[int, str]:
-        """Who has not come yet."""
+        """Who has not come yet, or has left."""
         number = word & SEQUENCE_MASK
         return {
             self._ranks[peer]: ""
             for peer, words in enumerate(self.memory.words)
-            if peer != self.memory.rank
-            and (words[index] & SEQUENCE_MASK != number or words[index] <= SEQUENCE_MASK)
+            if peer != self.memory.rank and not is_here(words[index], number)
         }
+
+    def _culprits(self, word: int, index: int) -> dict[int, str]:
+        """Of the absent those who never came, if any: others left because of them."""
+        absent, number = self.absent(word, index), word & SEQUENCE_MASK
+        left = {
+            self._ranks[peer]
+            for peer, words in enumerate(self.memory.words)
+            if words[index] == number
+        }
+        return {rank: note for rank, note in absent.items() if rank not in left} or absent
 
     def _check_alive(self) -> None:
         for peer, words in enumerate(self.memory.words):
@@ -137,8 +185,20 @@ class Arrival:
         """As the leader: give the call up, so that the others may leave as well."""
         self.memory.publish(COLLECTED, 0)
 
+    def note_missing(self, nodes: list[int]) -> None:
+        """As the leader: let the others know which nodes are waited for."""
+        self.memory.publish(MISSING_NODES, sum(1 << node for node in nodes if node < _NODES_NOTED))
+
+    def _missing(self) -> dict[int, str]:
+        """As one of the others: the ranks that the leader waits for, if it said so."""
+        noted = self.memory.words[0][MISSING_NODES]
+        nodes = [node for node in range(_NODES_NOTED) if noted >> node & 1]
+        return self._ranks_of(nodes) or {self._ranks[0]: ", which waits for other nodes"}
+
     def tell(self, verdict: int, sequence: int) -> None:
         """As the leader: say what the other nodes said."""
+        if self.memory.own[MISSING_NODES]:
+            self.memory.publish(MISSING_NODES, 0)
         self.memory.publish(VERDICTS[sequence & 1], word_of(verdict, sequence))
 
     def await_verdict(self, word: int, sequence: int) -> int:
@@ -150,8 +210,7 @@ class Arrival:
             return leader[index] & SEQUENCE_MASK == number and leader[index] > 0
 
         def absent() -> dict[int, str]:
-            here = self.absent(word, ARRIVALS[sequence & 1])
-            return here or {self._ranks[0]: ", which waits for other nodes"}
+            return self._culprits(word, ARRIVALS[sequence & 1]) or self._missing()
 
         try:
             self._patience.until(told, absent)
@@ -164,17 +223,21 @@ class Arrival:
         return int(leader[index]) >> SEQUENCE_BITS
 
     def _bound(self, sequence: int) -> bool:
-        collected = self.memory.words[0][COLLECTED]
-        return collected & SEQUENCE_MASK == sequence & SEQUENCE_MASK and collected > SEQUENCE_MASK
+        return is_here(self.memory.words[0][COLLECTED], sequence & SEQUENCE_MASK)
 
     def _leave_leader(self, word: int, sequence: int) -> bool:
         """Take the word back; whether that came before the leader had counted this rank."""
         index = ARRIVALS[sequence & 1]
-        self.memory.publish(index, 0)
+        self.memory.publish(index, word & SEQUENCE_MASK)
         if _order_all_threads() and not self._bound(sequence):
             return True
         self.memory.publish(index, word)
         return False
+
+
+def is_here(word: int, number: int) -> bool:
+    """Whether it is the word of one who came to the call of that number, and has not left."""
+    return word & SEQUENCE_MASK == number and word > SEQUENCE_MASK
 
 
 def _is_alive(process: int) -> bool:

@@ -27,23 +27,26 @@ LARGEST_TAG = 32_000
 
 
 class Words(ABC):
-    """An exchange of one number between all ranks, under way."""
+    """A way to tell all ranks numbers below 2^64, and to hear theirs.
+
+    Of each rank's even numbers, and of its odd ones, the last that came is kept.
+    """
 
     @abstractmethod
-    def complete(self) -> bool:
-        """Whether everybody's word has come. Makes progress; doesn't wait."""
+    def post(self, word: int) -> None:
+        """Tell everybody. Doesn't wait."""
 
     @abstractmethod
-    def missing(self) -> list[int]:
-        """The ranks whose word has not come."""
+    def take(self) -> None:
+        """Take in everything that has come. Doesn't wait."""
 
     @abstractmethod
-    def received(self) -> list[int]:
-        """Everybody's word, in rank order, when complete."""
+    def of(self, number: int) -> list[int]:
+        """Every rank's last word that is even, or odd, as the number is; 0 where there is none."""
 
     @abstractmethod
-    def cancel(self) -> None:
-        """Give the exchange up, before the transport is closed."""
+    def close(self) -> None:
+        """Give back what it holds, before the transport is closed."""
 
 
 class Transport(ABC):
@@ -87,8 +90,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def begin_words(self, word: int) -> Words:
-        """Begin to tell all ranks a number below 2^64 and to hear theirs. Collective."""
+    def open_words(self) -> Words:
+        """A way to tell all ranks numbers; one at a time. Collective."""
 
     def share(self, nbytes: int) -> list[memoryview] | None:
         """Memory that all ranks see, a segment of `nbytes` bytes for each, in rank order.

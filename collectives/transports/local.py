@@ -102,11 +102,14 @@ class LocalTransport(Transport):
         """All threads share one memory."""
         return 0
 
-    def begin_words(self, word: int) -> Words:
-        """Put the word into everybody's queue."""
+    def open_words(self) -> Words:
+        """Words in queues of their own."""
+        return _LocalWords(self)
+
+    def put_word(self, word: int) -> None:
+        """Put it into everybody's queue."""
         for peer in range(self.size):
             self._put(word, peer, _WORDS_TAG)
-        return _LocalWords(self)
 
     def _child_world(self) -> Any:
         """A name for a new world: the same on all ranks, since making one is collective."""
@@ -139,23 +142,23 @@ class _LocalWords(Words):
 
     def __init__(self, transport: LocalTransport) -> None:
         self._transport = transport
-        self._words: list[int | None] = [None] * transport.size
+        self._words = [[0] * transport.size, [0] * transport.size]
 
-    def complete(self) -> bool:
-        """Look into the queues that gave nothing yet."""
-        for peer in self.missing():
-            self._words[peer] = self._transport.get_now(peer)
-        return None not in self._words
+    def post(self, word: int) -> None:
+        """Put the word into everybody's queue."""
+        self._transport.put_word(word)
 
-    def missing(self) -> list[int]:
-        """The peers whose queues are empty."""
-        return [peer for peer, word in enumerate(self._words) if word is None]
+    def take(self) -> None:
+        """Empty the queues."""
+        for peer in range(self._transport.size):
+            while (word := self._transport.get_now(peer)) is not None:
+                self._words[word & 1][peer] = word
 
-    def received(self) -> list[int]:
-        """What the queues gave."""
-        return [word for word in self._words if word is not None]
+    def of(self, number: int) -> list[int]:
+        """What the queues gave last."""
+        return self._words[number & 1]
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """Nothing is held."""
 
 

@@ -98,9 +98,9 @@ class MpiTransport(Transport):
             buffer[:] = whole[: len(buffer)]
         return nbytes
 
-    def begin_words(self, word: int) -> Words:
-        """A message to and from everybody."""
-        return _MpiWords(self.comm, word)
+    def open_words(self) -> Words:
+        """A message to everybody for each."""
+        return _MpiWords(self.comm)
 
     @property
     def fence(self) -> Callable[[], None] | None:  # type: ignore[override]
@@ -199,40 +199,38 @@ def _has_room(nbytes: int) -> bool:
 class _MpiWords(Words):
     """Words in messages of 8 bytes."""
 
-    def __init__(self, comm: MPI.Intracomm, word: int) -> None:
-        self._words = np.zeros(comm.size, np.uint64)
-        own = np.array([word], np.uint64)
-        self._words[comm.rank] = word
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._words = [[0] * comm.size, [0] * comm.size]
         self._peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        places = [self._words[peer : peer + 1] for peer in self._peers]
-        self._receives = [
-            comm.Irecv([place, MPI.UINT64_T], peer, _WORDS_TAG)
-            for peer, place in zip(self._peers, places, strict=True)
+        self._inbox = np.zeros(1, np.uint64)
+        self._status = MPI.Status()
+        self._sends: list[MPI.Request] = []
+
+    def post(self, word: int) -> None:
+        """Send it; it is small enough to leave at once, but for congestion."""
+        own = np.array([word], np.uint64)
+        self._words[word & 1][self._comm.rank] = word
+        self._sends = [each for each in self._sends if not each.Test()]
+        self._sends += [
+            self._comm.Isend([own, MPI.UINT64_T], peer, _WORDS_TAG) for peer in self._peers
         ]
-        self._sends = [comm.Isend([own, MPI.UINT64_T], peer, _WORDS_TAG) for peer in self._peers]
-        self._come = [False] * len(self._peers)
 
-    def complete(self) -> bool:
-        """Test each message that has not come."""
-        for index, come in enumerate(self._come):
-            if not come:
-                self._come[index] = self._receives[index].Test()
-        return all(self._come) and bool(MPI.Request.Testall(self._sends))
+    def take(self) -> None:
+        """Receive what has come: no receive is left open, which could not be called back."""
+        comm, status = self._comm, self._status
+        while comm.Iprobe(MPI.ANY_SOURCE, _WORDS_TAG, status):
+            source = status.Get_source()
+            comm.Recv([self._inbox, MPI.UINT64_T], source, _WORDS_TAG)
+            word = int(self._inbox[0])
+            self._words[word & 1][source] = word
 
-    def missing(self) -> list[int]:
-        """The peers whose message has not come."""
-        return [peer for peer, come in zip(self._peers, self._come, strict=True) if not come]
+    def of(self, number: int) -> list[int]:
+        """What came last, and the own word."""
+        return self._words[number & 1]
 
-    def received(self) -> list[int]:
-        """What came, and the own word."""
-        words: list[int] = self._words.tolist()
-        return words
-
-    def cancel(self) -> None:
-        """Cancel what is awaited; what was sent is small enough to have left."""
-        for request, come in zip(self._receives, self._come, strict=True):
-            if not come:
-                request.Cancel()
-                request.Wait()
+    def close(self) -> None:
+        """Everybody has taken what was sent, or never will."""
         for request in self._sends:
             request.Free()
+        self._sends = []

@@ -76,7 +76,7 @@ def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
 
 def test_a_meeting_ends_with_a_fence():
     def one_rank(memory, patience):
-        arrival = Arrival(memory, patience, [0, 1])
+        arrival = Arrival(memory, patience, [0, 1], lambda nodes: {})
         for sequence in range(1, 50):
             word = word_of(77, sequence)
             arrival.come(word, sequence)
@@ -91,7 +91,7 @@ def test_ranks_that_differ_see_it():
     seen = {}
 
     def one_rank(memory, patience):
-        arrival = Arrival(memory, patience, [0, 1, 2])
+        arrival = Arrival(memory, patience, [0, 1, 2], lambda nodes: {})
         word = word_of(5 if memory.rank == 1 else 6, 1)
         arrival.come(word, 1)
         seen[memory.rank] = arrival.await_all(word, 1)

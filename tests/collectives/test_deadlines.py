@@ -1,0 +1,262 @@
+"""Ranks that wait for one that doesn't come, and what happens when it does."""
+
+import json
+import logging
+import os
+import random
+import re
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import Communicator
+from collectives.recorder import DIRECTORY_VARIABLE
+from collectives.shared import arrival
+from collectives.transports import local
+
+NODE_OF = {2: [0, 1], 3: [0, 0, 1], 5: [0, 0, 1, 1, 1]}
+SMALL, LARGE = 10, 50_000
+PATIENT = 30
+
+CALLS = {
+    "small": lambda comm: comm.all_reduce(np.full(SMALL, comm.rank + 1.0)),
+    "large": lambda comm: comm.all_reduce(np.full(LARGE, comm.rank + 1.0)),
+    "asynchronous": lambda comm: comm.all_reduce_async(np.full(SMALL, comm.rank + 1.0)).wait(),
+}
+
+
+@pytest.fixture(params=["world", "nodes"])
+def patient(request, comm):
+    """A group to change the deadline of."""
+    node_of = NODE_OF[comm.size] if request.param == "nodes" else None
+    group = Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=node_of)
+    yield group
+    group.deadline = PATIENT
+    group.close()
+
+
+@pytest.fixture
+def record_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def wait_for_all():
+    """Without the group's own calls, and without a deadline."""
+    request = MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.001)
+
+
+def expected(comm, length=SMALL):
+    return np.full(length, comm.size * (comm.size + 1) / 2)
+
+
+def known_absent(group, late):
+    """Whom this rank can know to be absent: of another node, that not all of it have come."""
+    theirs = [rank for rank, node in enumerate(node_map(group)) if node == node_map(group)[late]]
+    return {late} if group.node == node_map(group)[late] else set(theirs)
+
+
+def node_map(group):
+    return NODE_OF[group.size] if group.nodes > 1 else [0] * group.size
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
+    late = patient.size - 1
+    CALLS["small"](patient)
+    if call == "asynchronous":
+        CALLS[call](patient)
+    patient.deadline = 0.3
+    if patient.rank != late:
+        start = time.monotonic()
+        with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as caught:
+            CALLS[call](patient)
+        assert 0.3 <= time.monotonic() - start < 2.3
+        check_error(caught.value, patient, late, record_directory)
+        (warning, *_) = [each.message for each in caplog.records if each.name == "collectives"]
+        assert "all_reduce(sum" in warning
+        # Another rank than a node's lowest may be told a little later which nodes are missing.
+        assert f"rank {late}" in warning or patient.local_rank > 0
+    wait_for_all()
+    patient.deadline = PATIENT
+    length = LARGE if call == "large" else SMALL
+    for _ in range(3):
+        np.testing.assert_array_equal(CALLS[call](patient), expected(patient, length))
+
+
+def check_error(error, group, late, directory):
+    assert isinstance(error, collectives.DeadlineExceededError)
+    assert set(error.absent) == known_absent(group, late)
+    text = str(error)
+    assert re.search(
+        r"all_reduce\(sum, float64\[\d+\]\), call \d+, waited the deadline of 0.3", text
+    )
+    assert f"rank {late}" in text
+    lines = [line for call in CALLS.values() for _, _, line in call.__code__.co_lines()]
+    assert any(f"{__file__}:{line})" in text for line in lines), text
+    path = Path(re.search(r"last calls are in (\S+)", text)[1])
+    assert path.parent == directory
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["rank"] == group.rank
+    if "asynchronous" not in text:
+        assert any(call["collective"] == "all_reduce" for call in record["calls"])
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+def test_the_first_asynchronous_call(patient, record_directory):
+    late = 0
+    patient.deadline = 0.3
+    if patient.rank != late:
+        handle = patient.all_reduce_async(np.ones(SMALL))
+        with pytest.raises(collectives.DeadlineExceededError) as caught:
+            handle.wait(10)
+        assert caught.value.absent == (late,)
+    wait_for_all()
+    patient.deadline = PATIENT
+    np.testing.assert_array_equal(CALLS["asynchronous"](patient), expected(patient))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+def test_another_call_after_the_deadline(patient, record_directory):
+    """What was given up is forgotten: the late rank meets what the others call now."""
+    for length in (SMALL, LARGE):
+        patient.deadline = 0.1
+        if patient.rank != 0:
+            with pytest.raises(collectives.DeadlineExceededError):
+                patient.all_reduce(np.zeros(length))
+        wait_for_all()
+        patient.deadline = PATIENT
+        assert patient.broadcast_object(patient.rank, root=patient.size - 1) == patient.size - 1
+        np.testing.assert_array_equal(CALLS["small"](patient), expected(patient))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+def test_ranks_that_come_when_the_others_leave(patient, record_directory):
+    deadline, chance = 0.05, random.Random(5)
+    for number in range(20):
+        late, length = chance.randrange(patient.size), chance.choice([SMALL, LARGE])
+        offset = chance.uniform(-0.004, 0.004)
+        wait_for_all()
+        patient.deadline = deadline
+        if patient.rank == late:
+            time.sleep(deadline + offset)
+        result = call_until_all_come(patient, np.full(length, patient.rank + number + 1.0))
+        np.testing.assert_array_equal(result, expected(patient, length) + patient.size * number)
+        patient.deadline = PATIENT
+
+
+def call_until_all_come(comm, array):
+    for _ in range(100):
+        try:
+            return comm.all_reduce(array)
+        except collectives.DeadlineExceededError:
+            continue
+    raise AssertionError("they never met")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+def test_all_come_and_leave_at_random(patient, record_directory):
+    own = random.Random(patient.rank)
+    for number in range(20):
+        wait_for_all()
+        patient.deadline = 0.01
+        time.sleep(own.uniform(0, 0.03))
+        result = call_until_all_come(patient, np.full(SMALL, patient.rank + number + 1.0))
+        np.testing.assert_array_equal(result, expected(patient) + patient.size * number)
+        patient.deadline = PATIENT
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_without_a_way_to_order_stores_the_same_call_goes_on(
+    patient, record_directory, monkeypatch
+):
+    monkeypatch.setattr(arrival, "_order_all_threads", lambda: False)
+    patient.deadline = 0.1
+    if patient.rank != 0:
+        with pytest.raises(collectives.DeadlineExceededError):
+            CALLS["small"](patient)
+    wait_for_all()
+    patient.deadline = PATIENT
+    np.testing.assert_array_equal(CALLS["small"](patient), expected(patient))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+def test_without_a_deadline_it_waits_on(patient, caplog):
+    patient.deadline = None
+    assert patient.deadline is None
+    if patient.rank == 0:
+        time.sleep(0.5)
+    np.testing.assert_array_equal(CALLS["small"](patient), expected(patient))
+    assert not caplog.records
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_record_that_cannot_be_written(patient, monkeypatch):
+    monkeypatch.setitem(os.environ, DIRECTORY_VARIABLE, "/nowhere")
+    patient.deadline = 0.1
+    if patient.rank == 0:
+        with pytest.raises(collectives.DeadlineExceededError, match="could not be written"):
+            patient.barrier()
+    wait_for_all()
+    patient.deadline = PATIENT
+    patient.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_what_a_deadline_may_be(comm):
+    group = comm.split(0)
+    for wrong, kind in ((0, ValueError), (-1.0, ValueError), (float("nan"), ValueError)):
+        with pytest.raises(kind, match="deadline="):
+            group.deadline = wrong
+    for wrong in ("10", True, [1]):
+        with pytest.raises(TypeError, match="deadline="):
+            group.deadline = wrong
+        with pytest.raises(TypeError, match="deadline="):
+            Communicator(MPI.COMM_WORLD, deadline=wrong)
+    group.deadline = 7
+    assert group.deadline == 7
+    assert group.split(0).deadline == 7
+    before = comm.deadline
+    assert collectives.world(deadline=77).deadline == 77
+    assert collectives.world().deadline == 77
+    assert collectives.world(deadline=None).deadline is None
+    with pytest.raises(ValueError, match="deadline=0"):
+        collectives.world(deadline=0)
+    comm.deadline = before
+    group.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_threads_of_one_process(size, record_directory):
+    together = threading.Barrier(size)
+
+    def program(transport):
+        comm = Communicator(transport, deadline=PATIENT)
+        comm.barrier()
+        comm.deadline = 0.2
+        if comm.rank != size - 1:
+            with pytest.raises(collectives.DeadlineExceededError) as caught:
+                comm.all_reduce(np.ones(3))
+            assert caught.value.absent == (size - 1,)
+        together.wait()
+        comm.deadline = PATIENT
+        return comm.all_reduce(np.ones(3)).tolist()
+
+    assert local.run(size, program) == [[size] * 3] * size
