@@ -18,6 +18,7 @@ from collectives.operations.reductions import ReduceInput
 from collectives.quick import AllReduce, quick_all_reduce
 from collectives.reduction import ReduceOp
 from collectives.signature import Signature
+from collectives.tuning import use_saved
 from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
 
 _QUICK_KEPT = 512
@@ -46,6 +47,7 @@ class Group:
         self._engine.patience.deadline = deadline
         self._topology = nodes.find_topology(self._engine, node_of)
         nodes.settle(self._engine, self._topology)
+        use_saved(self._engine)
         self._progress: Progress | None = None
         self._closed = False
         self._quick: dict[Any, AllReduce] = {}
@@ -156,7 +158,8 @@ class Group:
             if self._progress is None:
                 twin = self._engine.transport.begin_duplicate()
                 self._progress = Progress(twin, self._topology, self.deadline)
-            return self._progress.submit(operation, calling_line())
+            tuned = self._engine.figures, self._engine.figures_name
+            return self._progress.submit(operation, calling_line(), tuned)
 
     def _after_fork(self) -> None:
         self._quick.clear()

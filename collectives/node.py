@@ -51,12 +51,16 @@ class Node:
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> dict[str, Native]:
         """What the node's memory can do of a collective of all ranks."""
-        direct = Direct(self.steps, self.arena, op, dtype)
         if self._slices is None:
-            return {SHARED: direct.find(collective)}
+            return {SHARED: self.shared(collective, op, dtype)}
         if collective == "all_reduce" and op is not None:
+            direct = Direct(self.steps, self.arena, op, dtype)
             return {HIERARCHICAL: partial(self._hierarchical, direct, op, self._slices)}
         return {}
+
+    def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native:
+        """The collective of this node's ranks alone; there must be several."""
+        return Direct(self.steps, self.arena, op, dtype).find(collective)
 
     def _hierarchical(
         self,

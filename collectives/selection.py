@@ -19,7 +19,7 @@ NATIVE, SHARED, HIERARCHICAL = "native", "shared", "hierarchical"
 
 # Pricing a schedule takes time proportional to ranks × rounds: above this size only those of
 # logarithmic depth and the ring's closed form would be worth it, so native is taken unpriced.
-_LARGEST_PRICED = 512
+LARGEST_PRICED = 512
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,13 @@ class Choice:
 
     algorithm: str
     seconds: dict[str, float]
+    reason: str = "least expected time"
 
     def __str__(self) -> str:
         """One line for each candidate, the fastest first."""
         ranked = sorted(self.seconds.items(), key=lambda item: item[1])
         lines = (f"  {name:<22}{seconds * 1e6:12.1f} µs expected" for name, seconds in ranked)
-        return "\n".join([f"{self.algorithm} runs", *lines])
+        return "\n".join([f"{self.algorithm} runs: {self.reason}", *lines])
 
 
 def choose(
@@ -101,21 +102,25 @@ def _choose(
 ) -> Choice:
     size = layout.size
     if size == 1:
-        return Choice("a copy", {})
-    if size > _LARGEST_PRICED and paths:
-        return Choice(paths[0], {})
+        return Choice("a copy", {}, "there is one rank")
+    if size > LARGEST_PRICED and paths:
+        return Choice(paths[0], {}, f"with more than {LARGEST_PRICED} ranks nothing is priced")
     seconds = {
-        name: figures.schedule_start
-        + estimate(collective, name, size, nbytes, figures.schedule_link)
-        for name in names
+        name: expected(collective, name, nbytes, layout, figures) for name in (*names, *paths)
     }
-    if NATIVE in paths:
-        seconds[NATIVE] = _native(collective, size, nbytes, figures)
-    if SHARED in paths:
-        seconds[SHARED] = _shared(collective, nbytes, layout, figures)
-    if HIERARCHICAL in paths:
-        seconds[HIERARCHICAL] = _hierarchical(nbytes, layout, figures)
     return Choice(min(seconds, key=lambda name: seconds[name]), seconds)
+
+
+def expected(collective: str, path: str, nbytes: int, layout: Layout, figures: Figures) -> float:
+    """Seconds that a path is expected to take; `nbytes` counts as in `cost.traffic`."""
+    if path == NATIVE:
+        return _native(collective, layout.size, nbytes, figures)
+    if path == SHARED:
+        return _shared(collective, nbytes, layout, figures)
+    if path == HIERARCHICAL:
+        return _hierarchical(nbytes, layout, figures)
+    link = figures.schedule_link
+    return figures.schedule_start + estimate(collective, path, layout.size, nbytes, link)
 
 
 def _native(collective: str, size: int, nbytes: int, figures: Figures) -> float:
