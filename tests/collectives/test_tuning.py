@@ -147,6 +147,16 @@ def test_the_choice_follows_the_figures(collective, nbytes, kind):
     assert (choice.algorithm if choice.algorithm in paths else "schedule") == kind
 
 
+@pytest.mark.parametrize(
+    ("mebibytes", "expected"), [(1, SHARED), (4, SHARED), (8, SHARED), (16, "ring")]
+)
+def test_the_built_in_choice_of_two_ranks(mebibytes, expected):
+    """Where measurements under both MPIs differed by more than a fifth."""
+    layout, paths = Layout((2,)), (NATIVE, SHARED)
+    choice = selection.choose("all_reduce", mebibytes << 20, layout, paths, Figures())
+    assert choice.algorithm == expected
+
+
 TRUE = Figures(7e-6, 2e-6, 3e9, 9e-6, 4e-6, 5e9, 6e9, 8e-6, 1e-6, 11e9)
 
 
