@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from collectives import tuning
 from collectives.engine import Engine
 from collectives.group import Group
 from collectives.handles import Handle
@@ -15,9 +17,10 @@ from collectives.operations import messages, movements, nodes, objects, reductio
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
 from collectives.operations.many import all_reduce_many
-from collectives.quick import PASS
+from collectives.quick import PASS, explain
 from collectives.reduction import ReduceOp
 from collectives.spec import spec_of
+from collectives.trace import trace
 
 
 class Communicator(Group):
@@ -221,9 +224,34 @@ class Communicator(Group):
         return array
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
-        """Which algorithm would run for `nbytes` bytes, and what was expected of each."""
+        """Which algorithm would run for `nbytes` bytes, what each is expected to take, and by whose
+        figures: the built-in ones, those of `tune`, or a file's.
+        """
         nbytes = check_index("nbytes", nbytes, 1 << 62)
-        return self._engine.explain(spec_of(collective).name, nbytes, np.dtype(dtype))
+        return explain(self._engine, spec_of(collective).name, nbytes, np.dtype(dtype))
+
+    def tune(self, *, save: bool = True) -> str:
+        """Measure what the paths take here, and choose by that from now on. Collective.
+
+        It takes a second or two, in which the machine should be idle; all ranks end with the same
+        figures. `save` keeps them in a file of the user's cache folder (COLLECTIVES_CACHE, or
+        mpi-collectives in XDG_CACHE_HOME or ~/.cache), from which communicators on the same host,
+        MPI and layout of ranks load them; where it can't be written there is a warning. Returns
+        what was measured, for people to read.
+        """
+        text: str = self._run(tuning.tune(save=save))
+        # What was looked up went by the old figures.
+        self._quick.clear()
+        return text
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last 256 calls of every rank, on one clock, to a file on rank 0. Collective.
+
+        It is JSON for chrome://tracing or ui.perfetto.dev: a process for each rank, with a thread
+        for its blocking calls and one for its asynchronous ones. Every rank raises the OSError of a
+        file that can't be written.
+        """
+        self._run(trace(path, [] if self._progress is None else self._progress.entries()))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator between the ranks of equal color, ordered by key, then rank.

@@ -51,7 +51,7 @@ class Engine:
         self.agreement: Agreement | None = None
         self.node: Node | None = None
         self.layout = Layout((1,) * self.size)
-        self.figures = Figures()
+        self.figures, self.figures_name = Figures(), "built-in figures"
         self.path = ""
         self.broken: BaseException | None = None
         self.forked = False
@@ -222,12 +222,21 @@ class Engine:
             call = Call(collective, algorithm, shape, target.dtype, op, root, source is not None)
             self.quiet.run(self._plan(call).run, source, target)
 
+    def use(self, figures: Figures, name: str) -> None:
+        """Choose by these figures from now on; all ranks must, between the same two calls.
+
+        `name` says where they are from.
+        """
+        self.figures, self.figures_name = figures, name
+        self._chosen.clear()
+
     def explain(self, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
         """What `run` would choose for a SUM or a movement of that dtype, and why."""
         op = ReduceOp.SUM if spec_of(collective).reduces else None
         if op is not None:
             check_reducible(op, dtype)
-        return str(self._choose(collective, nbytes, self.paths(collective, op, dtype)))
+        choice = self._choose(collective, nbytes, self.paths(collective, op, dtype))
+        return f"{choice}\n  by {self.figures_name}" if choice.seconds else str(choice)
 
     def choose(self, collective: str, nbytes: int, paths: dict[str, Native]) -> str:
         """The path for so many bytes, of those and the schedules."""

@@ -18,6 +18,7 @@ from collectives.quick import quick_all_gather, quick_all_reduce, quick_broadcas
 from collectives.reduction import Array, ReduceOp
 from collectives.signature import Signature
 from collectives.transports.base import Transport
+from collectives.tuning import use_saved
 from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
 
 _QUICK_KEPT = 512
@@ -46,6 +47,7 @@ class Group:
         self._engine.patience.deadline = deadline
         self._topology = nodes.find_topology(self._engine, node_of)
         nodes.settle(self._engine, self._topology)
+        use_saved(self._engine)
         self._twin = self._duplicate()
         self._progress: Progress | None = None
         self._closed = False
@@ -207,7 +209,8 @@ class Group:
         if not self._engine.transport.threads:
             return run_at_once(self._engine, operation)
         with self._engine.lock:
-            return self._running().submit(operation, calling_line())
+            tuned = self._engine.figures, self._engine.figures_name
+            return self._running().submit(operation, calling_line(), tuned)
 
     def _running(self) -> Progress:
         if self._progress is None:

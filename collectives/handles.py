@@ -13,13 +13,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from collectives.engine import Engine
 from collectives.errors import CollectiveError, MismatchError
 from collectives.operations import Operation, nodes
-from collectives.recorder import Recorder
+from collectives.recorder import Entry, Recorder
+from collectives.selection import Figures
 from collectives.signature import Signature
 from collectives.topology import Topology
 from collectives.transports.base import Transport
 from collectives.waiting import log
 
 Result = TypeVar("Result")
+Tuned = tuple[Figures, str]
 
 
 class Handle(Generic[Result]):
@@ -73,16 +75,20 @@ class Progress:
         self._thread.start()
         _running.add(self)
 
-    def submit(self, operation: Operation, line: str) -> Handle[Any]:
+    def submit(self, operation: Operation, line: str, tuned: Tuned) -> Handle[Any]:
         """Queue the operation; return at once. RuntimeError once the thread was told to end.
 
-        `line` is where the user asked for it.
+        `line` is where the user asked for it, `tuned` the figures to choose by, and their name.
         """
         if self._closed:
             raise RuntimeError("asynchronous calls have ended: the program is exiting")
         future: Future[Any] = Future()
-        self._jobs.put(_Job(operation, line, future))
+        self._jobs.put(_Job(operation, line, future, tuned))
         return Handle(future)
+
+    def entries(self) -> list[Entry]:
+        """What the recorder holds of the calls that have ended."""
+        return [] if self.recorder is None else self.recorder.entries()
 
     def close(self) -> None:
         """Complete what was submitted, then end the thread. A second call does nothing."""
@@ -121,6 +127,8 @@ class Progress:
         job = self._jobs.get()
         if job is not None:
             engine.patience.deadline = self.deadline
+            if job.tuned[0] is not engine.figures:
+                engine.use(*job.tuned)
             if self._settle(engine, job):
                 run_into(job.future, engine, job.operation, job.line)
         return job is not None
@@ -146,6 +154,8 @@ class _Job(NamedTuple):
     operation: Operation
     line: str
     future: Future[Any]
+    tuned: Tuned
+    """In force where it was submitted: so the ranks change at the same job."""
 
 
 def run_into(

@@ -60,10 +60,10 @@ class Node:
     ) -> dict[str, Native]:
         """What the node's memory can do of a collective of all ranks."""
         if self._slices is None:
-            return {SHARED: self._shared(collective, op, dtype)}
+            return {SHARED: self.shared(collective, op, dtype)}
         if collective == "all_reduce" and op is not None:
-            first = self._shared("reduce_scatter", op, dtype)
-            last = self._shared("all_gather", op, dtype)
+            first = self.shared("reduce_scatter", op, dtype)
+            last = self.shared("all_gather", op, dtype)
             return {HIERARCHICAL: partial(self._hierarchical, first, last, op, self._slices)}
         return {}
 
@@ -73,8 +73,8 @@ class Node:
             return None
         return Direct(self.steps, self.arena, op, dtype).find(collective)
 
-    def _shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native:
-        """Where the arrays lie, if they are registered, or else through the stages."""
+    def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native:
+        """Of this node's ranks alone: where the arrays lie, or else through the stages."""
         staged: Native = getattr(Staged(self.steps, op, dtype), collective)
         attempt = Direct(self.steps, self.arena, op, dtype).find(collective)
         if attempt is None:

@@ -42,16 +42,32 @@ def quick_all_reduce(engine: Engine, given: ReduceInput) -> AllReduce | None:
     node, agreement = engine.node, engine.agreement
     if node is None or agreement is None or not node.memory_is_all:
         return None
-    fold = plain_fold(given.op, given.dtype)
     nbytes = given.array.size * given.dtype.itemsize
-    small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= _SMALL_BYTES_OF_ALL
-    registered = node.arena.in_use and nbytes >= LEAST_BYTES
-    if small and fold is not None and not registered:
+    fold = _small_fold(engine, given.op, given.dtype, nbytes)
+    if fold is not None:
         return _small(engine, agreement, given, fold)
     paths = engine.paths("all_reduce", given.op, given.dtype)
     if engine.choose("all_reduce", nbytes, paths) == SHARED:
         return _large(engine, agreement, given, paths[SHARED])
     return None
+
+
+def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
+    """What would run for a SUM or a movement of that dtype, and why."""
+    text = engine.explain(collective, nbytes, dtype)
+    if collective == "all_reduce" and _small_fold(engine, ReduceOp.SUM, dtype, nbytes):
+        return f"{SHARED} runs, in a single step: few bytes, whatever is expected\n{text}"
+    return text
+
+
+def _small_fold(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> Fold | None:
+    """The fold of arrays that are small enough for a single step; None where they take another."""
+    node = engine.node
+    if node is None or not node.memory_is_all:
+        return None
+    small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= _SMALL_BYTES_OF_ALL
+    registered = node.arena.in_use and nbytes >= LEAST_BYTES
+    return plain_fold(op, dtype) if small and not registered else None
 
 
 def _large(engine: Engine, agreement: Agreement, given: ReduceInput, native: Native) -> AllReduce:

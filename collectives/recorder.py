@@ -34,11 +34,15 @@ class Recorder:
         self.ring[self.position & (CALLS_KEPT - 1)] = entry
         self.position += 1
 
-    def calls(self) -> list[dict[str, Any]]:
-        """The calls in their order, the oldest first; times in seconds."""
+    def entries(self) -> list[Entry]:
+        """The calls in their order, the oldest first."""
         start = self.position & (CALLS_KEPT - 1)
-        entries = self.ring[start:] + self.ring[:start]
-        return [_as_dict(*entry) for entry in entries if entry is not None]
+        ring = self.ring[start:] + self.ring[:start]
+        return [entry for entry in ring if entry is not None]
+
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls as JSON holds them; times in seconds."""
+        return [_as_dict(*entry) for entry in self.entries()]
 
     def dump(self, reason: str) -> Path:
         """Write the calls, and why, to a file of this process's; return its path.

@@ -14,12 +14,13 @@ from functools import lru_cache
 
 from collectives import algorithms
 from collectives.cost import Link, estimate
+from collectives.spec import spec_of
 
 NATIVE, SHARED, HIERARCHICAL = "native", "shared", "hierarchical"
 
 # Pricing a schedule takes time proportional to ranks × rounds: above this size only those of
 # logarithmic depth and the ring's closed form would be worth it, so native is taken unpriced.
-_LARGEST_PRICED = 512
+LARGEST_PRICED = 512
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class Figures:
 
     schedule_start: float = 6e-6
     schedule_latency: float = 4e-6
-    schedule_bandwidth: float = 9e9
+    schedule_bandwidth: float = 7e9
     native_start: float = 5e-6
     native_latency: float = 1e-6
     native_bandwidth: float = 8e9
+    native_move_bandwidth: float = 12e9
     reduction: float = 20e9
     shared_start: float = 3e-6
     shared_latency: float = 0.5e-6
@@ -45,6 +47,11 @@ class Figures:
     def schedule_link(self) -> Link:
         """A message of our own."""
         return Link(self.schedule_latency, self.schedule_bandwidth, self.reduction)
+
+    @property
+    def native_move_link(self) -> Link:
+        """As `native_link`, where nothing is folded: the library copies straight across."""
+        return Link(self.native_latency, self.native_move_bandwidth, self.reduction)
 
     @property
     def native_link(self) -> Link:
@@ -72,12 +79,14 @@ class Choice:
 
     algorithm: str
     seconds: dict[str, float]
+    reason: str = "least expected time"
 
     def __str__(self) -> str:
         """One line for each candidate, the fastest first."""
         ranked = sorted(self.seconds.items(), key=lambda item: item[1])
         lines = (f"  {name:<22}{seconds * 1e6:12.1f} µs expected" for name, seconds in ranked)
-        return "\n".join([f"{self.algorithm} runs", *lines])
+        first = f"{self.algorithm} runs: {self.reason}" if self.reason else f"{self.algorithm} runs"
+        return "\n".join([first, *lines])
 
 
 def choose(
@@ -101,27 +110,35 @@ def _choose(
 ) -> Choice:
     size = layout.size
     if size == 1:
-        return Choice("a copy", {})
-    if size > _LARGEST_PRICED and paths:
-        return Choice(paths[0], {})
+        return Choice("a copy", {}, "")
+    if size > LARGEST_PRICED and paths:
+        return Choice(paths[0], {}, f"with more than {LARGEST_PRICED} ranks nothing is priced")
     seconds = {
-        name: figures.schedule_start
-        + estimate(collective, name, size, nbytes, figures.schedule_link)
-        for name in names
+        name: expected(collective, name, nbytes, layout, figures) for name in (*names, *paths)
     }
-    if NATIVE in paths:
-        seconds[NATIVE] = _native(collective, size, nbytes, figures)
-    if SHARED in paths:
-        seconds[SHARED] = _shared(collective, nbytes, layout, figures)
-    if HIERARCHICAL in paths:
-        seconds[HIERARCHICAL] = _hierarchical(nbytes, layout, figures)
-    # Ranks that take turns on a core take their time one after the other, whatever they do.
-    seconds = {name: layout.crowding * expected for name, expected in seconds.items()}
     return Choice(min(seconds, key=lambda name: seconds[name]), seconds)
 
 
+def expected(collective: str, path: str, nbytes: int, layout: Layout, figures: Figures) -> float:
+    """Seconds that a path is expected to take; `nbytes` counts as in `cost.traffic`.
+
+    Ranks that take turns on a core take their time one after the other, whatever they do.
+    """
+    if path == NATIVE:
+        seconds = _native(collective, layout.size, nbytes, figures)
+    elif path == SHARED:
+        seconds = _shared(collective, nbytes, layout, figures)
+    elif path == HIERARCHICAL:
+        seconds = _hierarchical(nbytes, layout, figures)
+    else:
+        link = figures.schedule_link
+        inside = estimate(collective, path, layout.size, nbytes, link)
+        seconds = figures.schedule_start + inside
+    return layout.crowding * seconds
+
+
 def _native(collective: str, size: int, nbytes: int, figures: Figures) -> float:
-    link = figures.native_link
+    link = figures.native_link if spec_of(collective).reduces else figures.native_move_link
     names = algorithms.names(collective)
     inside = min(estimate(collective, name, size, nbytes, link) for name in names)
     return figures.native_start + inside
@@ -132,7 +149,8 @@ _TOUCHED: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda size: 5.0 if size == 2 else 5 - 1 / size,
     "reduce": lambda size: 5 - 1 / size,
     "reduce_scatter": lambda size: 5 * (size - 1) / size,
-    "broadcast": lambda size: 2.5,
+    # The readers wait for lines that the root has just written.
+    "broadcast": lambda size: 4.0,
     "all_gather": lambda size: 2.0,
     "gather": lambda size: 2.0,
     "scatter": lambda size: 2.0,

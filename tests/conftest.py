@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.broken_transport import BROKEN_VARIABLE, break_communicator
+from tests.worlds.launcher import DIRECTORY_VARIABLE
 
 pytest_plugins = ["tests.worlds.plugin"]
 
@@ -18,6 +19,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("worlds")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_its_own(tmp_path_factory):
+    """Neither read nor write the developer's; a world's ranks have one in common already."""
+    if "COLLECTIVES_CACHE" in os.environ and DIRECTORY_VARIABLE in os.environ:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLLECTIVES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ ALLOWED = {
         "transports.base",
         "waiting",
     },
-    "collectives.selection": {"algorithms", "cost"},
+    "collectives.selection": {"algorithms", "cost", "spec"},
     "collectives.fusion": set(),
     "collectives.arrays": {"reduction"},
 }

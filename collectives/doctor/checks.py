@@ -6,8 +6,11 @@ with its peers. All values are small whole numbers, which every dtype used here 
 
 from __future__ import annotations
 
+import json
+import tempfile
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -188,6 +191,25 @@ def _split(comm: Communicator) -> Results:
     return [(part is not None, True), *results]
 
 
+def _tune(comm: Communicator) -> Results:
+    """Nothing is kept: who asks for a trial has not asked for other choices in later runs."""
+    texts = comm.all_gather_object(comm.tune(save=False))
+    return [(texts, [texts[0]] * comm.size)]
+
+
+def _trace(comm: Communicator) -> Results:
+    """The barrier before it is in everybody's trace."""
+    comm.barrier()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        comm.trace(path)
+        traced = json.loads(path.read_text(encoding="utf-8")) if comm.rank == 0 else None
+    if traced is None:
+        return []
+    barriers = {each["pid"] for each in traced["traceEvents"] if each["name"] == "barrier"}
+    return [(sorted(barriers), list(range(comm.size)))]
+
+
 TRIALS: dict[str, Callable[[Communicator], Results]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
@@ -207,5 +229,7 @@ TRIALS: dict[str, Callable[[Communicator], Results]] = {
     "all_gather_object": _all_gather_object,
     "empty, zeros": _empty_and_zeros,
     "split": _split,
+    "tune": _tune,
+    "trace": _trace,
 }
 NEEDS_PEERS = "send, recv"

@@ -110,6 +110,9 @@ class Transport(ABC):
         """Whether what carries it has ended, so that nothing can be sent any more."""
         return False
 
+    library: str = "no library"
+    """What carries the messages, with its version: measured times hold for that alone."""
+
     fence: Callable[[], None] | None = None
     """Orders loads and stores in shared memory, where the machine doesn't by itself."""
 

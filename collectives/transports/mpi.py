@@ -38,6 +38,7 @@ class MpiTransport(Transport):
         self._abandoned: list[Any] = []
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
 
     @classmethod
     def over(cls, comm: MPI.Intracomm) -> MpiTransport:

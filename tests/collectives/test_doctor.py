@@ -1,6 +1,7 @@
 """The doctor's report, its self-test, and how it ends where something is wrong."""
 
 import inspect
+import json
 import runpy
 import subprocess
 import sys
@@ -254,6 +255,8 @@ def wrong(result):
         return [wrong(each) for each in result]
     if isinstance(result, dict):
         return {}
+    if isinstance(result, str):
+        return f"{result}!"
     return types.SimpleNamespace(wait=lambda: wrong(result.wait()))
 
 
@@ -285,9 +288,11 @@ def ranks_that_fail(size, kind, trial):
     return [rank for rank, failure in enumerate(run(size, failed)) if failure]
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*TRIALS, "recv", "zeros"} - {"barrier", "send, recv", "empty, zeros", "split"})
-)
+# Those that return nothing, and those that have a test of their own.
+UNGARBLED = {"barrier", "trace", "send, recv", "empty, zeros", "split"}
+
+
+@pytest.mark.parametrize("name", sorted({*TRIALS, "recv", "zeros"} - UNGARBLED))
 def test_a_trial_finds_a_wrong_result(name):
     trial = next(trial for label, trial in TRIALS.items() if name in label.split(", "))
     assert ranks_that_fail(2, Communicator, trial) == []
@@ -298,3 +303,19 @@ def test_a_trial_finds_a_wrong_result(name):
 def test_a_trial_finds_a_split_in_the_wrong_order():
     assert ranks_that_fail(4, Communicator, TRIALS["split"]) == []
     assert ranks_that_fail(4, Disordered, TRIALS["split"]) == [0, 1, 2, 3]
+
+
+class Forgetful(Communicator):
+    """Writes a trace in which rank 1's calls are missing."""
+
+    def trace(self, path):
+        super().trace(path)
+        if self.rank == 0:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            events = [event for event in content["traceEvents"] if event["pid"] != 1]
+            path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+def test_a_trial_finds_a_rank_missing_in_the_trace():
+    assert ranks_that_fail(2, Communicator, TRIALS["trace"]) == []
+    assert ranks_that_fail(2, Forgetful, TRIALS["trace"]) == [0]

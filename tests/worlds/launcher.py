@@ -89,6 +89,8 @@ def world_environment(directory):
     return environment | {
         DIRECTORY_VARIABLE: str(directory),
         "TMPDIR": str(directory),
+        # Figures that the developer's own runs have saved would change what is chosen.
+        "COLLECTIVES_CACHE": str(Path(directory) / "cache"),
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -1,0 +1,54 @@
+"""The last calls of a rank."""
+
+import json
+import os
+import tempfile
+
+import pytest
+
+from collectives.recorder import CALLS_KEPT, DIRECTORY_VARIABLE, Recorder
+from collectives.signature import Signature
+
+
+def record(count):
+    recorder = Recorder(3)
+    for number in range(count):
+        call = Signature("all_reduce", "sum", "float32", (number,), nbytes=4 * number)
+        recorder.add((number, call, "ring", number * 10**9, number * 10**9 + 500_000_000))
+    return recorder
+
+
+@pytest.mark.parametrize("count", [0, 1, CALLS_KEPT - 1, CALLS_KEPT, CALLS_KEPT + 1, 700])
+def test_the_last_256_calls_are_kept_in_order(count):
+    assert CALLS_KEPT == 256
+    recorder = record(count)
+    expected = list(range(max(0, count - 256), count))
+    assert [entry[0] for entry in recorder.entries()] == expected
+    assert [each["sequence"] for each in recorder.calls()] == expected
+
+
+def test_a_dump_tells_who_why_and_what(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    path = record(2).dump("nobody came")
+    assert path == tmp_path / f"collectives-rank3-{os.getpid()}.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert (content["rank"], content["reason"]) == (3, "nobody came")
+    assert content["calls"][1] == {
+        "sequence": 1,
+        "collective": "all_reduce",
+        "call": "all_reduce(sum, float32[1])",
+        "nbytes": 4,
+        "algorithm": "ring",
+        "start": 1.0,
+        "end": 1.5,
+    }
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_the_variable_it_is_where_temporary_files_are(tmp_path, monkeypatch, value):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if value is None:
+        monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(DIRECTORY_VARIABLE, value)
+    assert record(1).dump("why").parent == tmp_path

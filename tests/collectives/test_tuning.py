@@ -1,0 +1,275 @@
+"""Figures: on disk, fitted, and followed by every choice; no time is asserted."""
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import collectives
+from collectives import figures_file, selection, tuning
+from collectives.figures_file import Key
+from collectives.fitting import fit
+from collectives.selection import NATIVE, SHARED, Figures, Layout
+from collectives.transports.local import run
+
+KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+FIGURES = st.builds(Figures, **{field.name: POSITIVE for field in fields(Figures)})
+
+SLOW, FAST = {"start": 1.0, "bandwidth": 1e3}, {"start": 1e-9, "bandwidth": 1e15}
+
+
+def preferring(kind):
+    """Figures with which one kind of path is the fastest by far."""
+    values = {}
+    for each in ("schedule", "native", "shared"):
+        values |= {f"{each}_{name}": v for name, v in (FAST if each == kind else SLOW).items()}
+    return Figures(**values)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(figures_file.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("nbytes", [8, 1 << 16, 1 << 26])
+@pytest.mark.parametrize("kind", ["schedule", NATIVE, SHARED])
+def test_the_choice_follows_the_figures(collective, nbytes, kind):
+    paths = (NATIVE, SHARED)
+    choice = selection.choose(collective, nbytes, Layout((3,)), paths, preferring(kind))
+    assert (choice.algorithm if choice.algorithm in paths else "schedule") == kind
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "expected"), [(1, SHARED), (4, SHARED), (8, SHARED), (64, SHARED)]
+)
+def test_the_built_in_choice_of_two_ranks(mebibytes, expected):
+    """Where measurements under both MPIs differed by more than a fifth."""
+    layout, paths = Layout((2,)), (NATIVE, SHARED)
+    choice = selection.choose("all_reduce", mebibytes << 20, layout, paths, Figures())
+    assert choice.algorithm == expected
+
+
+TRUE = Figures(
+    schedule_start=7e-6,
+    schedule_latency=2e-6,
+    schedule_bandwidth=3e9,
+    native_start=9e-6,
+    native_latency=4e-6,
+    native_bandwidth=5e9,
+    reduction=6e9,
+    shared_start=8e-6,
+    shared_latency=1e-6,
+    shared_bandwidth=11e9,
+)
+
+
+@pytest.mark.parametrize("layout", [Layout((2,)), Layout((3,), 1.5), Layout((2, 1))])
+def test_the_fit_finds_the_figures_that_the_times_came_from(layout):
+    """Up to what a small size can't tell apart: start and latency, whose sum it sees."""
+    paths = {"ring": "schedule", "doubling": "schedule", NATIVE: NATIVE, SHARED: SHARED}
+
+    def model(path, nbytes, figures):
+        return selection.expected("all_reduce", path, nbytes, layout, figures)
+
+    seconds = {
+        (path, nbytes): model(path, nbytes, TRUE) for path in paths for nbytes in (8, 1 << 22)
+    }
+    fitted = fit(seconds, model, replace(Figures(), reduction=TRUE.reduction), paths)
+    for key, taken in seconds.items():
+        assert model(*key, fitted) == pytest.approx(taken, rel=0.25 if key[1] == 8 else 0.02)
+    for name in ("schedule_bandwidth", "native_bandwidth", "shared_bandwidth"):
+        assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=0.05)
+
+
+def test_times_that_no_figures_explain_give_positive_ones():
+    paths = {"ring": "schedule", SHARED: SHARED}
+    layout = Layout((2,))
+    # Larger sizes in no time at all.
+    seconds = {(path, nbytes): 1e-9 for path in paths for nbytes in (8, 1 << 22)}
+    fitted = fit(
+        seconds,
+        lambda path, nbytes, figures: selection.expected(
+            "all_reduce", path, nbytes, layout, figures
+        ),
+        Figures(),
+        paths,
+    )
+    assert all(0 < value < float("inf") for value in asdict(fitted).values())
+    assert fitted.native_start == Figures().native_start
+
+
+def test_one_rank_has_nothing_to_measure(cache):
+    comm = collectives.Communicator(run(1, lambda transport: transport)[0])
+    assert "nothing is measured" in comm.tune()
+    assert not cache.exists()
+
+
+def test_tuning_between_threads(cache):
+    """A transport without collectives of its own: schedules alone."""
+
+    def one_rank(transport):
+        comm = collectives.Communicator(transport)
+        text = comm.tune(save=False)
+        return text, comm._engine.figures, comm.explain("all_reduce", 1 << 20)
+
+    results = run(2, one_rank)
+    assert results[0] == results[1]
+    text, figures, explained = results[0]
+    assert "schedule" in text
+    assert "native" not in text
+    assert figures.native_start == Figures().native_start
+    assert explained.endswith("by figures tuned now")
+    assert not cache.exists()
+
+
+# On ranks under MPI
+
+
+@pytest.fixture
+def made(comm, monkeypatch, tmp_path):
+    """Communicators of all ranks, with a cache of the test's own; closed at the end."""
+    from mpi4py import MPI
+
+    folder = comm.broadcast_object(str(tmp_path / "cache"))
+    monkeypatch.setenv(figures_file.CACHE_VARIABLE, folder)
+    open_ones = []
+
+    def make(**arguments):
+        open_ones.append(collectives.Communicator(MPI.COMM_WORLD, **arguments))
+        return open_ones[-1]
+
+    yield make
+    for each in open_ones:
+        each.close()
+
+
+def alike(comm, value):
+    """The value, which is the same on all ranks."""
+    values = comm.all_gather_object(value)
+    assert values == [values[0]] * comm.size
+    return value
+
+
+def known(comm):
+    """What the communicator says it would choose by."""
+    return [alike(comm, comm.explain(name, 1 << 20)) for name in ("all_reduce", "broadcast")]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_all_ranks_choose_alike_after_tune(comm, made):
+    tuned = made()
+    assert "built-in figures" in known(tuned)[0]
+    text = alike(comm, tuned.tune())
+    for word in ("schedule", "native", "shared", "reduction", "saved in"):
+        assert word in text
+    alike(comm, tuned._engine.figures)
+    assert all("figures tuned now" in each for each in known(tuned))
+    later = made()
+    assert later._engine.figures == tuned._engine.figures
+    assert all(
+        f"by figures from {tuning._key(tuned._engine).path}" in each for each in known(later)
+    )
+    array = np.arange(100_000.0)
+    np.testing.assert_array_equal(later.all_reduce(array), array * comm.size)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_tune_without_saving_leaves_no_file(comm, made):
+    tuned = made()
+    assert "not saved" in tuned.tune(save=False)
+    assert "built-in figures" in known(made())[0]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_ask_for_different_tunings_are_told(comm, made):
+    with pytest.raises(collectives.MismatchError, match="save"):
+        made().tune(save=comm.rank == 0)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("node_of", [[0, 1, 1], [0, 0, 1], [0, 1, 2]])
+def test_tune_between_nodes(comm, made, node_of):
+    spread = made(node_of=node_of)
+    text = alike(comm, spread.tune())
+    assert f"{len(set(node_of))} nodes" in text
+    # Memory within the nodes takes part in what runs between them.
+    assert ("shared" in text) == (len(set(node_of)) < 3)
+    known(spread)
+    array = np.arange(100_000.0)
+    np.testing.assert_array_equal(spread.all_reduce(array), array * comm.size)
+    # Another layout has figures of its own.
+    assert "built-in figures" in known(made())[0]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_what_was_looked_up_before_is_forgotten(comm, made, monkeypatch):
+    """Large enough to go by expectation: it is looked up by shape, and by bytes."""
+    tuned = made()
+    array = np.ones(1 << 20, np.float32)
+    for kind in ("shared", "native"):
+        monkeypatch.setattr(tuning, "figures_for", lambda *_, kind=kind: preferring(kind))
+        tuned.tune(save=False)
+        for _ in range(2):
+            tuned.all_reduce(array)
+            assert tuned._engine.recorder.entries()[-1][2] == kind
+            tuned.broadcast(array)
+            assert tuned._engine.recorder.entries()[-1][2] == kind
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_asynchronous_calls_go_by_the_same_figures(comm, made, monkeypatch):
+    """From the first one after tune on: those before it may be still under way."""
+    tuned = made()
+    kinds = ("native", "shared", "native")
+    handles = []
+    for kind in kinds:
+        monkeypatch.setattr(tuning, "figures_for", lambda *_, kind=kind: preferring(kind))
+        tuned.tune(save=False)
+        handles += [tuned.all_reduce_async(np.ones(1 << 18)) for _ in range(2)]
+    for handle in handles:
+        np.testing.assert_array_equal(handle.wait(), np.full(1 << 18, comm.size))
+    tuned.barrier()
+    last = tuned.all_reduce_async(np.ones(4))
+    last.wait()
+    entries = tuned._progress.entries() or tuned._engine.recorder.entries()
+    ran = [entry[2] for entry in entries if entry[1].nbytes == 1 << 21]
+    assert ran == [kind for kind in kinds for _ in range(2)]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_broken_file_is_ignored_by_all_ranks(comm, made, caplog):
+    first = made()
+    path = tuning._key(first._engine).path
+    if comm.rank == 0:
+        path.parent.mkdir(parents=True)
+        path.write_text("{", encoding="utf-8")
+    comm.barrier()
+    assert "built-in figures" in known(made())[0]
+    assert (str(path) in caplog.text) == (comm.rank == 0)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_the_tests_keep_to_a_cache_of_their_own(comm):
+    assert not figures_file.cache_folder().is_relative_to(Path.home() / ".cache")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_small_arrays_are_told_to_go_their_own_way(comm):
+    text = comm.explain("all_reduce", 64)
+    assert text.startswith("shared runs, in a single step")
+    assert "expected" in text
+    assert not comm.explain("all_reduce", 1 << 20).startswith("shared runs, in a single step")
