@@ -91,9 +91,9 @@ class Engine:
         self,
         signature: Signature,
         base: int,
-        run: Callable[[Array | None, Array], Any],
-        source: Array | None,
-        target: Array,
+        run: Callable[[Any, Any], Any],
+        source: Any,
+        target: Any,
     ) -> None:
         """As `perform`, for a reduction through the node's memory that was looked up before."""
         with self.lock:

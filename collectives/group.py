@@ -16,6 +16,7 @@ from collectives.operations import Operation, nodes, reductions
 from collectives.operations.arguments import check_index
 from collectives.operations.reductions import ReduceInput
 from collectives.quick import AllReduce, quick_all_reduce
+from collectives.quick_many import ManyReducer
 from collectives.reduction import ReduceOp
 from collectives.signature import Signature
 from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
@@ -49,6 +50,7 @@ class Group:
         self._progress: Progress | None = None
         self._closed = False
         self._quick: dict[Any, AllReduce] = {}
+        self._many = ManyReducer(self._engine)
         if not self._engine.transport.one_process:
             with _lock:
                 _open[id(self)] = self
