@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, itemgetter, setitem
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from collectives.signature import fingerprint
 _KEPT = 8
 
 Key: TypeAlias = tuple[Any, ...]
+Outs: TypeAlias = list[Any] | None
 
 _dtypes: Callable[[Any], Any] = attrgetter("dtype")
 _nbytes: Callable[[Any], Any] = attrgetter("nbytes")
@@ -122,10 +123,10 @@ class ManyReducer:
     ) -> list[Any]:
         """Make the call, in the short way where it is known."""
         key = _key(arrays, op, out, bucket_bytes)
-        known = None if key is None else self._known.get(key)
-        if known is not None and isinstance(arrays, list) and (out is None or type(out) is list):
-            if known.fits(arrays, out):
-                return known.make(arrays, out)
+        if key is not None and key in self._known:
+            known, given, outs = self._known[key], cast("list[Any]", arrays), cast(Outs, out)
+            if known.fits(given, outs):
+                return known.make(given, outs)
         operation, parts = self._many.operation(arrays, op, out, bucket_bytes)
         reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
         if key is not None:

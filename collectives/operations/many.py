@@ -29,8 +29,8 @@ from collectives.shared.memory import STAGE_BYTES
 from collectives.shared.packed import Packed
 from collectives.signature import Signature
 
-# Waiting for the other ranks may take this part of a bucket's time.
-_WAITING = 0.05
+# A bucket's fixed costs may take this part of its time.
+_FIXED = 0.05
 # Of a bucket in the node's memory: once all have packed, and once all have folded.
 _WAITS, _TOUCHED = 2, 5
 _PARTS_KEPT = 16
@@ -81,8 +81,8 @@ class Many:
         if given is not None or node is None or not node.memory_is_all:
             return limit
         figures = self._engine.figures
-        waiting = _WAITS * figures.shared_latency * self._engine.size
-        enough = waiting / _WAITING * figures.shared_bandwidth / _TOUCHED
+        fixed = figures.shared_start + _WAITS * figures.shared_latency * self._engine.size
+        enough = fixed / _FIXED * figures.shared_bandwidth / _TOUCHED
         return min(bucket_of(int(enough)), STAGE_BYTES, DEFAULT_BUCKET_BYTES)
 
     def parts(self, kinds: Kinds, limit: int, op: ReduceOp) -> list[Part]:
@@ -139,13 +139,14 @@ class Many:
             return [output.deliver() for output in outputs]
 
         nbytes = sum(output.buffer.nbytes for output in outputs)
-        return Operation(_signature(reduction, kinds, limit, nbytes), perform), parts
+        signature = describe_many("all_reduce_many", reduction, kinds, limit, nbytes)
+        return Operation(signature, perform), parts
 
 
 def overlapping(inputs: list[Array], outputs: list[Array]) -> list[int]:
     """The inputs that lie in another array's output, which may be written before they are read."""
-    starts, stops = np.array([byte_bounds(each) for each in outputs]).T
-    first, end = np.array([byte_bounds(each) for each in inputs]).T
+    starts, stops = np.array(list(map(_bounds, outputs))).T
+    first, end = np.array(list(map(_bounds, inputs))).T
     # Of all outputs those that begin before the input's end, without those that end before it.
     inside = np.searchsorted(np.sort(starts), end) - np.searchsorted(np.sort(stops), first, "right")
     own = (starts < end).astype(int) - (stops <= first)
@@ -153,13 +154,23 @@ def overlapping(inputs: list[Array], outputs: list[Array]) -> list[int]:
     return found
 
 
-def _signature(op: ReduceOp, kinds: Kinds, bucket_bytes: int, nbytes: int) -> Signature:
+def _bounds(array: Array) -> tuple[int, int]:
+    if not array.flags.c_contiguous:
+        return byte_bounds(array)
+    # A third of the time that NumPy's function takes.
+    start: int = array.__array_interface__["data"][0]
+    return start, start + array.nbytes
+
+
+def describe_many(
+    collective: str, op: ReduceOp, kinds: Kinds, bucket_bytes: int, nbytes: int = 0
+) -> Signature:
     """The call: all shapes, and the dtypes with how many arrays in a row have each."""
     runs = [(name, len(list(run))) for name, run in groupby(dtype.name for _, dtype in kinds)]
     dtypes = "+".join(name if count == 1 else f"{count}×{name}" for name, count in runs)
     shapes = tuple(shape for shape, _ in kinds)
     detail = f"{len(kinds)} arrays, bucket_bytes={bucket_bytes}"
-    return Signature("all_reduce_many", op.value, dtypes, shapes, None, detail, nbytes)
+    return Signature(collective, op.value, dtypes, shapes, None, detail, nbytes)
 
 
 def _reduce_in_stage(bucket: StagedBucket, given: list[ReduceInput], outputs: list[Output]) -> None:
