@@ -30,27 +30,25 @@ Key: TypeAlias = tuple[Any, ...]
 Outs: TypeAlias = list[Any] | None
 
 _dtypes: Callable[[Any], Any] = attrgetter("dtype")
-_nbytes: Callable[[Any], Any] = attrgetter("nbytes")
 _copy: Callable[[Array], Array] = np.ndarray.copy
 
 
 class Same:
-    """Arrays to be known again, by weak references; who holds them may free them."""
+    """Arrays to be known again, by weak references; who holds them may free them.
+
+    NumPy doesn't resize an array that has one, so that their sizes stay what they were.
+    """
 
     def __init__(self, arrays: list[Array]) -> None:
         self._references = [weakref.ref(array) for array in arrays]
-        # The length is asked for in half the time that the size takes.
-        self._measure = len if all(array.ndim == 1 for array in arrays) else _nbytes
         self._dtypes = list(map(_dtypes, arrays))
-        self._measures = list(map(self._measure, arrays))
 
     def fits(self, arrays: list[Any]) -> bool:
-        """Whether these are the same objects, of the same dtypes and sizes as then."""
+        """Whether these are the same objects, of the same dtypes as then."""
         return (
             len(arrays) == len(self._references)
             and all(map(is_, [reference() for reference in self._references], arrays))
             and list(map(_dtypes, arrays)) == self._dtypes
-            and list(map(self._measure, arrays)) == self._measures
         )
 
 

@@ -24,14 +24,14 @@ SHAPES = [(3,), (0,), (2, 3), (), (500,), (4, 1, 5)]
 def check(results, ranks, op="sum"):
     """The results against what all ranks gave, as lists of arrays in rank order."""
     for result, *each in zip(results, *ranks, strict=True):
-        expected = reduced(op, each)
-        assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
-        np.testing.assert_array_equal(result, expected)
+        expected = reduced(op, [np.atleast_1d(array) for array in each])
+        assert (result.dtype, result.shape) == (expected.dtype, np.shape(each[0]))
+        np.testing.assert_array_equal(np.atleast_1d(result), expected)
 
 
 def lists(size, step=0, dtype=np.float32, shapes=SHAPES):
     return [
-        [value(rank + step + place, shape, dtype) for place, shape in enumerate(shapes)]
+        [np.array(value(rank + step + place, each, dtype)) for place, each in enumerate(shapes)]
         for rank in range(size)
     ]
 
@@ -123,10 +123,13 @@ def test_another_array_in_the_same_list(comm):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_an_array_of_another_size_or_dtype_in_its_place(comm):
-    arrays = [value(comm.rank, 6, np.float32) for _ in range(3)]
+    arrays = [np.array(value(comm.rank, 6, np.float32)) for _ in range(3)]
     for _ in range(3):
         comm.all_reduce_many(arrays)
-    arrays[1].resize(9, refcheck=False)
+    # The sizes of arrays with weak references to them need not be looked at, as NumPy keeps them.
+    with pytest.raises(ValueError, match="cannot resize an array"):
+        arrays[1].resize(9, refcheck=False)
+    arrays[1] = np.empty(9, np.float32)
     repeated(comm, arrays, 1)
     arrays[2] = np.zeros(6, np.int32)
     ranks = [
@@ -153,9 +156,6 @@ def test_a_dtype_that_was_changed_in_place(comm):
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_arrays_that_were_freed_are_not_kept_nor_mistaken(comm):
-    class Counted(np.ndarray):
-        pass
-
     for step in range(20):
         arrays = [value(comm.rank + step, 300, np.float32) for _ in range(3)]
         for _ in range(3):
