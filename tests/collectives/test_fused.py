@@ -95,6 +95,17 @@ def test_mixed_kinds_come_again_in_their_order(comm, kinds, bucket_bytes):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
+def test_dtypes_that_take_turns_come_again_in_their_order(comm):
+    ranks = [
+        [value(rank + place, 3 + place, ("f4", "i8")[place % 2]) for place in range(7)]
+        for rank in range(comm.size)
+    ]
+    for _ in range(4):
+        check(comm.all_reduce_many(ranks[comm.rank]), ranks)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
 def test_results_own_their_memory(comm):
     arrays = lists(comm.size)[comm.rank]
     kept = [comm.all_reduce_many(arrays) for _ in range(4)]
