@@ -19,6 +19,7 @@ from collectives.errors import (
     ScheduleError,
     ShapeMismatchError,
 )
+from collectives.fused import Fusion
 from collectives.handles import Handle
 from collectives.reduction import ReduceOp
 from collectives.verify import verify
@@ -31,6 +32,7 @@ __all__ = [
     "Communicator",
     "DeadlineExceededError",
     "DtypeMismatchError",
+    "Fusion",
     "Handle",
     "Link",
     "MismatchError",

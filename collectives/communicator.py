@@ -16,7 +16,6 @@ from collectives.handles import Handle
 from collectives.operations import messages, movements, nodes, objects, reductions, registered
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
-from collectives.operations.many import all_reduce_many
 from collectives.quick import PASS, explain
 from collectives.reduction import ReduceOp
 from collectives.spec import spec_of
@@ -157,8 +156,8 @@ class Communicator(Group):
 
         The same inputs give the same bits at every call. Dtypes and ops are never mixed.
         """
-        reduced: list[Any] = self._run(all_reduce_many(arrays, op, out, bucket_bytes))
-        return reduced
+        self._check_open()
+        return self._many.reduce(arrays, op, out, bucket_bytes)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

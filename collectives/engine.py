@@ -92,9 +92,9 @@ class Engine:
         self,
         signature: Signature,
         base: int,
-        run: Callable[[Array | None, Array], Any],
-        source: Array | None,
-        target: Array,
+        run: Callable[[Any, Any], Any],
+        source: Any,
+        target: Any,
     ) -> None:
         """As `perform`, for a call that was looked up before: `base` holds its fingerprint."""
         with self.lock:

@@ -15,6 +15,7 @@ from collectives.operations.arguments import check_index
 from collectives.operations.objects import numbers_of_all
 from collectives.operations.reductions import ReduceInput
 from collectives.quick import quick_all_gather, quick_all_reduce, quick_broadcast
+from collectives.quick_many import ManyReducer
 from collectives.reduction import Array, ReduceOp
 from collectives.signature import Signature
 from collectives.transports.base import Transport
@@ -52,6 +53,7 @@ class Group:
         self._progress: Progress | None = None
         self._closed = False
         self._quick: dict[Any, Callable[..., Any]] = {}
+        self._many = ManyReducer(self._engine)
         if not self._engine.transport.one_process:
             ending.keep(self)
 

@@ -13,6 +13,7 @@ from collectives.schedule import split_lengths
 from collectives.selection import HIERARCHICAL, SHARED
 from collectives.shared.arena import Arena
 from collectives.shared.direct import Attempt, Direct
+from collectives.shared.packed import Packed
 from collectives.shared.staged import Staged
 from collectives.shared.steps import Steps
 from collectives.transports.base import Native, Transport
@@ -49,6 +50,7 @@ class Node:
         self._transport, self._segments = transport, segments
         self.steps, self.arena = steps, arena
         self._slices, self._across = slices, across
+        self._packed: dict[tuple[str, np.dtype[Any]], Packed] = {}
 
     @property
     def memory_is_all(self) -> bool:
@@ -85,6 +87,13 @@ class Node:
                 staged(source, target, lengths, root)
 
         return run
+
+    def packed(self, op: ReduceOp, dtype: np.dtype[Any]) -> Packed:
+        """Reductions of what is packed into the memory, where all ranks are on this node."""
+        key = (op.value, dtype)
+        if key not in self._packed:
+            self._packed[key] = Packed(self.steps, op, dtype)
+        return self._packed[key]
 
     def _hierarchical(
         self,

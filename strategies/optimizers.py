@@ -6,17 +6,20 @@ The update rules are those of `tf.keras.optimizers`, to the rounding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import Fusion
 from strategies.contexts import get_replica_context
 from strategies.reduce_op import ReduceOp
 from strategies.variable import Variable
 
 if TYPE_CHECKING:
+    from strategies.contexts import ReplicaContext
     from strategies.strategy import Strategy
 
 Array = NDArray[Any]
@@ -30,6 +33,20 @@ class Optimizer(ABC):
         self.iterations = 0
         self._slots: dict[tuple[int, str], Array] = {}
         self._variables: dict[int, Variable] = {}
+        self._fused: tuple[list[Variable], Fusion] | None = None
+
+    def gradient_views(self, variables: Sequence[Variable]) -> list[Array]:
+        """Arrays to write the gradients into, one for each variable, zeros at first. Collective.
+
+        They lie where the replicas sum them, so that `apply_gradients` of these variables, in this
+        order, needs no copies where it is given them. It overwrites them. The latest ones count.
+        """
+        if not variables:
+            raise ValueError("variables has no variable")
+        kinds = [(variable.shape, variable.dtype) for variable in variables]
+        fusion = Fusion(variables[0].strategy.communicator, kinds)
+        self._fused = list(variables), fusion
+        return fusion.views
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Sum each gradient over the replicas (fused), then update its variable. Collective.
@@ -46,10 +63,32 @@ class Optimizer(ABC):
             raise ValueError("grads_and_vars has no gradient: every one is None, or there are none")
         for _, variable in pairs:
             _check_updatable(variable, replica.strategy)
-        gradients = replica.all_reduce(ReduceOp.SUM, [_checked(*pair) for pair in pairs])
+        gradients = self._summed(replica, pairs)
         self.iterations += 1
         for gradient, (_, variable) in zip(gradients, pairs, strict=True):
             self._update(variable.local, gradient, variable)
+
+    def _summed(
+        self, replica: ReplicaContext, pairs: list[tuple[Any, Variable]]
+    ) -> Sequence[Array]:
+        gradients = [_checked(*pair) for pair in pairs]
+        fusion = self._fusion_for([variable for _, variable in pairs])
+        if fusion is None:
+            summed: Sequence[Array] = replica.all_reduce(ReduceOp.SUM, gradients)
+            return summed
+        places = list(zip(gradients, fusion.views, strict=True))
+        # A gradient may lie in another one's view.
+        kept = [gradient if gradient is view else gradient.copy() for gradient, view in places]
+        for gradient, (_, view) in zip(kept, places, strict=True):
+            if gradient is not view:
+                view[...] = gradient
+        return fusion.all_reduce()
+
+    def _fusion_for(self, variables: list[Variable]) -> Fusion | None:
+        """By the variables, which are the same on all ranks, not by this rank's own arrays."""
+        known, fusion = self._fused or ([], None)
+        alike = len(variables) == len(known) and all(map(is_, variables, known))
+        return fusion if alike else None
 
     @abstractmethod
     def _update(self, value: Array, gradient: Array, variable: Variable) -> None:

@@ -236,3 +236,42 @@ def test_gradients_that_differ_by_rank_are_refused_before_any_copy_drifts():
         np.testing.assert_array_equal(second.numpy(), [-3.0] * 3)
 
     on_ranks(3, one_rank)
+
+
+# --- gradients that lie where they are summed ----------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("given", ["views", "arrays on one rank", "swapped"])
+def test_gradient_views_give_the_same_weights(size, given):
+    def body(strategy):
+        rank = strategy.communicator.rank
+        with strategy.scope():
+            variables = [Variable(np.ones(2)), Variable(np.ones(2)), Variable(0.0)]
+            optimizer = optimizers.SGD(1.0)
+        views = optimizer.gradient_views(variables)
+        assert [view.shape for view in views] == [(2,), (2,), ()]
+        for _ in range(3):
+            for place, view in enumerate(views):
+                view[...] = place + rank
+            gradients = list(views)
+            if given == "swapped":
+                gradients[0], gradients[1] = views[1], views[0]
+            if given == "arrays on one rank" and rank == 0:
+                gradients = [view.copy() for view in views]
+            strategy.run(optimizer.apply_gradients, (zip(gradients, variables, strict=True),))
+        return [float(np.ravel(variable.numpy())[0]) for variable in variables]
+
+    sums = [3 * sum(place + rank for rank in range(size)) for place in range(3)]
+    if given == "swapped":
+        sums[:2] = sums[1], sums[0]
+    assert on_ranks(size, body) == [[1.0 - sums[0], 1.0 - sums[1], -sums[2]]] * size
+
+
+def test_gradient_views_of_other_variables_are_left_alone():
+    first, second, optimizer = Variable(1.0), Variable(1.0), optimizers.SGD(1.0)
+    views = optimizer.gradient_views([first, second])
+    optimizer.apply_gradients([(2.0, second), (1.0, first)])
+    assert (float(first), float(second)) == (0.0, -1.0)
+    assert not any(map(np.any, views))
+    refusal(ValueError, "variables has no variable", optimizer.gradient_views, [])

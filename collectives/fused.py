@@ -1,0 +1,79 @@
+"""Arrays that lie in buckets from the start, so that they are reduced together without packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import to_numpy
+from collectives.communicator import Communicator
+from collectives.fusion import check_bucket_bytes, make_plan
+from collectives.operations import Operation
+from collectives.operations.many import describe_many
+from collectives.reduction import Array, ReduceOp, as_op, check_reducible
+
+
+class Fusion:
+    """Arrays to be written into, and to be reduced as the few buckets that they are parts of.
+
+    The buckets are registered arrays (`Communicator.empty`), valid until nothing refers to them or
+    to a view of them.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        like: Sequence[Any],
+        op: ReduceOp | str = "sum",
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Make room for arrays like these: arrays, or pairs (shape, dtype). Collective.
+
+        `op` is what `all_reduce` does where it isn't told. `bucket_bytes` is the most that a bucket
+        holds, an array that is larger having one for itself. Raises a MismatchError on every rank
+        where shapes, dtypes, ops or buckets differ by rank, ValueError and TypeError as
+        `all_reduce` does.
+        """
+        self._comm, self._op = comm, as_op(op)
+        kinds = tuple(map(_kind_of, like))
+        for _, dtype in kinds:
+            check_reducible(self._op, dtype)
+        limit = check_bucket_bytes(bucket_bytes)
+        comm._run(Operation(describe_many("Fusion", self._op, kinds, limit), lambda engine: None))
+        plan = make_plan(kinds, limit)
+        self._buckets: list[Array] = []
+        views: list[Array | None] = [None] * len(kinds)
+        for each in plan.buckets:
+            bucket = comm.zeros(each.length, each.dtype)
+            self._buckets.append(bucket)
+            for slot in each.slots:
+                views[slot.index] = bucket[slot.start : slot.stop].reshape(slot.shape)
+        self._views = [view for view in views if view is not None]
+
+    @property
+    def views(self) -> list[Array]:
+        """The arrays, in the order of `like`; zeros at first."""
+        return list(self._views)
+
+    def all_reduce(self, op: ReduceOp | str | None = None) -> list[Array]:
+        """Reduce all arrays in place, and return them. Collective.
+
+        As `Communicator.all_reduce` of each with itself as `out`.
+        """
+        chosen = self._op if op is None else op
+        for bucket in self._buckets:
+            if bucket.size:
+                self._comm.all_reduce(bucket, chosen, out=bucket)
+        return self.views
+
+
+def _kind_of(like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    if isinstance(like, tuple):
+        shape, dtype = like
+        made = np.broadcast_to(np.empty((), dtype), shape)
+        return made.shape, made.dtype
+    array = to_numpy(like, "like")
+    dtype = array.dtype
+    return array.shape, dtype if dtype.isnative else dtype.newbyteorder("=")
