@@ -17,9 +17,13 @@ from collectives.recorder import Recorder
 from collectives.signature import Signature
 from collectives.topology import Topology
 from collectives.transports.base import Transport
-from collectives.waiting import log
+from collectives.waiting import calling_line, log
 
 Result = TypeVar("Result")
+
+_END = Signature("exit")
+# How long the end waits for ranks that might be in an asynchronous call, before it tries again.
+_TURN = 0.5
 
 
 class Handle(Generic[Result]):
@@ -68,6 +72,7 @@ class Progress:
         """Of the calls that begin from now on."""
         self.recorder: Recorder | None = None
         self._closed = self._settled = False
+        self._told: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
@@ -83,6 +88,14 @@ class Progress:
         future: Future[Any] = Future()
         self._jobs.put(_Job(operation, line, future))
         return Handle(future)
+
+    def tell_end(self) -> None:
+        """Let ranks that wait for this one's asynchronous calls know that the program ends here.
+
+        Returns at once; does nothing while an earlier one goes on.
+        """
+        if not self._closed and (self._told is None or self._told.done()):
+            self._told = self.submit(Operation(_END, lambda engine: None), calling_line())
 
     def close(self) -> None:
         """Complete what was submitted, then end the thread. A second call does nothing."""
@@ -121,8 +134,10 @@ class Progress:
         job = self._jobs.get()
         if job is not None:
             engine.patience.deadline = self.deadline
-            if self._settle(engine, job):
-                run_into(job.future, engine, job.operation, job.line)
+            ends = job.operation.signature is _END
+            with engine.patience.no_longer_than(_TURN if ends else None):
+                if self._settle(engine, job):
+                    run_into(job.future, engine, job.operation, job.line)
         return job is not None
 
     def _settle(self, engine: Engine, job: _Job) -> bool:
