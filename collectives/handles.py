@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import weakref
@@ -119,7 +118,7 @@ class Progress:
 
     def _end(self, engine: Engine) -> None:
         """Close, when the other ranks' threads have nothing left to do either."""
-        while engine.broken is None:
+        while engine.broken is None and not self._transport.ended:
             try:
                 engine.perform(Signature("close"), Engine.close)
             except MismatchError:
@@ -183,8 +182,7 @@ def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:
 _running: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
-@atexit.register
-def _complete_all() -> None:
-    """MPI must not end while a thread is inside it."""
+def complete_all() -> None:
+    """At the program's end: MPI must not end while a thread is inside it."""
     for progress in list(_running):
         progress.close()

@@ -13,9 +13,9 @@ START = """
 import faulthandler, os, random, signal, subprocess, sys, threading, time
 import numpy as np
 import collectives
-from mpi4py import MPI
 faulthandler.dump_traceback_later(40, exit=True)
 comm = collectives.world(deadline=25)
+from mpi4py import MPI
 rank, size = comm.rank, comm.size
 total = size * (size + 1) / 2
 
