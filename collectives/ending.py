@@ -10,6 +10,8 @@ import threading
 import time
 from typing import Any, NoReturn, Protocol
 
+from collectives.handles import complete_all
+
 # A rank that ends in step with the others meets them at once. One that ends alone goes round its
 # communicators, since it can't know in which the others wait for it.
 _FIRST_TURN = 1.0
@@ -66,6 +68,7 @@ def _close_all() -> None:
         # Two ranks that go round in the same rhythm could miss each other for ever.
         turn = _ROUND_SECONDS / max(1, len(groups)) * random.uniform(0.5, 1.5)
         seconds = max(_SHORTEST_TURN, turn)
+    complete_all()
 
 
 def _begin_child() -> None:

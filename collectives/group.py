@@ -151,6 +151,9 @@ class Group:
             with self._engine.patience.no_longer_than(seconds):
                 self._close("exit")
         except (DeadlineExceededError, MismatchError):
+            if self._twin is not None and self.size > 1:
+                # The others may wait in asynchronous calls as well.
+                self._running().tell_end()
             return self._engine.broken is not None
         except CollectiveError:
             return True

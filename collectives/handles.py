@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import weakref
@@ -18,10 +17,14 @@ from collectives.selection import Figures
 from collectives.signature import Signature
 from collectives.topology import Topology
 from collectives.transports.base import Transport
-from collectives.waiting import log
+from collectives.waiting import calling_line, log
 
 Result = TypeVar("Result")
 Tuned = tuple[Figures, str]
+
+_END = Signature("exit")
+# How long the end waits for ranks that might be in an asynchronous call, before it tries again.
+_TURN = 0.5
 
 
 class Handle(Generic[Result]):
@@ -70,12 +73,13 @@ class Progress:
         """Of the calls that begin from now on."""
         self.recorder: Recorder | None = None
         self._closed = self._settled = False
+        self._told: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
         _running.add(self)
 
-    def submit(self, operation: Operation, line: str, tuned: Tuned) -> Handle[Any]:
+    def submit(self, operation: Operation, line: str, tuned: Tuned | None) -> Handle[Any]:
         """Queue the operation; return at once. RuntimeError once the thread was told to end.
 
         `line` is where the user asked for it, `tuned` the figures to choose by, and their name.
@@ -89,6 +93,15 @@ class Progress:
     def entries(self) -> list[Entry]:
         """What the recorder holds of the calls that have ended."""
         return [] if self.recorder is None else self.recorder.entries()
+
+    def tell_end(self) -> None:
+        """Let ranks that wait for this one's asynchronous calls know that the program ends here.
+
+        Returns at once; does nothing while an earlier one goes on.
+        """
+        if not self._closed and (self._told is None or self._told.done()):
+            operation = Operation(_END, lambda engine: None)
+            self._told = self.submit(operation, calling_line(), None)
 
     def close(self) -> None:
         """Complete what was submitted, then end the thread. A second call does nothing."""
@@ -112,7 +125,7 @@ class Progress:
 
     def _end(self, engine: Engine) -> None:
         """Close, when the other ranks' threads have nothing left to do either."""
-        while engine.broken is None:
+        while engine.broken is None and not self._transport.ended:
             try:
                 engine.perform(Signature("close"), Engine.close)
             except MismatchError:
@@ -127,10 +140,12 @@ class Progress:
         job = self._jobs.get()
         if job is not None:
             engine.patience.deadline = self.deadline
-            if job.tuned[0] is not engine.figures:
+            if job.tuned is not None and job.tuned[0] is not engine.figures:
                 engine.use(*job.tuned)
-            if self._settle(engine, job):
-                run_into(job.future, engine, job.operation, job.line)
+            ends = job.operation.signature is _END
+            with engine.patience.no_longer_than(_TURN if ends else None):
+                if self._settle(engine, job):
+                    run_into(job.future, engine, job.operation, job.line)
         return job is not None
 
     def _settle(self, engine: Engine, job: _Job) -> bool:
@@ -154,7 +169,7 @@ class _Job(NamedTuple):
     operation: Operation
     line: str
     future: Future[Any]
-    tuned: Tuned
+    tuned: Tuned | None
     """In force where it was submitted: so the ranks change at the same job."""
 
 
@@ -178,8 +193,7 @@ def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:
 _running: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
-@atexit.register
-def _complete_all() -> None:
-    """MPI must not end while a thread is inside it."""
+def complete_all() -> None:
+    """At the program's end: MPI must not end while a thread is inside it."""
     for progress in list(_running):
         progress.close()

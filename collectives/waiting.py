@@ -55,8 +55,8 @@ class Patience:
         self._limit: float | None = None
 
     @contextmanager
-    def no_longer_than(self, seconds: float) -> Iterator[None]:
-        """Within it wait `seconds` at most, and say nothing about it."""
+    def no_longer_than(self, seconds: float | None) -> Iterator[None]:
+        """Within it wait `seconds` at most, if it is a number, and say nothing about it."""
         self._limit = seconds
         try:
             yield

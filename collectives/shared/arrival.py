@@ -160,14 +160,19 @@ class Arrival:
         return {rank: note for rank, note in absent.items() if rank not in left} or absent
 
     def _check_alive(self) -> None:
-        for peer, words in enumerate(self.memory.words):
-            if not _is_alive(words[PROCESS]):
-                error = RankFailedError(
-                    f"rank {self._ranks[peer]} has died; {self._patience.call.what},"
-                    f" call {self._patience.call.sequence}, waited for it"
-                )
-                self._patience.before_raise(error)
-                raise error
+        dead = [
+            f"rank {self._ranks[peer]}"
+            for peer, words in enumerate(self.memory.words)
+            if not _is_alive(words[PROCESS])
+        ]
+        if dead:
+            call = self._patience.call
+            verb = "has" if len(dead) == 1 else "have"
+            error = RankFailedError(
+                f"{', '.join(dead)} {verb} died; {call.what}, call {call.sequence}, waited for it"
+            )
+            self._patience.before_raise(error)
+            raise error
 
     # Between the leader, which speaks with the other nodes, and the rest
 

@@ -21,11 +21,14 @@ def run_program(size, command, *, timeout):
     return run_programs([(size, command)], timeout=timeout)
 
 
-def run_programs(parts, *, timeout):
-    """Run several commands as one world: each (number of ranks, command) in turn."""
+def run_programs(parts, *, timeout, options=()):
+    """Run several commands as one world: each (number of ranks, command) in turn.
+
+    `options` are mpirun's.
+    """
     mpirun = find_mpirun()
     assert mpirun, NO_MPIRUN
-    line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else [])]
+    line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else []), *options]
     for number, (size, command) in enumerate(parts):
         line += [*([":"] if number else []), "-n", str(size), *command]
     segments = find_segments()

@@ -1,0 +1,236 @@
+"""Ranks that fail, end early, stop or are forked: programs as users write them."""
+
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tests.worlds.launcher import find_mpirun, is_open_mpi
+from tests.worlds.programs import run_programs
+
+START = """
+import faulthandler, os, random, signal, subprocess, sys, threading, time
+import numpy as np
+import collectives
+faulthandler.dump_traceback_later(40, exit=True)
+comm = collectives.world(deadline=25)
+from mpi4py import MPI
+rank, size = comm.rank, comm.size
+total = size * (size + 1) / 2
+
+
+def check(length=10):
+    assert (comm.all_reduce(np.full(length, rank + 1.0)) == total).all()
+
+
+def stop_for(seconds):
+    # Somebody else has to wake this process.
+    line = f"import os, time; time.sleep({seconds}); os.kill({os.getpid()}, 18)"
+    waker = subprocess.Popen([sys.executable, "-S", "-c", line])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return waker
+
+
+check()
+check(50_000)
+"""
+
+GO_ON = {
+    "small": "while True: check()",
+    "large": "while True: check(50_000)",
+    "barrier": "while True: comm.barrier()",
+    "asynchronous": "while True: comm.all_reduce_async(np.ones(5)).wait()",
+    "two communicators": "other = comm.split(0)\n    while True: check()",
+}
+
+
+def program(body):
+    return [sys.executable, "-c", START + textwrap.dedent(body)]
+
+
+@pytest.mark.parametrize("call", GO_ON)
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_exit_on_one_rank_ends_the_job(size, call, launch):
+    body = f"""
+other = comm.split(0) if {call == "two communicators"} else None
+if rank == size - 1:
+    time.sleep(0.2)
+    sys.exit(7)
+else:
+    {GO_ON[call].replace("other = comm.split(0)", "pass")}
+"""
+    start = time.monotonic()
+    ended = launch(size, program(body), timeout=30)
+    assert ended.returncode != 0
+    assert "CollectiveMismatchError" in ended.stderr
+    assert "exit()" in ended.stderr
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_returns_early_tells_the_others_at_every_call(launch):
+    body = """
+if rank != 0:
+    for _ in range(20):
+        try:
+            check()
+        except collectives.CollectiveMismatchError as error:
+            assert error.calls[0] == "exit()", error.calls
+        else:
+            raise AssertionError("no error")
+"""
+    ended = launch(3, program(body), timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("call", ["small", "large"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_killed_rank_ends_the_job(size, call, launch):
+    body = f"""
+if rank == size - 1:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+{GO_ON[call]}
+"""
+    start = time.monotonic()
+    ended = launch(size, program(body), timeout=30)
+    assert ended.returncode != 0
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.skipif(
+    not is_open_mpi(find_mpirun() or "mpirun"), reason="MPICH ends the job with any of its ranks"
+)
+@pytest.mark.parametrize("call", ["small", "large"])
+def test_a_rank_dies_and_the_job_lives(call):
+    body = f"""
+comm.barrier()
+start = time.monotonic()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    {GO_ON[call]}
+except collectives.RankFailedError as error:
+    assert "rank 1" in str(error) and "died" in str(error), error
+    assert time.monotonic() - start < 3
+try:
+    check()
+except RuntimeError as error:
+    print("refused", flush=True)
+os._exit(0)
+"""
+    ended = run_programs([(3, program(body))], timeout=30, options=["--with-ft", "ulfm"])
+    assert ended.stdout.count("refused") == 2, ended.stderr
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_stops_for_a_while(size, launch):
+    body = """
+warnings = []
+import logging
+class Keep(logging.Handler):
+    def emit(self, record): warnings.append(record.getMessage())
+logging.getLogger("collectives").addHandler(Keep())
+comm.deadline = 10
+comm.barrier()
+waker = stop_for(1.5) if rank == 0 else None
+check()
+if rank != 0:
+    assert any("rank 0" in each for each in warnings), warnings
+comm.barrier()
+# In the middle of a call: at some moment of several large ones.
+if rank == 0:
+    threading.Timer(0.05, lambda: stop_for(1.5)).start()
+for number in range(30):
+    check(2_000_000)
+time.sleep(0.1)
+comm.barrier()
+"""
+    ended = launch(size, program(body), timeout=35)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_stops_beyond_the_deadline_in_the_middle_of_a_call(size, launch):
+    body = """
+comm.deadline = 0.5
+engine = comm._engine
+native = engine.node.steps.written
+def stop_here():
+    engine.node.steps.written = native
+    stop_for(2).wait()
+    native()
+if rank == 0:
+    engine.node.steps.written = stop_here
+try:
+    comm.all_reduce(np.full(500_000, rank + 1.0), algorithm="shared")
+except collectives.DeadlineExceededError as error:
+    assert "in the middle of the call" in str(error), error
+    assert error.absent == (0,) or rank == 0, error.absent
+else:
+    assert rank == 0
+for call in (check, lambda: check(50_000), comm.barrier, lambda: comm.split(0),
+             lambda: comm.all_reduce_async(np.ones(3)), lambda: comm.empty(3)):
+    if rank != 0:
+        try:
+            call()
+        except RuntimeError as error:
+            assert "can't go on" in str(error), error
+        else:
+            raise AssertionError("went on")
+comm.close() if rank else None
+"""
+    ended = launch(size, program(body), timeout=30)
+    assert ended.returncode == 0, ended.stderr
+
+
+CHILD_ENDS = {"sys.exit(3)": 3, "os._exit(3)": 3, "raise KeyError('child')": 1, "pass": 0}
+
+
+@pytest.mark.parametrize("end", CHILD_ENDS)
+def test_a_forked_child(end, launch):
+    body = f"""
+handle = comm.all_reduce_async(np.ones(3))
+handle.wait()
+calls = (check, lambda: check(50_000), comm.barrier, comm.close, lambda: comm.empty(3),
+         lambda: comm.all_reduce_async(np.ones(3)), lambda: comm.split(0),
+         lambda: comm.send(np.ones(1), 0), lambda: comm.recv(np.ones(1), 0))
+child = os.fork()
+if child == 0:
+    sys.stderr = open(os.devnull, "w")
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            assert "forked" in str(error), error
+        else:
+            os._exit(77)
+    {end}
+    sys.exit(0)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert code == {CHILD_ENDS[end]}, code
+check()
+check(50_000)
+comm.all_reduce_async(np.ones(3)).wait()
+"""
+    ended = launch(2, program(body), timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_threads_at_once(size, launch):
+    body = """
+failed = []
+def calls(length):
+    try:
+        for _ in range(100):
+            check(length)
+    except BaseException as error:
+        failed.append(error)
+for length in (10, 50_000):
+    threads = [threading.Thread(target=calls, args=(length,)) for _ in range(2)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+assert not failed, failed
+"""
+    ended = launch(size, program(body), timeout=40)
+    assert (ended.returncode, ended.stderr) == (0, "")

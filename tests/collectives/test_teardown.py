@@ -1,0 +1,147 @@
+"""How programs end, and what is left in what state."""
+
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator
+
+START = """
+import faulthandler, sys, time
+import numpy as np
+import collectives
+faulthandler.dump_traceback_later(40, exit=True)
+comm = collectives.world(deadline=20)
+from mpi4py import MPI
+rank, size = comm.rank, comm.size
+comm.all_reduce(np.ones(10))
+comm.all_reduce(np.ones(50_000))
+"""
+
+QUIET_ENDS = {
+    "without close": "",
+    "closed": "comm.close()\ncomm.close()\nassert comm.closed",
+    "a with block": "with comm: comm.barrier()\nassert comm.closed",
+    "pending calls": "handles = [comm.all_reduce_async(np.ones(1000)) for _ in range(9)]",
+    "dropped calls, closed": "comm.all_reduce_async(np.ones(100_000)); comm.close()",
+    "registered arrays alive": "array = comm.empty(100_000); array[:] = 1; comm.all_reduce(array)",
+    "registered arrays outlive": """
+array = comm.empty(100_000)
+comm.close()
+array[:] = rank
+assert (array == rank).all()
+""",
+    "several communicators": """
+parts = [comm.split(rank % 2), comm.split(0), collectives.Communicator(MPI.COMM_WORLD)]
+for part in parts:
+    part.barrier()
+    part.all_reduce_async(np.ones(5))
+""",
+    "one rank much later": "split = comm.split(0)\nif rank == 0: time.sleep(2.5)",
+    "one rank much later, closed": "if rank == 0: time.sleep(1)\ncomm.close()",
+    "finalised by hand": "comm.all_reduce_async(np.ones(5)).wait()\nMPI.Finalize()",
+    "a mismatch": """
+try:
+    comm.all_reduce(np.ones(rank + 1))
+except collectives.ShapeMismatchError:
+    handles = comm.all_reduce_async(np.ones(7))
+else:
+    sys.exit("no error")
+""",
+    "closed after an asynchronous mismatch": """
+try:
+    comm.all_reduce_async(np.ones(rank + 1)).wait()
+except collectives.ShapeMismatchError:
+    comm.close()
+""",
+    "one asynchronous call too many, closed": """
+if rank == 0: handle = comm.all_reduce_async(np.ones(3))
+comm.close()
+if rank == 0:
+    try: handle.wait()
+    except collectives.CollectiveMismatchError as error: assert "close()" in error.calls[1]
+""",
+}
+
+
+def program(body):
+    return [sys.executable, "-c", START + textwrap.dedent(body)]
+
+
+@pytest.mark.parametrize("end", QUIET_ENDS)
+def test_a_program_that_ends_says_nothing(end, launch):
+    ended = launch(3, program(QUIET_ENDS[end]), timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_an_end_after_a_deadline(launch):
+    body = """
+import logging
+logging.getLogger("collectives").setLevel(logging.ERROR)
+comm.deadline = 0.3
+if rank != 0:
+    try: comm.all_reduce(np.ones(3))
+    except collectives.DeadlineExceededError: pass
+    try: comm.close()
+    except collectives.DeadlineExceededError as error: assert error.absent == (0,), error.absent
+    assert not comm.closed
+else:
+    time.sleep(1.5)
+comm.deadline = 20
+comm.all_reduce(np.ones(3))
+"""
+    ended = launch(3, program(body), timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+CALLS = {
+    "all_reduce": lambda comm: comm.all_reduce(np.ones(10)),
+    "large all_reduce": lambda comm: comm.all_reduce(np.ones(50_000)),
+    "forced all_reduce": lambda comm: comm.all_reduce(np.ones(10), algorithm="ring"),
+    "reduce": lambda comm: comm.reduce(np.ones(10)),
+    "broadcast": lambda comm: comm.broadcast(np.ones(10)),
+    "all_gather": lambda comm: comm.all_gather(np.ones(10)),
+    "gather": lambda comm: comm.gather(np.ones(10)),
+    "scatter": lambda comm: comm.scatter(np.ones(10)),
+    "reduce_scatter": lambda comm: comm.reduce_scatter(np.ones(10)),
+    "all_to_all": lambda comm: comm.all_to_all([np.ones(1)] * comm.size),
+    "all_reduce_many": lambda comm: comm.all_reduce_many([np.ones(10)]),
+    "barrier": lambda comm: comm.barrier(),
+    "send": lambda comm: comm.send(np.ones(1), (comm.rank + 1) % comm.size),
+    "recv": lambda comm: comm.recv(np.ones(1), (comm.rank + 1) % comm.size),
+    "broadcast_object": lambda comm: comm.broadcast_object(1),
+    "all_gather_object": lambda comm: comm.all_gather_object(1),
+    "all_reduce_async": lambda comm: comm.all_reduce_async(np.ones(10)),
+    "broadcast_async": lambda comm: comm.broadcast_async(np.ones(10)),
+    "all_gather_async": lambda comm: comm.all_gather_async(np.ones(10)),
+    "empty": lambda comm: comm.empty(10),
+    "zeros": lambda comm: comm.zeros(10),
+    "split": lambda comm: comm.split(0),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.parametrize("nodes", [False, True])
+def test_every_call_after_close(comm, nodes):
+    node_of = [rank % 2 for rank in range(comm.size)] if nodes else None
+    group = Communicator(MPI.COMM_WORLD, deadline=20, node_of=node_of)
+    for name in ("all_reduce", "large all_reduce"):
+        CALLS[name](group)
+    group.all_reduce_async(np.ones(3)).wait()
+    group.close()
+    assert group.closed
+    for call in CALLS.values():
+        with pytest.raises(RuntimeError, match="closed"):
+            call(group)
+    group.close()
+
+
+def test_every_method_is_tried():
+    waits = {"close", "explain", "rank", "size", "node", "nodes", "local_rank", "local_size"}
+    methods = {name for name in dir(Communicator) if not name.startswith("_")}
+    rest = methods - waits - {"closed", "deadline", "leave", "forbid"}
+    assert rest == {name for name in CALLS if " " not in name}
