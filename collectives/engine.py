@@ -178,7 +178,7 @@ class Engine:
             self._run(paths, algorithm, collective, source, whole, lengths, op, root)
             target[:] = self.own_part(whole, lengths)
         else:
-            if source is not None and collective == "all_gather":
+            if source is not None and collective == "all_gather" and algorithm != NATIVE:
                 assert lengths is not None
                 self.own_part(target, lengths)[:] = source
                 source = None

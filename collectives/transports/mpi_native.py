@@ -109,7 +109,11 @@ def _broadcast(
 def _all_gather(
     comm: MPI.Intracomm, source: Array | None, target: Array, lengths: Lengths, root: int
 ) -> None:
-    comm.Allgatherv(MPI.IN_PLACE, _parts(target, lengths))
+    given: Any = MPI.IN_PLACE if source is None else _bytes(source)
+    if len(set(lengths)) == 1:
+        comm.Allgather(given, _bytes(target))
+    else:
+        comm.Allgatherv(given, _parts(target, lengths))
 
 
 def _gather(

@@ -1,5 +1,6 @@
 """How programs end, and what is left in what state."""
 
+import os
 import sys
 import textwrap
 
@@ -120,6 +121,8 @@ CALLS = {
     "empty": lambda comm: comm.empty(10),
     "zeros": lambda comm: comm.zeros(10),
     "split": lambda comm: comm.split(0),
+    "trace": lambda comm: comm.trace(os.devnull),
+    "tune": lambda comm: comm.tune(save=False),
 }
 
 
