@@ -24,6 +24,12 @@ _BLOCK_BYTES = 128 << 10
 # With more ranks, reading all inputs whole costs more than staging slices.
 _MOST_READ_WHOLE = 3
 
+# Views of so many (places, length) are kept for the next calls.
+_FOLDS_KEPT = 64
+
+_Block = tuple[Array, list[Array], Array, list[Array]]
+"""A rank's own input, its peers', and where the result goes: its own output, and its peers'."""
+
 Attempt = Callable[[Array | None, Array, Lengths, int], bool]
 
 
@@ -38,6 +44,7 @@ class Direct:
         if op is not None:
             self._fold = fold_function(op, dtype)
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
+        self._folds: dict[tuple[Any, ...], list[_Block]] = {}
 
     def find(self, collective: str) -> Attempt | None:
         """The collective of that name, if there is a direct way."""
@@ -49,7 +56,8 @@ class Direct:
         if not self._arena.in_use or max(source.nbytes, target.nbytes) < LEAST_BYTES:
             return None
         locate = self._arena.locate
-        told = self._steps.tell(locate(source), locate(target))
+        place = locate(target)
+        told = self._steps.tell(place if source is target else locate(source), place)
         return [first for first, _ in told], [second for _, second in told]
 
     def _views(self, places: Sequence[int], length: int) -> list[Array]:
@@ -65,8 +73,7 @@ class Direct:
         if places is None or not all(places[0]):
             return False
         if all(places[1]):
-            inputs, outputs = (self._views(each, len(target)) for each in places)
-            self._fold_slice(inputs, outputs)
+            self._fold_slice(places, len(target))
         elif self._size <= _MOST_READ_WHOLE and not any(places[1]):
             # No rank may write its result over an input that another still reads.
             self._fold_all(self._views(places[0], len(target)), target)
@@ -75,17 +82,36 @@ class Direct:
         self._steps.together()
         return True
 
-    def _fold_slice(self, inputs: list[Array], outputs: list[Array]) -> None:
+    def _fold_slice(self, places: tuple[list[int], list[int]], length: int) -> None:
         """2 bytes touched for each byte of the vector."""
-        edges = bounds(len(inputs[0]), self._size, self._dtype.itemsize)
-        rank, fold, peers = self._rank, self._fold, list(others(self._rank, self._size))
-        for block in blocks_of(edges[rank + 1], self._block, edges[rank]):
-            folded, first = outputs[rank][block], inputs[rank][block]
-            for peer in peers:
-                fold(first, inputs[peer][block], folded)
+        key = (*places[0], *places[1], length)
+        blocks = self._folds.get(key)
+        if blocks is None:
+            if len(self._folds) >= _FOLDS_KEPT:
+                self._folds.clear()
+            blocks = self._folds[key] = self._make_blocks(places, length)
+        fold = self._fold
+        for first, peers, folded, stores in blocks:
+            for theirs in peers:
+                fold(first, theirs, folded)
                 first = folded
-            for peer in peers:
-                outputs[peer][block] = folded
+            for store in stores:
+                store[...] = folded
+
+    def _make_blocks(self, places: tuple[list[int], list[int]], length: int) -> list[_Block]:
+        """This rank's slice, cut into blocks of everybody's inputs and outputs."""
+        inputs, outputs = (self._views(each, length) for each in places)
+        edges = bounds(length, self._size, self._dtype.itemsize)
+        rank, peers = self._rank, list(others(self._rank, self._size))
+        return [
+            (
+                inputs[rank][block],
+                [inputs[peer][block] for peer in peers],
+                outputs[rank][block],
+                [outputs[peer][block] for peer in peers],
+            )
+            for block in blocks_of(edges[rank + 1], self._block, edges[rank])
+        ]
 
     def _fold_all(self, inputs: list[Array], target: Array) -> None:
         """Size + 1 bytes touched for each byte; all ranks fold in the same order."""
