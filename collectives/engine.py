@@ -7,8 +7,8 @@ Everything above (array kinds, shapes, axes) is the operations' business, everyt
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from collectives import selection
 from collectives.agreement import Agreement
 from collectives.errors import DeadlineExceededError, RankFailedError
-from collectives.executor import Call, Plan
+from collectives.executor import Call, Plans
 from collectives.node import Node
 from collectives.recorder import Recorder, clock
 from collectives.reduction import Array, ReduceOp, check_reducible
@@ -26,10 +26,9 @@ from collectives.signature import Signature
 from collectives.spec import spec_of
 from collectives.transports.base import Native, Transport
 from collectives.waiting import Patience
+from collectives.watchdog import Watchdog
 
-_PLANS_KEPT = 64
 _CHOICES_KEPT = 1024
-_PLAN_BYTES_KEPT = 1 << 28
 _WORK_BYTES_KEPT = 1 << 26
 # An MPI 3 library counts in 31 bits; our own schedules send longer messages in parts.
 _LARGEST_NATIVE = (1 << 31) - 1
@@ -56,10 +55,10 @@ class Engine:
         self.broken: BaseException | None = None
         self.forked = False
         self.lock = threading.RLock()
+        self._watchdog = Watchdog(self.patience, self._end_job)
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
-        self._plans: OrderedDict[Call, Plan] = OrderedDict()
-        self._plan_bytes = 0
+        self._plans = Plans(transport)
         self._chosen: dict[tuple[Any, ...], str] = {}
         self._natives: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Native]] = {}
         self._work = np.empty(0, np.uint8)
@@ -121,6 +120,7 @@ class Engine:
         """Refuse every call, in a process that is forked off the rank."""
         # Another thread may have held it when the process was forked.
         self.lock = threading.RLock()
+        self._watchdog = Watchdog(self.patience, self._end_job)
         self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
 
     def close(self) -> None:
@@ -135,11 +135,20 @@ class Engine:
         """Keep the last calls in a file, and name it in the error."""
         if isinstance(error, RankFailedError):
             self.broken = error
+        error.args = (f"{error.args[0]}; {self._record(str(error))}",)
+
+    def _record(self, reason: str) -> str:
+        """Keep the last calls in a file; where."""
         try:
-            where = f"are in {self.recorder.dump(str(error))}"
-        except OSError as reason:
-            where = f"could not be written ({reason})"
-        error.args = (f"{error.args[0]}; this rank's last calls {where}",)
+            return f"this rank's last calls are in {self.recorder.dump(reason)}"
+        except OSError as problem:
+            return f"this rank's last calls could not be written ({problem})"
+
+    def _end_job(self, reason: str) -> None:
+        """The watchdog's last resort."""
+        print(f"collectives: rank {self.rank}: {reason}; {self._record(reason)}", file=sys.stderr)
+        sys.stderr.flush()
+        self.transport.abort()
 
     def run(
         self,
@@ -212,7 +221,10 @@ class Engine:
         root: int,
     ) -> None:
         """On whole buffers: by a path of that name, or else by a schedule."""
-        if algorithm in paths:
+        if algorithm == NATIVE and NATIVE in paths:
+            with self._watchdog:
+                paths[NATIVE](source, target, lengths or (), root)
+        elif algorithm in paths:
             self.quiet.run(paths[algorithm], source, target, lengths or (), root)
         elif algorithm in (NATIVE, SHARED, HIERARCHICAL):
             what = target.dtype if op is None else f"{op.value} of {target.dtype}"
@@ -220,7 +232,7 @@ class Engine:
         else:
             shape = target.size if lengths is None else tuple(lengths)
             call = Call(collective, algorithm, shape, target.dtype, op, root, source is not None)
-            self.quiet.run(self._plan(call).run, source, target)
+            self.quiet.run(self._plans.find(call).run, source, target)
 
     def use(self, figures: Figures, name: str) -> None:
         """Choose by these figures from now on; all ranks must, between the same two calls.
@@ -254,10 +266,9 @@ class Engine:
         there = tuple(name for name in paths if name != NATIVE or nbytes <= _LARGEST_NATIVE)
         return selection.choose(collective, bucket, self.layout, there, self.figures)
 
-    def own_part(self, buffer: Array, lengths: Sequence[int]) -> Array:
+    def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
         """This rank's part, as a view, of a buffer that holds one for each rank."""
-        start = sum(lengths[: self.rank])
-        return buffer[start : start + lengths[self.rank]]
+        return whole[sum(lengths[: self.rank]) :][: lengths[self.rank]]
 
     def work(self, length: int, dtype: np.dtype[Any]) -> Array:
         """A flat buffer for intermediate results; the next operation uses the same memory."""
@@ -287,16 +298,3 @@ class Engine:
         if self.node is not None:
             found |= self.node.paths(collective, op, dtype)
         return found
-
-    def _plan(self, call: Call) -> Plan:
-        plan = self._plans.get(call)
-        if plan is not None:
-            self._plans.move_to_end(call)
-            return plan
-        plan = self._plans[call] = Plan(self.transport, call)
-        self._plan_bytes += plan.nbytes
-        while len(self._plans) > _PLANS_KEPT or (
-            self._plan_bytes > _PLAN_BYTES_KEPT and len(self._plans) > 1
-        ):
-            self._plan_bytes -= self._plans.popitem(last=False)[1].nbytes
-        return plan

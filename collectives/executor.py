@@ -25,6 +25,8 @@ from collectives.spec import ANYTHING, spec_of
 from collectives.transports.base import Message, Transport
 
 _BINDINGS_KEPT = 8
+_PLANS_KEPT = 64
+_PLAN_BYTES_KEPT = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,29 @@ class Plan:
             )
             for resolved in self._rounds
         ]
+
+
+class Plans:
+    """The plans of one rank, made when they are first asked for; those used lately are kept."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._plans: OrderedDict[Call, Plan] = OrderedDict()
+        self._nbytes = 0
+
+    def find(self, call: Call) -> Plan:
+        """The plan for calls of that kind."""
+        plan = self._plans.get(call)
+        if plan is not None:
+            self._plans.move_to_end(call)
+            return plan
+        plan = self._plans[call] = Plan(self._transport, call)
+        self._nbytes += plan.nbytes
+        while len(self._plans) > _PLANS_KEPT or (
+            self._nbytes > _PLAN_BYTES_KEPT and len(self._plans) > 1
+        ):
+            self._nbytes -= self._plans.popitem(last=False)[1].nbytes
+        return plan
 
 
 def _address(array: Array) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 from collectives.errors import DeadlineExceededError
 
@@ -116,9 +117,9 @@ class Patience:
         return f"{call.what}, call {call.sequence}, {waited} {ranks or 'other ranks'} ({line})"
 
 
-def calling_line() -> str:
-    """The file and line of the innermost frame that is not ours."""
-    frame = sys._getframe(1)
+def calling_line(frame: FrameType | None = None) -> str:
+    """The file and line of the innermost frame that is not ours, from here or a given frame out."""
+    frame = frame or sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

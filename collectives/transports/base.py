@@ -6,6 +6,7 @@ bytes, and may offer `native` collectives that beat schedules on its own ground.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -109,6 +110,10 @@ class Transport(ABC):
     def ended(self) -> bool:
         """Whether what carries it has ended, so that nothing can be sent any more."""
         return False
+
+    def abort(self) -> None:
+        """End the job, all ranks of it, at once."""
+        os._exit(1)
 
     library: str = "no library"
     """What carries the messages, with its version: measured times hold for that alone."""

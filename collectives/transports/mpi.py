@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ _WORDS_TAG = _FIRST_USER_TAG + LARGEST_TAG + 1
 # The machines on which loads and stores of one thread are seen in their order.
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 _CLEARED_BYTES = 256 << 10
+_HANDOVER_SECONDS = 0.2
 # What must stay free of the memory file system beside a window.
 _SHM = "/dev/shm"
 
@@ -159,6 +161,14 @@ class MpiTransport(Transport):
             return MpiTransport(twin)
 
         return complete
+
+    def abort(self) -> None:
+        """MPI's own, or with a library of one thread the end of this process, which MPI notices."""
+        # mpirun forwards nothing more once a rank aborts.
+        time.sleep(_HANDOVER_SECONDS)
+        if self.threads:
+            self.comm.Abort(1)
+        os._exit(1)
 
     @property
     def ended(self) -> bool:

@@ -183,6 +183,25 @@ comm.close() if rank else None
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_rank_that_stops_inside_mpis_own_collective_ends_the_job(launch):
+    body = """
+comm.deadline = 1.0
+start = time.monotonic()
+if rank == 1:
+    engine = comm._engine
+    paths = engine.paths("all_reduce", collectives.ReduceOp.SUM, np.dtype(float))
+    paths["native"] = lambda *arguments: stop_for(30)
+comm.all_reduce(np.full(50_000, rank + 1.0), algorithm="native")
+"""
+    start = time.monotonic()
+    ended = launch(2, program(body), timeout=30)
+    assert ended.returncode != 0
+    assert time.monotonic() - start < 15
+    assert "inside the MPI library for the deadline of 1 s" in ended.stderr
+    assert "all_reduce(sum, float64[50000], algorithm=native)" in ended.stderr
+    assert "(<string>:" in ended.stderr
+
+
 CHILD_ENDS = {"sys.exit(3)": 3, "os._exit(3)": 3, "raise KeyError('child')": 1, "pass": 0}
 
 

@@ -1,0 +1,78 @@
+"""The deadline of calls that wait inside a library, where no exception can be raised: the job ends.
+
+All ranks have met before such a call, so that it hangs only if one of them stops in the middle.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+from collectives.waiting import Patience, calling_line
+
+_LOOK_SECONDS = 0.2
+
+End = Callable[[str], None]
+
+
+class Watchdog:
+    """A context around such calls, of one rank on one communicator."""
+
+    def __init__(self, patience: Patience, end: End) -> None:
+        """`end` is given the reason; it doesn't return."""
+        self._patience, self._end = patience, end
+        self._since: float | None = None
+        self._thread = 0
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._since = time.monotonic()
+        if self not in _watched:
+            _watch(self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._since = None
+
+    def look(self) -> None:
+        """End the job if the deadline is over."""
+        since, deadline = self._since, self._patience.deadline
+        if since is None or deadline is None or time.monotonic() - since < deadline:
+            return
+        call = self._patience.call
+        frame: FrameType | None = sys._current_frames().get(self._thread)
+        line = call.line or (calling_line(frame) if frame else "unknown line")
+        self._end(
+            f"{call.what}, call {call.sequence}, was inside the MPI library for the deadline of"
+            f" {deadline:g} s, from which no error can be raised: the job ends ({line})"
+        )
+
+
+_watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def _watch(watchdog: Watchdog) -> None:
+    """Look after it from now on."""
+    global _thread
+    with _lock:
+        _watched.add(watchdog)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="collectives-watchdog", daemon=True)
+            _thread.start()
+
+
+def _run() -> None:
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        for watchdog in list(_watched):
+            watchdog.look()
