@@ -15,6 +15,8 @@ from types import FrameType, TracebackType
 from collectives.waiting import Patience, calling_line
 
 _LOOK_SECONDS = 0.2
+# Beyond the deadline: to end the job is no small thing, and a rank may just wait for a core.
+_GRACE_SECONDS = 2.0
 
 End = Callable[[str], None]
 
@@ -45,7 +47,11 @@ class Watchdog:
     def look(self) -> None:
         """End the job if the deadline is over."""
         since, deadline = self._since, self._patience.deadline
-        if since is None or deadline is None or time.monotonic() - since < deadline:
+        if (
+            since is None
+            or deadline is None
+            or time.monotonic() - since < deadline + _GRACE_SECONDS
+        ):
             return
         call = self._patience.call
         frame: FrameType | None = sys._current_frames().get(self._thread)
