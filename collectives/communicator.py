@@ -11,12 +11,13 @@ import numpy as np
 
 from collectives import tuning
 from collectives.engine import Engine
+from collectives.explanation import explain
 from collectives.group import Group
 from collectives.handles import Handle
 from collectives.operations import messages, movements, nodes, objects, reductions, registered
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
-from collectives.quick import PASS, explain
+from collectives.quick import PASS
 from collectives.reduction import ReduceOp
 from collectives.spec import spec_of
 from collectives.trace import trace

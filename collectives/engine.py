@@ -10,6 +10,7 @@ import contextvars
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,19 @@ from collectives import selection
 from collectives.agreement import Agreement
 from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.executor import Call, Plans
-from collectives.node import Node
+from collectives.node import Node, Path
+from collectives.paths import FORCED, NATIVE, QUICKEST, SHARED
 from collectives.recorder import Recorder, clock
-from collectives.reduction import Array, ReduceOp, check_reducible
-from collectives.selection import HIERARCHICAL, NATIVE, SHARED, Figures, Layout
+from collectives.reduction import Array, ReduceOp
+from collectives.selection import Figures, Layout
+from collectives.shared.route import LARGEST_NATIVE, LEAST_BYTES
 from collectives.signature import Signature
-from collectives.spec import spec_of
 from collectives.transports.base import Native, Transport
 from collectives.waiting import Patience
 from collectives.watchdog import Watchdog
 
 _CHOICES_KEPT = 1024
 _WORK_BYTES_KEPT = 1 << 26
-# An MPI 3 library counts in 31 bits; our own schedules send longer messages in parts.
-_LARGEST_NATIVE = (1 << 31) - 1
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
         self.quiet.run(np.seterr, all="ignore")
         self._plans = Plans(transport)
         self._chosen: dict[tuple[Any, ...], str] = {}
-        self._natives: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Native]] = {}
+        self._paths: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Path]] = {}
         self._work = np.empty(0, np.uint8)
 
     def perform(
@@ -175,64 +175,40 @@ class Engine:
         if algorithm is None:
             whole = source if source is not None and collective == "reduce_scatter" else target
             algorithm = self.choose(collective, whole.nbytes, paths)
-            if algorithm != SHARED and self._attempt(collective, source, target, lengths, op, root):
-                return
         self.path = algorithm
-        if algorithm == SHARED and SHARED in paths:
-            self.quiet.run(paths[SHARED], source, target, lengths or (), root)
+        if algorithm in paths:
+            went = self.quiet.run(paths[algorithm], source, target, lengths or (), root)
+            self.path = went or algorithm
+        elif algorithm in FORCED:
+            what = target.dtype if op is None else f"{op.value} of {target.dtype}"
+            raise ValueError(f"algorithm={algorithm!r}: there is no such {collective} for {what}")
         elif collective == "reduce_scatter":
             assert source is not None
             assert lengths is not None
             whole = self.work(len(source), source.dtype)
-            self._run(paths, algorithm, collective, source, whole, lengths, op, root)
+            self._run(collective, algorithm, source, whole, lengths, op, root)
             target[:] = self.own_part(whole, lengths)
         else:
-            if source is not None and collective == "all_gather" and algorithm != NATIVE:
+            if source is not None and collective == "all_gather":
                 assert lengths is not None
                 self.own_part(target, lengths)[:] = source
                 source = None
-            self._run(paths, algorithm, collective, source, target, lengths, op, root)
-
-    def _attempt(
-        self,
-        collective: str,
-        source: Array | None,
-        target: Array,
-        lengths: Sequence[int] | None,
-        op: ReduceOp | None,
-        root: int,
-    ) -> bool:
-        """Take the direct way between registered arrays; whether they are."""
-        if self.node is None or not self.node.arena.in_use:
-            return False
-        attempt = self.node.attempt(collective, op, target.dtype)
-        self.path = SHARED
-        return attempt is not None and self.quiet.run(attempt, source, target, lengths or (), root)
+            self._run(collective, algorithm, source, target, lengths, op, root)
 
     def _run(
         self,
-        paths: dict[str, Native],
-        algorithm: str,
         collective: str,
+        algorithm: str,
         source: Array | None,
         target: Array,
         lengths: Sequence[int] | None,
         op: ReduceOp | None,
         root: int,
     ) -> None:
-        """On whole buffers: by a path of that name, or else by a schedule."""
-        if algorithm == NATIVE and NATIVE in paths:
-            with self._watchdog:
-                paths[NATIVE](source, target, lengths or (), root)
-        elif algorithm in paths:
-            self.quiet.run(paths[algorithm], source, target, lengths or (), root)
-        elif algorithm in (NATIVE, SHARED, HIERARCHICAL):
-            what = target.dtype if op is None else f"{op.value} of {target.dtype}"
-            raise ValueError(f"algorithm={algorithm!r}: there is no such {collective} for {what}")
-        else:
-            shape = target.size if lengths is None else tuple(lengths)
-            call = Call(collective, algorithm, shape, target.dtype, op, root, source is not None)
-            self.quiet.run(self._plans.find(call).run, source, target)
+        """A schedule, on whole buffers."""
+        shape = target.size if lengths is None else tuple(lengths)
+        call = Call(collective, algorithm, shape, target.dtype, op, root, source is not None)
+        self.quiet.run(self._plans.find(call).run, source, target)
 
     def use(self, figures: Figures, name: str) -> None:
         """Choose by these figures from now on; all ranks must, between the same two calls.
@@ -242,29 +218,28 @@ class Engine:
         self.figures, self.figures_name = figures, name
         self._chosen.clear()
 
-    def explain(self, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
-        """What `run` would choose for a SUM or a movement of that dtype, and why."""
-        op = ReduceOp.SUM if spec_of(collective).reduces else None
-        if op is not None:
-            check_reducible(op, dtype)
-        choice = self._choose(collective, nbytes, self.paths(collective, op, dtype))
-        return f"{choice}\n  by {self.figures_name}" if choice.seconds else str(choice)
-
-    def choose(self, collective: str, nbytes: int, paths: dict[str, Native]) -> str:
+    def choose(self, collective: str, nbytes: int, paths: dict[str, Path]) -> str:
         """The path for so many bytes, of those and the schedules."""
+        if QUICKEST in paths and (nbytes >= LEAST_BYTES or collective == "all_to_all"):
+            return QUICKEST
         key = (collective, nbytes, *paths)
         chosen = self._chosen.get(key)
         if chosen is None:
             if len(self._chosen) >= _CHOICES_KEPT:
                 self._chosen.clear()
-            chosen = self._chosen[key] = self._choose(collective, nbytes, paths).algorithm
+            chosen = self._chosen[key] = self.price(collective, nbytes, paths).algorithm
         return chosen
 
-    def _choose(self, collective: str, nbytes: int, paths: dict[str, Native]) -> selection.Choice:
-        # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
-        bucket = 0 if collective == "all_to_all" else selection.bucket_of(nbytes)
-        there = tuple(name for name in paths if name != NATIVE or nbytes <= _LARGEST_NATIVE)
-        return selection.choose(collective, bucket, self.layout, there, self.figures)
+    def price(self, collective: str, nbytes: int, paths: dict[str, Path]) -> selection.Choice:
+        """What those paths and the schedules are expected to take, and the best of them."""
+        there = tuple(
+            name
+            for name in selection.PRICED
+            if name in paths and (name != NATIVE or nbytes <= LARGEST_NATIVE)
+        )
+        return selection.choose(
+            collective, selection.bucket_of(nbytes), self.layout, there, self.figures
+        )
 
     def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
         """This rank's part, as a view, of a buffer that holds one for each rank."""
@@ -279,22 +254,25 @@ class Engine:
             self._work = np.empty(selection.bucket_of(nbytes), np.uint8)
         return self._work[:nbytes].view(dtype)
 
-    def paths(
-        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
-    ) -> dict[str, Native]:
+    def paths(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Path]:
         """What can do it beside the schedules, by name."""
         # By the op's text: an enum member's hash is computed in Python.
         key = (collective, None if op is None else op.value, dtype)
-        found = self._natives.get(key)
+        found = self._paths.get(key)
         if found is None:
-            found = self._natives[key] = self._find_paths(collective, op, dtype)
+            found = self._paths[key] = self._find_paths(collective, op, dtype)
         return found
 
     def _find_paths(
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
-    ) -> dict[str, Native]:
+    ) -> dict[str, Path]:
         native = self.transport.native(collective, None if op is None else op.value, dtype)
-        found = {} if native is None else {NATIVE: native}
+        guarded = None if native is None else partial(self._run_guarded, native)
+        found: dict[str, Path] = {} if guarded is None else {NATIVE: guarded}
         if self.node is not None:
-            found |= self.node.paths(collective, op, dtype)
+            found |= self.node.paths(collective, op, dtype, guarded)
         return found
+
+    def _run_guarded(self, native: Native, *arguments: Any) -> None:
+        with self._watchdog:
+            native(*arguments)

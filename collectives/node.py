@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from collectives.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
 from collectives.reduction import Array, ReduceOp
 from collectives.schedule import split_lengths
-from collectives.selection import HIERARCHICAL, SHARED
 from collectives.shared.arena import Arena
-from collectives.shared.direct import Attempt, Direct
+from collectives.shared.direct import Direct
 from collectives.shared.packed import Packed
+from collectives.shared.peer_memory import open_peer_memory
+from collectives.shared.places import PlaceExchange, Way
+from collectives.shared.route import LEAST_BYTES, Route
+from collectives.shared.single_copy import SingleCopy
 from collectives.shared.staged import Staged
 from collectives.shared.steps import Steps
 from collectives.transports.base import Native, Transport
+
+Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
+"""As a native collective; may return the name of the way that it went."""
 
 
 class Across(Protocol):
@@ -27,6 +34,10 @@ class Across(Protocol):
 
     def close(self) -> None:
         """Give the way back. Collective."""
+
+
+def _without_places(native: Native) -> Way:
+    return lambda places, *arguments: native(*arguments)
 
 
 class Node:
@@ -50,6 +61,8 @@ class Node:
         self._transport, self._segments = transport, segments
         self.steps, self.arena = steps, arena
         self._slices, self._across = slices, across
+        self._peers = open_peer_memory(steps)
+        self._places = PlaceExchange(steps, arena)
         self._packed: dict[tuple[str, np.dtype[Any]], Packed] = {}
 
     @property
@@ -58,35 +71,50 @@ class Node:
         return self._slices is None
 
     def paths(
-        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
-    ) -> dict[str, Native]:
-        """What the node's memory can do of a collective of all ranks."""
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any], native: Native | None
+    ) -> dict[str, Path]:
+        """What the node's memory can do of a collective of all ranks.
+
+        `native` is the transport's own, which the quickest way may be.
+        """
         if self._slices is None:
-            return {SHARED: self.shared(collective, op, dtype)}
+            ways = self._ways(collective, op, dtype)
+            alone = {
+                name: Route(self._places, None, {name: way}, least_bytes=0)
+                for name, way in ways.items()
+            }
+            shared = {SHARED: self._route(collective, op, dtype, ways)}
+            # It folds in another order, and the bits must not depend on which way was quicker.
+            if native is not None and (op is None or self.steps.size == 2):
+                ways[NATIVE] = _without_places(native)
+            return {**alone, **shared, QUICKEST: self._route(collective, op, dtype, ways)}
         if collective == "all_reduce" and op is not None:
             first = self.shared("reduce_scatter", op, dtype)
             last = self.shared("all_gather", op, dtype)
             return {HIERARCHICAL: partial(self._hierarchical, first, last, op, self._slices)}
         return {}
 
-    def attempt(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Attempt | None:
-        """The collective of all ranks that does nothing, and says so, for ordinary arrays."""
-        if self._slices is not None:
-            return None
-        return Direct(self.steps, self.arena, op, dtype).find(collective)
+    def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Route:
+        """Of this node's ranks alone."""
+        return self._route(collective, op, dtype, self._ways(collective, op, dtype))
 
-    def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Native:
-        """Of this node's ranks alone: where the arrays lie, or else through the stages."""
-        staged: Native = getattr(Staged(self.steps, op, dtype), collective)
+    def _route(
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any], ways: dict[str, Way]
+    ) -> Route:
         attempt = Direct(self.steps, self.arena, op, dtype).find(collective)
-        if attempt is None:
-            return staged
+        # The ranks of an all_to_all may hold different amounts.
+        least = 0 if collective == "all_to_all" else LEAST_BYTES
+        return Route(self._places, attempt, ways, least_bytes=least)
 
-        def run(source: Array | None, target: Array, lengths: Sequence[int], root: int) -> None:
-            if not attempt(source, target, lengths, root):
-                staged(source, target, lengths, root)
-
-        return run
+    def _ways(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Way]:
+        """Those of ordinary arrays."""
+        staged: Native = getattr(Staged(self.steps, op, dtype), collective)
+        ways = {STAGED: _without_places(staged)}
+        if self._peers is not None:
+            copied = SingleCopy(self.steps, self._peers, op, dtype).find(collective)
+            if copied is not None:
+                ways[SINGLE_COPY] = copied
+        return ways
 
     def packed(self, op: ReduceOp, dtype: np.dtype[Any]) -> Packed:
         """Reductions of what is packed into the memory, where all ranks are on this node."""
@@ -97,8 +125,8 @@ class Node:
 
     def _hierarchical(
         self,
-        reduce_scatter: Native,
-        all_gather: Native,
+        reduce_scatter: Route,
+        all_gather: Route,
         op: ReduceOp,
         slices: int,
         source: Array | None,

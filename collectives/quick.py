@@ -16,16 +16,16 @@ import numpy as np
 
 from collectives.agreement import Agreement
 from collectives.engine import Engine
+from collectives.node import Path
 from collectives.operations import movements
 from collectives.operations.reductions import ReduceInput
+from collectives.paths import NATIVE, SHARED
 from collectives.recorder import CALLS_KEPT, clock
 from collectives.reduction import Array, ReduceOp, finish, plain_fold
-from collectives.selection import SHARED
 from collectives.shared.arrival import SEQUENCE_BITS, SEQUENCE_MASK
-from collectives.shared.direct import LEAST_BYTES
 from collectives.shared.memory import ARRIVALS, SMALL_BYTES
+from collectives.shared.route import LEAST_BYTES
 from collectives.signature import fingerprint
-from collectives.transports.base import Native
 
 PASS = object()
 """What a quick all_reduce returns, before it did anything, for arguments that need care."""
@@ -47,17 +47,13 @@ def quick_all_reduce(engine: Engine, given: ReduceInput) -> AllReduce | None:
     if fold is not None:
         return _small(engine, agreement, given, fold)
     paths = engine.paths("all_reduce", given.op, given.dtype)
-    if engine.choose("all_reduce", nbytes, paths) == SHARED:
-        return _large(engine, agreement, given, paths[SHARED])
-    return None
+    chosen = engine.choose("all_reduce", nbytes, paths)
+    return _large(engine, given, paths[chosen]) if chosen in paths else None
 
 
-def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
-    """What would run for a SUM or a movement of that dtype, and why."""
-    text = engine.explain(collective, nbytes, dtype)
-    if collective == "all_reduce" and _small_fold(engine, ReduceOp.SUM, dtype, nbytes):
-        return f"{SHARED} runs, in a single step: few bytes, whatever is expected\n{text}"
-    return text
+def takes_one_step(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> bool:
+    """Whether an all_reduce of ordinary arrays of so many bytes is done in a single step."""
+    return _small_fold(engine, op, dtype, nbytes) is not None
 
 
 def _small_fold(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> Fold | None:
@@ -70,8 +66,8 @@ def _small_fold(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int)
     return plain_fold(op, dtype) if small and not registered else None
 
 
-def _large(engine: Engine, agreement: Agreement, given: ReduceInput, native: Native) -> AllReduce:
-    """Contiguous arrays, through the stages or where they lie."""
+def _large(engine: Engine, given: ReduceInput, path: Path) -> AllReduce:
+    """Contiguous arrays, by a path that isn't a schedule."""
     shape, dtype, op, size = given.shape, given.dtype, given.op, engine.size
     signature = given.signature("all_reduce")
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
@@ -81,7 +77,7 @@ def _large(engine: Engine, agreement: Agreement, given: ReduceInput, native: Nat
     quiet = engine.quiet.run
 
     def run(source: Array | None, target: Array) -> None:
-        quiet(native, source, target, (), 0)
+        engine.path = quiet(path, source, target, (), 0) or NATIVE
         if mean:
             quiet(finish, op, target, size)
 
@@ -160,7 +156,7 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
             if mean:
                 run(finish, op, out, size)
             position = recorder.position
-            ring[position & last] = (sequence, signature, "shared", start, clock())
+            ring[position & last] = (sequence, signature, SHARED, start, clock())
             recorder.position = position + 1
             return out
         finally:

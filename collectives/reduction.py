@@ -9,7 +9,7 @@ NumPy ufuncs.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -114,6 +114,26 @@ def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
         # NumPy takes another loop, which rounds otherwise, where `out` is the first operand.
         return lambda: np.copyto(out, first * second)
     return partial(_UFUNCS[op], first, second, out=out)
+
+
+def fold_in_order(
+    fold: Callable[[Array, Array, Array], Any],
+    pieces: Sequence[Array],
+    out: Array,
+    scratch: Array,
+) -> None:
+    """Fold two or more pieces, of which any may be `out`, the first two first.
+
+    Whoever folds the ranks' pieces in rank order gets the same bits. `scratch` is at least as long
+    as a piece.
+    """
+    first = pieces[0]
+    if len(pieces) > 2:
+        between = scratch[: len(out)]
+        for piece in pieces[1:-1]:
+            fold(first, piece, between)
+            first = between
+    fold(first, pieces[-1], out)
 
 
 def _tensor(piece: Array) -> Any:

@@ -14,9 +14,11 @@ from functools import lru_cache
 
 from collectives import algorithms
 from collectives.cost import Link, estimate
+from collectives.paths import HIERARCHICAL, NATIVE, SHARED
 from collectives.spec import spec_of
 
-NATIVE, SHARED, HIERARCHICAL = "native", "shared", "hierarchical"
+PRICED = (NATIVE, SHARED, HIERARCHICAL)
+"""The paths beside the schedules that the model has figures for."""
 
 # Pricing a schedule takes time proportional to ranks × rounds: above this size only those of
 # logarithmic depth and the ring's closed form would be worth it, so native is taken unpriced.

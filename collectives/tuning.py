@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,9 @@ from collectives.figures_file import Key, load, save
 from collectives.fitting import SMALL_BYTES, Seconds, fit
 from collectives.operations import Operation
 from collectives.operations.objects import broadcast_pickle, numbers_of_all
+from collectives.paths import NATIVE, SHARED
 from collectives.reduction import Array, ReduceOp, fold_function
-from collectives.selection import LARGEST_PRICED, NATIVE, SHARED, Figures
+from collectives.selection import LARGEST_PRICED, Figures
 from collectives.signature import Signature
 
 TUNED = "figures tuned now"
@@ -35,7 +37,7 @@ _MOST_CALLS = 30
 _FOLD_BYTES = 128 << 10
 _DTYPE = np.dtype(np.float32)
 
-Run = Callable[[Array, Array], None]
+Run = Callable[[Array, Array], Any]
 """One all_reduce, from the first array into the second."""
 
 

@@ -10,12 +10,13 @@ ROOT = Path(__file__).parents[1]
 # What the modules of a layer may import of this project; a layer is a module or a package.
 ALLOWED = {
     "collectives.errors": set(),
+    "collectives.paths": set(),
     "collectives.topology": set(),
     "collectives.schedule": set(),
     "collectives.reduction": set(),
     "collectives.spec": {"schedule"},
     "collectives.traffic": {"schedule", "errors"},
-    "collectives.algorithms": {"algorithms", "schedule", "spec"},
+    "collectives.algorithms": {"algorithms", "paths", "schedule", "spec"},
     "collectives.verify": {"algorithms", "schedule", "spec", "traffic", "errors"},
     "collectives.cost": {"algorithms", "schedule", "traffic"},
     "collectives.resolve": {"schedule"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "collectives.signature": {"errors"},
     "collectives.recorder": {"signature"},
     "collectives.transports": {"transports", "errors", "waiting"},
-    "collectives.shared": {"shared", "reduction", "schedule", "waiting", "errors"},
+    "collectives.shared": {"shared", "paths", "reduction", "waiting", "errors"},
     "collectives.agreement": {
         "errors",
         "shared.arrival",
@@ -39,7 +40,7 @@ ALLOWED = {
         "transports.base",
         "waiting",
     },
-    "collectives.selection": {"algorithms", "cost", "spec"},
+    "collectives.selection": {"algorithms", "cost", "paths", "spec"},
     "collectives.fusion": set(),
     "collectives.arrays": {"reduction"},
 }

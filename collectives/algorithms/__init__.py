@@ -15,6 +15,7 @@ from collectives.algorithms import (
     ring,
     scatter_all_gather,
 )
+from collectives.paths import FORCED
 from collectives.schedule import Schedule, chunk_per_rank, one_chunk
 from collectives.spec import spec_of
 
@@ -28,9 +29,6 @@ class Algorithm:
     schedule: Schedule
     chunks: Callable[[int], int]
 
-
-PATHS = ("native", "shared", "hierarchical")
-"""Ways to run a collective that are no schedules: the transport's own, and the nodes' memory."""
 
 _TABLE: dict[tuple[str, str], Algorithm] = {}
 _NAMES: dict[str, list[str]] = {}
@@ -53,7 +51,7 @@ def register_algorithm(
     if not isinstance(name, str) or not callable(schedule):
         raise TypeError(f"name={name!r}, schedule={schedule!r}: must be a text and a function")
     chunks = spec_of(collective).chunks or chunks
-    if (collective, name) in _TABLE or name in PATHS:
+    if (collective, name) in _TABLE or name in FORCED:
         raise ValueError(f"name={name!r}: {collective} has an algorithm of that name already")
     _TABLE[collective, name] = Algorithm(collective, name, schedule, chunks)
     _NAMES.setdefault(collective, []).append(name)
@@ -80,8 +78,8 @@ def find(collective: str, name: str) -> Algorithm:
 
 def check_name(collective: str, name: str | None) -> None:
     """ValueError where the caller asks for a path that the collective doesn't have."""
-    if name not in (None, *PATHS) and (collective, name) not in _TABLE:
-        there = ", ".join(map(repr, [*names(collective), *PATHS]))
+    if name not in (None, *FORCED) and (collective, name) not in _TABLE:
+        there = ", ".join(map(repr, [*names(collective), *FORCED]))
         raise ValueError(f"algorithm={name!r}: {collective} has {there}")
 
 

@@ -23,8 +23,9 @@ from collectives.fusion import (
 )
 from collectives.operations import Operation
 from collectives.operations.reductions import ReduceInput
+from collectives.paths import QUICKEST, SHARED
 from collectives.reduction import Array, ReduceOp, as_op, finish
-from collectives.selection import SHARED, bucket_of
+from collectives.selection import bucket_of
 from collectives.shared.memory import STAGE_BYTES
 from collectives.shared.packed import Packed
 from collectives.signature import Signature
@@ -104,7 +105,7 @@ class Many:
         if node is None or not node.memory_is_all or not 0 < nbytes <= STAGE_BYTES:
             return bucket
         paths = engine.paths("all_reduce", op, bucket.dtype)
-        if engine.choose("all_reduce", nbytes, paths) != SHARED:
+        if engine.choose("all_reduce", nbytes, paths) not in (SHARED, QUICKEST):
             return bucket
         return StagedBucket(node.packed(op, bucket.dtype), bucket)
 

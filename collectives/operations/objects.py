@@ -13,7 +13,7 @@ from collectives.operations import Operation
 from collectives.signature import Signature
 
 
-def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[tuple[int, int]]:
+def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[tuple[int, ...]]:
     """Every rank's two numbers, from 0 to 2^63 − 1."""
     if engine.node is not None and engine.node.memory_is_all:
         return engine.node.steps.tell(first, second)

@@ -7,11 +7,10 @@ have, which they find out when the next one is asked for.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -137,26 +136,19 @@ class Arena:
                 self._free(window.shared)
         self._windows, self._by_address = [], []
 
-    def locate(self, array: Array) -> int:
-        """A positive number for where a contiguous array lies, the same for all ranks' windows.
+    def locate(self, address: int, nbytes: int) -> int:
+        """A positive number for a place in this rank's windows, the same for all ranks' ones.
 
-        0 where it is not registered.
+        0 where what lies there isn't registered.
         """
-        base = array.base
-        if base is None or not self._by_address:
+        if not self._by_address or not nbytes:
             return 0
-        if type(base) is np.ndarray and base.base is None:
-            # A view of memory that NumPy allocated; the address would take a microsecond to ask.
-            return 0
-        if not array.nbytes:
-            return 0
-        address = _address(array)
         place = bisect_right(self._by_address, (address, len(self._windows))) - 1
         if place < 0:
             return 0
         start, index = self._by_address[place]
         offset = address - start
-        if offset + array.nbytes > self._windows[index].nbytes:
+        if offset + nbytes > self._windows[index].nbytes:
             return 0
         return (index + 1) << _OFFSET_BITS | offset
 
@@ -165,11 +157,3 @@ class Arena:
         segment = self._windows[(location >> _OFFSET_BITS) - 1].segments[peer]
         offset = location & ((1 << _OFFSET_BITS) - 1)
         return segment[offset : offset + length * dtype.itemsize].view(dtype)
-
-
-def _address(array: Array) -> int:
-    """Where a flat array lies. Of one that can be written, ctypes tells in a third of the time."""
-    if array.flags.writeable:
-        return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, array.view(np.uint8))))
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -20,7 +20,8 @@ from collectives.reduction import Array
 
 # Indices of 8-byte words within a segment; a cache line (two on some machines) apart.
 PROGRESS = 0
-LOCATIONS = (16, 32)
+TOLD = (16, 32)
+MOST_TOLD = 16
 VERDICTS = (48, 64)
 COLLECTED = 80
 PROCESS = 96

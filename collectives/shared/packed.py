@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.reduction import Array, ReduceOp, finish, fold_function
+from collectives.reduction import Array, ReduceOp, finish, fold_function, fold_in_order
 from collectives.shared.memory import STAGE_BYTES
-from collectives.shared.staged import bounds, others
+from collectives.shared.staged import LINE_BYTES, bounds
 from collectives.shared.steps import Steps
 
 
@@ -25,6 +25,8 @@ class Packed:
         self._rank, self._size = steps.rank, steps.size
         self._fold: Callable[[Array, Array, Array], Any] = fold_function(op, dtype)
         self.capacity = STAGE_BYTES // dtype.itemsize
+        most = self.capacity // self._size + LINE_BYTES
+        self._scratch = np.empty(most, dtype)
         nbytes = self.capacity * dtype.itemsize
         self._stages = [
             [stage[:nbytes].view(dtype) for stage in stages] for stages in steps.memory.stages
@@ -34,11 +36,11 @@ class Packed:
         """Where `length` elements may be packed and reduced: of each parity one place."""
         edges = bounds(length, self._size, self._stages[0][0].itemsize)
         own = slice(edges[self._rank], edges[self._rank + 1])
-        order = [self._rank, *others(self._rank, self._size)]
         return [
             Place(
                 self._stages[self._rank][parity][:length],
-                [self._stages[peer][parity][own] for peer in order],
+                [stages[parity][own] for stages in self._stages],
+                self._rank,
             )
             for parity in (0, 1)
         ]
@@ -49,21 +51,20 @@ class Packed:
 
     def reduce(self, place: Place) -> None:
         """Return when the reduction lies where this rank has packed, until the next `begin`."""
-        steps, fold, slices = self._steps, self._fold, place.slices
+        steps, folded = self._steps, place.own
         steps.written()
         steps.stages()
-        folded = slices[0]
-        for theirs in slices[1:]:
-            fold(folded, theirs, folded)
+        fold_in_order(self._fold, place.slices, folded, self._scratch)
         finish(self._op, folded, self._size)
-        for theirs in slices[1:]:
+        for theirs in place.others:
             theirs[...] = folded
         steps.read()
         steps.together()
 
 
 class Place:
-    """Part of a stage: what one rank packs into, and its slice of everybody's, its own first."""
+    """Part of a stage: what one rank packs into, and its slice of everybody's, in rank order."""
 
-    def __init__(self, packed: Array, slices: list[Array]) -> None:
-        self.packed, self.slices = packed, slices
+    def __init__(self, packed: Array, slices: list[Array], rank: int) -> None:
+        self.packed, self.slices, self.own = packed, slices, slices[rank]
+        self.others = [each for peer, each in enumerate(slices) if peer != rank]

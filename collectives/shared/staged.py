@@ -1,7 +1,8 @@
 """The collectives of a node's ranks on ordinary arrays, which go through the stages.
 
 Each takes (source, target, lengths, root) as a transport's native collective does: flat buffers of
-equal dtype, the elements of each rank's part, the input in the target where source is None.
+equal dtype, the elements of each rank's part, the input in the target where source is None. All
+reductions fold in rank order, here and on the other ways, which therefore give the same bits.
 
 A stage is large on purpose. What a core has just written lies in its own cache, from where another
 core reads it at a fraction of the speed at which it reads the shared one: with blocks about as
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.reduction import Array, ReduceOp, fold_function
+from collectives.reduction import Array, ReduceOp, fold_function, fold_in_order
 from collectives.shared.memory import STAGE_BYTES
 from collectives.shared.steps import Steps
 
@@ -26,12 +27,12 @@ Fold = Callable[[Array, Array, Array], Any]
 Lengths = Sequence[int]
 
 # A boundary between two ranks' slices, in bytes: no cache line is written by both.
-_LINE_BYTES = 128
+LINE_BYTES = 128
 
 
 def bounds(length: int, parts: int, itemsize: int) -> list[int]:
     """Where `parts` slices of nearly equal length begin and end, on cache lines."""
-    unit = max(1, _LINE_BYTES // itemsize)
+    unit = max(1, LINE_BYTES // itemsize)
     lines = -(-length // unit)
     edges = [lines * part // parts * unit for part in range(parts + 1)]
     return [min(edge, length) for edge in edges]
@@ -60,6 +61,8 @@ class Staged:
             [stage[:nbytes].view(dtype) for stage in stages] for stages in steps.memory.stages
         ]
         self._fold: Fold = _no_fold if op is None else fold_function(op, dtype)
+        most = self._capacity // self._size + LINE_BYTES
+        self._scratch = np.empty(most, dtype)
 
     def _own_stage(self) -> Array:
         return self._stages[self._rank][self._steps.begin()]
@@ -86,7 +89,6 @@ class Staged:
         steps.written()
         peer = 1 - self._rank
         theirs = self._stage_of(peer)[place]
-        # The same order on both: the bits of a NaN depend on it.
         pair = (given, theirs) if peer else (theirs, given)
         self._fold(*pair, target)
         steps.read()
@@ -114,10 +116,9 @@ class Staged:
         steps.written()
         parity = steps.stages()
         own = slice(edges[rank], edges[rank + 1])
-        first = given[own]
-        for peer in others(rank, self._size):
-            self._fold(first, self._stages[peer][parity][own], folded)
-            first = folded
+        pieces = [stages[parity][own] for stages in self._stages]
+        pieces[rank] = given[own]
+        fold_in_order(self._fold, pieces, folded, self._scratch)
         steps.read()
 
     def _write_others(self, given: Array, edges: list[int]) -> None:
@@ -178,11 +179,11 @@ class Staged:
             cut = cuts[peer]
             stage[peer * most : peer * most + cut.stop - cut.start] = given[cut]
         steps.written()
-        first = given[cuts[rank]]
+        parity = steps.stages()
         place = slice(rank * most, rank * most + len(folded))
-        for peer in others(rank, self._size):
-            self._fold(first, self._stage_of(peer)[place], folded)
-            first = folded
+        pieces = [stages[parity][place] for stages in self._stages]
+        pieces[rank] = given[cuts[rank]]
+        fold_in_order(self._fold, pieces, folded, self._scratch)
         steps.read()
 
     # movements

@@ -8,7 +8,7 @@ step s − 2, it waits until all have read that.
 
 from __future__ import annotations
 
-from collectives.shared.memory import LOCATIONS, PROGRESS, NodeMemory
+from collectives.shared.memory import PROGRESS, TOLD, NodeMemory
 from collectives.waiting import Patience
 
 
@@ -17,7 +17,7 @@ class Steps:
 
     def __init__(self, memory: NodeMemory, patience: Patience, ranks: list[int]) -> None:
         """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
-        self.memory, self._patience, self._ranks = memory, patience, ranks
+        self.memory, self.ranks, self._patience = memory, ranks, patience
         self.rank, self.size = memory.rank, memory.size
         self._step = 0
 
@@ -58,15 +58,20 @@ class Steps:
         self._await_all(2 * self._step + 1)
         self.read()
 
-    def tell(self, first: int, second: int) -> list[tuple[int, int]]:
-        """Two numbers of every rank, each below 2^64: a step of its own."""
-        index = LOCATIONS[self._step & 1]
+    def tell(self, *numbers: int) -> list[tuple[int, ...]]:
+        """A few numbers of every rank, each below 2^64: a step of its own.
+
+        There is room for `memory.MOST_TOLD`.
+        """
+        index, count = TOLD[self._step & 1], len(numbers)
         self._await_all(2 * self._step - 2)
         own = self.memory.own
-        own[index], own[index + 1] = first, second
+        for number in numbers:
+            own[index] = number
+            index += 1
         self.memory.publish(PROGRESS, 2 * self._step + 1)
         self._await_all(2 * self._step + 1)
-        told = [(words[index], words[index + 1]) for words in self.memory.words]
+        told = [tuple(words[index - count : index]) for words in self.memory.words]
         self.read()
         return told
 
@@ -88,7 +93,7 @@ class Steps:
 
     def _behind(self, value: int) -> dict[int, str]:
         return {
-            self._ranks[peer]: " in the middle of the call"
+            self.ranks[peer]: " in the middle of the call"
             for peer, words in enumerate(self.memory.words)
             if words[PROGRESS] < value
         }

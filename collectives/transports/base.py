@@ -21,7 +21,8 @@ Message: TypeAlias = tuple[int, Bytes]
 
 # A native collective: (source, target, lengths in elements of each rank's part, root). Source and
 # target are flat, contiguous and of equal dtype; source is None where the rank's part lies in the
-# target already. Of an all_gather the source is the rank's part alone.
+# target already. The source of an all_gather and the target of a reduce_scatter are the rank's part
+# alone.
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
 
 LARGEST_TAG = 32_000

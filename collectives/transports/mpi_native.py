@@ -80,9 +80,7 @@ def _reduce_scatter(
     root: int,
 ) -> None:
     datatype = _datatype(target.dtype)
-    given = target.copy() if source is None else source
-    own = _own(comm, target, lengths)
-    comm.Reduce_scatter([given, datatype], [own, datatype], list(lengths), op)
+    comm.Reduce_scatter([source, datatype], [target, datatype], list(lengths), op)
 
 
 def _own(comm: MPI.Intracomm, buffer: Array, lengths: Lengths) -> Array:

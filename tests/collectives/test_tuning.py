@@ -157,7 +157,7 @@ def alike(comm, value):
 
 def known(comm):
     """What the communicator says it would choose by."""
-    return [alike(comm, comm.explain(name, 1 << 20)) for name in ("all_reduce", "broadcast")]
+    return [alike(comm, comm.explain(name, 1 << 10)) for name in ("reduce", "broadcast")]
 
 
 @pytest.mark.mpi
@@ -213,17 +213,17 @@ def test_tune_between_nodes(comm, made, node_of):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_what_was_looked_up_before_is_forgotten(comm, made, monkeypatch):
-    """Large enough to go by expectation: it is looked up by shape, and by bytes."""
+    """Of a dtype and size that go by expectation: it is looked up by shape, and by bytes."""
     tuned = made()
-    array = np.ones(1 << 20, np.float32)
-    for kind in ("shared", "native"):
+    array = np.ones(1 << 10, np.float16)
+    for kind in ("shared", "schedule"):
         monkeypatch.setattr(tuning, "figures_for", lambda *_, kind=kind: preferring(kind))
         tuned.tune(save=False)
         for _ in range(2):
             tuned.all_reduce(array)
-            assert tuned._engine.recorder.entries()[-1][2] == kind
+            assert (tuned._engine.recorder.entries()[-1][2] == "staged") == (kind == "shared")
             tuned.broadcast(array)
-            assert tuned._engine.recorder.entries()[-1][2] == kind
+            assert (tuned._engine.recorder.entries()[-1][2] == "staged") == (kind == "shared")
 
 
 @pytest.mark.mpi
@@ -232,19 +232,20 @@ def test_asynchronous_calls_go_by_the_same_figures(comm, made, monkeypatch):
     """From the first one after tune on: those before it may be still under way."""
     tuned = made()
     kinds = ("native", "shared", "native")
+    ways = {"native": "native", "shared": "staged"}
     handles = []
     for kind in kinds:
         monkeypatch.setattr(tuning, "figures_for", lambda *_, kind=kind: preferring(kind))
         tuned.tune(save=False)
-        handles += [tuned.all_reduce_async(np.ones(1 << 18)) for _ in range(2)]
+        handles += [tuned.all_reduce_async(np.ones(1 << 10)) for _ in range(2)]
     for handle in handles:
-        np.testing.assert_array_equal(handle.wait(), np.full(1 << 18, comm.size))
+        np.testing.assert_array_equal(handle.wait(), np.full(1 << 10, comm.size))
     tuned.barrier()
     last = tuned.all_reduce_async(np.ones(4))
     last.wait()
     entries = tuned._progress.entries() or tuned._engine.recorder.entries()
-    ran = [entry[2] for entry in entries if entry[1].nbytes == 1 << 21]
-    assert ran == [kind for kind in kinds for _ in range(2)]
+    ran = [entry[2] for entry in entries if entry[1].nbytes == 1 << 13]
+    assert ran == [ways[kind] for kind in kinds for _ in range(2)]
 
 
 @pytest.mark.mpi
@@ -271,5 +272,4 @@ def test_the_tests_keep_to_a_cache_of_their_own(comm):
 def test_small_arrays_are_told_to_go_their_own_way(comm):
     text = comm.explain("all_reduce", 64)
     assert text.startswith("shared runs, in a single step")
-    assert "expected" in text
     assert not comm.explain("all_reduce", 1 << 20).startswith("shared runs, in a single step")

@@ -1,0 +1,60 @@
+"""Where the arrays of a call lie, which the ranks tell each other before they touch any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from collectives.reduction import Array
+from collectives.shared.arena import Arena
+from collectives.shared.experience import Experience
+from collectives.shared.peer_memory import address_of
+from collectives.shared.staged import Lengths
+from collectives.shared.steps import Steps
+
+Way = Callable[["Places", Array | None, Array, Lengths, int], None]
+"""A collective of a node's ranks, for arrays that lie at those places."""
+
+
+class Places(NamedTuple):
+    """What each rank told of its input and of where the result goes, in rank order."""
+
+    sources: tuple[int, ...]
+    """Locations in the arena, 0 of arrays that aren't registered."""
+    targets: tuple[int, ...]
+    source_addresses: tuple[int, ...]
+    """In the rank's own memory."""
+    target_addresses: tuple[int, ...]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether any rank's result goes where its input lies."""
+        return any(map(int.__eq__, self.source_addresses, self.target_addresses))
+
+
+NOWHERE = Places((), (), (), ())
+"""Of arrays that go through the stages, unasked."""
+
+
+class PlaceExchange:
+    """Tells the others where this rank's arrays lie, and learns what their last call took them."""
+
+    def __init__(self, steps: Steps, arena: Arena) -> None:
+        self._steps, self._arena = steps, arena
+        self.experience = Experience()
+
+    def exchange(self, source: Array, target: Array, nbytes: int) -> tuple[Places, int]:
+        """Where everybody's arrays lie, and the largest of the numbers of bytes told."""
+        own, experience = self._places_of(source, target), self.experience
+        told = self._steps.tell(*own, nbytes, experience.nanoseconds)
+        sources, targets, first, second, sizes, nanoseconds = zip(*told, strict=True)
+        experience.learn(nanoseconds)
+        return Places(sources, targets, first, second), max(sizes)
+
+    def _places_of(self, source: Array, target: Array) -> tuple[int, int, int, int]:
+        locate, second = self._arena.locate, address_of(target)
+        second_place = locate(second, target.nbytes)
+        if source is target:
+            return second_place, second_place, second, second
+        first = address_of(source)
+        return locate(first, source.nbytes), second_place, first, second

@@ -1,0 +1,177 @@
+"""The collectives of a node's ranks on ordinary arrays, each byte copied once between processes.
+
+A rank reads its peers' private memory where it lies (`peer_memory`), so that what crosses from core
+to core is what the program had there anyway, and not what was staged a moment before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives.reduction import Array, ReduceOp, fold_function, fold_in_order
+from collectives.shared.peer_memory import PeerMemory, address_of
+from collectives.shared.places import Places, Way
+from collectives.shared.staged import Lengths, blocks_of, bounds, others, part_starts
+from collectives.shared.steps import Steps
+
+# What is read is folded while it lies in the core's own cache.
+_BLOCK_BYTES = 512 << 10
+
+
+class SingleCopy:
+    """One rank's collectives by single copies; `op` and `dtype` of its reductions are bound."""
+
+    def __init__(
+        self, steps: Steps, peers: PeerMemory, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> None:
+        self._steps, self._peers = steps, peers
+        self._rank, self._size, self._itemsize = steps.rank, steps.size, dtype.itemsize
+        self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
+        if op is not None:
+            self._fold = fold_function(op, dtype)
+            self._scratch = [np.empty(self._block, dtype) for _ in range(self._size)]
+            self._addresses = list(map(address_of, self._scratch))
+
+    def find(self, collective: str) -> Way | None:
+        """The collective of that name, if there is such a way."""
+        found: Way | None = getattr(self, collective, None)
+        return found
+
+    # Reductions
+
+    def all_reduce(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Of two ranks each folds everything; of more each folds a slice, and copies the rest."""
+        given = target if source is None else source
+        if self._size == 2:
+            self._fold_all(places, given, target)
+            return
+        edges = bounds(len(target), self._size, self._itemsize)
+        own = slice(edges[self._rank], edges[self._rank + 1])
+        self._fold_part(places, given, edges[self._rank], target[own])
+        self._steps.together()
+        into = address_of(target)
+        for peer in others(self._rank, self._size):
+            start, nbytes = self._span(edges[peer], edges[peer + 1])
+            self._peers.read(peer, places.target_addresses[peer] + start, nbytes, into + start)
+        self._steps.together()
+
+    def _fold_all(self, places: Places, given: Array, target: Array) -> None:
+        steps, in_place = self._steps, places.in_place
+        for block in blocks_of(len(target), self._block):
+            pieces = self._read_pieces(places, given, block)
+            if in_place:
+                # The peer must have read what is overwritten now.
+                steps.together()
+            fold_in_order(self._fold, pieces, target[block], self._scratch[self._rank])
+        if not in_place:
+            steps.together()
+
+    def _read_pieces(self, places: Places, given: Array, block: slice) -> list[Array]:
+        """Everybody's elements of a block, in rank order."""
+        start, nbytes = self._span(block.start, block.stop)
+        pieces = [scratch[: block.stop - block.start] for scratch in self._scratch]
+        pieces[self._rank] = given[block]
+        for peer in others(self._rank, self._size):
+            address = places.source_addresses[peer] + start
+            self._peers.read(peer, address, nbytes, self._addresses[peer])
+        return pieces
+
+    def _fold_part(self, places: Places, given: Array, start: int, folded: Array) -> None:
+        """Fold everybody's elements from `start` on, as many as go into `folded`."""
+        for block in blocks_of(start + len(folded), self._block, start):
+            place = folded[block.start - start : block.stop - start]
+            self._fold_block(places, given, block, place)
+
+    def _fold_block(self, places: Places, given: Array, block: slice, folded: Array) -> None:
+        pieces = self._read_pieces(places, given, block)
+        # The own scratch array is free: what the rank gives isn't read into it.
+        fold_in_order(self._fold, pieces, folded, self._scratch[self._rank])
+
+    def _span(self, first: int, last: int) -> tuple[int, int]:
+        """Where elements lie in their array, and how many bytes they are."""
+        return first * self._itemsize, (last - first) * self._itemsize
+
+    def reduce(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Each folds a slice and writes it into the root's array."""
+        given = target if source is None else source
+        edges = bounds(len(target), self._size, self._itemsize)
+        start, stop = edges[self._rank], edges[self._rank + 1]
+        if self._rank == root:
+            self._fold_part(places, given, start, target[start:stop])
+        else:
+            own, address = self._scratch[self._rank], self._addresses[self._rank]
+            for block in blocks_of(stop, self._block, start):
+                self._fold_block(places, given, block, own[: block.stop - block.start])
+                first, nbytes = self._span(block.start, block.stop)
+                self._peers.write(root, places.target_addresses[root] + first, nbytes, address)
+        self._steps.together()
+
+    def reduce_scatter(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Each folds its part; the target is that part alone."""
+        assert source is not None
+        self._fold_part(places, source, sum(lengths[: self._rank]), target)
+        self._steps.together()
+
+    # Movements
+
+    def broadcast(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """The others read the root's array, but for a share that the root writes into theirs."""
+        edges = bounds(len(target), self._size, self._itemsize)
+        _, middle = self._span(0, edges[-2])
+        start, rest = self._span(edges[-2], edges[-1])
+        own = address_of(target)
+        if self._rank == root:
+            for peer in others(root, self._size):
+                self._peers.write(peer, places.target_addresses[peer] + start, rest, own + start)
+        else:
+            self._peers.read(root, places.target_addresses[root], middle, own)
+        self._steps.together()
+
+    def all_gather(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Each reads the others' parts."""
+        starts, into = part_starts(lengths), address_of(target)
+        if source is not None:
+            target[starts[self._rank] : starts[self._rank + 1]] = source
+        for peer in others(self._rank, self._size):
+            start, nbytes = self._span(starts[peer], starts[peer + 1])
+            address = places.source_addresses[peer]
+            # Of a rank that gives its part in place the whole target was told.
+            address += start if address == places.target_addresses[peer] else 0
+            self._peers.read(peer, address, nbytes, into + start)
+        self._steps.together()
+
+    def gather(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """The others write their parts into the root's array."""
+        if self._rank != root:
+            self._move_part(self._peers.write, places, target, lengths, root)
+        self._steps.together()
+
+    def scatter(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """The others read their parts of the root's array."""
+        if self._rank != root:
+            self._move_part(self._peers.read, places, target, lengths, root)
+        self._steps.together()
+
+    def _move_part(
+        self, move: Any, places: Places, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Copy between this rank's part of the root's array and that of its own."""
+        first = sum(lengths[: self._rank])
+        start, nbytes = self._span(first, first + lengths[self._rank])
+        move(root, places.target_addresses[root] + start, nbytes, address_of(target) + start)

@@ -1,0 +1,297 @@
+"""The ways through a node's memory, each forced, and how the quickest is found."""
+
+import os
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import Communicator
+from collectives.errors import RankFailedError
+from collectives.shared import experience, peer_memory
+from collectives.shared.experience import Entry, Experience
+from collectives.shared.memory import SEGMENT_BYTES, NodeMemory
+from collectives.shared.peer_memory import PeerMemory, address_of
+from collectives.shared.steps import Steps
+from collectives.waiting import Patience
+from tests.collectives.oracle import PAIR_IDS, PAIRS, reduced, value, values
+
+WAYS = ["staged", "single_copy", "shared", "native"]
+# Nothing, less than a line, beyond a block of every way.
+LENGTHS = [0, 1, 5, 40_000, 300_001]
+
+on_ranks = pytest.mark.mpi
+way = pytest.mark.parametrize("way", WAYS)
+length = pytest.mark.parametrize("length", LENGTHS)
+
+
+def normal(rank, length, dtype=np.float32):
+    return np.random.default_rng(rank).standard_normal(length).astype(dtype)
+
+
+@on_ranks
+@way
+@length
+def test_reductions(comm, way, length):
+    given = value(comm.rank, length, np.int64)
+    expected = reduced("sum", values(comm.size, length, np.int64))
+    array, out = given.copy(), np.full_like(given, -1)
+    comm.all_reduce(array, out=out, algorithm=way)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(array, given)
+    comm.all_reduce(array, out=array, algorithm=way)
+    np.testing.assert_array_equal(array, expected)
+    mine = np.array_split(expected, comm.size)[comm.rank]
+    np.testing.assert_array_equal(comm.reduce_scatter(given, algorithm=way), mine)
+    for root in range(comm.size):
+        result = comm.reduce(given, root=root, algorithm=way)
+        array = given.copy()
+        in_place = comm.reduce(array, root=root, out=array, algorithm=way)
+        if comm.rank == root:
+            np.testing.assert_array_equal(result, expected)
+            np.testing.assert_array_equal(in_place, expected)
+        else:
+            np.testing.assert_array_equal(array, given)
+
+
+@on_ranks
+@pytest.mark.parametrize("way", ["staged", "single_copy"])
+@pytest.mark.parametrize(("op", "dtype"), PAIRS, ids=PAIR_IDS)
+def test_every_dtype(comm, way, op, dtype):
+    largest = 2 if op == "product" else 5
+    array = value(comm.rank, 20_011, dtype, largest)
+    expected = reduced(op, values(comm.size, 20_011, dtype, largest))
+    np.testing.assert_array_equal(comm.all_reduce(array, op, algorithm=way), expected)
+
+
+@on_ranks
+@way
+@length
+def test_movements(comm, way, length):
+    size, rank = comm.size, comm.rank
+    parts = [value(each, length + each % 2, np.int16) for each in range(size)]
+    joined = np.concatenate(parts)
+    np.testing.assert_array_equal(comm.all_gather(parts[rank], algorithm=way), joined)
+    for root in range(size):
+        block = value(rank, length, np.int16)
+        comm.broadcast(block, root=root, algorithm=way)
+        np.testing.assert_array_equal(block, value(root, length, np.int16))
+        gathered = comm.gather(parts[rank], root=root, algorithm=way)
+        if rank == root:
+            np.testing.assert_array_equal(gathered, joined)
+        mine = comm.scatter(joined if rank == root else None, root=root, algorithm=way)
+        np.testing.assert_array_equal(mine, np.array_split(joined, size)[rank])
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3, 5)
+@way
+def test_all_to_all(comm, way):
+    if way == "single_copy":
+        with pytest.raises(ValueError, match="single_copy"):
+            comm.all_to_all([np.ones(3)] * comm.size, algorithm=way)
+        return
+    for length in LENGTHS:
+        blocks = [value(comm.rank, length // (peer + 1), np.int32) for peer in range(comm.size)]
+        for peer, block in enumerate(comm.all_to_all(blocks, algorithm=way)):
+            expected = value(peer, length // (comm.rank + 1), np.int32)
+            np.testing.assert_array_equal(block, expected)
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3, 5)
+@pytest.mark.parametrize("in_place", [0, 1, 2], ids=["nobody", "rank 0", "everybody"])
+@pytest.mark.parametrize("way", ["staged", "single_copy"])
+def test_some_ranks_in_place(comm, way, in_place):
+    """Who overwrites its input must wait for those that read it, whatever they do."""
+    for _ in range(3):
+        array = value(comm.rank, 400_001, np.int64)
+        out = array if in_place == 2 or (in_place == 1 and comm.rank == 0) else None
+        result = comm.all_reduce(array, out=out, algorithm=way)
+        np.testing.assert_array_equal(result, reduced("sum", values(comm.size, 400_001, np.int64)))
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3, 4, 5)
+@pytest.mark.parametrize("length", [100, 9_001, 500_001])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.complex64])
+def test_all_ways_give_the_bits_of_a_fold_in_rank_order(comm, length, dtype):
+    arrays = [normal(rank, length, dtype) for rank in range(comm.size)]
+    expected = arrays[0]
+    for each in arrays[1:]:
+        if dtype is np.float16:
+            expected = (expected.astype(np.float32) + each.astype(np.float32)).astype(dtype)
+        else:
+            expected = expected + each
+    own = arrays[comm.rank]
+    registered = comm.empty(length, dtype)
+    registered[:] = own
+    results = [
+        comm.all_reduce(own),
+        comm.all_reduce(own, algorithm="staged"),
+        comm.all_reduce(own, algorithm="single_copy"),
+        comm.all_reduce(registered),
+        comm.all_reduce(registered, out=comm.empty(length, dtype)),
+        *comm.all_reduce_many([own, own[:1]])[:1],
+        comm.all_reduce(own.copy(), out=registered),
+        comm.all_reduce(own.copy(), out=own.copy(), algorithm="single_copy"),
+    ]
+    for result in results:
+        assert result.tobytes() == expected.tobytes()
+    mine = np.array_split(expected, comm.size)[comm.rank]
+    for way in ("staged", "single_copy"):
+        assert comm.reduce_scatter(own, algorithm=way).tobytes() == mine.tobytes()
+        result = comm.reduce(own, root=comm.size - 1, algorithm=way)
+        assert result is None or result.tobytes() == expected.tobytes()
+
+
+# The quickest
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3, 5)
+def test_all_ranks_go_the_same_ways(comm):
+    """Though what a call takes differs by rank."""
+    array, parts = normal(comm.rank, 30_000), normal(comm.rank, 10_000)
+    for turn in range(40):
+        if turn % 5 == comm.rank:
+            sum(range(20_000))
+        comm.all_reduce(array, out=array if turn % 3 else None)
+        comm.broadcast(array, root=turn % comm.size)
+        comm.all_gather(parts)
+    ways = [entry[2] for entry in comm._engine.recorder.entries() if entry[1].nbytes > 1 << 14]
+    assert ways
+    every = comm.all_gather_object(ways)
+    assert every == [ways] * comm.size
+    tried = {"staged", "single_copy"} if comm.size > 2 else {"staged", "single_copy", "native"}
+    all_reduces = {
+        entry[2]
+        for entry in comm._engine.recorder.entries()
+        if entry[1].collective == "all_reduce" and entry[1].nbytes > 1 << 16
+    }
+    assert all_reduces >= tried
+    assert "measured" in comm.explain("all_reduce", array.nbytes)
+
+
+def run(entry, seconds, calls):
+    """What was chosen in so many calls, of ways that take so long."""
+    chosen = []
+    for _ in range(calls):
+        chosen.append(entry.choose())
+        entry.learn(seconds[chosen[-1]])
+    return chosen
+
+
+@given(
+    st.permutations(["a", "b", "c"]),
+    st.floats(1e-6, 1e-2),
+    st.floats(1.1, 30),
+    st.floats(1.1, 30),
+)
+def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, third):
+    entry = Entry(["a", "b", "c"])
+    seconds = dict(zip(names, (least, least * second, least * second * third), strict=True))
+    first, chosen = run(entry, seconds, 6), run(entry, seconds, 3000)
+    assert set(first) == set(names)
+    chosen = chosen[300:]
+    assert chosen.count(names[0]) > 0.9 * len(chosen)
+    taken = sum(seconds[way] for way in chosen)
+    assert taken < (1 + 2.5 * experience._TRIAL_SHARE) * len(chosen) * least * 1.05
+
+
+def test_the_choice_follows_the_machine():
+    entry = Entry(["a", "b"])
+    run(entry, {"a": 1e-4, "b": 2e-4}, 100)
+    # The way taken gets slower: at once.
+    assert run(entry, {"a": 5e-4, "b": 2e-4}, 30)[-20:].count("b") > 15
+    # Another one gets quicker: when it is tried the next time.
+    assert run(entry, {"a": 1e-4, "b": 2e-4}, 400)[-50:].count("a") > 45
+
+
+def test_one_call_that_was_held_up_changes_nothing():
+    entry = Entry(["a", "b"])
+    run(entry, {"a": 1e-4, "b": 2e-4}, 20)
+    run(entry, {"a": 1.0, "b": 1.0}, 1)
+    assert run(entry, {"a": 1e-4, "b": 2e-4}, 10) == ["a"] * 10
+
+
+def test_an_entry_learns_the_longest_time_of_any_rank():
+    learnt, entry = Experience(), Entry(["a"])
+    learnt.learn([1, 2])
+    for times in ([5000, 7000], [6000, 3000]):
+        assert learnt.choose(entry) == "a"
+        learnt.learn(times)
+        # Not told twice, where a call of another kind came in between.
+        learnt.learn([1, 1])
+    assert entry.seconds == {"a": 6e-6}
+
+
+# The peers' memory
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3)
+def test_without_single_copies_on_one_rank_nobody_makes_them(comm, monkeypatch):
+    from mpi4py import MPI
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(peer_memory, "_calls", lambda: None)
+    with Communicator(MPI.COMM_WORLD) as other:
+        array = value(comm.rank, 40_000)
+        with pytest.raises(ValueError, match="single_copy"):
+            other.all_reduce(array, algorithm="single_copy")
+        expected = reduced("sum", values(comm.size, 40_000))
+        for _ in range(8):
+            np.testing.assert_array_equal(other.all_reduce(array), expected)
+        ways = {entry[2] for entry in other._engine.recorder.entries()[-8:]}
+        assert "single_copy" not in ways
+
+
+def alone():
+    """The steps of a rank alone."""
+    memory = NodeMemory([memoryview(bytearray(SEGMENT_BYTES))], 0, None)
+    memory.sign_in()
+    return Steps(memory, Patience(), [7])
+
+
+def test_a_process_reads_and_writes_memory_by_address():
+    memory = peer_memory.open_peer_memory(alone())
+    assert memory is not None
+    theirs, own = np.arange(1000), np.zeros(10, int)
+    memory.read(0, address_of(theirs[500:]), own.nbytes, address_of(own))
+    np.testing.assert_array_equal(own, np.arange(500, 510))
+    own += 1
+    memory.write(0, address_of(theirs), own.nbytes, address_of(own))
+    np.testing.assert_array_equal(theirs[:11], [*range(501, 511), 10])
+
+
+def test_an_array_that_can_not_be_written_has_an_address_too():
+    array = np.arange(5)
+    address = address_of(array)
+    array.flags.writeable = False
+    assert address_of(array) == address == array.ctypes.data
+    assert address_of(np.empty(0)) > 0
+
+
+def test_memory_that_is_not_there_and_a_process_that_died_are_told():
+    steps = alone()
+    memory = PeerMemory(steps, *peer_memory._calls())
+    own = np.zeros(1)
+    with pytest.raises(OSError, match="memory of rank 7: Bad address"):
+        memory.read(0, 64, 8, address_of(own))
+    child = subprocess.Popen(["sleep", "60"])
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    steps.memory.own[peer_memory.PROCESS] = child.pid
+    with pytest.raises(RankFailedError, match="rank 7 has died"):
+        PeerMemory(steps, *peer_memory._calls()).read(0, address_of(own), 8, address_of(own))
+
+
+def test_another_process_of_that_number_is_no_rank(monkeypatch):
+    """As in another namespace of processes: what is read there isn't what the rank told."""
+    monkeypatch.setattr(Steps, "tell", lambda self, *numbers: [tuple(n + 1 for n in numbers)])
+    steps = alone()
+    assert not peer_memory._try(steps, PeerMemory(steps, *peer_memory._calls()))
