@@ -18,7 +18,7 @@ from dataclasses import dataclass
 _TRIES = 2
 # Of all the time so much may go into trying what was slower.
 _TRIAL_SHARE = 0.02
-_FEWEST_BETWEEN, _MOST_BETWEEN = 50, 5000
+_FEWEST_BETWEEN, _MOST_BETWEEN = 50, 20_000
 # So much less must another way take than the present one, which has its memory in the caches.
 _GAIN = 0.95
 _WEIGHT_LESS, _WEIGHT_MORE = 1 / 2, 1 / 8

@@ -6,7 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Communicator
@@ -185,21 +185,23 @@ def run(entry, seconds, calls):
     return chosen
 
 
+@settings(max_examples=30)
 @given(
     st.permutations(["a", "b", "c"]),
     st.floats(1e-6, 1e-2),
-    st.floats(1.1, 30),
-    st.floats(1.1, 30),
+    st.floats(1.1, 10),
+    st.floats(1.1, 10),
 )
 def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, third):
     entry = Entry(["a", "b", "c"])
     seconds = dict(zip(names, (least, least * second, least * second * third), strict=True))
-    first, chosen = run(entry, seconds, 6), run(entry, seconds, 3000)
-    assert set(first) == set(names)
-    chosen = chosen[300:]
+    assert set(run(entry, seconds, 6)) == set(names)
+    # When it was first planned to try a way again, the quickest might not have been tried yet.
+    run(entry, seconds, 2000)
+    chosen = run(entry, seconds, 6000)
     assert chosen.count(names[0]) > 0.9 * len(chosen)
-    taken = sum(seconds[way] for way in chosen)
-    assert taken < (1 + 2.5 * experience._TRIAL_SHARE) * len(chosen) * least * 1.05
+    lost = sum(seconds[way] for way in chosen) / (len(chosen) * least) - 1
+    assert lost < 3 * experience._TRIAL_SHARE
 
 
 def test_the_choice_follows_the_machine():
