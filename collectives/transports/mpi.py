@@ -115,7 +115,9 @@ class MpiTransport(Transport):
 
     def share(self, nbytes: int) -> list[memoryview] | None:
         """A shared window (MPI 4.1, 12.2.3)."""
-        if not self.comm.allreduce(_has_room(nbytes * self.size), MPI.LAND):
+        room = np.array([_has_room(nbytes * self.size)], np.intc)
+        self.comm.Allreduce(MPI.IN_PLACE, room, MPI.MIN)
+        if not room[0]:
             return None
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         window = MPI.Win.Allocate_shared(nbytes, 1, info, self.comm)
@@ -143,9 +145,10 @@ class MpiTransport(Transport):
     def node_leader(self) -> int:
         """The lowest rank among those that MPI can give shared memory with this one."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        leader: int = node.bcast(self.rank, root=0)
+        leader = np.array([self.rank], np.intc)
+        node.Bcast(leader, root=0)
         node.Free()
-        return leader
+        return int(leader[0])
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
         """MPI's own split."""
