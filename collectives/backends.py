@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from collectives.errors import BackendUnavailableError
@@ -31,8 +32,10 @@ def transport_over(source: Any) -> Transport:
 
 def start_mpi() -> Any:
     """The `mpi4py.MPI` module, with MPI running; BackendUnavailableError where there is none."""
-    # This component of Open MPI complains on stderr, at every window, where there is no InfiniBand.
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    if "mpi4py.MPI" not in sys.modules:
+        # This component of Open MPI complains on stderr, at every window, where there is no
+        # InfiniBand, and is not safe in several threads. Once MPI runs it can't be left out.
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

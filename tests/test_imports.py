@@ -110,6 +110,32 @@ def test_libraries_that_may_be_absent_are_imported_in_few_places(library):
     assert importing == LAZY[library]
 
 
+# mpi4py's calls for objects.
+HOLD_THE_LOCK = {
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "bcast",
+    "exscan",
+    "gather",
+    "reduce",
+    "scan",
+    "scatter",
+}
+
+
+def test_the_transport_gives_pythons_lock_back_while_it_waits():
+    """A call for objects duplicates its communicator the first time, and keeps the lock meanwhile.
+
+    The threads of other communicators would wait for the lock, and other ranks for them.
+    """
+    for path in sources("collectives/transports"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert node.func.attr not in HOLD_THE_LOCK, f"{path}:{node.lineno}"
+
+
 def test_no_import_runs_in_a_circle():
     edges = {}
     modules = {module_of(path) for path in sources("collectives", "strategies")}

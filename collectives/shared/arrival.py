@@ -163,7 +163,8 @@ class Arrival:
         dead = [
             f"rank {self._ranks[peer]}"
             for peer, words in enumerate(self.memory.words)
-            if not _is_alive(words[PROCESS])
+            # A rank that has yet to sign in may just be slow.
+            if words[PROCESS] and not _is_alive(words[PROCESS])
         ]
         if dead:
             call = self._patience.call

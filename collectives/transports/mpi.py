@@ -28,13 +28,17 @@ _CLEARED_BYTES = 256 << 10
 _HANDOVER_SECONDS = 0.2
 # What must stay free of the memory file system beside a window.
 _SHM = "/dev/shm"
+# Which of Open MPI's ways to make windows it may use; all of them if it is not set.
+_WINDOW_COMPONENTS = "OMPI_MCA_osc"
 
 
 class MpiTransport(Transport):
     """One rank's end of an MPI communicator, which it owns."""
 
-    def __init__(self, owned: MPI.Intracomm) -> None:
+    def __init__(self, owned: MPI.Intracomm, *, beside: bool = False) -> None:
+        """`beside` says that another thread uses it than the one that uses its origin."""
         self._comm: MPI.Intracomm | None = owned
+        self._beside = beside
         self.patience = Patience()
         self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
         self._abandoned: list[Any] = []
@@ -115,7 +119,11 @@ class MpiTransport(Transport):
 
     def share(self, nbytes: int) -> list[memoryview] | None:
         """A shared window (MPI 4.1, 12.2.3)."""
-        if not self.comm.allreduce(_has_room(nbytes * self.size), MPI.LAND):
+        possible = _has_room(nbytes * self.size) and not (self._beside and _windows_may_crash())
+        # Calls for objects would hold Python's lock while they duplicate the communicator.
+        agreed = np.array([possible], np.intc)
+        self.comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
+        if not agreed[0]:
             return None
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         window = MPI.Win.Allocate_shared(nbytes, 1, info, self.comm)
@@ -143,14 +151,15 @@ class MpiTransport(Transport):
     def node_leader(self) -> int:
         """The lowest rank among those that MPI can give shared memory with this one."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        leader: int = node.bcast(self.rank, root=0)
+        leader = np.array([self.rank], np.intc)
+        node.Bcast(leader, root=0)
         node.Free()
-        return leader
+        return int(leader[0])
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
         """MPI's own split."""
         part: Any = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if part == MPI.COMM_NULL else MpiTransport(part)
+        return None if part == MPI.COMM_NULL else MpiTransport(part, beside=self._beside)
 
     def begin_duplicate(self) -> Callable[[], Transport]:
         """MPI's non-blocking duplication."""
@@ -158,7 +167,7 @@ class MpiTransport(Transport):
 
         def complete() -> Transport:
             request.Wait()
-            return MpiTransport(twin)
+            return MpiTransport(twin, beside=True)
 
         return complete
 
@@ -205,6 +214,19 @@ def _has_room(nbytes: int) -> bool:
     except OSError:
         return True
     return free.f_bavail * free.f_frsize > nbytes
+
+
+def _windows_may_crash() -> bool:
+    """Whether no window may be made while another thread makes one.
+
+    Open MPI asks each of its components for every window, and that for UCX is not safe to ask from
+    several threads. It is among them where MPI was started before this package could leave it out.
+    """
+    if not MPI.Get_library_version().startswith("Open MPI"):
+        return False
+    chosen = os.environ.get(_WINDOW_COMPONENTS, "")
+    named = "ucx" in chosen.removeprefix("^").split(",")
+    return not chosen or named != chosen.startswith("^")
 
 
 class _MpiWords(Words):

@@ -149,6 +149,40 @@ def test_handles_do_not_break_exit(program, launch):
     assert "MPI" not in ended.stderr
 
 
+FIRST_CALLS = """
+import numpy as np
+import collectives
+comm = collectives.world(deadline=20)
+from mpi4py import MPI
+rank, size = comm.rank, comm.size
+parts = [comm.split(0) for _ in range(8)] + [comm.split(rank % 2)]
+nodes = [other % 2 for other in range(size)]
+parts += [collectives.Communicator(MPI.COMM_WORLD, deadline=20, node_of=nodes) for _ in range(2)]
+order = [(3 * rank + index) % len(parts) for index in range(len(parts))]
+handles = {index: parts[index].all_reduce_async(np.ones(1000)) for index in order}
+# The thread that submits is inside MPI as well.
+comm.split(0).close()
+for index in reversed(order):
+    assert (handles[index].wait() == parts[index].size).all()
+print("ended well")
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_first_calls_of_several_communicators_in_another_order_on_every_rank(size, launch):
+    ended = launch(size, [sys.executable, "-c", FIRST_CALLS], timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("ended well") == size
+
+
+def test_first_calls_of_several_communicators_in_an_mpi_that_the_program_started(launch):
+    """Which may have loaded what isn't safe in several threads, and has its say on stderr."""
+    text = "from mpi4py import MPI\n" + FIRST_CALLS
+    ended = launch(3, [sys.executable, "-c", text], timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ended well") == 3
+
+
 def test_a_program_alone_needs_no_mpirun():
     text = (
         "import collectives, numpy\n"
