@@ -16,7 +16,7 @@ from collectives.group import Group
 from collectives.handles import Handle
 from collectives.operations import messages, movements, nodes, objects, reductions, registered
 from collectives.operations.all_to_all import all_to_all
-from collectives.operations.arguments import check_index, check_peer
+from collectives.operations.arguments import check_index, check_key, check_peer
 from collectives.quick import PASS
 from collectives.reduction import ReduceOp
 from collectives.spec import spec_of
@@ -212,15 +212,12 @@ class Communicator(Group):
         It lies in memory that the node's ranks share, where there is such, and is valid until
         nothing refers to it. Raises a MismatchError where the ranks ask for different ones.
         """
-        operation = registered.empty(shape, dtype)
-        # From now on, calls may have other ways than those that were looked up.
-        self._quick.clear()
-        return self._run(operation)
+        return self._run(self._forgetting(registered.empty(shape, dtype)))
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `empty`, filled with zeros."""
         array = self.empty(shape, dtype)
-        array.fill(0)
+        array.reshape(-1).view(np.uint8).fill(0)
         return array
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
@@ -239,9 +236,7 @@ class Communicator(Group):
         MPI and layout of ranks load them; where it can't be written there is a warning. Returns
         what was measured, for people to read.
         """
-        text: str = self._run(tuning.tune(save=save))
-        # What was looked up went by the old figures.
-        self._quick.clear()
+        text: str = self._run(self._forgetting(tuning.tune(save=save)))
         return text
 
     def trace(self, path: str | os.PathLike[str]) -> None:
@@ -256,10 +251,12 @@ class Communicator(Group):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator between the ranks of equal color, ordered by key, then rank.
 
-        Collective; None where color is None. `color` is a non-negative integer.
+        Collective; None where color is None. `color` is a non-negative integer, `key` any; both
+        have 31 bits.
         """
         if color is not None:
             color = check_index("color", color, 1 << 31)
+        key = check_key(key)
         part = self._run(nodes.split(color, key))
         if part is None:
             return None

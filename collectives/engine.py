@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from collectives import selection
 from collectives.agreement import Agreement
 from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.executor import Call, Plans
@@ -23,7 +22,7 @@ from collectives.node import Node, Path
 from collectives.paths import FORCED, NATIVE, QUICKEST, SHARED
 from collectives.recorder import Recorder, clock
 from collectives.reduction import Array, ReduceOp
-from collectives.selection import Figures, Layout
+from collectives.selection import PRICED, Choice, Figures, Layout, bucket_of, choose
 from collectives.shared.route import LARGEST_NATIVE, LEAST_BYTES
 from collectives.signature import Signature
 from collectives.transports.base import Native, Transport
@@ -32,6 +31,10 @@ from collectives.watchdog import Watchdog
 
 _CHOICES_KEPT = 1024
 _WORK_BYTES_KEPT = 1 << 26
+
+
+UNFINISHED = (DeadlineExceededError, RankFailedError, KeyboardInterrupt, MemoryError)
+"""What may end a call on one rank alone, wherever it is."""
 
 
 class Engine:
@@ -45,8 +48,11 @@ class Engine:
         self.patience = transport.patience = patience
         if transport.one_process:
             patience.sleep_early()
-        self.rank, self.size = transport.rank, transport.size
-        self.recorder = Recorder(self.rank)
+        self.rank, self.size, self.recorder = (
+            transport.rank,
+            transport.size,
+            Recorder(transport.rank),
+        )
         self.agreement: Agreement | None = None
         self.node: Node | None = None
         self.layout = Layout((1,) * self.size)
@@ -55,7 +61,7 @@ class Engine:
         self.broken: BaseException | None = None
         self.forked = False
         self.lock = threading.RLock()
-        self._watchdog = Watchdog(self.patience, self._end_job)
+        self.watchdog = Watchdog(self.patience, self._end_job)
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
         self._plans = Plans(transport)
@@ -74,12 +80,12 @@ class Engine:
             if self.broken is not None:
                 raise self.refusal()
             if self.agreement is not None:
-                self.agreement.meet(signature, line)
+                self._agree(self.agreement.meet, signature, line)
             start = clock()
             self.path = ""
             try:
                 return run(self)
-            except (DeadlineExceededError, RankFailedError) as error:
+            except UNFINISHED as error:
                 # In the middle of a call: nobody knows what the others have or wait for.
                 self.broken = error
                 raise
@@ -101,16 +107,28 @@ class Engine:
                 raise self.refusal()
             number = 0
             if self.agreement is not None:
-                self.agreement.meet_word(signature, base)
+                self._agree(self.agreement.meet_word, signature, base)
                 number = self.agreement.sequence
             start = clock()
             self.path = SHARED
             try:
                 run(source, target)
-            except (DeadlineExceededError, RankFailedError) as error:
+            except UNFINISHED as error:
                 self.broken = error
                 raise
             self.recorder.add((number, signature, self.path, start, clock()))
+
+    def _agree(self, meet: Callable[..., None], *arguments: Any) -> None:
+        try:
+            meet(*arguments)
+        except UNFINISHED as error:
+            self.leave(error)
+            raise
+
+    def leave(self, error: BaseException) -> None:
+        """Note what ended a call while the ranks met: the last one, if others may go on in it."""
+        if not isinstance(error, DeadlineExceededError) or error.counted_on:
+            self.broken = error
 
     def refusal(self) -> RuntimeError:
         """Why no call can be made any more."""
@@ -120,11 +138,13 @@ class Engine:
         """Refuse every call, in a process that is forked off the rank."""
         # Another thread may have held it when the process was forked.
         self.lock = threading.RLock()
-        self._watchdog = Watchdog(self.patience, self._end_job)
+        self.watchdog = Watchdog(self.patience, self._end_job)
         self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
 
     def close(self) -> None:
         """Give back what the engine holds. Collective."""
+        # A thread may wait for the lock, in front of memory that is gone when it gets it.
+        self.broken = RuntimeError("it is closed")
         if self.agreement is not None:
             self.agreement.close()
         if self.node is not None:
@@ -171,6 +191,11 @@ class Engine:
             if source is not None:
                 np.copyto(target, source)
             return
+        if op is None:
+            # Elements may be of any size, also larger than a stage.
+            itemsize, target = target.itemsize, target.view(np.uint8)
+            source = None if source is None else source.view(np.uint8)
+            lengths = None if lengths is None else [length * itemsize for length in lengths]
         paths = self.paths(collective, op, target.dtype)
         if algorithm is None:
             whole = source if source is not None and collective == "reduce_scatter" else target
@@ -182,20 +207,10 @@ class Engine:
         elif algorithm in FORCED:
             what = target.dtype if op is None else f"{op.value} of {target.dtype}"
             raise ValueError(f"algorithm={algorithm!r}: there is no such {collective} for {what}")
-        elif collective == "reduce_scatter":
-            assert source is not None
-            assert lengths is not None
-            whole = self.work(len(source), source.dtype)
-            self._run(collective, algorithm, source, whole, lengths, op, root)
-            target[:] = self.own_part(whole, lengths)
         else:
-            if source is not None and collective == "all_gather":
-                assert lengths is not None
-                self.own_part(target, lengths)[:] = source
-                source = None
-            self._run(collective, algorithm, source, target, lengths, op, root)
+            self._run_schedule(collective, algorithm, source, target, lengths, op, root)
 
-    def _run(
+    def _run_schedule(
         self,
         collective: str,
         algorithm: str,
@@ -205,16 +220,28 @@ class Engine:
         op: ReduceOp | None,
         root: int,
     ) -> None:
-        """A schedule, on whole buffers."""
-        shape = target.size if lengths is None else tuple(lengths)
-        call = Call(collective, algorithm, shape, target.dtype, op, root, source is not None)
-        self.quiet.run(self._plans.find(call).run, source, target)
+        """As `run`; a schedule works on whole buffers."""
+        whole = target
+        if collective == "reduce_scatter":
+            assert source is not None
+            whole = self.work(len(source), source.dtype)
+        elif collective == "all_gather" and source is not None:
+            self.own_part(target, lengths or ())[:] = source
+            source = None
+        shape = whole.size if lengths is None else tuple(lengths)
+        call = Call(collective, algorithm, shape, whole.dtype, op, root, source is not None)
+        self.quiet.run(self._plans.find(call).run, source, whole)
+        if whole is not target:
+            target[:] = self.own_part(whole, lengths or ())
+
+    def join(self, node: Node) -> None:
+        """Use the node's memory from now on."""
+        self.node = node
+        self._paths.clear()
+        self._chosen.clear()
 
     def use(self, figures: Figures, name: str) -> None:
-        """Choose by these figures from now on; all ranks must, between the same two calls.
-
-        `name` says where they are from.
-        """
+        """Choose by these figures, from `name`, from now on: all ranks between the same calls."""
         self.figures, self.figures_name = figures, name
         self._chosen.clear()
 
@@ -230,16 +257,11 @@ class Engine:
             chosen = self._chosen[key] = self.price(collective, nbytes, paths).algorithm
         return chosen
 
-    def price(self, collective: str, nbytes: int, paths: dict[str, Path]) -> selection.Choice:
+    def price(self, collective: str, nbytes: int, paths: dict[str, Path]) -> Choice:
         """What those paths and the schedules are expected to take, and the best of them."""
-        there = tuple(
-            name
-            for name in selection.PRICED
-            if name in paths and (name != NATIVE or nbytes <= LARGEST_NATIVE)
-        )
-        return selection.choose(
-            collective, selection.bucket_of(nbytes), self.layout, there, self.figures
-        )
+        short = nbytes <= LARGEST_NATIVE
+        there = tuple(name for name in PRICED if name in paths and (short or name != NATIVE))
+        return choose(collective, bucket_of(nbytes), self.layout, there, self.figures)
 
     def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
         """This rank's part, as a view, of a buffer that holds one for each rank."""
@@ -251,7 +273,7 @@ class Engine:
         if nbytes > _WORK_BYTES_KEPT:
             return np.empty(length, dtype)
         if nbytes > self._work.nbytes:
-            self._work = np.empty(selection.bucket_of(nbytes), np.uint8)
+            self._work = np.empty(bucket_of(nbytes), np.uint8)
         return self._work[:nbytes].view(dtype)
 
     def paths(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Path]:
@@ -274,5 +296,5 @@ class Engine:
         return found
 
     def _run_guarded(self, native: Native, *arguments: Any) -> None:
-        with self._watchdog:
+        with self.watchdog:
             native(*arguments)

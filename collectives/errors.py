@@ -63,6 +63,8 @@ class DeadlineExceededError(CollectiveError, TimeoutError):
         """`message` names the call, the ranks and the line that waited."""
         super().__init__(message)
         self.absent = absent
+        self.counted_on = False
+        """Whether the others may make the call with this rank, which has left it."""
 
 
 class RankFailedError(CollectiveError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import tempfile
@@ -16,6 +15,8 @@ from collectives.selection import Figures, Layout
 from collectives.waiting import log
 
 CACHE_VARIABLE = "COLLECTIVES_CACHE"
+# Seconds, or bytes per second.
+_LEAST_FIGURE, _LARGEST_FIGURE = 1e-12, 1e15
 VERSION = 1
 """Of the file's form, and of what the figures mean: others are ignored."""
 
@@ -124,6 +125,6 @@ def _figures(values: object) -> Figures:
     if not isinstance(values, dict) or set(values) != names:
         raise ValueError("its figures are not those that are needed")
     for name, value in values.items():
-        if not isinstance(value, float) or not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} is {value!r}: must be a positive number")
+        if not isinstance(value, float) or not _LEAST_FIGURE < value < _LARGEST_FIGURE:
+            raise ValueError(f"{name} is {value!r}: no machine is like that")
     return Figures(**values)

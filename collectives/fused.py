@@ -12,7 +12,7 @@ from collectives.communicator import Communicator
 from collectives.fusion import check_bucket_bytes, make_plan
 from collectives.operations import Operation
 from collectives.operations.many import describe_many
-from collectives.reduction import Array, ReduceOp, as_op, check_reducible
+from collectives.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
 
 
 class Fusion:
@@ -40,6 +40,8 @@ class Fusion:
         kinds = tuple(map(_kind_of, like))
         for _, dtype in kinds:
             check_reducible(self._op, dtype)
+            if fold_dtype(self._op, dtype) != dtype:
+                raise TypeError(f"op={self._op.value!r} of {dtype}: the result has another dtype")
         limit = check_bucket_bytes(bucket_bytes)
         comm._run(Operation(describe_many("Fusion", self._op, kinds, limit), lambda engine: None))
         plan = make_plan(kinds, limit)
@@ -72,8 +74,7 @@ class Fusion:
 def _kind_of(like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if isinstance(like, tuple):
         shape, dtype = like
-        made = np.broadcast_to(np.empty((), dtype), shape)
-        return made.shape, made.dtype
-    array = to_numpy(like, "like")
-    dtype = array.dtype
-    return array.shape, dtype if dtype.isnative else dtype.newbyteorder("=")
+        array = np.broadcast_to(np.empty((), dtype), shape)
+    else:
+        array = to_numpy(like, "like")
+    return array.shape, array.dtype.newbyteorder("=")

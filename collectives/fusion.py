@@ -9,6 +9,7 @@ packed in their order into buckets of one dtype; a bucket takes arrays as long a
 from __future__ import annotations
 
 import math
+import operator
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,12 +79,16 @@ def _fill_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> int:
-    """A positive number of bytes, the default for None; ValueError otherwise."""
+    """A positive number of bytes, the default for None; TypeError or ValueError otherwise."""
     if bucket_bytes is None:
         return DEFAULT_BUCKET_BYTES
-    if bucket_bytes < 1:
+    try:
+        number = operator.index(bucket_bytes)
+    except TypeError:
+        raise TypeError(f"bucket_bytes={bucket_bytes!r}: must be an integer") from None
+    if number < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: must be at least 1")
-    return bucket_bytes
+    return number
 
 
 def check_many(arrays: Sequence[Any], out: Sequence[Any] | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives import ending
+from collectives import ending, topology
 from collectives.backends import check_backend, transport_over
 from collectives.engine import Engine
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError
@@ -40,13 +40,22 @@ class Group:
 
         `backend` is "auto" or "mpi". `deadline` is how many seconds a call waits for ranks that
         don't come, None for ever. `node_of` gives each rank's node, to imitate hosts; without,
-        ranks that share memory share a node.
+        ranks that share memory share a node. Raises ValueError or TypeError on every rank where
+        any gives a wrong argument, or the ranks give different maps.
         """
-        check_backend(backend)
-        deadline = check_deadline(deadline)
-        self._engine = Engine(transport_over(mpi_comm))
-        self._engine.patience.deadline = deadline
-        self._topology = nodes.find_topology(self._engine, node_of)
+        self._engine = engine = Engine(transport_over(mpi_comm))
+
+        def check() -> list[int] | None:
+            check_backend(backend)
+            engine.patience.deadline = check_deadline(deadline)
+            return None if node_of is None else topology.check_node_of(node_of, engine.size)
+
+        try:
+            labels = nodes.agree_on_labels(engine, check)
+        except BaseException:
+            engine.close()
+            raise
+        self._topology = nodes.find_topology(engine, labels)
         nodes.settle(self._engine, self._topology)
         use_saved(self._engine)
         self._twin = self._duplicate()
@@ -195,6 +204,17 @@ class Group:
             self._quick.clear()
         self._quick[key] = quick
         return quick
+
+    def _forgetting(self, operation: Operation) -> Operation:
+        """The operation, after which calls may go other ways than those that were looked up."""
+
+        def run(engine: Engine) -> Any:
+            result = operation.run(engine)
+            self._quick.clear()
+            self._many.forget()
+            return result
+
+        return Operation(operation.signature, run)
 
     def _root(self, root: int) -> int:
         return check_index("root", root, self.size)

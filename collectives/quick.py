@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from collectives.agreement import Agreement
-from collectives.engine import Engine
+from collectives.engine import UNFINISHED, Engine
 from collectives.node import Path
 from collectives.operations import movements
 from collectives.operations.reductions import ReduceInput
@@ -129,7 +129,7 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
             out = empty(shape, dtype)
         elif (
             type(out) is not ndarray
-            or not out.flags.writeable
+            or not out.flags.carray
             or (out is not array and out.shape != shape)
             or out.dtype != dtype
         ):
@@ -154,11 +154,14 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
             for slot in rest:
                 run(fold, out, slot[parity], out)
             if mean:
-                run(finish, op, out, size)
+                run(finish, op, out.reshape(-1), size)
             position = recorder.position
             ring[position & last] = (sequence, signature, SHARED, start, clock())
             recorder.position = position + 1
             return out
+        except UNFINISHED as error:
+            engine.leave(error)
+            raise
         finally:
             release()
 
@@ -192,7 +195,7 @@ def quick_all_gather(engine: Engine, array: Array, out: Array) -> Callable[[Arra
         engine.run("all_gather", source, target, lengths=lengths)
 
     def all_gather(array: Array, out: Array) -> Any:
-        plain = out.flags.carray and array.flags.c_contiguous and array.flags.aligned
+        plain = out.flags.carray and array.flags.c_contiguous and array.flags.aligned and array.ndim
         apart = out.base is None and array.base is None and out is not array
         if not plain or not (apart or not np.may_share_memory(array, out)):
             return PASS

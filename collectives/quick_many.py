@@ -30,6 +30,7 @@ Key: TypeAlias = tuple[Any, ...]
 Outs: TypeAlias = list[Any] | None
 
 _dtypes: Callable[[Any], Any] = attrgetter("dtype")
+_shapes: Callable[[Any], Any] = attrgetter("shape")
 _copy: Callable[[Array], Array] = np.ndarray.copy
 
 
@@ -41,14 +42,15 @@ class Same:
 
     def __init__(self, arrays: list[Array]) -> None:
         self._references = [weakref.ref(array) for array in arrays]
-        self._dtypes = list(map(_dtypes, arrays))
+        self._dtypes, self._shapes = list(map(_dtypes, arrays)), list(map(_shapes, arrays))
 
     def fits(self, arrays: list[Any]) -> bool:
-        """Whether these are the same objects, of the same dtypes as then."""
+        """Whether these are the same objects, of the same dtypes and shapes as then."""
         return (
             len(arrays) == len(self._references)
             and all(map(is_, [reference() for reference in self._references], arrays))
             and list(map(_dtypes, arrays)) == self._dtypes
+            and list(map(_shapes, arrays)) == self._shapes
         )
 
 
@@ -113,6 +115,12 @@ class ManyReducer:
         self._known: OrderedDict[Key, Known] = OrderedDict()
         self._seen: deque[Key] = deque(maxlen=_KEPT)
 
+    def forget(self) -> None:
+        """Find the way of every call anew."""
+        self._known.clear()
+        self._seen.clear()
+        self._many.forget()
+
     def reduce(
         self,
         arrays: Sequence[Any],
@@ -122,8 +130,15 @@ class ManyReducer:
     ) -> list[Any]:
         """Make the call, in the short way where it is known."""
         key = _key(arrays, op, out, bucket_bytes)
-        if key is not None and key in self._known:
-            known, given, outs = self._known[key], cast("list[Any]", arrays), cast(Outs, out)
+        with self._engine.lock:
+            return self._reduce(key, arrays, op, out, bucket_bytes)
+
+    def _reduce(
+        self, key: Key | None, arrays: Sequence[Any], op: Any, out: Any, bucket_bytes: int | None
+    ) -> list[Any]:
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            given, outs = cast("list[Any]", arrays), cast(Outs, out)
             if known.fits(given, outs):
                 return known.make(given, outs)
         operation, parts = self._many.operation(arrays, op, out, bucket_bytes)

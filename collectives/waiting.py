@@ -64,6 +64,11 @@ class Patience:
         finally:
             self._limit = None
 
+    @property
+    def limited(self) -> bool:
+        """Whether it is within `no_longer_than`: the call is made again."""
+        return self._limit is not None
+
     def met(self) -> None:
         """All have come: what follows takes the time it takes."""
         self._limit = None

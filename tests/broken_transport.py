@@ -1,5 +1,7 @@
 """Ways between ranks that never communicate: the suite must fail on them."""
 
+from collectives.shared.peer_memory import PeerMemory
+
 BROKEN_VARIABLE = "TEST_BROKEN_TRANSPORT"
 """In the environment, "messages" or "memory": what the fixture `comm` hands out broken."""
 
@@ -8,6 +10,8 @@ def break_communicator(comm, what):
     """Let what a sound communicator sends be lost without a word, and offer no other way."""
     if what == "memory":
         break_memory(comm._engine.node.steps.memory)
+        # Some ways have looked up where the stages lie.
+        comm._engine.join(comm._engine.node)
     else:
         break_messages()
         comm._engine.node = None
@@ -24,7 +28,8 @@ def break_messages():
 
 
 def break_memory(memory):
-    """Every rank reads its own stages and slots instead of the others'."""
+    """Every rank reads its own stages and slots instead of the others', and copies nothing."""
+    PeerMemory.read = lambda self, peer, address, nbytes, into: None
     for peer in range(memory.size):
         memory.stages[peer] = memory.stages[memory.rank]
         memory.slots[peer] = memory.slots[memory.rank]

@@ -71,9 +71,10 @@ def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Opera
             f"arrays has {len(arrays)} entries: must have one for each of {size} ranks"
         )
     given = [to_numpy(array, f"arrays[{peer}]") for peer, array in enumerate(arrays)]
+    blocks = [_Block(array) for array in given]
+    converts = [like(array) for array in arrays]
 
     def perform(engine: Engine) -> list[Any]:
-        blocks = [_Block(array) for array in given]
         outgoing = [block.nbytes for block in blocks]
         outgoing[engine.rank] = 0
         incoming = _exchange_lengths(engine, outgoing)
@@ -86,7 +87,7 @@ def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Opera
         received = [given[engine.rank].copy()] * engine.size
         for peer in _others(engine):
             received[peer] = _read(buffer[starts[engine.size + peer] :])
-        return [like(original)(block) for original, block in zip(arrays, received, strict=True)]
+        return [convert(block) for convert, block in zip(converts, received, strict=True)]
 
     nbytes = sum(array.nbytes for array in given)
     signature = Signature("all_to_all", detail=forced(algorithm), nbytes=nbytes)

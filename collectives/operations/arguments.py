@@ -25,6 +25,18 @@ def check_index(name: str, value: Any, limit: int) -> int:
     return index
 
 
+def check_key(key: Any) -> int:
+    """An integer of either sign that MPI can hold."""
+    limit = 1 << 31
+    try:
+        number = operator.index(key)
+    except TypeError:
+        raise TypeError(f"key={key!r}: must be an integer") from None
+    if not -limit <= number < limit:
+        raise ValueError(f"key={key!r}: must be an integer from {-limit} to {limit - 1}")
+    return number
+
+
 def check_peer(peer: Any, rank: int, size: int) -> int:
     """Another rank's number."""
     index = check_index("peer", peer, size)

@@ -86,6 +86,10 @@ class Many:
         enough = fixed / _FIXED * figures.shared_bandwidth / _TOUCHED
         return min(bucket_of(int(enough)), STAGE_BYTES, DEFAULT_BUCKET_BYTES)
 
+    def forget(self) -> None:
+        """Cut into buckets anew, and find their ways anew."""
+        self._kept.clear()
+
     def parts(self, kinds: Kinds, limit: int, op: ReduceOp) -> list[Part]:
         """The buckets for arrays of these kinds; the same on all ranks."""
         key = (kinds, limit, op)

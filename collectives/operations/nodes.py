@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from collectives import topology
@@ -13,7 +13,7 @@ from collectives.engine import Engine
 from collectives.errors import DeadlineExceededError, MismatchError, RankFailedError
 from collectives.node import Node
 from collectives.operations import Operation
-from collectives.operations.objects import gather_pickles, numbers_of_all
+from collectives.operations.objects import gather_pickles, make_on_all, numbers_of_all
 from collectives.reduction import Array, ReduceOp
 from collectives.selection import Layout
 from collectives.shared.arena import Arena
@@ -25,11 +25,18 @@ from collectives.topology import Topology
 from collectives.transports.base import Transport
 
 
-def find_topology(engine: Engine, node_of: Sequence[int] | None) -> Topology:
+def agree_on_labels(engine: Engine, check: Callable[[], list[int] | None]) -> list[int] | None:
+    """The map that `check` returns on every rank; ValueError on all where the maps differ."""
+    maps: list[list[int] | None] = make_on_all(engine, check)
+    for rank, labels in enumerate(maps):
+        if labels != maps[0]:
+            raise ValueError(f"node_of: rank 0 gave {maps[0]}, rank {rank} {labels}")
+    return maps[0]
+
+
+def find_topology(engine: Engine, labels: Sequence[int] | None) -> Topology:
     """The map given by hand, or that of the ranks that share memory."""
-    if node_of is not None:
-        labels = topology.check_node_of(node_of, engine.size)
-    else:
+    if labels is None:
         labels = gather_labels(engine, engine.transport.node_leader())
     return topology.from_labels(labels, engine.rank)
 
@@ -41,7 +48,12 @@ def gather_labels(engine: Engine, label: int) -> list[int]:
 
 def split(color: int | None, key: int) -> Operation:
     """The transport between the ranks of equal color; None where color is None."""
-    return Operation(Signature("split"), lambda engine: engine.transport.split(color, key))
+
+    def perform(engine: Engine) -> Transport | None:
+        with engine.watchdog:
+            return engine.transport.split(color, key)
+
+    return Operation(Signature("split"), perform)
 
 
 def settle(engine: Engine, where: Topology) -> None:
@@ -63,7 +75,7 @@ def settle(engine: Engine, where: Topology) -> None:
     memory = NodeMemory(segments, part.rank, part.fence)
     own = members[where.node]
     arrival = Arrival(memory, engine.patience, own, partial(ranks_of, members))
-    engine.node = _join(engine, node, where, Steps(memory, engine.patience, own), segments)
+    engine.join(_join(engine, node, where, Steps(memory, engine.patience, own), segments))
     leaders = _leaders(engine, where)
     describe = partial(_describe, engine)
     engine.agreement = Agreement(engine.patience, arrival, leaders, members, describe)

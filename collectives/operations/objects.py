@@ -49,8 +49,19 @@ def _outcome(make: Callable[[], Any]) -> bytes:
         try:
             return pickle.dumps((None, error), pickle.HIGHEST_PROTOCOL)
         except Exception:  # an exception may hold what can't be pickled
-            text = f"{type(error).__name__} on the root: {error}"
+            text = f"{type(error).__name__}: {error}"
             return pickle.dumps((None, RuntimeError(text)), pickle.HIGHEST_PROTOCOL)
+
+
+def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
+    """What `make` returns on every rank; where it raises on any, its exception on all of them."""
+    outcomes = gather_pickles(engine, _outcome(make))
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None and engine.size > 1:
+            error.args = (f"rank {rank}: {error}",)
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
 
 
 def broadcast_object(obj: Any, root: int, *, on_root: bool) -> Operation:

@@ -39,7 +39,9 @@ class ReduceInput:
         self, collective: str, root: int | None = None, detail: str | None = None
     ) -> Signature:
         """The call that reduces it."""
-        op, dtype, nbytes = self.op.value, dtype_name(self.array.dtype), self.array.nbytes
+        # The order of bytes doesn't count: all ranks' elements are brought into the machine's.
+        dtype = dtype_name(self.array.dtype.newbyteorder("="))
+        op, nbytes = self.op.value, self.array.nbytes
         return Signature(collective, op, dtype, self.shape, root, detail, nbytes)
 
     def output(self, out: Any) -> Output:

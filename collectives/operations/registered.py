@@ -12,7 +12,7 @@ import numpy as np
 from collectives.engine import Engine
 from collectives.operations import Operation
 from collectives.reduction import Array
-from collectives.signature import Signature
+from collectives.signature import Signature, dtype_name
 from collectives.waiting import log
 
 
@@ -35,7 +35,7 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
         array: Array = block.view(kind).reshape(dimensions)
         return array
 
-    return Operation(Signature("empty", None, kind.name, dimensions, nbytes=nbytes), perform)
+    return Operation(Signature("empty", None, dtype_name(kind), dimensions, nbytes=nbytes), perform)
 
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ class Arrival:
                 if self._leave(index, word):
                     raise
                 # Somebody goes on, or all came in this moment.
-                self._patience.until(lambda: here() or not self._bound_by_any(word), dict)
+                self._await_bound(lambda: here() or not self._bound_by_any(word), dict)
             if not leave:
                 raise
         return words[index] == word
@@ -225,8 +225,16 @@ class Arrival:
                 if self._leave_leader(word, sequence):
                     raise
                 # The leader is bound to the call until the other nodes come, or it gives up.
-                self._patience.until(lambda: told() or not self._bound(sequence), absent)
+                self._await_bound(lambda: told() or not self._bound(sequence), absent)
         return int(leader[index]) >> SEQUENCE_BITS
+
+    def _await_bound(self, ready: Callable[[], bool], absent: Callable[[], dict[int, str]]) -> None:
+        """Wait on, since somebody counts on this rank, for another deadline at most."""
+        try:
+            self._patience.until(ready, absent)
+        except DeadlineExceededError as error:
+            error.counted_on = not self._patience.limited
+            raise
 
     def _bound(self, sequence: int) -> bool:
         return is_here(self.memory.words[0][COLLECTED], sequence & SEQUENCE_MASK)

@@ -1,4 +1,4 @@
-"""The private memory of a node's other ranks, which the kernel copies from and to.
+"""The private memory of a node's other ranks, which the kernel copies from.
 
 process_vm_readv(2) copies straight between two processes, once, where a copy through shared memory
 takes two. The kernel allows it where one process may trace the other; whether it does is tried.
@@ -34,67 +34,55 @@ _Copy = Callable[..., int]
 
 
 class PeerMemory:
-    """Copies between this process's memory and that of the other ranks, by address."""
+    """Copies from the memory of the other ranks, by address."""
 
-    def __init__(self, steps: Steps, read: _Copy, write: _Copy) -> None:
-        self._read, self._write, self._ranks = read, write, steps.ranks
+    def __init__(self, steps: Steps, copy: _Copy) -> None:
+        self._copy, self._ranks = copy, steps.ranks
         self._processes = [words[PROCESS] for words in steps.memory.words]
         self._own, self._theirs = _Span(), _Span()
 
     def read(self, peer: int, address: int, nbytes: int, into: int) -> None:
-        """Copy from a rank's memory. Raises OSError, or RankFailedError where it has died."""
-        self._copy(self._read, peer, address, nbytes, into)
-
-    def write(self, peer: int, address: int, nbytes: int, given: int) -> None:
-        """Copy to a rank's memory; errors as in `read`."""
-        self._copy(self._write, peer, address, nbytes, given)
-
-    def _copy(self, copy: _Copy, peer: int, theirs: int, nbytes: int, own: int) -> None:
-        first, second = self._own, self._theirs
+        """Copy from a rank's memory. RankFailedError where it has died, or can't be reached."""
+        own, theirs = self._own, self._theirs
         # The kernel copies no more than 2 GiB at a time.
         while nbytes:
-            first.address, first.nbytes = own, nbytes
-            second.address, second.nbytes = theirs, nbytes
-            copied = copy(self._processes[peer], first, 1, second, 1, 0)
+            own.address, own.nbytes = into, nbytes
+            theirs.address, theirs.nbytes = address, nbytes
+            copied = self._copy(self._processes[peer], own, 1, theirs, 1, 0)
             if copied <= 0:
                 raise self._error(peer)
-            own, theirs, nbytes = own + copied, theirs + copied, nbytes - copied
+            into, address, nbytes = into + copied, address + copied, nbytes - copied
 
-    def _error(self, peer: int) -> Exception:
+    def _error(self, peer: int) -> RankFailedError:
         number, rank = ctypes.get_errno(), self._ranks[peer]
         if number == errno.ESRCH:
             return RankFailedError(f"rank {rank} has died in the middle of the call")
-        text = f"no way into the memory of rank {rank}: {os.strerror(number)}"
-        return OSError(number, text)
+        reason = os.strerror(number)
+        return RankFailedError(f"the memory of rank {rank} can't be reached any more: {reason}")
 
 
 def open_peer_memory(steps: Steps) -> PeerMemory | None:
     """The way to the memory of all ranks of the node; None where any has none. Collective."""
-    calls = _calls()
-    if not _all(steps, calls is not None):
+    copy = _system_call()
+    if not _all(steps, copy is not None):
         return None
-    assert calls is not None
-    memory = PeerMemory(steps, *calls)
+    assert copy is not None
+    memory = PeerMemory(steps, copy)
     if _all(steps, _try(steps, memory)):
         return memory
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     return memory if _all(steps, _try(steps, memory)) else None
 
 
-def _calls() -> tuple[_Copy, _Copy] | None:
+def _system_call() -> _Copy | None:
     if platform.system() != "Linux":
         return None
-    library = ctypes.CDLL(None, use_errno=True)
-    found = []
-    for name in ("process_vm_readv", "process_vm_writev"):
-        function = getattr(library, name, None)
-        if function is None:
-            return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if function is not None:
         span, count = ctypes.POINTER(_Span), ctypes.c_ulong
         function.argtypes = (ctypes.c_int, span, count, span, count, ctypes.c_ulong)
         function.restype = ctypes.c_ssize_t
-        found.append(function)
-    return found[0], found[1]
+    return function
 
 
 def _try(steps: Steps, memory: PeerMemory) -> bool:
@@ -106,7 +94,7 @@ def _try(steps: Steps, memory: PeerMemory) -> bool:
             memory.read(peer, address, found.nbytes, address_of(found))
             if found[0] != expected:
                 return False
-    except (OSError, RankFailedError):
+    except RankFailedError:
         return False
     finally:
         steps.together()

@@ -1,11 +1,13 @@
 """The collectives of a node's ranks on ordinary arrays, each byte copied once between processes.
 
 A rank reads its peers' private memory where it lies (`peer_memory`), so that what crosses from core
-to core is what the program had there anyway, and not what was staged a moment before.
+to core is what the program had there anyway, and not what was staged a moment before. Nobody writes
+into another process: it may have left the call, and use the memory for something else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,11 +55,15 @@ class SingleCopy:
         own = slice(edges[self._rank], edges[self._rank + 1])
         self._fold_part(places, given, edges[self._rank], target[own])
         self._steps.together()
+        self._read_parts(places.target_addresses, edges, target)
+        self._steps.together()
+
+    def _read_parts(self, arrays: Sequence[int], edges: Sequence[int], target: Array) -> None:
+        """Read every peer's part of its array, given by address, to the same place in this one."""
         into = address_of(target)
         for peer in others(self._rank, self._size):
             start, nbytes = self._span(edges[peer], edges[peer + 1])
-            self._peers.read(peer, places.target_addresses[peer] + start, nbytes, into + start)
-        self._steps.together()
+            self._peers.read(peer, arrays[peer] + start, nbytes, into + start)
 
     def _fold_all(self, places: Places, given: Array, target: Array) -> None:
         steps, in_place = self._steps, places.in_place
@@ -98,18 +104,14 @@ class SingleCopy:
     def reduce(
         self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
-        """Each folds a slice and writes it into the root's array."""
+        """Each folds a slice, the root reads them."""
         given = target if source is None else source
         edges = bounds(len(target), self._size, self._itemsize)
         start, stop = edges[self._rank], edges[self._rank + 1]
+        self._fold_part(places, given, start, target[start:stop])
+        self._steps.together()
         if self._rank == root:
-            self._fold_part(places, given, start, target[start:stop])
-        else:
-            own, address = self._scratch[self._rank], self._addresses[self._rank]
-            for block in blocks_of(stop, self._block, start):
-                self._fold_block(places, given, block, own[: block.stop - block.start])
-                first, nbytes = self._span(block.start, block.stop)
-                self._peers.write(root, places.target_addresses[root] + first, nbytes, address)
+            self._read_parts(places.target_addresses, edges, target)
         self._steps.together()
 
     def reduce_scatter(
@@ -125,39 +127,35 @@ class SingleCopy:
     def broadcast(
         self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
-        """The others read the root's array, but for a share that the root writes into theirs."""
-        edges = bounds(len(target), self._size, self._itemsize)
-        _, middle = self._span(0, edges[-2])
-        start, rest = self._span(edges[-2], edges[-1])
-        own = address_of(target)
-        if self._rank == root:
-            for peer in others(root, self._size):
-                self._peers.write(peer, places.target_addresses[peer] + start, rest, own + start)
-        else:
-            self._peers.read(root, places.target_addresses[root], middle, own)
+        """The others read the root's array."""
+        if self._rank != root:
+            address = places.target_addresses[root]
+            self._peers.read(root, address, target.nbytes, address_of(target))
         self._steps.together()
 
     def all_gather(
         self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Each reads the others' parts."""
-        starts, into = part_starts(lengths), address_of(target)
+        starts = part_starts(lengths)
         if source is not None:
             target[starts[self._rank] : starts[self._rank + 1]] = source
-        for peer in others(self._rank, self._size):
-            start, nbytes = self._span(starts[peer], starts[peer + 1])
-            address = places.source_addresses[peer]
-            # Of a rank that gives its part in place the whole target was told.
-            address += start if address == places.target_addresses[peer] else 0
-            self._peers.read(peer, address, nbytes, into + start)
+        # Where the whole targets would begin: a rank that gives its part in place told its own.
+        wholes = [
+            first if first == second else first - start * self._itemsize
+            for first, second, start in zip(
+                places.source_addresses, places.target_addresses, starts, strict=False
+            )
+        ]
+        self._read_parts(wholes, starts, target)
         self._steps.together()
 
     def gather(
         self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
-        """The others write their parts into the root's array."""
-        if self._rank != root:
-            self._move_part(self._peers.write, places, target, lengths, root)
+        """The root reads the others' parts."""
+        if self._rank == root:
+            self._read_parts(places.target_addresses, part_starts(lengths), target)
         self._steps.together()
 
     def scatter(
@@ -165,13 +163,8 @@ class SingleCopy:
     ) -> None:
         """The others read their parts of the root's array."""
         if self._rank != root:
-            self._move_part(self._peers.read, places, target, lengths, root)
+            first = sum(lengths[: self._rank])
+            start, nbytes = self._span(first, first + lengths[self._rank])
+            address = places.target_addresses[root] + start
+            self._peers.read(root, address, nbytes, address_of(target) + start)
         self._steps.together()
-
-    def _move_part(
-        self, move: Any, places: Places, target: Array, lengths: Lengths, root: int
-    ) -> None:
-        """Copy between this rank's part of the root's array and that of its own."""
-        first = sum(lengths[: self._rank])
-        start, nbytes = self._span(first, first + lengths[self._rank])
-        move(root, places.target_addresses[root] + start, nbytes, address_of(target) + start)

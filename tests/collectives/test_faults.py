@@ -149,20 +149,55 @@ comm.barrier()
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("call", ["small", "large", "barrier", "one by one"])
+def test_an_interrupt_of_one_rank_that_waits_ends_its_calls(call, launch):
+    """The others may have seen it come: nobody knows what they wait for."""
+    calls = {
+        "small": "check()",
+        "large": "check(50_000)",
+        "barrier": "comm.barrier()",
+        "one by one": "comm.all_reduce(np.full(9, 1), algorithm='ring')",
+    }
+    body = f"""
+comm.deadline = 1
+if rank == 0:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        {calls[call]}
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("not interrupted")
+    for again in (check, lambda: check(50_000), comm.barrier):
+        try:
+            again()
+        except RuntimeError as error:
+            assert "can't go on" in str(error), error
+        else:
+            raise AssertionError("went on")
+else:
+    time.sleep(1)
+"""
+    ended = launch(2, program(body), timeout=30)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_stops_beyond_the_deadline_in_the_middle_of_a_call(size, launch):
-    body = """
+@pytest.mark.parametrize(("way", "step"), [("staged", "written"), ("single_copy", "together")])
+def test_a_rank_that_stops_beyond_the_deadline_in_the_middle_of_a_call(size, way, step, launch):
+    body = f"""
 comm.deadline = 0.5
 engine = comm._engine
-native = engine.node.steps.written
+native = engine.node.steps.{step}
 def stop_here():
-    engine.node.steps.written = native
+    engine.node.steps.{step} = native
     stop_for(2).wait()
     native()
 if rank == 0:
-    engine.node.steps.written = stop_here
+    engine.node.steps.{step} = stop_here
 try:
-    comm.all_reduce(np.full(500_000, rank + 1.0), algorithm="shared")
+    comm.all_reduce(np.full(500_000, rank + 1.0), algorithm="{way}")
 except collectives.DeadlineExceededError as error:
     assert "in the middle of the call" in str(error), error
     assert error.absent == (0,) or rank == 0, error.absent

@@ -32,7 +32,8 @@ LOADS = {
     "small": (lambda comm: comm.all_reduce(np.ones(10)), 10_000),
     "large": (lambda comm: comm.all_reduce(np.ones(50_000)), 1_500),
     "schedule": (lambda comm: comm.all_reduce(np.ones(10), algorithm="ring"), 1_000),
-    "shapes": (lambda comm: [comm.all_reduce(np.ones(n)) for n in range(1, 1200)], 3),
+    # As many shapes as a whole number of fillings of what is kept of them.
+    "shapes": (lambda comm: [comm.all_reduce(np.ones(n)) for n in range(1, 1025)], 3),
     "registered": (register, 1_500),
     "asynchronous": (lambda comm: comm.all_reduce_async(np.ones(10)).wait(), 1_000),
     "mismatches": (mismatch, 500),
