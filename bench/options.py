@@ -19,9 +19,9 @@ from bench.peers import PEERS
 from bench.problem import OPS, DType, Problem
 from bench.sizes import parse_size, parse_sizes, sweep
 from collectives import algorithms
+from collectives.paths import FORCED, NATIVE
 
 ALL = "all"
-_NATIVE = "native"
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _EPILOG = """\
 Time is the median over the repeats of the slowest rank's time; algbw = size / time, busbw = algbw ×
@@ -147,9 +147,10 @@ def _algorithms(case: Case, text: str) -> list[str]:
         if text not in (AUTO, ALL):
             raise ValueError(f"--algorithm: {case.name} chooses by itself; only auto")
         return [AUTO]
-    known = [*algorithms.names(case.name), _NATIVE]
+    known = [*algorithms.names(case.name), *FORCED]
     if text == ALL:
-        return known
+        # The others need memory that all ranks share.
+        return [*algorithms.names(case.name), NATIVE]
     chosen = text.split(",")
     for name in chosen:
         if name not in (AUTO, *known):

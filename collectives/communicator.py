@@ -101,7 +101,8 @@ class Communicator(Group):
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row.
         `out` is where the result goes; ValueError on every rank where it has another length.
         """
-        if algorithm is None and axis == 0 and type(array) is type(out) is np.ndarray:
+        plain = type(array) is type(out) is np.ndarray and array.ndim
+        if algorithm is None and axis == 0 and plain:
             result = self._all_gather(array, out)
             if result is not PASS:
                 return result

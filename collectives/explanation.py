@@ -21,7 +21,8 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
         check_reducible(op, dtype)
     if collective == "all_reduce" and takes_one_step(engine, ReduceOp.SUM, dtype, nbytes):
         return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
-    paths = engine.paths(collective, op, dtype)
+    # What is only moved is moved as bytes.
+    paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
     if engine.size > 1 and engine.choose(collective, nbytes, paths) == QUICKEST:
         route = paths[QUICKEST]
         assert isinstance(route, Route)

@@ -33,6 +33,8 @@ PASS = object()
 # All ranks read all elements of small arrays: with more than this in all, stages are better.
 _SMALL_BYTES_OF_ALL = 128 << 10
 
+_BYTES = np.dtype(np.uint8)
+
 AllReduce = Callable[[Array, Any], Any]
 Fold = Callable[[Array, Array, Array], Any]
 
@@ -122,6 +124,7 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
     acquire, release = engine.lock.acquire, engine.lock.release
     run, ring, recorder = engine.quiet.run, engine.recorder.ring, engine.recorder
     last, mean = CALLS_KEPT - 1, op is ReduceOp.MEAN
+    arena, in_use = engine.node.arena, engine.node.arena.in_use
     ndarray, empty, meet = np.ndarray, np.empty, agreement.meet_at
 
     def all_reduce(array: Array, out: Any) -> Any:
@@ -138,6 +141,9 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
         try:
             if engine.broken is not None:
                 raise engine.refusal()
+            if in_use is not arena.in_use:
+                # Another thread has made the first registered array since this was looked up.
+                return PASS
             start = clock()
             sequence = agreement.sequence + 1
             parity = sequence & 1
@@ -172,9 +178,15 @@ def quick_broadcast(engine: Engine, array: Array, root: int) -> Callable[[Array]
     """The function of contiguous, writeable arrays like this one: as the general way, sooner."""
     signature = movements.broadcast(array, root, None, on_root=True).signature
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
+    paths = engine.paths("broadcast", None, _BYTES)
+    chosen = engine.choose("broadcast", array.nbytes, paths) if engine.size > 1 else ""
+    path, quiet = paths.get(chosen), engine.quiet.run
 
     def run(source: Array | None, target: Array) -> None:
-        engine.run("broadcast", None, target, root=root)
+        if path is None:
+            engine.run("broadcast", None, target, root=root)
+        else:
+            engine.path = quiet(path, None, target.view(_BYTES), (), root) or NATIVE
 
     def broadcast(array: Array) -> Array:
         engine.perform_quickly(signature, base, run, None, array.reshape(-1))
@@ -187,15 +199,22 @@ def quick_all_gather(engine: Engine, array: Array, out: Array) -> Callable[[Arra
     """The function (array, out) for arrays like these along axis 0: as the general way, sooner."""
     signature = movements.all_gather(array, 0, out, None).signature
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
-    count, room, elements = len(array), len(out), math.prod(array.shape[1:])
+    count, room, row_bytes = len(array), len(out), math.prod(array.shape[1:]) * array.itemsize
+    paths = engine.paths("all_gather", None, _BYTES)
+    chosen = engine.choose("all_gather", out.nbytes, paths) if engine.size > 1 else ""
+    path, quiet = paths.get(chosen), engine.quiet.run
 
-    def run(source: Array | None, target: Array) -> None:
+    def run(source: Array, target: Array) -> None:
         counts = movements.counts_of_all(engine, count, room)
-        lengths = [each * elements for each in counts]
-        engine.run("all_gather", source, target, lengths=lengths)
+        lengths = [each * row_bytes for each in counts]
+        given, filled = source.view(_BYTES), target.view(_BYTES)
+        if path is None:
+            engine.run("all_gather", given, filled, lengths=lengths)
+        else:
+            engine.path = quiet(path, given, filled, lengths, 0) or NATIVE
 
     def all_gather(array: Array, out: Array) -> Any:
-        plain = out.flags.carray and array.flags.c_contiguous and array.flags.aligned and array.ndim
+        plain = out.flags.carray and array.flags.c_contiguous and array.flags.aligned
         apart = out.base is None and array.base is None and out is not array
         if not plain or not (apart or not np.may_share_memory(array, out)):
             return PASS

@@ -166,6 +166,8 @@ def _key(arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Key | None:
     """By what a call is looked for; None for one that isn't kept."""
     if type(arrays) is not list or not arrays or not isinstance(op, str | ReduceOp):
         return None
+    if bucket_bytes is not None and type(bucket_bytes) is not int:
+        return None
     if out is None:
         return (op, bucket_bytes, len(arrays), id(arrays[0]), 0)
     if type(out) is not list or len(out) != len(arrays):

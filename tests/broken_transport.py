@@ -29,7 +29,7 @@ def break_messages():
 
 def break_memory(memory):
     """Every rank reads its own stages and slots instead of the others', and copies nothing."""
-    PeerMemory.read = lambda self, peer, address, nbytes, into: None
+    PeerMemory.read = PeerMemory.write = lambda self, peer, address, nbytes, here: None
     for peer in range(memory.size):
         memory.stages[peer] = memory.stages[memory.rank]
         memory.slots[peer] = memory.slots[memory.rank]

@@ -13,14 +13,15 @@ from collectives.operations import Operation
 from collectives.signature import Signature
 
 
-def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[tuple[int, ...]]:
+def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int]]:
     """Every rank's two numbers, from 0 to 2^63 − 1."""
     if engine.node is not None and engine.node.memory_is_all:
         return engine.node.steps.tell(first, second)
     table = np.zeros((engine.size, 2), np.int64)
     table[engine.rank] = first, second
     engine.run("all_gather", None, table.reshape(-1), lengths=[2] * engine.size)
-    return [(row[0], row[1]) for row in table.tolist()]
+    numbers: list[list[int]] = table.tolist()
+    return numbers
 
 
 def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 # A way is tried so many times in a row: the first call finds none of its memory in the caches.
 _TRIES = 2
+_CALLS_PER_REVIEW = 5
 # Of all the time so much may go into trying what was slower.
 _TRIAL_SHARE = 0.02
 _FEWEST_BETWEEN, _MOST_BETWEEN = 50, 20_000
@@ -39,7 +40,7 @@ class Entry:
     def __init__(self, ways: Sequence[str]) -> None:
         self._known = {way: _Known() for way in ways}
         self._way, self._in_row = "", 0
-        self._calls = 0
+        self._calls = self._review = 0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -50,8 +51,11 @@ class Entry:
     def choose(self) -> str:
         """The way for the next call."""
         self._calls += 1
-        if 0 < self._in_row < _TRIES:
-            return self._way
+        if self._calls >= self._review:
+            self._decide()
+        return self._way
+
+    def _decide(self) -> None:
         best = min(self._known, key=lambda way: self._known[way].seconds)
         present = self._known.get(self._way)
         if present is not None and self._known[best].seconds > _GAIN * present.seconds:
@@ -62,7 +66,7 @@ class Entry:
             if present is not None:
                 present.due = self._calls + self._calls_until_trial(present)
             self._way, self._in_row = chosen, 0
-        return chosen
+        self._review = self._calls + (_TRIES if self._in_row == 0 else _CALLS_PER_REVIEW)
 
     def _calls_until_trial(self, known: _Known) -> int:
         """How many calls to wait before a way that was found to be slower is tried again."""

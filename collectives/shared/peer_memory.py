@@ -1,4 +1,4 @@
-"""The private memory of a node's other ranks, which the kernel copies from.
+"""The private memory of a node's other ranks, which the kernel copies from and to.
 
 process_vm_readv(2) copies straight between two processes, once, where a copy through shared memory
 takes two. The kernel allows it where one process may trace the other; whether it does is tried.
@@ -34,24 +34,31 @@ _Copy = Callable[..., int]
 
 
 class PeerMemory:
-    """Copies from the memory of the other ranks, by address."""
+    """Copies between this process's memory and that of the other ranks, by address."""
 
-    def __init__(self, steps: Steps, copy: _Copy) -> None:
-        self._copy, self._ranks = copy, steps.ranks
+    def __init__(self, steps: Steps, read: _Copy, write: _Copy) -> None:
+        self._read, self._write, self._ranks = read, write, steps.ranks
         self._processes = [words[PROCESS] for words in steps.memory.words]
         self._own, self._theirs = _Span(), _Span()
 
     def read(self, peer: int, address: int, nbytes: int, into: int) -> None:
         """Copy from a rank's memory. RankFailedError where it has died, or can't be reached."""
+        self._copy(self._read, peer, address, nbytes, into)
+
+    def write(self, peer: int, address: int, nbytes: int, given: int) -> None:
+        """Copy to a rank's memory; errors as in `read`."""
+        self._copy(self._write, peer, address, nbytes, given)
+
+    def _copy(self, copy: _Copy, peer: int, address: int, nbytes: int, here: int) -> None:
         own, theirs = self._own, self._theirs
         # The kernel copies no more than 2 GiB at a time.
         while nbytes:
-            own.address, own.nbytes = into, nbytes
+            own.address, own.nbytes = here, nbytes
             theirs.address, theirs.nbytes = address, nbytes
-            copied = self._copy(self._processes[peer], own, 1, theirs, 1, 0)
+            copied = copy(self._processes[peer], own, 1, theirs, 1, 0)
             if copied <= 0:
                 raise self._error(peer)
-            into, address, nbytes = into + copied, address + copied, nbytes - copied
+            here, address, nbytes = here + copied, address + copied, nbytes - copied
 
     def _error(self, peer: int) -> RankFailedError:
         number, rank = ctypes.get_errno(), self._ranks[peer]
@@ -63,26 +70,30 @@ class PeerMemory:
 
 def open_peer_memory(steps: Steps) -> PeerMemory | None:
     """The way to the memory of all ranks of the node; None where any has none. Collective."""
-    copy = _system_call()
-    if not _all(steps, copy is not None):
+    calls = _system_calls()
+    if not _all(steps, bool(calls)):
         return None
-    assert copy is not None
-    memory = PeerMemory(steps, copy)
+    memory = PeerMemory(steps, *calls)
     if _all(steps, _try(steps, memory)):
         return memory
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     return memory if _all(steps, _try(steps, memory)) else None
 
 
-def _system_call() -> _Copy | None:
+def _system_calls() -> tuple[_Copy, ...]:
+    """process_vm_readv and process_vm_writev, or nothing where they aren't."""
     if platform.system() != "Linux":
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if function is not None:
-        span, count = ctypes.POINTER(_Span), ctypes.c_ulong
-        function.argtypes = (ctypes.c_int, span, count, span, count, ctypes.c_ulong)
-        function.restype = ctypes.c_ssize_t
-    return function
+        return ()
+    library = ctypes.CDLL(None, use_errno=True)
+    names = ("process_vm_readv", "process_vm_writev")
+    if not all(hasattr(library, name) for name in names):
+        return ()
+    found = [getattr(library, name) for name in names]
+    span, count = ctypes.POINTER(_Span), ctypes.c_ulong
+    for call in found:
+        call.argtypes = (ctypes.c_int, span, count, span, count, ctypes.c_ulong)
+        call.restype = ctypes.c_ssize_t
+    return tuple(found)
 
 
 def _try(steps: Steps, memory: PeerMemory) -> bool:

@@ -34,6 +34,7 @@ class Route:
         """Arrays of fewer bytes than `least_bytes`, which have that on all ranks, are staged."""
         self._places, self._attempt, self._least_bytes = places, attempt, least_bytes
         self._ways = dict(ways)
+        self._abandoned: object = None
         self._entries: dict[tuple[int, bool], Entry] = {}
 
     def __call__(
@@ -51,7 +52,12 @@ class Route:
         experience = self._places.experience
         way = experience.choose(self._entry(nbytes, places.in_place))
         start = _clock()
-        self._ways[way](places, source, target, lengths, root)
+        try:
+            self._ways[way](places, source, target, lengths, root)
+        except BaseException:
+            # The others may copy from and to these arrays as long as they don't know.
+            self._abandoned = (source, target)
+            raise
         experience.nanoseconds = _clock() - start
         return way
 

@@ -1,8 +1,8 @@
 """The collectives of a node's ranks on ordinary arrays, each byte copied once between processes.
 
 A rank reads its peers' private memory where it lies (`peer_memory`), so that what crosses from core
-to core is what the program had there anyway, and not what was staged a moment before. Nobody writes
-into another process: it may have left the call, and use the memory for something else.
+to core is what the program had there anyway, and not what was staged a moment before. Of a
+rank that has left a call by an exception the arrays are kept (`route`), as others may not know yet.
 """
 
 from __future__ import annotations
@@ -127,10 +127,15 @@ class SingleCopy:
     def broadcast(
         self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
-        """The others read the root's array."""
-        if self._rank != root:
-            address = places.target_addresses[root]
-            self._peers.read(root, address, target.nbytes, address_of(target))
+        """The others read the root's array, but for a share that the root writes into theirs."""
+        edges = bounds(len(target), self._size, self._itemsize)
+        addresses, own = places.target_addresses, address_of(target)
+        start, rest = self._span(edges[-2], edges[-1])
+        if self._rank == root:
+            for peer in others(root, self._size):
+                self._peers.write(peer, addresses[peer] + start, rest, own + start)
+        else:
+            self._peers.read(root, addresses[root], start, own)
         self._steps.together()
 
     def all_gather(

@@ -58,7 +58,7 @@ class Steps:
         self._await_all(2 * self._step + 1)
         self.read()
 
-    def tell(self, *numbers: int) -> list[tuple[int, ...]]:
+    def tell(self, *numbers: int) -> list[list[int]]:
         """A few numbers of every rank, each below 2^64: a step of its own.
 
         There is room for `memory.MOST_TOLD`.
@@ -71,7 +71,7 @@ class Steps:
             index += 1
         self.memory.publish(PROGRESS, 2 * self._step + 1)
         self._await_all(2 * self._step + 1)
-        told = [tuple(words[index - count : index]) for words in self.memory.words]
+        told = [words[index - count : index].tolist() for words in self.memory.words]
         self.read()
         return told
 

@@ -240,7 +240,7 @@ def test_without_single_copies_on_one_rank_nobody_makes_them(comm, monkeypatch):
     from mpi4py import MPI
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(peer_memory, "_system_call", lambda: None)
+        monkeypatch.setattr(peer_memory, "_system_calls", tuple)
     with Communicator(MPI.COMM_WORLD) as other:
         array = value(comm.rank, 40_000)
         with pytest.raises(ValueError, match="single_copy"):
@@ -259,12 +259,15 @@ def alone():
     return Steps(memory, Patience(), [7])
 
 
-def test_a_process_reads_memory_by_address():
+def test_a_process_reads_and_writes_memory_by_address():
     memory = peer_memory.open_peer_memory(alone())
     assert memory is not None
     theirs, own = np.arange(1000), np.zeros(10, int)
     memory.read(0, address_of(theirs[500:]), own.nbytes, address_of(own))
     np.testing.assert_array_equal(own, np.arange(500, 510))
+    own += 1
+    memory.write(0, address_of(theirs), own.nbytes, address_of(own))
+    np.testing.assert_array_equal(theirs[:11], [*range(501, 511), 10])
 
 
 def test_an_array_that_can_not_be_written_has_an_address_too():
@@ -277,7 +280,7 @@ def test_an_array_that_can_not_be_written_has_an_address_too():
 
 def test_memory_that_is_not_there_and_a_process_that_died_are_told():
     steps = alone()
-    memory = PeerMemory(steps, peer_memory._system_call())
+    memory = PeerMemory(steps, *peer_memory._system_calls())
     own = np.zeros(1)
     with pytest.raises(RankFailedError, match=r"memory of rank 7.*Bad address"):
         memory.read(0, 64, 8, address_of(own))
@@ -286,11 +289,11 @@ def test_memory_that_is_not_there_and_a_process_that_died_are_told():
     child.wait()
     steps.memory.own[peer_memory.PROCESS] = child.pid
     with pytest.raises(RankFailedError, match="rank 7 has died"):
-        PeerMemory(steps, peer_memory._system_call()).read(0, address_of(own), 8, address_of(own))
+        PeerMemory(steps, *peer_memory._system_calls()).read(0, address_of(own), 8, address_of(own))
 
 
 def test_another_process_of_that_number_is_no_rank(monkeypatch):
     """As in another namespace of processes: what is read there isn't what the rank told."""
     monkeypatch.setattr(Steps, "tell", lambda self, *numbers: [tuple(n + 1 for n in numbers)])
     steps = alone()
-    assert not peer_memory._try(steps, PeerMemory(steps, peer_memory._system_call()))
+    assert not peer_memory._try(steps, PeerMemory(steps, *peer_memory._system_calls()))
