@@ -196,9 +196,7 @@ def test_a_rank_that_its_leader_counts_on_makes_no_other_call(launch):
             try:
                 comm.broadcast(np.full(4, 77.0), root=1)
             except RuntimeError as error:
-                assert "can't go on" in str(error), error
-            else:
-                raise AssertionError("made another call")
+                print(error, flush=True)
         time.sleep(2 if rank == 2 else 0)
         if rank != 1:
             comm.deadline = 3
@@ -211,7 +209,7 @@ def test_a_rank_that_its_leader_counts_on_makes_no_other_call(launch):
         """),
         timeout=40,
     )
-    assert "AssertionError" not in ended.stderr, ended.stderr
+    assert "can't go on" in ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize("call", ["all_reduce(np.ones(8))", "all_gather(np.ones(50_000))"])
