@@ -13,7 +13,7 @@ from collectives.figures_file import Key, from_text, to_text
 from collectives.selection import Figures, Layout
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
-POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+POSITIVE = st.floats(1.1e-12, 0.9e15)
 FIGURES = st.builds(Figures, **{field.name: POSITIVE for field in fields(Figures)})
 
 
@@ -79,6 +79,7 @@ def with_figure(value):
         (changed(figures={"reduction": 1.0}), "not those that are needed"),
         (with_figure(-1.0), "reduction is -1.0"),
         (with_figure(0.0), "reduction is 0.0"),
+        (with_figure(1e300), "reduction is 1e+300"),
         (with_figure(float("nan")), "reduction is nan"),
         (with_figure(float("inf")), "reduction is inf"),
         (with_figure("fast"), "reduction is 'fast'"),
