@@ -31,16 +31,21 @@ def run_programs(parts, *, timeout, options=()):
     line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else []), *options]
     for number, (size, command) in enumerate(parts):
         line += [*([":"] if number else []), "-n", str(size), *command]
+    return run_launcher(line, {}, timeout=timeout)
+
+
+def run_launcher(line, environment, *, timeout):
+    """Run mpirun's command line, with more environment variables, and end what it leaves behind."""
     segments = find_segments()
     with tempfile.TemporaryDirectory() as directory:
-        environment = world_environment(directory) | {"PYTHONPATH": str(ROOT)}
+        variables = world_environment(directory) | {"PYTHONPATH": str(ROOT)} | environment
         process = subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=variables,
             start_new_session=True,
         )
         try:
