@@ -135,6 +135,11 @@ class Communicator(Group):
         algorithm: str | None = None,
     ) -> Any:
         """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
+        plain = type(array) is type(out) is np.ndarray and array.ndim
+        if algorithm is None and axis == 0 and plain and isinstance(op, str | ReduceOp):
+            result = self._reduce_scatter(array, op, out)
+            if result is not PASS:
+                return result
         place = {"rank": self.rank, "size": self.size}
         return self._run(reductions.reduce_scatter(array, op, axis, out, algorithm, **place))
 

@@ -14,9 +14,14 @@ from collectives.operations import Operation, nodes, reductions
 from collectives.operations.arguments import check_index
 from collectives.operations.objects import numbers_of_all
 from collectives.operations.reductions import ReduceInput
-from collectives.quick import quick_all_gather, quick_all_reduce, quick_broadcast
+from collectives.quick import (
+    quick_all_gather,
+    quick_all_reduce,
+    quick_broadcast,
+    quick_reduce_scatter,
+)
 from collectives.quick_many import ManyReducer
-from collectives.reduction import Array, ReduceOp
+from collectives.reduction import Array, ReduceOp, as_op
 from collectives.signature import Signature
 from collectives.transports.base import Transport
 from collectives.tuning import use_saved
@@ -197,6 +202,16 @@ class Group:
         if quick is None:
             self._check_open()
             quick = self._remember(key, quick_all_gather(self._engine, array, out))
+        return quick(array, out)
+
+    def _reduce_scatter(self, array: Array, op: ReduceOp | str, out: Array) -> Any:
+        """The way along axis 0 into `out`; PASS where the arrays need care."""
+        key = ("reduce_scatter", op, array.dtype, array.shape, out.dtype, out.shape)
+        quick = self._quick.get(key)
+        if quick is None:
+            self._check_open()
+            made = quick_reduce_scatter(self._engine, array, as_op(op), out)
+            quick = self._remember(key, made)
         return quick(array, out)
 
     def _remember(self, key: Any, quick: Callable[..., Any]) -> Callable[..., Any]:

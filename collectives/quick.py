@@ -1,4 +1,4 @@
-"""The short way of all_reduce, broadcast and all_gather, for NumPy arrays that need no care.
+"""The short ways of four collectives, for NumPy arrays that need no care.
 
 What can be known beforehand is looked up once for each (op, dtype, shape) and kept in a closure,
 since with small arrays the time goes into Python's own steps. Which way a call goes follows from
@@ -17,11 +17,12 @@ import numpy as np
 from collectives.agreement import Agreement
 from collectives.engine import UNFINISHED, Engine
 from collectives.node import Path
-from collectives.operations import movements
+from collectives.operations import movements, reductions
+from collectives.operations.arguments import split_rows
 from collectives.operations.reductions import ReduceInput
 from collectives.paths import NATIVE, SHARED
 from collectives.recorder import CALLS_KEPT, clock
-from collectives.reduction import Array, ReduceOp, finish, plain_fold
+from collectives.reduction import Array, ReduceOp, finish, fold_dtype, plain_fold
 from collectives.shared.arrival import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shared.memory import ARRIVALS, SMALL_BYTES
 from collectives.shared.route import LEAST_BYTES
@@ -214,11 +215,43 @@ def quick_all_gather(engine: Engine, array: Array, out: Array) -> Callable[[Arra
             engine.path = quiet(path, given, filled, lengths, 0) or NATIVE
 
     def all_gather(array: Array, out: Array) -> Any:
-        plain = out.flags.carray and array.flags.c_contiguous and array.flags.aligned
-        apart = out.base is None and array.base is None and out is not array
-        if not plain or not (apart or not np.may_share_memory(array, out)):
+        if not _plain(array, out):
             return PASS
         engine.perform_quickly(signature, base, run, array.reshape(-1), out.reshape(-1))
         return out
 
     return all_gather
+
+
+def quick_reduce_scatter(
+    engine: Engine, array: Array, op: ReduceOp, out: Array
+) -> Callable[[Array, Array], Any]:
+    """The function (array, out) for arrays like these along axis 0: as the general way, sooner."""
+    size, dtype = engine.size, array.dtype
+    operation = reductions.reduce_scatter(array, op, 0, out, None, rank=engine.rank, size=size)
+    base = fingerprint(operation.signature.agreed) << SEQUENCE_BITS
+    row = math.prod(array.shape[1:])
+    lengths = [count * row for count in split_rows(len(array), size)]
+    converted = fold_dtype(op, dtype) != dtype or not dtype.isnative
+    quiet, mean = engine.quiet.run, op is ReduceOp.MEAN
+
+    def run(source: Array, target: Array) -> None:
+        engine.run("reduce_scatter", source, target, lengths=lengths, op=op)
+        if mean:
+            quiet(finish, op, target, size)
+
+    def reduce_scatter(array: Array, out: Array) -> Any:
+        if converted or not _plain(array, out):
+            return PASS
+        engine.perform_quickly(operation.signature, base, run, array.reshape(-1), out.reshape(-1))
+        return out
+
+    return reduce_scatter
+
+
+def _plain(array: Array, out: Array) -> bool:
+    """Whether neither needs care: contiguous, aligned, `out` writeable, and both apart."""
+    if not (out.flags.carray and array.flags.c_contiguous and array.flags.aligned):
+        return False
+    apart = out.base is None and array.base is None and out is not array
+    return apart or not np.may_share_memory(array, out)
