@@ -59,8 +59,7 @@ class Engine:
         self.figures, self.figures_name = Figures(), "built-in figures"
         self.path = ""
         self.broken: BaseException | None = None
-        self.forked = False
-        self.lock = threading.RLock()
+        self.forked, self.lock = False, threading.RLock()
         self.watchdog = Watchdog(self.patience, self._end_job)
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
@@ -247,7 +246,8 @@ class Engine:
 
     def choose(self, collective: str, nbytes: int, paths: dict[str, Path]) -> str:
         """The path for so many bytes, of those and the schedules."""
-        if QUICKEST in paths and (nbytes >= LEAST_BYTES or collective == "all_to_all"):
+        large = nbytes >= LEAST_BYTES or collective == "all_to_all"
+        if large and QUICKEST in paths and self.node and self.node.places.worth_asking:
             return QUICKEST
         key = (collective, nbytes, *paths)
         chosen = self._chosen.get(key)
@@ -259,9 +259,11 @@ class Engine:
 
     def price(self, collective: str, nbytes: int, paths: dict[str, Path]) -> Choice:
         """What those paths and the schedules are expected to take, and the best of them."""
-        short = nbytes <= LARGEST_NATIVE
+        # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
+        bucket = 0 if collective == "all_to_all" else bucket_of(nbytes)
+        short = bucket <= LARGEST_NATIVE
         there = tuple(name for name in PRICED if name in paths and (short or name != NATIVE))
-        return choose(collective, bucket_of(nbytes), self.layout, there, self.figures)
+        return choose(collective, bucket, self.layout, there, self.figures)
 
     def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
         """This rank's part, as a view, of a buffer that holds one for each rank."""
@@ -291,9 +293,7 @@ class Engine:
         native = self.transport.native(collective, None if op is None else op.value, dtype)
         guarded = None if native is None else partial(self._run_guarded, native)
         found: dict[str, Path] = {} if guarded is None else {NATIVE: guarded}
-        if self.node is not None:
-            found |= self.node.paths(collective, op, dtype, guarded)
-        return found
+        return found | (self.node.paths(collective, op, dtype, guarded) if self.node else {})
 
     def _run_guarded(self, native: Native, *arguments: Any) -> None:
         with self.watchdog:

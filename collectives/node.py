@@ -52,6 +52,7 @@ class Node:
         *,
         slices: int | None,
         across: Across | None,
+        crowded: bool,
     ) -> None:
         """`transport` connects the node's ranks.
 
@@ -62,7 +63,7 @@ class Node:
         self.steps, self.arena = steps, arena
         self._slices, self._across = slices, across
         self._peers = open_peer_memory(steps)
-        self._places = PlaceExchange(steps, arena)
+        self.places = PlaceExchange(steps, arena, crowded=crowded)
         self._packed: dict[tuple[str, np.dtype[Any]], Packed] = {}
 
     @property
@@ -80,7 +81,7 @@ class Node:
         if self._slices is None:
             ways = self._ways(collective, op, dtype)
             alone = {
-                name: Route(self._places, None, {name: way}, least_bytes=0)
+                name: Route(self.places, None, {name: way}, least_bytes=0, forced=True)
                 for name, way in ways.items()
             }
             shared = {SHARED: self._route(collective, op, dtype, ways)}
@@ -104,7 +105,7 @@ class Node:
         attempt = Direct(self.steps, self.arena, op, dtype).find(collective)
         # The ranks of an all_to_all may hold different amounts.
         least = 0 if collective == "all_to_all" else LEAST_BYTES
-        return Route(self._places, attempt, ways, least_bytes=least)
+        return Route(self.places, attempt, ways, least_bytes=least)
 
     def _ways(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Way]:
         """Those of ordinary arrays."""

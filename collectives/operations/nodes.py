@@ -130,10 +130,12 @@ def _join(
         return gather_pickles(node, pickle.dumps(numbers))
 
     arena = Arena(node.transport.share, node.transport.free, gather, node.rank)
-    slices = min(map(len, _members(where)))
+    slices, crowded = min(map(len, _members(where))), engine.layout.crowding > 1
     across = _across(engine, where, slices) if where.nodes > 1 else None
     layout = None if where.nodes == 1 else slices
-    return Node(node.transport, segments, steps, arena, slices=layout, across=across)
+    return Node(
+        node.transport, segments, steps, arena, slices=layout, across=across, crowded=crowded
+    )
 
 
 def _across(engine: Engine, where: Topology, slices: int) -> Across | None:

@@ -39,9 +39,15 @@ NOWHERE = Places((), (), (), ())
 class PlaceExchange:
     """Tells the others where this rank's arrays lie, and learns what their last call took them."""
 
-    def __init__(self, steps: Steps, arena: Arena) -> None:
-        self._steps, self._arena = steps, arena
+    def __init__(self, steps: Steps, arena: Arena, *, crowded: bool) -> None:
+        """`crowded`: whether ranks take turns on a core, so that every wait costs much."""
+        self._steps, self._arena, self._crowded = steps, arena, crowded
         self.experience = Experience()
+
+    @property
+    def worth_asking(self) -> bool:
+        """Whether the ranks should wait for each other to find a better way than the stages."""
+        return self._arena.in_use or not self._crowded
 
     def exchange(self, source: Array, target: Array, nbytes: int) -> tuple[Places, int]:
         """Where everybody's arrays lie, and the largest of the numbers of bytes told."""

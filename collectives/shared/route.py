@@ -30,10 +30,14 @@ class Route:
         attempt: Attempt | None,
         ways: Mapping[str, Way],
         least_bytes: int,
+        forced: bool = False,
     ) -> None:
-        """Arrays of fewer bytes than `least_bytes`, which have that on all ranks, are staged."""
+        """Arrays of fewer bytes than `least_bytes`, which have that on all ranks, are staged.
+
+        So are others where it isn't worth asking, unless a way is `forced`.
+        """
         self._places, self._attempt, self._least_bytes = places, attempt, least_bytes
-        self._ways = dict(ways)
+        self._ways, self._forced = dict(ways), forced
         self._abandoned: object = None
         self._entries: dict[tuple[int, bool], Entry] = {}
 
@@ -43,7 +47,7 @@ class Route:
         """Take part in it, on arrays as a transport's native collective takes them."""
         given = target if source is None else source
         nbytes = max(given.nbytes, target.nbytes)
-        if nbytes < self._least_bytes:
+        if nbytes < self._least_bytes or not (self._forced or self._places.worth_asking):
             self._ways[STAGED](NOWHERE, source, target, lengths, root)
             return STAGED
         places, nbytes = self._places.exchange(given, target, nbytes)
