@@ -96,10 +96,10 @@ class Experience:
         """What the last call took this rank."""
         self._last: Entry | None = None
 
-    def learn(self, nanoseconds: Iterable[int]) -> None:
-        """Note what the last call took all ranks."""
+    def learn(self, told: Iterable[Sequence[int]]) -> None:
+        """Note what the last call took all ranks: what each told last is its `nanoseconds`."""
         if self._last is not None:
-            self._last.learn(max(nanoseconds) / 1e9)
+            self._last.learn(max(each[-1] for each in told) / 1e9)
             self._last = None
 
     def choose(self, entry: Entry) -> str:

@@ -28,7 +28,7 @@ PROCESS = 96
 COMMITTED = 112
 MISSING_NODES = 128
 
-_CONTROL_BYTES = 4096
+_CONTROL_BYTES = _PAGE_BYTES = 4096
 SMALL_BYTES = 64 << 10
 """The most that a rank can lay down beside its arrival."""
 _HEADER_BYTES = 16
@@ -62,6 +62,12 @@ class NodeMemory:
     def sign_in(self) -> None:
         """Leave this process's number, by which the others see whether it lives."""
         self.own[PROCESS] = os.getpid()
+
+    def touch_stages(self) -> None:
+        """Let every page of all stages be there, so that no later call has to wait for one."""
+        for stages in self.stages:
+            for stage in stages:
+                stage[::_PAGE_BYTES].max()
 
     def publish(self, index: int, value: int) -> None:
         """Store a word of this rank's, after everything that was stored before."""

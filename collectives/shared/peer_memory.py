@@ -12,7 +12,7 @@ import os
 import platform
 import secrets
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 class _Span(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
+
+_char_at: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+_address_of_char = ctypes.addressof
 
 _Copy = Callable[..., int]
 
@@ -118,8 +121,10 @@ def _all(steps: Steps, yes: bool) -> bool:
 
 def address_of(array: Array) -> int:
     """Where a contiguous array lies."""
-    if array.flags.writeable and array.nbytes:
+    try:
         # A third of the time that NumPy's own interface takes.
-        return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, array.view(np.uint8))))
-    address: int = array.__array_interface__["data"][0]
-    return address
+        return _address_of_char(_char_at(array))
+    except (BufferError, TypeError, ValueError):
+        # It can't be written, is empty, or holds what the buffer protocol doesn't know.
+        address: int = array.__array_interface__["data"][0]
+        return address

@@ -69,6 +69,7 @@ class Route:
         key = nbytes.bit_length(), in_place
         entry = self._entries.get(key)
         if entry is None:
+            self._places.prepare()
             entry = self._entries[key] = Entry(self.ways_for(nbytes))
         return entry
 

@@ -224,12 +224,12 @@ def test_one_call_that_was_held_up_changes_nothing():
 
 def test_an_entry_learns_the_longest_time_of_any_rank():
     learnt, entry = Experience(), Entry(["a"])
-    learnt.learn([1, 2])
+    learnt.learn([[1], [2]])
     for times in ([5000, 7000], [6000, 3000]):
         assert learnt.choose(entry) == "a"
-        learnt.learn(times)
+        learnt.learn([[0, nanoseconds] for nanoseconds in times])
         # Not told twice, where a call of another kind came in between.
-        learnt.learn([1, 1])
+        learnt.learn([[1], [1]])
     assert entry.seconds == {"a": 6e-6}
 
 
