@@ -204,8 +204,9 @@ class Engine:
             went = self.quiet.run(paths[algorithm], source, target, lengths or (), root)
             self.path = went or algorithm
         elif algorithm in FORCED:
-            what = target.dtype if op is None else f"{op.value} of {target.dtype}"
-            raise ValueError(f"algorithm={algorithm!r}: there is no such {collective} for {what}")
+            kind = "" if op is None else f" for {op.value} of {target.dtype}"
+            text = f"there is no such {collective}{kind} here; there is {', '.join(paths)}"
+            raise ValueError(f"algorithm={algorithm!r}: {text}")
         else:
             self._run_schedule(collective, algorithm, source, target, lengths, op, root)
 
@@ -258,11 +259,10 @@ class Engine:
         return chosen
 
     def price(self, collective: str, nbytes: int, paths: dict[str, Path]) -> Choice:
-        """What those paths and the schedules are expected to take, and the best of them."""
+        """What those paths and the schedules are expected to take, and the best."""
         # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
         bucket = 0 if collective == "all_to_all" else bucket_of(nbytes)
-        short = bucket <= LARGEST_NATIVE
-        there = tuple(name for name in PRICED if name in paths and (short or name != NATIVE))
+        there = tuple(n for n in PRICED if n in paths and (n != NATIVE or bucket <= LARGEST_NATIVE))
         return choose(collective, bucket, self.layout, there, self.figures)
 
     def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:

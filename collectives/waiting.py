@@ -39,8 +39,13 @@ class Waited:
 
     what: object = "nothing"
     """Told by its text."""
-    sequence: int = 0
+    sequence: int | None = 0
+    """None of a message between two ranks."""
     line: str | None = None
+
+    def __str__(self) -> str:
+        """The call and its number."""
+        return str(self.what) if self.sequence is None else f"{self.what}, call {self.sequence}"
 
 
 class Patience:
@@ -119,7 +124,7 @@ class Patience:
         ranks = ", ".join(f"rank {rank}{note}" for rank, note in sorted(absent.items()))
         call = self.call
         line = call.line or calling_line()
-        return f"{call.what}, call {call.sequence}, {waited} {ranks or 'other ranks'} ({line})"
+        return f"{call}, {waited} {ranks or 'other ranks'} ({line})"
 
 
 def calling_line(frame: FrameType | None = None) -> str:

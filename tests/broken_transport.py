@@ -22,8 +22,8 @@ def break_messages():
     from collectives.transports.mpi import MpiTransport
 
     MpiTransport.exchange = lambda transport, sends, receives: None
-    MpiTransport.send = lambda transport, buffer, peer, tag: None
-    MpiTransport.receive = lambda transport, buffer, peer, tag: len(buffer)
+    MpiTransport.send = lambda transport, buffer, peer, tag, kind: None
+    MpiTransport.receive = lambda transport, buffer, peer, tag: (len(buffer), 0)
     MpiTransport.native = lambda transport, collective, op, dtype: None
 
 

@@ -9,16 +9,23 @@ import numpy as np
 
 from collectives.arrays import flat, given_output, to_numpy
 from collectives.engine import Engine
-from collectives.errors import ShapeMismatchError
+from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.operations.arguments import check_index
+from collectives.signature import dtype_name, fingerprint
 from collectives.transports.base import LARGEST_TAG
 
 
 def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
     """The array's elements, to one rank."""
     tag = check_index("tag", tag, LARGEST_TAG + 1)
-    content = flat(to_numpy(array)).view(np.uint8).data
-    return lambda engine: engine.transport.send(content, peer, tag)
+    given = to_numpy(array)
+    content = flat(given).view(np.uint8).data
+
+    def perform(engine: Engine) -> None:
+        _begin(engine, f"send(to rank {peer}, tag={tag})")
+        engine.transport.send(content, peer, tag, _kind(given.dtype))
+
+    return perform
 
 
 def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
@@ -29,7 +36,12 @@ def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
     content = output.buffer.view(np.uint8).data
 
     def perform(engine: Engine) -> Any:
-        nbytes = engine.transport.receive(content, peer, tag)
+        call = f"recv(from rank {peer}, tag={tag})"
+        _begin(engine, call)
+        nbytes, kind = engine.transport.receive(content, peer, tag)
+        if kind != _kind(view.dtype):
+            held = dtype_name(view.dtype)
+            raise DtypeMismatchError(f"{call}: it sent another dtype than out holds, {held}", ())
         if nbytes != len(content):
             raise ShapeMismatchError(
                 f"rank {peer} sent {nbytes} bytes with tag {tag}: out holds {len(content)}"
@@ -37,3 +49,13 @@ def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
         return output.deliver()
 
     return perform
+
+
+def _kind(dtype: np.dtype[Any]) -> int:
+    return fingerprint((dtype_name(dtype),))
+
+
+def _begin(engine: Engine, call: str) -> None:
+    """Let a wait that ends in an error name this call."""
+    waited = engine.patience.call
+    waited.what, waited.sequence, waited.line = call, None, None

@@ -23,6 +23,8 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
     if kind.hasobject or not kind.itemsize:
         raise TypeError(f"dtype={kind}: a registered array holds fixed-size numbers")
     nbytes = math.prod(dimensions) * kind.itemsize
+    # Where there is never so much memory, here is where that is said: before the ranks meet.
+    np.empty(dimensions, kind)
 
     def perform(engine: Engine) -> Array:
         block = None

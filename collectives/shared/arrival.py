@@ -169,9 +169,7 @@ class Arrival:
         if dead:
             call = self._patience.call
             verb = "has" if len(dead) == 1 else "have"
-            error = RankFailedError(
-                f"{', '.join(dead)} {verb} died; {call.what}, call {call.sequence}, waited for it"
-            )
+            error = RankFailedError(f"{', '.join(dead)} {verb} died; {call}, waited for it")
             self._patience.before_raise(error)
             raise error
 

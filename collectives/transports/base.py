@@ -69,12 +69,15 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, buffer: Bytes, peer: int, tag: int) -> None:
-        """Send one message outside all exchanges; return when the buffer may be changed."""
+    def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
+        """Send one message outside all exchanges; return when the buffer may be changed.
+
+        `kind`, below 2^63, goes with it.
+        """
 
     @abstractmethod
-    def receive(self, buffer: Bytes, peer: int, tag: int) -> int:
-        """Receive one message; return its length in bytes, and lose what exceeds the buffer."""
+    def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
+        """Receive one message, and lose what exceeds the buffer; its length in bytes, and kind."""
 
     @abstractmethod
     def node_leader(self) -> int:

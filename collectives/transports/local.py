@@ -87,16 +87,16 @@ class LocalTransport(Transport):
         for peer, buffer in receives:
             buffer[:] = self._get(peer, _EXCHANGE_TAG)
 
-    def send(self, buffer: Bytes, peer: int, tag: int) -> None:
+    def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
         """Put a copy into the queue."""
-        self._put(bytes(buffer), peer, tag)
+        self._put((bytes(buffer), kind), peer, tag)
 
-    def receive(self, buffer: Bytes, peer: int, tag: int) -> int:
+    def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
         """Wait for the queue."""
-        content = self._get(peer, tag)
+        content, kind = self._get(peer, tag)
         kept = min(len(content), len(buffer))
         buffer[:kept] = content[:kept]
-        return len(content)
+        return len(content), kind
 
     def node_leader(self) -> int:
         """All threads share one memory."""

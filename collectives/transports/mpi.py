@@ -87,23 +87,23 @@ class MpiTransport(Transport):
             self._abandoned.append(requests)
             raise
 
-    def send(self, buffer: Bytes, peer: int, tag: int) -> None:
+    def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
         """Its length goes ahead, since a receiver can't learn it from a message in parts."""
-        parts = [np.array([len(buffer)], np.int64).data.cast("B"), *_parts(buffer)]
+        parts = [np.array([len(buffer), kind], np.int64).data.cast("B"), *_parts(buffer)]
         requests = [self.comm.Isend(part, peer, _FIRST_USER_TAG + tag) for part in parts]
         self._wait(requests, [peer])
 
-    def receive(self, buffer: Bytes, peer: int, tag: int) -> int:
+    def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
         """Learn the length, then receive all of it, into memory of our own where it is too long."""
-        length = np.empty(1, np.int64)
-        self._wait([self.comm.Irecv(length.data.cast("B"), peer, _FIRST_USER_TAG + tag)], [peer])
-        nbytes = int(length[0])
+        head = np.empty(2, np.int64)
+        self._wait([self.comm.Irecv(head.data.cast("B"), peer, _FIRST_USER_TAG + tag)], [peer])
+        nbytes, kind = head.tolist()
         whole = buffer[:nbytes] if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
         parts = _parts(whole)
         self._wait([self.comm.Irecv(part, peer, _FIRST_USER_TAG + tag) for part in parts], [peer])
         if whole is not buffer and nbytes > len(buffer):
             buffer[:] = whole[: len(buffer)]
-        return nbytes
+        return nbytes, kind
 
     def open_words(self) -> Words:
         """A message to everybody for each."""

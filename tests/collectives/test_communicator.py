@@ -238,6 +238,37 @@ def test_broadcast_fills_any_layout(comm):
     np.testing.assert_array_equal(array, value(comm.size - 1, (4, 6)))
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_message_of_another_dtype_is_told_to_its_receiver(comm):
+    if comm.rank == 0:
+        comm.send(np.ones(4), 1, tag=5)
+        comm.send(np.ones(4), 1, tag=5)
+    elif comm.rank == 1:
+        with pytest.raises(collectives.DtypeMismatchError, match="out holds, int64"):
+            comm.recv(np.zeros(4, np.int64), 0, tag=5)
+        assert (comm.recv(np.zeros(4), 0, tag=5) == 1).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_message_that_does_not_come_is_named(comm):
+    from mpi4py import MPI
+
+    with collectives.Communicator(MPI.COMM_WORLD, deadline=0.3) as other:
+        if comm.rank == 0:
+            with pytest.raises(
+                collectives.DeadlineExceededError, match=r"^recv\(from rank 1, tag=3\), waited"
+            ):
+                other.recv(np.zeros(4), 1, tag=3)
+        comm.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_is_never_there_leaves_the_communicator_as_it_is(comm):
+    with pytest.raises(MemoryError):
+        comm.zeros(10**14)
+    assert comm.all_reduce(np.ones(3))[0] == 2
+
+
 def test_send_and_recv_round_the_ring(comm):
     if comm.size == 1:
         with pytest.raises(ValueError, match="peer=0: must be another rank"):
