@@ -424,7 +424,8 @@ def test_the_choice_is_visible(comm):
     if comm.size == 1:
         assert text == "a copy runs"
     else:
-        assert "staged" in text
+        # Ranks that share cores take the memory's ways by expectation.
+        assert "staged" in text or "shared" in text
         assert "native" in comm.explain("all_gather", 1 << 27)
         assert "ring" in comm.explain("reduce_scatter", 4096)
     assert comm.empty((2, 3)).dtype == np.float32
