@@ -86,11 +86,11 @@ class Patience:
         """Leave the core, and Python's lock, to a thread that computes."""
         self.spins, self._yield_seconds = 0, _PATIENT_YIELD_SECONDS
 
-    def until(self, ready: Callable[[], bool], absent: Absent) -> None:
+    def until(self, ready: Callable[[], bool], absent: Absent, grace: float = 0.0) -> None:
         """Return when `ready()`.
 
-        Raises DeadlineExceededError, which names the ranks in `absent()`, once the deadline is
-        over; warns after a tenth of it.
+        Raises DeadlineExceededError, which names the ranks in `absent()`, once the deadline, and so
+        many seconds of grace, are over; warns after a tenth of the deadline.
         """
         start = time.monotonic()
         warned, next_check = False, _CHECK_SECONDS
@@ -110,7 +110,7 @@ class Patience:
             if not warned and waited >= self.deadline / 10:
                 warned = True
                 log.warning("%s", self._text(f"has waited {waited:.3g} s for", absent()))
-            if waited >= self.deadline and not ready():
+            if waited >= self.deadline + grace and not ready():
                 raise self.exceeded(absent())
 
     def exceeded(self, absent: dict[int, str]) -> DeadlineExceededError:

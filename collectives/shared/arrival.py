@@ -43,6 +43,7 @@ ALIKE, DIFFERENT = 1, 2
 
 _MEMBARRIER_NUMBERS = {"x86_64": 324, "aarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356}
 _MEMBARRIER_GLOBAL = 1
+_GRACE_SECONDS = 2.0
 # As many as a word has bits.
 _NODES_NOTED = 64
 
@@ -227,9 +228,12 @@ class Arrival:
         return int(leader[index]) >> SEQUENCE_BITS
 
     def _await_bound(self, ready: Callable[[], bool], absent: Callable[[], dict[int, str]]) -> None:
-        """Wait on, since somebody counts on this rank, for another deadline at most."""
+        """Wait on, since somebody counts on this rank, and goes on or gives up very soon.
+
+        Where it does neither for another deadline and a little more, it may do so at any time.
+        """
         try:
-            self._patience.until(ready, absent)
+            self._patience.until(ready, absent, _GRACE_SECONDS)
         except DeadlineExceededError as error:
             error.counted_on = not self._patience.limited
             raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.reduction import Array, ReduceOp, fold_function, fold_in_order
 from collectives.shared.arena import Arena
-from collectives.shared.places import Places
+from collectives.shared.places import NOWHERE, Places
 from collectives.shared.staged import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shared.steps import Steps
 
@@ -45,6 +45,8 @@ class Direct:
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
         self._scratch = np.empty(self._block, dtype)
         self._folds: dict[tuple[Any, ...], list[_Block]] = {}
+        # Of the last call, whose places are the same object where the next one's are the same.
+        self._last: tuple[Places, int, list[_Block]] = NOWHERE, 0, []
 
     def find(self, collective: str) -> Attempt | None:
         """The collective of that name, if there is a direct way."""
@@ -73,16 +75,23 @@ class Direct:
 
     def _fold_slice(self, places: Places, length: int) -> None:
         """2 bytes touched for each byte of the vector."""
+        last, count, blocks = self._last
+        if last is not places or count != length:
+            blocks = self._find_blocks(places, length)
+            self._last = places, length, blocks
+        for pieces, folded, stores in blocks:
+            fold_in_order(self._fold, pieces, folded, self._scratch)
+            for store in stores:
+                store[...] = folded
+
+    def _find_blocks(self, places: Places, length: int) -> list[_Block]:
         key = (*places.sources, *places.targets, length)
         blocks = self._folds.get(key)
         if blocks is None:
             if len(self._folds) >= _FOLDS_KEPT:
                 self._folds.clear()
             blocks = self._folds[key] = self._make_blocks(places, length)
-        for pieces, folded, stores in blocks:
-            fold_in_order(self._fold, pieces, folded, self._scratch)
-            for store in stores:
-                store[...] = folded
+        return blocks
 
     def _make_blocks(self, places: Places, length: int) -> list[_Block]:
         """This rank's slice, cut into blocks of everybody's inputs and outputs."""
