@@ -232,7 +232,9 @@ def test_asynchronous_calls_go_by_the_same_figures(comm, made, monkeypatch):
     """From the first one after tune on: those before it may be still under way."""
     tuned = made()
     kinds = ("native", "shared", "native")
-    ways = {"native": "native", "shared": "staged"}
+    # Where Open MPI was loaded before us, asynchronous calls have no memory in common.
+    unshared = "Open MPI" in comm._engine.transport.library
+    ways = {"native": {"native"}, "shared": {"staged", "native"} if unshared else {"staged"}}
     handles = []
     for kind in kinds:
         monkeypatch.setattr(tuning, "figures_for", lambda *_, kind=kind: preferring(kind))
@@ -245,7 +247,9 @@ def test_asynchronous_calls_go_by_the_same_figures(comm, made, monkeypatch):
     last.wait()
     entries = tuned._progress.entries() or tuned._engine.recorder.entries()
     ran = [entry[2] for entry in entries if entry[1].nbytes == 1 << 13]
-    assert ran == [ways[kind] for kind in kinds for _ in range(2)]
+    assert len(ran) == 2 * len(kinds)
+    for way, kind in zip(ran, [kind for kind in kinds for _ in range(2)], strict=True):
+        assert way in ways[kind]
 
 
 @pytest.mark.mpi
