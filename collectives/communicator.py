@@ -16,7 +16,7 @@ from collectives.group import Group
 from collectives.handles import Handle
 from collectives.operations import messages, movements, nodes, objects, reductions, registered
 from collectives.operations.all_to_all import all_to_all
-from collectives.operations.arguments import check_index, check_key, check_peer
+from collectives.operations.arguments import check_index, check_peer
 from collectives.quick import PASS
 from collectives.reduction import ReduceOp
 from collectives.spec import spec_of
@@ -262,7 +262,7 @@ class Communicator(Group):
         """
         if color is not None:
             color = check_index("color", color, 1 << 31)
-        key = check_key(key)
+        key = check_index("key", key, 1 << 31, least=-(1 << 31))
         part = self._run(nodes.split(color, key))
         if part is None:
             return None

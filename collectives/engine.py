@@ -32,7 +32,6 @@ from collectives.watchdog import Watchdog
 _CHOICES_KEPT = 1024
 _WORK_BYTES_KEPT = 1 << 26
 
-
 UNFINISHED = (DeadlineExceededError, RankFailedError, KeyboardInterrupt, MemoryError)
 """What may end a call on one rank alone, wherever it is."""
 
@@ -48,18 +47,16 @@ class Engine:
         self.patience = transport.patience = patience
         if transport.one_process:
             patience.sleep_early()
-        self.rank, self.size, self.recorder = (
-            transport.rank,
-            transport.size,
-            Recorder(transport.rank),
-        )
+        self.rank, self.size = transport.rank, transport.size
+        self.recorder = Recorder(self.rank)
         self.agreement: Agreement | None = None
         self.node: Node | None = None
         self.layout = Layout((1,) * self.size)
         self.figures, self.figures_name = Figures(), "built-in figures"
         self.path = ""
         self.broken: BaseException | None = None
-        self.forked, self.lock = False, threading.RLock()
+        self.forked = False
+        self.lock = threading.RLock()
         self.watchdog = Watchdog(self.patience, self._end_job)
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")

@@ -12,7 +12,7 @@ from collectives.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COP
 from collectives.reduction import Array, ReduceOp
 from collectives.schedule import split_lengths
 from collectives.shared.arena import Arena
-from collectives.shared.direct import Direct
+from collectives.shared.direct import Attempt, Direct
 from collectives.shared.packed import Packed
 from collectives.shared.peer_memory import open_peer_memory
 from collectives.shared.places import PlaceExchange, Way
@@ -79,16 +79,16 @@ class Node:
         `native` is the transport's own, which the quickest way may be.
         """
         if self._slices is None:
-            ways = self._ways(collective, op, dtype)
+            ways, attempt = self._ways(collective, op, dtype), self._attempt(collective, op, dtype)
             alone = {
                 name: Route(self.places, None, {name: way}, least_bytes=0, forced=True)
                 for name, way in ways.items()
             }
-            shared = {SHARED: self._route(collective, op, dtype, ways)}
+            shared = {SHARED: self._route(collective, attempt, ways)}
             # It folds in another order, and the bits must not depend on which way was quicker.
             if native is not None and (op is None or self.steps.size == 2):
                 ways[NATIVE] = _without_places(native)
-            return {**alone, **shared, QUICKEST: self._route(collective, op, dtype, ways)}
+            return {**alone, **shared, QUICKEST: self._route(collective, attempt, ways)}
         if collective == "all_reduce" and op is not None:
             first = self.shared("reduce_scatter", op, dtype)
             last = self.shared("all_gather", op, dtype)
@@ -97,12 +97,16 @@ class Node:
 
     def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Route:
         """Of this node's ranks alone."""
-        return self._route(collective, op, dtype, self._ways(collective, op, dtype))
+        attempt = self._attempt(collective, op, dtype)
+        return self._route(collective, attempt, self._ways(collective, op, dtype))
 
-    def _route(
-        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any], ways: dict[str, Way]
-    ) -> Route:
-        attempt = Direct(self.steps, self.arena, op, dtype).find(collective)
+    def _attempt(
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> Attempt | None:
+        """That of registered arrays."""
+        return Direct(self.steps, self.arena, op, dtype).find(collective)
+
+    def _route(self, collective: str, attempt: Attempt | None, ways: dict[str, Way]) -> Route:
         # The ranks of an all_to_all may hold different amounts.
         least = 0 if collective == "all_to_all" else LEAST_BYTES
         return Route(self.places, attempt, ways, least_bytes=least)

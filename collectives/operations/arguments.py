@@ -14,27 +14,16 @@ from collectives.reduction import Array
 from collectives.schedule import split_lengths
 
 
-def check_index(name: str, value: Any, limit: int) -> int:
-    """An integer from 0 to limit − 1; TypeError or ValueError otherwise."""
+def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
+    """An integer from `least` to limit − 1; TypeError or ValueError otherwise."""
+    problem = f"{name}={value!r}: must be an integer from {least} to {limit - 1}"
     try:
         index = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r}: must be an integer from 0 to {limit - 1}") from None
-    if not 0 <= index < limit:
-        raise ValueError(f"{name}={value!r}: must be an integer from 0 to {limit - 1}")
+        raise TypeError(problem) from None
+    if not least <= index < limit:
+        raise ValueError(problem)
     return index
-
-
-def check_key(key: Any) -> int:
-    """An integer of either sign that MPI can hold."""
-    limit = 1 << 31
-    try:
-        number = operator.index(key)
-    except TypeError:
-        raise TypeError(f"key={key!r}: must be an integer") from None
-    if not -limit <= number < limit:
-        raise ValueError(f"key={key!r}: must be an integer from {-limit} to {limit - 1}")
-    return number
 
 
 def check_peer(peer: Any, rank: int, size: int) -> int:

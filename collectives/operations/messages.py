@@ -41,7 +41,7 @@ def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
         nbytes, kind = engine.transport.receive(content, peer, tag)
         if kind != _kind(view.dtype):
             held = dtype_name(view.dtype)
-            raise DtypeMismatchError(f"{call}: it sent another dtype than out holds, {held}", ())
+            raise DtypeMismatchError(f"{call}: it sent another dtype than out holds, {held}")
         if nbytes != len(content):
             raise ShapeMismatchError(
                 f"rank {peer} sent {nbytes} bytes with tag {tag}: out holds {len(content)}"

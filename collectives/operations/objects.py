@@ -58,9 +58,9 @@ def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
     """What `make` returns on every rank; where it raises on any, its exception on all of them."""
     outcomes = gather_pickles(engine, _outcome(make))
     for rank, (_, error) in enumerate(outcomes):
-        if error is not None and engine.size > 1:
-            error.args = (f"rank {rank}: {error}",)
         if error is not None:
+            if engine.size > 1:
+                error.args = (f"rank {rank}: {error}",)
             raise error
     return [result for result, _ in outcomes]
 

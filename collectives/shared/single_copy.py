@@ -90,12 +90,9 @@ class SingleCopy:
         """Fold everybody's elements from `start` on, as many as go into `folded`."""
         for block in blocks_of(start + len(folded), self._block, start):
             place = folded[block.start - start : block.stop - start]
-            self._fold_block(places, given, block, place)
-
-    def _fold_block(self, places: Places, given: Array, block: slice, folded: Array) -> None:
-        pieces = self._read_pieces(places, given, block)
-        # The own scratch array is free: what the rank gives isn't read into it.
-        fold_in_order(self._fold, pieces, folded, self._scratch[self._rank])
+            pieces = self._read_pieces(places, given, block)
+            # The own scratch array is free: what the rank gives isn't read into it.
+            fold_in_order(self._fold, pieces, place, self._scratch[self._rank])
 
     def _span(self, first: int, last: int) -> tuple[int, int]:
         """Where elements lie in their array, and how many bytes they are."""
