@@ -24,8 +24,7 @@ import numpy as np
 from train_digits import Batches, Model, cross_entropy, load_data
 
 import strategies
-from strategies.coordinator import ClusterCoordinator
-from strategies.parameter_server import ParameterServerStrategy
+from strategies import ClusterCoordinator, ParameterServerStrategy
 
 HOW = (
     "A coordinator needs several processes under one mpirun, each with a TF_CONFIG that names its"

@@ -18,8 +18,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import strategies
-from strategies import ReduceOp, Variable, compute_average_loss
-from strategies.local_sgd import LocalSGDStrategy
+from strategies import LocalSGDStrategy, ReduceOp, Variable, compute_average_loss
 
 BATCH = 32
 CLASSES = 10

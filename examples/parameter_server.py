@@ -21,7 +21,7 @@ import numpy as np
 from train_digits import Batches, Model, cross_entropy, load_data
 
 import strategies
-from strategies.parameter_server import MinSizePartitioner, ParameterServerStrategy
+from strategies import MinSizePartitioner, ParameterServerStrategy
 
 HOW = (
     "A parameter server needs several processes under one mpirun, each with a TF_CONFIG that names"

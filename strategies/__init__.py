@@ -9,7 +9,6 @@ from strategies import (
     metrics,
     optimizers,
 )
-from strategies.aggregation import VariableAggregation, VariableSynchronization
 from strategies.central_storage import CentralStorageStrategy
 from strategies.checkpoint import (
     Checkpoint,
@@ -18,8 +17,8 @@ from strategies.checkpoint import (
     Saveable,
     latest_checkpoint,
 )
-from strategies.cluster import ClusterSpec
-from strategies.communication import (
+from strategies.cluster.spec import ClusterSpec
+from strategies.communication.options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,
@@ -40,12 +39,12 @@ from strategies.cross_device_ops import (
     ReductionToOneDevice,
     RingAllReduce,
 )
-from strategies.data_worker import DatasetWorker
+from strategies.dataset_rank.data_worker import DatasetWorker
 from strategies.default import DefaultStrategy
-from strategies.end_marker import training_ends
-from strategies.evaluation import Evaluation, evaluate_checkpoints
+from strategies.evaluation.end_marker import training_ends
+from strategies.evaluation.evaluate import Evaluation, evaluate_checkpoints
+from strategies.evaluation.side_by_side import TrainedAndEvaluated, train_and_evaluate
 from strategies.extended import StrategyExtended
-from strategies.indexed_slices import IndexedSlices, embedding_lookup
 from strategies.input import (
     AutoShardPolicy,
     DatasetError,
@@ -57,7 +56,7 @@ from strategies.input import (
     TensorSpec,
     ValueContext,
 )
-from strategies.local_sgd import LocalSGDStrategy
+from strategies.local_sgd.strategy import LocalSGDStrategy
 from strategies.losses import compute_average_loss, scale_regularization_loss
 from strategies.mirrored import MirroredStrategy
 from strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -73,11 +72,12 @@ from strategies.parameter_server import (
 )
 from strategies.reduce_op import ReduceOp
 from strategies.run_options import RunOptions
-from strategies.side_by_side import TrainedAndEvaluated, train_and_evaluate
 from strategies.strategy import Strategy
 from strategies.tpu import TPUStrategy
 from strategies.values import DistributedValues, Mirrored, PerReplica
-from strategies.variable import Variable
+from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
+from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup
+from strategies.variables.variable import Variable
 
 __all__ = [
     "AutoShardPolicy",

@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from strategies.cluster.membership import join_cluster
+from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.devices import parse_devices
-from strategies.indexed_slices import Gradient
-from strategies.membership import join_cluster
 from strategies.portable_error import portable
-from strategies.storage import Change, Storage, assign
 from strategies.strategy import Strategy
-from strategies.tf_config import validate_for_collective_training
+from strategies.variables.indexed_slices import Gradient
+from strategies.variables.storage import Change, Storage, assign
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
-    from strategies.variable import Variable
+    from strategies.variables.variable import Variable
 
 Array = NDArray[Any]
 

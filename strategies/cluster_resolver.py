@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from strategies.cluster import ClusterSpec, Task, read_index
-from strategies.ranks import ordered_tasks, worker_cluster
-from strategies.slurm import expand_counts, expand_hosts, place_tasks
-from strategies.tf_config import TFConfig, parse_tf_config
+from strategies.cluster.ranks import ordered_tasks, worker_cluster
+from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
+from strategies.cluster.spec import ClusterSpec, Task, read_index
+from strategies.cluster.tf_config import TFConfig, parse_tf_config
 
 
 class Communicator(Protocol):

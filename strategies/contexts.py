@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strategies import nest, values
-from strategies.indexed_slices import IndexedSlices
 from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.variables.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
-    from strategies.communication import CommunicationOptions
+    from strategies.communication.options import CommunicationOptions
     from strategies.strategy import Strategy
 
 

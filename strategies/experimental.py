@@ -7,7 +7,7 @@ from typing import Any
 
 from collectives import Communicator
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication import (
+from strategies.communication.options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,

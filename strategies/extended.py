@@ -18,7 +18,7 @@ from strategies.cross_replica import reduce_nest
 from strategies.reduce_op import ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
-    from strategies.communication import CommunicationOptions
+    from strategies.communication.options import CommunicationOptions
     from strategies.strategy import Strategy
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.losses import broadcast_weights
-from strategies.variable import Variable, VariableAggregation, VariableSynchronization
+from strategies.variables.variable import Variable, VariableAggregation, VariableSynchronization
 
 Array = NDArray[Any]
 

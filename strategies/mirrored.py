@@ -7,7 +7,7 @@ from typing import Any
 
 import collectives
 from collectives import BackendUnavailableError, Communicator
-from strategies.cross_device_base import CrossDeviceOps
+from strategies.cross_device_ops.base import CrossDeviceOps
 from strategies.devices import nccl_problem, parse_devices
 from strategies.strategy import Strategy
 

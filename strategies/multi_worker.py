@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collectives
 from collectives import Communicator
+from strategies.cluster.membership import join_cluster
+from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication import CommunicationOptions
-from strategies.membership import join_cluster
-from strategies.optioned import agreed_options
+from strategies.communication.optioned import agreed_options
+from strategies.communication.options import CommunicationOptions
 from strategies.strategy import Strategy
-from strategies.tf_config import validate_for_collective_training
 
 
 class MultiWorkerMirroredStrategy(Strategy):

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from collectives import Communicator
 from strategies import contexts, values
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication import CommunicationOptions
-from strategies.cross_device_base import CrossDeviceOps, reduce_by
+from strategies.communication.optioned import OptionedCollectives
+from strategies.communication.options import CommunicationOptions
+from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
 from strategies.cross_replica import agree, gather_nest, reduce_nest
 from strategies.extended import StrategyExtended
-from strategies.indexed_slices import Gradient, IndexedSlices, first_slices, reduce_slices
 from strategies.input import (
     ArraysDataset,
     InputContext,
@@ -32,14 +32,14 @@ from strategies.input import (
     make_numpy_dataset,
 )
 from strategies.older_names import OlderNames
-from strategies.optioned import OptionedCollectives
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.run_options import RunOptions
-from strategies.storage import LocalStorage, Storage
+from strategies.variables.indexed_slices import Gradient, IndexedSlices, first_slices, reduce_slices
+from strategies.variables.storage import LocalStorage, Storage
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
-    from strategies.variable import Variable
+    from strategies.variables.variable import Variable
 
 
 class Strategy(OlderNames):

@@ -68,6 +68,8 @@ def test_it_names_every_module():
         for path in (ROOT / package).glob("[!_]*.py"):
             if path.stem not in ("arrays", "errors", "backends", "topology", "reduce_op"):
                 assert f"`{path.stem}`" in README, path
+        for path in (ROOT / package).glob("*/__init__.py"):
+            assert f"`{path.parent.name}/`" in README, path
 
 
 NAMED_TEST = re.compile(r"`((?:examples/|collectives/)?test_\w+)(?:::(\w+))?`")

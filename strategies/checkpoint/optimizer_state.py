@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from strategies.checkpoint.states import SaveableState
 from strategies.optimizers import Optimizer
-from strategies.variable import Variable
+from strategies.variables.variable import Variable
 
 Array = NDArray[Any]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.variable import Variable
+from strategies.variables.variable import Variable
 
 Array = NDArray[Any]
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from collectives.errors import RankFailedError
+from strategies.cluster.membership import Membership
 from strategies.coordinator.letters import Box, End
-from strategies.membership import Membership
 
 if TYPE_CHECKING:
     from strategies.coordinator.coordinator import ClusterCoordinator

@@ -16,9 +16,9 @@ from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import VariableInfo
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
-from strategies.storage import LocalStorage
 from strategies.strategy import Strategy
-from strategies.variable import Variable
+from strategies.variables.storage import LocalStorage
+from strategies.variables.variable import Variable
 
 
 class StrategyName(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strategies.membership import Membership
+from strategies.cluster.membership import Membership
 
 
 @dataclass(frozen=True)

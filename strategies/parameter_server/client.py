@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from strategies.indexed_slices import Gradient, IndexedSlices
+from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import requests
 from strategies.parameter_server.correspondence import Correspondence
 from strategies.parameter_server.memory import MappedMemory, MappedShard
 from strategies.parameter_server.requests import ShardInfo, as_pickle
-from strategies.storage import Change
-from strategies.update_rules import UpdateRule
+from strategies.variables.indexed_slices import Gradient, IndexedSlices
+from strategies.variables.storage import Change
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from strategies.cluster import ClusterSpec, Jobs, Task
+from strategies.cluster.spec import ClusterSpec, Jobs, Task
 from strategies.parameter_server.partitioners import div_lengths
 
 PartitionFunction = Callable[..., Sequence[int]]

@@ -9,7 +9,7 @@ import numpy as np
 
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
 from strategies.parameter_server.storage import SplitStorage, WholeStorage
-from strategies.variable import Variable
+from strategies.variables.variable import Variable
 
 
 class ShardedVariable(Variable):

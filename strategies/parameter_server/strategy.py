@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, RankFailedError
 from collectives.transports.local import alone
+from strategies.cluster.membership import join_cluster
+from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
 from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.link import open_link
 from strategies.coordinator.scheduled import across_replicas
-from strategies.indexed_slices import Gradient
 from strategies.input import InputContext
-from strategies.membership import join_cluster
 from strategies.parameter_server.cast import Cast
 from strategies.parameter_server.departure import leave_at_exit, survive_deaths
 from strategies.parameter_server.placement import PartitionFunction
@@ -26,10 +26,10 @@ from strategies.parameter_server.storage import ServedStorage, SplitStorage
 from strategies.parameter_server.worker import Worker
 from strategies.reduce_op import ReduceOp
 from strategies.run_options import RunOptions
-from strategies.storage import Storage
 from strategies.strategy import Strategy
-from strategies.tf_config import TFConfig, validate_for_parameter_servers
-from strategies.variable import Variable
+from strategies.variables.indexed_slices import Gradient
+from strategies.variables.storage import Storage
+from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.mailbox import Mailbox
-from strategies.indexed_slices import Gradient
 from strategies.parameter_server.cast import Cast
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.correspondence import Correspondence
@@ -23,7 +22,8 @@ from strategies.parameter_server.placement import (
 from strategies.parameter_server.registry import Registry
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
 from strategies.portable_error import portable
-from strategies.storage import Storage
+from strategies.variables.indexed_slices import Gradient
+from strategies.variables.storage import Storage
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer

@@ -19,8 +19,8 @@ from strategies import (
     optimizers,
 )
 from strategies.central_storage import CentralStorageStrategy, SharedStorage
-from strategies.indexed_slices import IndexedSlices
-from strategies.update_rules import DescentRule
+from strategies.optimizers.update_rules import DescentRule
+from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, same_refusal
 
 MAPS = {

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from strategies.cluster import ClusterSpec, Task
-from strategies.tf_config import (
+from strategies.cluster.spec import ClusterSpec, Task
+from strategies.cluster.tf_config import (
     TFConfig,
     validate_cluster,
     validate_for_collective_training,

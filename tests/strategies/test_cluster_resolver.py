@@ -5,15 +5,15 @@ import socket
 
 import pytest
 
-from strategies.cluster import ClusterSpec, Task
+from strategies.cluster.ranks import assign_ranks
+from strategies.cluster.spec import ClusterSpec, Task
+from strategies.cluster.tf_config import TFConfig, parse_tf_config
 from strategies.cluster_resolver import (
     ClusterResolver,
     MPIClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from strategies.ranks import assign_ranks
-from strategies.tf_config import TFConfig, parse_tf_config
 
 TWO = {"worker": ["a:1", "b:1"]}
 

@@ -7,13 +7,13 @@ import pytest
 
 from collectives import DeadlineExceededError, OpMismatchError
 from strategies import MultiWorkerMirroredStrategy, get_replica_context
-from strategies.communication import (
+from strategies.communication.optioned import OptionedCollectives
+from strategies.communication.options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,
 )
 from strategies.cross_device_ops import RingAllReduce
-from strategies.optioned import OptionedCollectives
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
 
 AUTO, RING, NCCL = CommunicationImplementation
@@ -246,7 +246,7 @@ def test_a_call_that_asks_for_nccl_takes_the_ring_as_well(comm, caplog):
 @in_a_world
 def test_one_rank_without_nccl_is_enough(comm, monkeypatch):
     """The other ranks have it, so they believe."""
-    from strategies import optioned
+    from strategies.communication import optioned
 
     problem = None if comm.rank == 0 else "no GPU here"
     monkeypatch.setattr(optioned, "nccl_problem", lambda: problem)
@@ -258,7 +258,7 @@ def test_one_rank_without_nccl_is_enough(comm, monkeypatch):
 def test_where_all_have_nccl_collectives_choose(monkeypatch):
     from collectives import Communicator
     from collectives.transports.local import alone
-    from strategies import optioned
+    from strategies.communication import optioned
     from strategies.reduce_op import ReduceOp
 
     monkeypatch.setattr(optioned, "nccl_problem", lambda: None)

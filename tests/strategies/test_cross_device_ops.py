@@ -14,7 +14,6 @@ from strategies import (
     Strategy,
     Variable,
     VariableAggregation,
-    cross_device_ops,
     get_replica_context,
     optimizers,
 )
@@ -24,6 +23,7 @@ from strategies.cross_device_ops import (
     ReductionToOneDevice,
     RingAllReduce,
 )
+from strategies.cross_device_ops import ops as ways
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
@@ -279,7 +279,7 @@ def test_nccl_says_what_is_missing(comm):
 
 def test_nccls_own_collective_is_called(comm, monkeypatch):
     """Where it is there; the transport's own collective here is MPI's."""
-    monkeypatch.setattr(cross_device_ops, "nccl_problem", lambda: None)
+    monkeypatch.setattr(ways, "nccl_problem", lambda: None)
     calls = calls_of(comm, NcclAllReduce(2), np.ones(6, np.float32))
     assert calls == [Call("all_reduce", comm.size, "native", 3)] * 2
 

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from collectives import MismatchError
-from strategies import Variable, get_replica_context, optimizers
+from strategies import LocalSGDStrategy, Variable, get_replica_context, optimizers
 from strategies.central_storage import CentralStorageStrategy
-from strategies.indexed_slices import IndexedSlices
-from strategies.local_sgd import LocalSGDStrategy
 from strategies.mirrored import MirroredStrategy
 from strategies.multi_worker import MultiWorkerMirroredStrategy
+from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 import strategies
-from strategies import ClusterSpec, MultiWorkerMirroredStrategy, Variable, evaluation, optimizers
+from strategies import ClusterSpec, MultiWorkerMirroredStrategy, Variable, optimizers
 from strategies.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from strategies.cluster_resolver import SimpleClusterResolver
-from strategies.end_marker import END_MARKER, EndOfTraining, training_ends
-from strategies.evaluation import evaluate_checkpoints
+from strategies.evaluation import evaluate as evaluation
+from strategies.evaluation.end_marker import END_MARKER, EndOfTraining, training_ends
+from strategies.evaluation.evaluate import evaluate_checkpoints
+from strategies.evaluation.side_by_side import train_and_evaluate
 from strategies.parameter_server.strategy import ParameterServerStrategy
-from strategies.side_by_side import train_and_evaluate
 from tests.strategies.support import refusal, same_refusal, tf_config
 
 

@@ -13,18 +13,18 @@ from collectives.transports import local
 from strategies import (
     AutoShardPolicy,
     InputOptions,
+    LocalSGDStrategy,
     MultiWorkerMirroredStrategy,
     ReduceOp,
     Variable,
     VariableAggregation,
     VariableSynchronization,
-    averaging,
     compute_average_loss,
     get_replica_context,
     optimizers,
 )
-from strategies.indexed_slices import IndexedSlices
-from strategies.local_sgd import LocalSGDStrategy
+from strategies.local_sgd import averaging
+from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, refusal, same_refusal
 
 SHAPES = [(3, 2), (), (4,)]

@@ -5,7 +5,7 @@ import pytest
 
 import strategies
 from strategies import InputContext, MultiWorkerMirroredStrategy, experimental, get_strategy
-from strategies.communication import CommunicationImplementation, CommunicationOptions
+from strategies.communication.options import CommunicationImplementation, CommunicationOptions
 from strategies.run_options import RunOptions
 from strategies.values import PerReplica
 from tests.strategies.support import Call, lone_strategy, recorded, refusal

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from strategies import Variable, VariableAggregation, get_replica_context, optimizers
-from strategies.communication import CommunicationOptions
+from strategies.communication.options import CommunicationOptions
 from strategies.cross_device_ops import CrossDeviceOps, RingAllReduce
 from strategies.reduce_op import ReduceOp
 from strategies.values import PerReplica

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import ClusterSpec
-from strategies.cluster import Task
+from strategies.cluster.spec import Task
 from strategies.parameter_server import (
     FixedShardsPartitioner,
     MaxSizePartitioner,

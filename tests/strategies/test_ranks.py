@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.cluster import ClusterSpec, Task
-from strategies.ranks import (
+from strategies.cluster.ranks import (
     RankReport,
     assign_ranks,
     global_id,
@@ -19,6 +18,7 @@ from strategies.ranks import (
     ordered_tasks,
     worker_cluster,
 )
+from strategies.cluster.spec import ClusterSpec, Task
 
 FULL = ClusterSpec(
     {
@@ -260,7 +260,7 @@ def test_processes_with_other_hash_seeds_say_the_same():
     other = ClusterSpec({"worker": ["a:1", "z:1"], "ps": ["p:1"]})
     reports = [worker(0), worker(1, other), (None, "x"), ("[", "y"), report(TWO, None, "z")]
     reports = [tuple(each) for each in [*reports, worker(1), worker(0, other)]]
-    code = f"from strategies.ranks import assign_ranks; assign_ranks({reports!r})"
+    code = f"from strategies.cluster.ranks import assign_ranks; assign_ranks({reports!r})"
     messages = {refusal(*reports)}
     for seed in ("1", "2", "3"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}

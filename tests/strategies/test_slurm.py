@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import ClusterSpec
+from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
 from strategies.cluster_resolver import SlurmClusterResolver
-from strategies.slurm import expand_counts, expand_hosts, place_tasks
 from tests.strategies.support import refusal
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.cluster import ClusterSpec, Task
-from strategies.tf_config import (
+from strategies.cluster.spec import ClusterSpec, Task
+from strategies.cluster.tf_config import (
     TFConfig,
     parse_tf_config,
     validate_for_collective_training,

@@ -14,11 +14,11 @@ from collectives import BackendUnavailableError, Communicator
 from collectives import ReduceOp as Reduction
 from collectives.operations.reductions import ReduceInput
 from collectives.reduction import finish
-from strategies.communication import CommunicationOptions
-from strategies.cross_device_base import CrossDeviceOps, Pairs
+from strategies.communication.options import CommunicationOptions
+from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
+from strategies.cross_device_ops.packing import Groups, by_dtype, one_by_one, reduce_packed
 from strategies.cross_replica import agree
 from strategies.devices import nccl_problem, parse_device
-from strategies.packing import Groups, by_dtype, one_by_one, reduce_packed
 from strategies.reduce_op import ReduceOp
 
 __all__ = [

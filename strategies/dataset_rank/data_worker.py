@@ -15,17 +15,17 @@ from typing import Any
 
 import collectives
 from collectives import Communicator
-from strategies.cluster import ClusterSpec
+from strategies.cluster.membership import Membership
+from strategies.cluster.spec import ClusterSpec
 from strategies.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from strategies.dealing import Dealer
-from strategies.dealt import DealtBatches
+from strategies.dataset_rank.dealing import Dealer
+from strategies.dataset_rank.dealt import DealtBatches
 from strategies.input import DistributedDataset, InputContext
 from strategies.input.sources import check_iterable, iterate
-from strategies.membership import Membership
 from strategies.strategy import Strategy
 
 MakeDataset = Callable[[InputContext], Iterable[Any]]

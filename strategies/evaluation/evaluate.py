@@ -17,7 +17,7 @@ from strategies.checkpoint import Checkpoint
 from strategies.checkpoint.directory import FoundCheckpoint, find_checkpoints
 from strategies.checkpoint.first_rank import done_by_first
 from strategies.contexts import get_strategy
-from strategies.end_marker import EndOfTraining
+from strategies.evaluation.end_marker import EndOfTraining
 from strategies.strategy import Strategy
 
 ModelFunction: TypeAlias = Callable[[Strategy], tuple[Checkpoint, Callable[[], Any]]]

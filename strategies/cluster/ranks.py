@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strategies.cluster import ClusterSpec, Task, shown
-from strategies.tf_config import TFConfig, parse_tf_config, validate_task
+from strategies.cluster.spec import ClusterSpec, Task, shown
+from strategies.cluster.tf_config import TFConfig, parse_tf_config, validate_task
 
 _ROLES = ("chief", "worker", "ps", "evaluator")
 _LONE_EVALUATOR = Task("evaluator", 0)

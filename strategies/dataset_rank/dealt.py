@@ -1,4 +1,4 @@
-"""A training rank's part in what `strategies.dealing` describes: it asks, and takes batches."""
+"""A training rank's part in what `dealing` describes: it asks, and takes batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collectives import (
     Message,
     RankFailedError,
 )
-from strategies.dealing import Ask, End, Failure, Leave
+from strategies.dataset_rank.dealing import Ask, End, Failure, Leave
 from strategies.input import DatasetError, messages
 
 _LOOK_SECONDS = 0.5

@@ -1,4 +1,4 @@
-"""Optimizers in NumPy that sum the gradients over the replicas before they update the variables."""
+"""The optimizers: sums of the gradients, slots, and what a checkpoint keeps of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from collectives import Fusion
 from strategies.contexts import get_replica_context
-from strategies.indexed_slices import Gradient, IndexedSlices
+from strategies.optimizers.update_rules import AdaptiveMomentsRule, DescentRule, UpdateRule
 from strategies.reduce_op import ReduceOp
-from strategies.scatter import scatter_sub
-from strategies.storage import Storage, assign
-from strategies.update_rules import AdaptiveMomentsRule, DescentRule, UpdateRule
-from strategies.variable import Variable
+from strategies.variables.indexed_slices import Gradient, IndexedSlices
+from strategies.variables.scatter import scatter_sub
+from strategies.variables.storage import Storage, assign
+from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
     from strategies.strategy import Strategy

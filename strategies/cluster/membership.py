@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import collectives
 from collectives import Communicator
+from strategies.cluster.ranks import RankPlace, assign_ranks
+from strategies.cluster.tf_config import TFConfig
 from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
-from strategies.ranks import RankPlace, assign_ranks
-from strategies.tf_config import TFConfig
 
 # Ranks of different groups train, evaluate, feed data or hold parameters apart from each other.
 _GROUPS = {"chief": 0, "worker": 0, "evaluator": 1, "data": 2, "ps": 3}

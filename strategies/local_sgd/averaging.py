@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.optimizers import Optimizer
-from strategies.storage import Change, LocalStorage
+from strategies.variables.storage import Change, LocalStorage
 
 Array = NDArray[Any]
 

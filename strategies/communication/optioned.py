@@ -10,10 +10,10 @@ from typing import Any
 
 from collectives import Communicator
 from collectives.operations.reductions import ReduceInput
-from strategies.communication import CommunicationImplementation, CommunicationOptions
+from strategies.communication.options import CommunicationImplementation, CommunicationOptions
+from strategies.cross_device_ops.packing import by_bytes, reduce_packed
 from strategies.cross_replica import agree
 from strategies.devices import nccl_problem
-from strategies.packing import by_bytes, reduce_packed
 from strategies.reduce_op import ReduceOp
 
 log = logging.getLogger("strategies")

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.contexts import get_replica_context, has_strategy
-from strategies.indexed_slices import IndexedSlices
 from strategies.reduce_op import ReduceOp
+from strategies.variables.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
-    from strategies.variable import Variable
+    from strategies.variables.variable import Variable
 
 Array = NDArray[Any]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from strategies.cluster import ClusterSpec, Task, as_object, read_index, shown
+from strategies.cluster.spec import ClusterSpec, Task, as_object, read_index, shown
 
 _TRAINING_JOBS = ("chief", "worker", "evaluator", "data")
 

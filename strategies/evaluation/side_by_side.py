@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import collectives
 from collectives import Communicator
-from strategies.end_marker import training_ends
-from strategies.evaluation import Evaluation, ModelFunction, evaluate_checkpoints
+from strategies.cluster.tf_config import parse_tf_config, validate_for_train_and_evaluate
+from strategies.evaluation.end_marker import training_ends
+from strategies.evaluation.evaluate import Evaluation, ModelFunction, evaluate_checkpoints
 from strategies.input.failures import check_together
 from strategies.multi_worker import MultiWorkerMirroredStrategy
 from strategies.parameter_server.strategy import ParameterServerStrategy
 from strategies.strategy import Strategy
-from strategies.tf_config import parse_tf_config, validate_for_train_and_evaluate
 
 
 class TrainedAndEvaluated(NamedTuple):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies import values
-from strategies.communication import CommunicationOptions
+from strategies.communication.options import CommunicationOptions
 from strategies.contexts import get_strategy
 from strategies.reduce_op import ReduceOp, as_reduce_op
 

@@ -16,20 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.averaging import Averaging, ReplicaStorage, Rounds
+from strategies.cluster.membership import join_cluster
+from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
 from strategies.contexts import require_cross_replica
-from strategies.indexed_slices import Gradient
 from strategies.input import InputContext, InputOptions
 from strategies.input.joining import join_batches
-from strategies.membership import join_cluster
+from strategies.local_sgd.averaging import Averaging, ReplicaStorage, Rounds
 from strategies.optimizers import Optimizer
-from strategies.storage import Storage
 from strategies.strategy import Strategy
-from strategies.tf_config import validate_for_collective_training
+from strategies.variables.indexed_slices import Gradient
+from strategies.variables.storage import Storage
 
 if TYPE_CHECKING:
-    from strategies.variable import Variable
+    from strategies.variables.variable import Variable
 
 
 class LocalSGDStrategy(Strategy):

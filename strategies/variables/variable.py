@@ -12,12 +12,19 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
-from strategies import aggregation as rules
-from strategies import scatter
-from strategies.aggregation import VariableAggregation, VariableSynchronization
 from strategies.contexts import get_strategy, has_strategy
-from strategies.indexed_slices import IndexedSlices, check_rows
-from strategies.storage import Change, LocalStorage, Storage, assign, assign_add, assign_sub
+from strategies.variables import aggregation as rules
+from strategies.variables import scatter
+from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
+from strategies.variables.indexed_slices import IndexedSlices, check_rows
+from strategies.variables.storage import (
+    Change,
+    LocalStorage,
+    Storage,
+    assign,
+    assign_add,
+    assign_sub,
+)
 
 if TYPE_CHECKING:
     from strategies.strategy import Strategy

@@ -1,0 +1,1 @@
+"""How a strategy communicates: its options, and the communicator that heeds them."""

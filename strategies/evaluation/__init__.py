@@ -1,0 +1,1 @@
+"""Evaluation of each checkpoint beside the training that writes them."""

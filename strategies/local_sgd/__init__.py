@@ -1,0 +1,1 @@
+"""Training on one's own, parameters averaged from time to time."""

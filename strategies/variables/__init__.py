@@ -1,0 +1,1 @@
+"""Variables: what they hold, where it is kept, how replicas' changes become one."""
