@@ -82,6 +82,8 @@ class CentralStorageStrategy(Strategy):
 class SharedStorage(Storage):
     """An array in the memory of a node, which all its ranks read; each updates a part of it."""
 
+    changes_together = True
+
     def __init__(self, communicator: Communicator, array: Array) -> None:
         """`array` is one that `communicator.empty_shared` gave."""
         self._communicator, self._array = communicator, array

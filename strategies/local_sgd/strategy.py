@@ -94,6 +94,11 @@ class LocalSGDStrategy(Strategy):
         """1: between two averagings no replica's gradients meet another's."""
         return 1
 
+    @property
+    def steps_together(self) -> bool:
+        """No: a replica that is refused a step raises by itself, and the others go on."""
+        return False
+
     def store(self, value: NDArray[Any], what: str) -> Storage:
         """A value of this replica's own, beginning with the chief's. Collective."""
         stored = ReplicaStorage(self.mirrored(value, what))
