@@ -49,7 +49,7 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> int:
         """The number of this replica, from 0 to num_replicas_in_sync − 1."""
-        return self.strategy.communicator.rank
+        return self.strategy.communicator.rank % self.num_replicas_in_sync
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -57,11 +57,6 @@ class Strategy(OlderNames):
     aggregates = True
     """Whether what replicas assign inside `run` is aggregated first, or applied as it comes."""
 
-    @property
-    def steps_together(self) -> bool:
-        """Whether each step of an optimizer is collective."""
-        return self.aggregates
-
     def __init__(
         self,
         communicator: Communicator,
@@ -143,10 +138,9 @@ class Strategy(OlderNames):
         MEAN of integers is float64. Of `IndexedSlices` (axis None) the rows are joined, duplicates
         kept, and divided for MEAN. Raises, on every rank alike and before anything is reduced,
         ShapeMismatchError (also of nests), DtypeMismatchError or OpMismatchError (also of axes)
-        where the replicas don't fit together, ValueError where an axis doesn't exist, TypeError for
-        a list as axis, ValueError for an op that is neither SUM nor MEAN (where not all ranks give
-        these, CollectiveMismatchError); RuntimeError inside `run` and inside the scope of another
-        strategy.
+        where the replicas don't fit together, ValueError where an axis doesn't exist; TypeError for
+        a list as axis, ValueError for an op that is neither SUM nor MEAN (CollectiveMismatchError
+        where not all ranks give these); RuntimeError inside `run` or another strategy's scope.
         """
         contexts.require_cross_replica("Strategy.reduce", self)
         by = partial(self.totals_of, batch=False)
@@ -197,7 +191,8 @@ class Strategy(OlderNames):
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
         """What `value_fn` gives for this replica: it is called once on every rank."""
-        return value_fn(ValueContext(self.communicator.rank, self.num_replicas_in_sync))
+        replicas = self.num_replicas_in_sync
+        return value_fn(ValueContext(self.communicator.rank % replicas, replicas))
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
@@ -288,6 +283,11 @@ class Strategy(OlderNames):
         Where replicas aren't in step, the chief acts alone, and the others wait for its outcome.
         """
         return action()
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether each step of an optimizer is collective."""
+        return self.aggregates
 
     def apply_gradients(
         self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]

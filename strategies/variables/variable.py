@@ -64,8 +64,7 @@ class Variable(NDArrayOperatorsMixin):
         self.strategy: Strategy = get_strategy()
         self.distributed = has_strategy() and self.strategy.mirrors_variables
         what = f"Variable {name!r}" if name else "Variable"
-        in_step = self.strategy.communicator if self.strategy.aggregates else None
-        with RefusedTogether(in_step, what):
+        with made_together(what):
             local = _initial(initial_value, synchronization)
         self._storage: Storage = (
             LocalStorage(self.strategy.mirrored(local, what))
@@ -154,9 +153,10 @@ class Variable(NDArrayOperatorsMixin):
 
         Raises ValueError for rows that don't exist, IndexError where there are no rows at all.
         """
-        places = np.asarray(indices)
-        check_rows(places, len(self), self)
         whole = self.on_read and not rules.inside_run(self)
+        with RefusedTogether(self.strategy.communicator if whole else None, f"{self}.sparse_read"):
+            places = np.asarray(indices)
+            check_rows(places, len(self), self)
         return self.read_value()[places] if whole else self._storage.rows(places)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Variable:
@@ -250,6 +250,12 @@ class Variable(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         return f"<Variable{name} {self.dtype}{list(self.shape)}>"
+
+
+def made_together(what: str) -> RefusedTogether:
+    """A context for the checks of what is made with variables: on all replicas, or on none."""
+    strategy = get_strategy()
+    return RefusedTogether(strategy.communicator if strategy.aggregates else None, what)
 
 
 def _initial(initial_value: Any, synchronization: VariableSynchronization) -> Array:

@@ -8,6 +8,7 @@ import pytest
 from collectives import CollectiveMismatchError, MismatchError
 from strategies import (
     CentralStorageStrategy,
+    Checkpoint,
     LocalSGDStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -15,6 +16,7 @@ from strategies import (
     VariableAggregation,
     VariableSynchronization,
     get_replica_context,
+    metrics,
     optimizers,
 )
 from strategies.cross_device_ops import HierarchicalCopyAllReduce
@@ -123,9 +125,14 @@ CALLS = [
 
 
 def same_error_at_once(strategy, function, *arguments):
-    """The text of the error that all ranks raise, long before the deadline."""
+    """As `same_error_at_once_of`, of the errors of ranks that differ."""
+    return same_error_at_once_of((MismatchError, ValueError), strategy, function, *arguments)
+
+
+def same_error_at_once_of(errors, strategy, function, *arguments):
+    """The class and text of the error that all ranks raise, long before the deadline."""
     began = time.monotonic()
-    with pytest.raises((MismatchError, ValueError)) as caught:
+    with pytest.raises(errors) as caught:
         function(*arguments)
     took = time.monotonic() - began
     seen = strategy.communicator.all_gather_object((type(caught.value), str(caught.value)))
@@ -290,3 +297,62 @@ def test_rows_of_arrays_of_other_shapes_do_not_fit(strategy):
     own = IndexedSlices(np.ones((1, 2)), [0], shape)
     _, text = same_error_at_once(strategy, reduced, strategy, own)
     assert "rows of (4, 2)" in text
+
+
+# --- checkpoints, metrics, clusters --------------------------------------------------------------
+
+
+class Stateless:
+    """An object without attributes."""
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_ranks_wrong_checkpoint(strategy, tmp_path):
+    with strategy.scope():
+        variable = Variable(1.0)
+        held = Stateless() if last(strategy) else [variable]
+        checkpoint = Checkpoint(variable=variable, more=held)
+    path = strategy.communicator.broadcast_object(str(tmp_path / "saved"))
+    _, text = same_error_at_once(strategy, checkpoint.save, path)
+    assert "more is a Stateless that holds no Variable" in text
+
+
+@pytest.mark.ranks(2, 3)
+def test_of_a_path_rank_0s_alone_is_looked_at(strategy, tmp_path):
+    with strategy.scope():
+        checkpoint = Checkpoint(variable=Variable(2.0))
+    rank = strategy.communicator.rank
+    written = checkpoint.save(str(tmp_path / "saved") if rank == 0 else None)
+    assert written.endswith("saved.safetensors")
+    kind, _ = same_error_at_once_of(TypeError, strategy, checkpoint.save, None if rank == 0 else "")
+    assert kind is TypeError
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_ranks_wrong_row_of_an_aggregate(strategy):
+    with strategy.scope():
+        variable = Variable(
+            np.arange(3.0),
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.MEAN,
+        )
+    same_error_at_once(strategy, variable.sparse_read, [3 if last(strategy) else 0])
+    np.testing.assert_array_equal(variable.sparse_read([2]), [2.0])
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_ranks_wrong_metric(strategy):
+    def made():
+        with strategy.scope():
+            metrics.Mean("loss", dtype="nonsense" if last(strategy) else np.float32)
+
+    same_error_at_once(strategy, made)
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_ranks_wrong_resolver(comm, strategy):
+    resolver = 5 if last(strategy) else None
+    with pytest.raises(CollectiveMismatchError, match="cluster_resolver refused by") as caught:
+        MultiWorkerMirroredStrategy(resolver, communicator=comm)
+    assert set(comm.all_gather_object(str(caught.value))) == {str(caught.value)}
+    assert comm.all_reduce(np.array(1)) == comm.size
