@@ -44,8 +44,8 @@ class Variable(NDArrayOperatorsMixin):
 
     ON_WRITE (the default): an assignment inside `run` aggregates the replicas' values first; with
     aggregation NONE it raises ValueError. ON_READ: `run` reads and writes the replica's own value,
-    and reading outside of it aggregates. Raises ValueError for synchronization NONE, and for MEAN
-    of anything but floating-point numbers.
+    and reading outside of it aggregates. Raises ValueError for synchronization NONE and for what
+    isn't of the two enums, and for MEAN of anything but floating-point numbers.
 
     `strategy` keeps the copies: the one in force when the variable was made, `distributed` unless
     that was the default one.
@@ -65,7 +65,8 @@ class Variable(NDArrayOperatorsMixin):
         self.distributed = has_strategy() and self.strategy.mirrors_variables
         what = f"Variable {name!r}" if name else "Variable"
         with made_together(what):
-            local = _initial(initial_value, synchronization)
+            _check_rules(synchronization, aggregation)
+            local = _initial(initial_value)
         self._storage: Storage = (
             LocalStorage(self.strategy.mirrored(local, what))
             if self.on_read
@@ -258,9 +259,18 @@ def made_together(what: str) -> RefusedTogether:
     return RefusedTogether(strategy.communicator if strategy.aggregates else None, what)
 
 
-def _initial(initial_value: Any, synchronization: VariableSynchronization) -> Array:
-    if synchronization is VariableSynchronization.NONE:
-        raise ValueError(f"synchronization={synchronization}: must be AUTO, ON_WRITE or ON_READ")
+def _check_rules(synchronization: Any, aggregation: Any) -> None:
+    known = isinstance(synchronization, VariableSynchronization)
+    if not known or synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"synchronization={synchronization}: must be AUTO, ON_WRITE or ON_READ of"
+            " VariableSynchronization"
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(f"aggregation={aggregation!r}: must be of VariableAggregation")
+
+
+def _initial(initial_value: Any) -> Array:
     array = np.array(initial_value() if callable(initial_value) else initial_value)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
