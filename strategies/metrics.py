@@ -19,7 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.losses import broadcast_weights
-from strategies.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from strategies.variables.variable import (
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    made_together,
+)
 
 Array = NDArray[Any]
 
@@ -32,7 +37,8 @@ class Metric(ABC):
 
     def __init__(self, name: str | None = None, dtype: Any = np.float32) -> None:
         self.name = type(self).__name__.lower() if name is None else name
-        self.dtype = np.dtype(dtype)
+        with made_together(f"metric {self.name!r}"):
+            self.dtype = np.dtype(dtype)
         self.total = self._sum("total")
 
     def _sum(self, what: str) -> Variable:

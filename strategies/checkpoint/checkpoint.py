@@ -17,6 +17,7 @@ from strategies.checkpoint.states import State
 from strategies.checkpoint.tracking import find_states
 from strategies.contexts import get_strategy, require_cross_replica
 from strategies.default import default_strategy
+from strategies.refusals import RefusedTogether
 from strategies.strategy import Strategy
 
 Array = NDArray[Any]
@@ -76,8 +77,9 @@ class Checkpoint:
         """
         require_cross_replica("Checkpoint.save")
         states = find_states(self._things)
-        _refuse_stateless(self._things)
         strategy = self._strategy_of(states)
+        with RefusedTogether(strategy.communicator if strategy.aggregates else None, "save"):
+            _refuse_stateless(self._things)
         written: str = strategy.chief_first(lambda: _save(states, strategy.communicator, path))
         return written
 
@@ -133,10 +135,8 @@ def _save(
 ) -> str:
     same_everywhere(communicator, "Checkpoint.save", list(states))
     tensors = done_by_all(communicator, lambda: _saved(states))
-    target = os.fspath(path)
-    target += "" if target.endswith(SUFFIX) else SUFFIX
     return done_by_first(
-        communicator, lambda: tensor_file.write(target, tensor_file.encode(tensors))
+        communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))
     )
 
 
@@ -157,6 +157,11 @@ def _restore_from(
     done_by_all(communicator, lambda: _check_fit(states, shares, surplus, source))
     done_by_all(communicator, lambda: _restore(states, shares))
     return source
+
+
+def _target(path: str | os.PathLike[str]) -> str:
+    target = os.fspath(path)
+    return target if target.endswith(SUFFIX) else target + SUFFIX
 
 
 def _saved(states: Mapping[str, State]) -> dict[str, Array]:

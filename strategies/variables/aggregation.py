@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from strategies.contexts import get_replica_context, has_strategy
 from strategies.reduce_op import ReduceOp
+from strategies.refusals import RefusedTogether
 from strategies.variables.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
@@ -98,6 +99,24 @@ def to_scatter(variable: Variable, slices: IndexedSlices, method: str) -> Indexe
             f" {op.name}, which says nothing of rows that aren't added up"
         )
     return variable.strategy.rows_of_all(slices, op)
+
+
+def refused_together(variable: Variable, method: str) -> RefusedTogether:
+    """A context for the checks of an operand: what others wait for is refused on all replicas.
+
+    Where nobody waits, since every copy is changed by itself, one replica alone raises the error.
+    """
+    strategy = variable.strategy
+    aggregated = (
+        not variable.on_read
+        and variable.distributed
+        and strategy.aggregates
+        and variable.aggregation is not VariableAggregation.NONE
+        and inside_run(variable)
+    )
+    outside = variable.storage.changes_together and not inside_run(variable)
+    others_wait = aggregated or outside
+    return RefusedTogether(strategy.communicator if others_wait else None, f"{variable}.{method}")
 
 
 def _each_has_its_own(variable: Variable) -> bool:
