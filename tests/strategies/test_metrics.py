@@ -267,7 +267,9 @@ def test_made_outside_of_every_scope_a_metric_is_the_process_own(size):
 
     mean_of = [metrics.Mean() for _ in range(size)]
     as_replicas(size, body)
-    assert [float(mean(rank + 1.0)) for rank, mean in enumerate(mean_of)] == list(range(1, size + 1))
+    assert [float(mean(rank + 1.0)) for rank, mean in enumerate(mean_of)] == list(
+        range(1, size + 1)
+    )
 
 
 def test_one_replica():
