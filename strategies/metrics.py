@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.scopes import named_scope
 from strategies.losses import broadcast_weights
 from strategies.variables.variable import (
     Variable,
@@ -62,7 +63,8 @@ class Metric(ABC):
 
     def result(self) -> Any:
         """The number so far, a scalar of the metric's dtype. Outside of `run` collective."""
-        with np.errstate(over="ignore"):
+        communicator = self.total.strategy.communicator
+        with named_scope(communicator, f"metric {self.name!r}"), np.errstate(over="ignore"):
             return self.dtype.type(self._value())
 
     @abstractmethod

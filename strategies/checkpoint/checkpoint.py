@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from collectives.scopes import named_scope
 from strategies.checkpoint import tensor_file
 from strategies.checkpoint.errors import CheckpointError
 from strategies.checkpoint.first_rank import done_by_all, done_by_first, same_everywhere
@@ -78,10 +79,11 @@ class Checkpoint:
         require_cross_replica("Checkpoint.save")
         states = find_states(self._things)
         strategy = self._strategy_of(states)
-        with RefusedTogether(strategy.communicator if strategy.aggregates else None, "save"):
-            _refuse_stateless(self._things)
-        written: str = strategy.chief_first(lambda: _save(states, strategy.communicator, path))
-        return written
+        with named_scope(strategy.communicator, "Checkpoint.save, a call for every rank"):
+            with RefusedTogether(strategy.communicator if strategy.aggregates else None, "save"):
+                _refuse_stateless(self._things)
+            written: str = strategy.chief_first(lambda: _save(states, strategy.communicator, path))
+            return written
 
     def restore(self, path: str | os.PathLike[str] | None, *, expect_partial: bool = False) -> None:
         """Take the state from a file. Collective; rank 0 reads it, and its path counts.
@@ -101,11 +103,12 @@ class Checkpoint:
             acted.append(True)
             return _restore_from(path, states, strategy.communicator, expect_partial)
 
-        source = strategy.chief_first(act)
-        if source is not None and not acted:
-            # What servers hold is restored; each process's own is not.
-            own = {name: each for name, each in states.items() if not each.kept_by_strategy}
-            _restore_from(source, own, strategy.communicator, expect_partial=True)
+        with named_scope(strategy.communicator, "Checkpoint.restore, a call for every rank"):
+            source = strategy.chief_first(act)
+            if source is not None and not acted:
+                # What servers hold is restored; each process's own is not.
+                own = {name: each for name, each in states.items() if not each.kept_by_strategy}
+                _restore_from(source, own, strategy.communicator, expect_partial=True)
 
     def _strategy_of(self, states: Mapping[str, State]) -> Strategy:
         found = {id(each): each for each in map(_strategy, states.values()) if each is not None}

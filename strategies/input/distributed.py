@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from collectives.scopes import named_scope
 from strategies.input.element_spec import First, Form, agree_on_form, described
 from strategies.input.failures import raise_apart, raise_together
 
@@ -139,7 +140,8 @@ class DistributedIterator(Iterator[Any]):
         self._read = self._read or self._read_one()
         communicator = self._dataset.communicator
         vote = _vote(self._read.state, self._place)
-        agreed, number, *ends = communicator.all_reduce(vote, "max").tolist()
+        with named_scope(communicator, "the next batch of a distributed dataset"):
+            agreed, number, *ends = communicator.all_reduce(vote, "max").tolist()
         read, self._read = self._read, None
         if ends != vote[2:].tolist():
             self._end()
