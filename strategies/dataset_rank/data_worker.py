@@ -78,7 +78,8 @@ class DatasetWorker:
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
-        self._ranks, self._training = strategy.communicator, strategy.num_replicas_in_sync
+        self._ranks, self._in_sync = strategy.communicator, strategy.num_replicas_in_sync
+        self._steps_together = strategy.steps_together
         self._together = DistributedDataset(strategy.communicator, self._next_epoch)
         membership: Membership | None = getattr(strategy, "membership", None)
         if membership is not None and membership.ranks_of("data"):
@@ -91,7 +92,9 @@ class DatasetWorker:
         )
         if not training:
             raise ValueError("the cluster has tasks of job 'data', but neither chief nor worker")
-        self._ranks, self._training = membership.world, len(training)
+        self._ranks = membership.world
+        # A data task's own strategy counts the data tasks.
+        self._in_sync = len(training) if self._steps_together else 1
         self._box = membership.world.mailbox()
         self._dealer = Dealer(self._box, training, self._dataset)
         self._dealt = DealtBatches(self._box, self._servers, credits, membership.world)
@@ -141,7 +144,7 @@ class DatasetWorker:
     def _dataset(self) -> Iterable[Any]:
         if self._made is None:
             pipeline = self._servers.index(self._ranks.rank) if self._servers else 0
-            context = InputContext(max(1, len(self._servers)), pipeline, self._training)
+            context = InputContext(max(1, len(self._servers)), pipeline, self._in_sync)
             made = self._make(context)
             check_iterable(made)
             self._made = made

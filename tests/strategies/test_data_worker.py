@@ -4,6 +4,7 @@ import contextlib
 import sys
 import time
 from collections import namedtuple
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -44,9 +45,9 @@ def number_of(batch):
 
 
 @contextlib.contextmanager
-def worker_of(comm, make, data_tasks=1, **options):
+def worker_of(comm, make, data_tasks=1, kind=MultiWorkerMirroredStrategy, **options):
     resolver = DatasetWorker.resolver(data_tasks, communicator=comm)
-    strategy = MultiWorkerMirroredStrategy(resolver, communicator=comm)
+    strategy = kind(cluster_resolver=resolver, communicator=comm)
     data = DatasetWorker(strategy, make, **options)
     yield data
     data.close()
@@ -159,6 +160,24 @@ def test_synchronous_ranks_end_together(comm):
             assert rows == 21
             assert together.all_gather(np.array([steps])).tolist() == [steps] * training
             assert steps >= -(-7 // training)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_independent_ranks_get_batches_for_one_replica_each(comm):
+    def dataset(context):
+        assert context == strategies.InputContext(1, 0, 1)
+        return [np.zeros(context.get_per_replica_batch_size(4))] * 6
+
+    kind = partial(strategies.LocalSGDStrategy, 2)
+    with worker_of(comm, dataset, kind=kind, agreed=False) as data:
+        lengths = []
+        if data.serves:
+            data.serve()
+        else:
+            lengths = [len(batch) for batch in data]
+    assert sum(comm.all_gather_object(sum(lengths))) == 24
+    assert set(lengths) <= {4}
 
 
 @pytest.mark.mpi
