@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
+from collectives.scopes import named_scope
 from strategies import nest
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.refusals import RefusedTogether
@@ -53,12 +54,20 @@ class _Report:
 
 def agree(communicator: Communicator, arrays: Sequence[Array], what: str, call: str = "") -> None:
     """The same MismatchError on every rank where shapes, dtypes or calls differ. Collective."""
-    _check_equal(communicator.all_gather_object(_described(arrays, call)), what)
+    _compared(communicator, _described(arrays, call), what)
 
 
 def _described(arrays: Sequence[Array], call: str = "", structure: str = "") -> _Report:
     shapes = tuple(array.shape for array in arrays)
     return _Report(call, structure, shapes, tuple(array.dtype.name for array in arrays))
+
+
+def _compared(communicator: Communicator, report: _Report, what: str) -> list[_Report]:
+    """Every rank's report; an error where they don't fit together."""
+    with named_scope(communicator, what):
+        reports = communicator.all_gather_object(report)
+    _check_equal(reports, what)
+    return reports
 
 
 def _check_equal(reports: Sequence[_Report], what: str) -> None:
@@ -99,11 +108,10 @@ def reduce_nest(
     if axes is None:
         heads = [_rows_alone(leaf, array) for leaf, array in zip(given, arrays, strict=True)]
         report = _described(heads, call, structure)
-        _check_equal(communicator.all_gather_object(report), "reduce")
+        _compared(communicator, report, "reduce")
         return nest.pack_like(value, _fold_each(communicator, op, given, fold))
     sums, report = _sum_over(arrays, axes, op, _described(arrays, call, structure))
-    reports = communicator.all_gather_object(report)
-    _check_equal(reports, "reduce")
+    reports = _compared(communicator, report, "reduce")
     totals = fold(sums, ReduceOp.SUM)
     if op is ReduceOp.MEAN:
         lengths = np.sum([report.lengths for report in reports], axis=0)
@@ -167,7 +175,7 @@ def gather_nest(
     lacking = any(not -max(len(shape), 1) <= place < max(len(shape), 1) for shape in shapes)
     problem = f"no axis {place} in arrays of shapes {shapes}" if lacking else None
     report = _Report(f"gather(axis={place})", nest.structure(value), problem=problem)
-    _check_equal(communicator.all_gather_object(report), "gather")
+    _compared(communicator, report, "gather")
     with RefusedTogether(communicator, "gather"):
         return nest.pack_like(value, [join(leaf, place) for leaf in given])
 

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
-from collectives import MismatchError
-from strategies import LocalSGDStrategy, Variable, get_replica_context, optimizers
+from collectives import CollectiveMismatchError, MismatchError, OpMismatchError
+from strategies import (
+    Checkpoint,
+    LocalSGDStrategy,
+    Variable,
+    get_replica_context,
+    metrics,
+    optimizers,
+)
 from strategies.central_storage import CentralStorageStrategy
 from strategies.mirrored import MirroredStrategy
 from strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -159,3 +166,34 @@ def test_a_change_that_fails_fails_on_all_ranks(comm, kind):
     number.assign([5.0, 6.0])
     np.testing.assert_array_equal(number, [5.0, 6.0])
     strategy.communicator.close()
+
+
+def test_the_users_own_calls_are_named(comm, tmp_path):
+    """Not only the collectives that they are made of."""
+    strategy = MultiWorkerMirroredStrategy(communicator=comm)
+    with strategy.scope():
+        mean = metrics.Mean()
+    data = strategy.experimental_distribute_dataset([np.ones((4, 1))])
+    calls = {
+        "reduce: all_gather_object()": lambda: strategy.reduce("sum", 1.0, axis=None),
+        "gather: all_gather_object()": lambda: strategy.gather(np.ones(2), axis=0),
+        "the next batch of a distributed dataset: all_reduce(max": lambda: next(iter(data)),
+        "Checkpoint.save, a call for every rank: ": lambda: Checkpoint(m=mean).save(tmp_path / "c"),
+        "metric 'mean': all_reduce": mean.result,
+    }
+    for name, call in calls.items():
+        ranks_differ = comm.broadcast if comm.rank else call
+        arguments = (np.zeros(1),) if comm.rank else ()
+        text = refusal(CollectiveMismatchError, "different collectives", ranks_differ, *arguments)
+        assert f"rank 0: {name}" in text
+        assert "rank 1: broadcast(" in text
+    reduces = comm.rank == 0
+    text = refusal(
+        OpMismatchError,
+        "the ranks' calls differ",
+        *((strategy.reduce, "sum") if reduces else (strategy.gather,)),
+        np.ones(2),
+        axis=0,
+    )
+    assert "rank 0: reduce(sum, axis=(0,))" in text
+    assert "rank 1: gather(axis=0)" in text
