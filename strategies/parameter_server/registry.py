@@ -37,20 +37,21 @@ class Registry:
     def create(self, value: Array, lengths: Sequence[int] | None, what: str) -> VariableInfo:
         """As the chief: put a variable onto the servers, in parts of so many rows; announce it."""
         parts = [value] if lengths is None else np.split(value, np.cumsum(lengths)[:-1])
+        places = [(next(self._shards), self._placement.next()) for _ in parts]
         with self._mail.lock:
-            asked = [(self._ask_to_create(part), part) for part in parts]
-            shards = []
-            for (shard, server, number), part in asked:
-                place, _ = self._mail.answer(number, server, f"creating {what}")
-                shards.append(ShardInfo(shard, server, part.shape, part.dtype, place))
-            split = lengths is not None
-            info = VariableInfo(what, value.shape, value.dtype, tuple(shards), split)
+            self._mail.look()
+            asked = [
+                (self._mail.ask(server, requests.Create(shard), [part]), server)
+                for (shard, server), part in zip(places, parts, strict=True)
+            ]
+            made = self._mail.answers(asked, f"creating {what}")
+            shards = tuple(
+                ShardInfo(shard, server, part.shape, part.dtype, place)
+                for (shard, server), part, (place, _) in zip(places, parts, made, strict=True)
+            )
+            info = VariableInfo(what, value.shape, value.dtype, shards, lengths is not None)
             self.announce("variable", info)
         return info
-
-    def _ask_to_create(self, part: Array) -> tuple[int, int, int]:
-        shard, server = next(self._shards), self._placement.next()
-        return shard, server, self._mail.ask(server, requests.Create(shard), [part])
 
     def find(self, value: Array, what: str) -> VariableInfo:
         """As another worker: the chief's variable, once it is there.
@@ -71,15 +72,16 @@ class Registry:
         """As the chief: let the other workers have an object, at their call of that number."""
         key = (kind, self._counts.get(kind, 0))
         self._counts[kind] = key[1] + 1
-        self._mail.push(_HOME, requests.Announce(key, value))
+        with self._mail.lock:
+            self._mail.push(_HOME, requests.Announce(key, value))
 
     def find_announced(self, kind: str, what: str) -> Any:
         """As another worker: what the chief announced at its call of that number."""
         key = (kind, self._counts.get(kind, 0))
         with self._mail.lock:
-            number = self._mail.ask(_HOME, requests.Find(key))
+            asked = [(self._mail.ask(_HOME, requests.Find(key)), _HOME)]
             chief = {self._cast.chief: ", the chief"}
-            value, _ = self._mail.answer(number, _HOME, what, lambda: chief)
+            [(value, _)] = self._mail.answers(asked, what, lambda: chief)
         # A call that wasn't made in time is made again.
         self._counts[kind] = key[1] + 1
         return value
