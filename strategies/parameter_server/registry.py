@@ -6,6 +6,7 @@ variable waits until the chief has made its third.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -33,6 +34,7 @@ class Registry:
         self._mail, self._cast, self._placement = correspondence, cast, placement
         self._shards = count()
         self._counts: dict[str, int] = {}
+        self._listens = True
 
     def create(self, value: Array, lengths: Sequence[int] | None, what: str) -> VariableInfo:
         """As the chief: put a variable onto the servers, in parts of so many rows; announce it."""
@@ -73,18 +75,26 @@ class Registry:
         key = (kind, self._counts.get(kind, 0))
         self._counts[kind] = key[1] + 1
         with self._mail.lock:
-            self._mail.push(_HOME, requests.Announce(key, value))
+            self._mail.push(_HOME, requests.Announce(key, pickle.dumps(value)))
+
+    def stop_listening(self) -> None:
+        """As another worker, which runs what the chief schedules: it finds nothing from now on."""
+        self._listens = False
+        with self._mail.lock:
+            self._mail.push(_HOME, requests.Serve())
 
     def find_announced(self, kind: str, what: str) -> Any:
         """As another worker: what the chief announced at its call of that number."""
+        if not self._listens:
+            raise RuntimeError(f"{what}: this worker serves the chief, which alone makes variables")
         key = (kind, self._counts.get(kind, 0))
         with self._mail.lock:
             asked = [(self._mail.ask(_HOME, requests.Find(key)), _HOME)]
             chief = {self._cast.chief: ", the chief"}
-            [(value, _)] = self._mail.answers(asked, what, lambda: chief)
+            [(found, _)] = self._mail.answers(asked, what, lambda: chief)
         # A call that wasn't made in time is made again.
         self._counts[kind] = key[1] + 1
-        return value
+        return pickle.loads(found)
 
 
 def _described(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:

@@ -101,6 +101,10 @@ class Worker:
         self._registry.announce("action", (outcome, None))
         return outcome
 
+    def begin_serving(self) -> None:
+        """Make no variables any more, and hear no more of the chief's than what it schedules."""
+        self._registry.stop_listening()
+
     def shutdown(self) -> None:
         """Let all that was pushed be applied, and leave."""
         if not self._mail.has_left:
