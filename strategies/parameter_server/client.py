@@ -196,9 +196,13 @@ class Client:
             (dict(zip(names, slots, strict=True)), iteration) for (names, iteration), slots in found
         ]
 
-    def tick(self) -> None:
-        """Tell the first server that a step is done; return when the next one may begin."""
+    def end_step(self) -> None:
+        """Return when all that was pushed is applied and the next step may begin.
+
+        Raises what went wrong, then too: a step that fails is done for those who wait for it.
+        """
         with self._mail.lock:
+            self._await_pushes()
             number = self._mail.ask(0, requests.Tick())
             what = "apply_gradients, too far ahead of the slowest worker"
             self._mail.answers([(number, 0)], what, self._slowest)
@@ -213,11 +217,14 @@ class Client:
     def fence(self) -> None:
         """Return when all that this worker has pushed is applied; raise what went wrong."""
         with self._mail.lock:
-            servers = sorted(self._unfenced)
-            asked = [(self._mail.ask(server, requests.Fence()), server) for server in servers]
-            self._mail.answers(asked, "waiting for pushes")
-            self._unfenced.difference_update(servers)
+            self._await_pushes()
             self._mail.look()
+
+    def _await_pushes(self) -> None:
+        servers = sorted(self._unfenced)
+        asked = [(self._mail.ask(server, requests.Fence()), server) for server in servers]
+        self._mail.answers(asked, "waiting for pushes")
+        self._unfenced.difference_update(servers)
 
 
 def _arrays_of(gradient: Gradient) -> list[Array]:

@@ -30,6 +30,7 @@ Result = tuple[Any, Sequence[Array]]
 _MOST_BYTES_UNDER_WAY = 256 << 20
 _LOOK_SECONDS = 0.2
 _MOST_PUSHES_UNDER_WAY = 256
+_FAILED = "these parts failed, and may be half changed; all other parts were changed:"
 
 
 class RaisedOnServerError(Exception):
@@ -169,7 +170,7 @@ class Correspondence:
         """The first one; those that came with it are told of."""
         if self._errors:
             errors, self._errors = self._errors, []
-            traces = "\n".join(answer.trace for answer in errors)
+            traces = "\n".join([_FAILED, *(answer.trace for answer in errors)])
             assert errors[0].error is not None
             raise errors[0].error from RaisedOnServerError(traces)
 

@@ -39,12 +39,13 @@ class Registry:
     def create(self, value: Array, lengths: Sequence[int] | None, what: str) -> VariableInfo:
         """As the chief: put a variable onto the servers, in parts of so many rows; announce it."""
         parts = [value] if lengths is None else np.split(value, np.cumsum(lengths)[:-1])
+        names = _names_of_parts(what, lengths)
         places = [(next(self._shards), self._placement.next()) for _ in parts]
         with self._mail.lock:
             self._mail.look()
             asked = [
-                (self._mail.ask(server, requests.Create(shard), [part]), server)
-                for (shard, server), part in zip(places, parts, strict=True)
+                (self._mail.ask(server, requests.Create(shard, name), [part]), server)
+                for (shard, server), part, name in zip(places, parts, names, strict=True)
             ]
             made = self._mail.answers(asked, f"creating {what}")
             shards = tuple(
@@ -95,6 +96,16 @@ class Registry:
         # A call that wasn't made in time is made again.
         self._counts[kind] = key[1] + 1
         return pickle.loads(found)
+
+
+def _names_of_parts(what: str, lengths: Sequence[int] | None) -> list[str]:
+    if lengths is None:
+        return [what]
+    lasts = (int(end) - 1 for end in np.cumsum(lengths))
+    return [
+        f"{what}, rows {last - length + 1} to {last}"
+        for length, last in zip(lengths, lasts, strict=True)
+    ]
 
 
 def _described(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:

@@ -48,6 +48,7 @@ class Create(NamedTuple):
     """Make a shard of the array that comes with it; the answer is its `Place`, or None."""
 
     shard: int
+    what: str
 
 
 class Announce(NamedTuple):

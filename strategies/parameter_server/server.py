@@ -115,7 +115,10 @@ class Server:
 
     def _refuse(self, asked: _Asked, error: Exception, shard: int | None = None) -> None:
         shard = shard if shard is not None else getattr(asked.request, "shard", None)
-        sent, trace = portable(error), requests.trace_of(error)
+        place = self._cast.name(self._mailbox.rank)
+        if shard is not None and shard in self._shards:
+            place = f"{self._shards[shard].what} on {place}"
+        sent, trace = portable(error), f"{place}: {requests.trace_of(error)}"
         self._send(asked.worker, Answer(asked.number, None, sent, trace, shard), ())
 
     def _send(self, worker: int, answer: Answer, arrays: Sequence[Array]) -> None:
@@ -125,7 +128,8 @@ class Server:
             self._drop(worker)
 
     def _create(self, asked: _Asked) -> Result:
-        return self._shards.create(asked.request.shard, asked.arrays[0]), ()
+        shard, what = asked.request
+        return self._shards.create(shard, what, asked.arrays[0]), ()
 
     def _announce(self, asked: _Asked) -> None:
         self._announced.put(*asked.request)

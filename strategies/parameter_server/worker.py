@@ -81,8 +81,7 @@ class Worker:
 
     def end_step(self) -> None:
         """Let all that was pushed be applied, and wait for those who are too far behind."""
-        self.client.fence()
-        self.client.tick()
+        self.client.end_step()
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """The outcome of the chief's action, for all."""

@@ -1,11 +1,15 @@
 """What comes of the pushes that follow one which failed on its server."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 import pytest
 
 from strategies import Variable, optimizers
+from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import FixedShardsPartitioner
-from tests.strategies.parameter_servers import run_workers, together
+from tests.strategies.parameter_servers import number_of, run_workers, together
 from tests.strategies.support import refusal
 
 pytestmark = pytest.mark.mpi
@@ -126,3 +130,69 @@ def test_an_old_error_does_not_keep_the_chief_from_telling_of_a_new_one(comm):
 
     comm.deadline = 5
     assert all(run_workers(comm, 1, work))
+
+
+@dataclass(frozen=True)
+class PickyRule(UpdateRule):
+    """Takes no negative gradients, which it finds out in the middle."""
+
+    slots = ()
+
+    def _apply(self, value, gradient, slots, iteration):
+        value += gradient
+        if (gradient < 0).any():
+            raise ValueError(f"negative in step {iteration}")
+
+
+class Picky(optimizers.SGD):
+    """Has that rule."""
+
+    @property
+    def rule(self):
+        return PickyRule()
+
+
+@pytest.mark.ranks(3)
+def test_a_step_that_fails_holds_nobody_up_later(comm):
+    """Who goes on after the error is not a step late for ever."""
+
+    def work(strategy):
+        number, optimizer = number_of(strategy), Picky()
+        variable = Variable(np.zeros(2))
+        together(strategy)
+        for step in range(4):
+            bad = number == 1 and step == 1
+            gradients = [(np.full(2, -1.0 if bad else 1.0), variable)]
+            call = partial(strategy.run, optimizer.apply_gradients, args=(gradients,))
+            if bad:
+                refusal(ValueError, "negative", call)
+            else:
+                call()
+        together(strategy)
+        return optimizer.iterations
+
+    before, comm.deadline = comm.deadline, 5
+    assert run_workers(comm, 1, work, staleness=0) == [4, 4]
+    comm.deadline = before
+
+
+@pytest.mark.ranks(3)
+def test_an_error_tells_which_parts_failed(comm):
+    def work(strategy):
+        optimizer = Picky()
+        first, second = Variable(np.zeros(4), name="first"), Variable(np.zeros(4), name="second")
+        strategy.worker.client.fence()
+        gradients = [(np.ones(4), first), (np.array([1.0, 1.0, 1.0, -1.0]), second)]
+        strategy.run(optimizer.apply_gradients, args=(gradients,))
+        with pytest.raises(ValueError, match="negative in step 1") as raised:
+            strategy.worker.client.fence()
+        cause = str(raised.value.__cause__)
+        assert "'second'" in cause
+        assert "rows 2 to 3 on ps 1 (rank 1)" in cause
+        assert "first" not in cause
+        assert "all other parts were changed" in cause
+        return first.numpy(), second.numpy()
+
+    [(first, second)] = run_workers(comm, 2, work, variable_partitioner=FixedShardsPartitioner(2))
+    np.testing.assert_array_equal(first, np.ones(4))
+    np.testing.assert_array_equal(second[:2], np.ones(2))
