@@ -35,17 +35,20 @@ class Signature(NamedTuple):
     detail: str | None = None
     nbytes: int = 0
     """For the record alone: ranks may differ in it."""
+    scope: str | None = None
+    """What it is made for, as messages tell: ranks may differ in it."""
 
     @property
     def agreed(self) -> tuple[object, ...]:
         """What is compared."""
-        return self[:-1]
+        return self[:-2]
 
     def __str__(self) -> str:
         kind = None if self.dtype is None else f"{self.dtype}{_shown(self.shape or ())}"
         root = None if self.root is None else f"root={self.root}"
         given = [each for each in (self.op, kind, root, self.detail) if each is not None]
-        return f"{self.collective}({', '.join(given)})"
+        call = f"{self.collective}({', '.join(given)})"
+        return call if self.scope is None else f"{self.scope}: {call}"
 
 
 def _shown(shape: tuple[object, ...]) -> str:

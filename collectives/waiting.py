@@ -42,10 +42,13 @@ class Waited:
     sequence: int | None = 0
     """None of a message between two ranks."""
     line: str | None = None
+    scope: str | None = None
+    """What the call is made for, where that has a name."""
 
     def __str__(self) -> str:
         """The call and its number."""
-        return str(self.what) if self.sequence is None else f"{self.what}, call {self.sequence}"
+        call = str(self.what) if self.scope is None else f"{self.scope}: {self.what}"
+        return call if self.sequence is None else f"{call}, call {self.sequence}"
 
 
 class Patience:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import Communicator
+from collectives import BackendUnavailableError, Communicator
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.devices import parse_devices
+from strategies.devices import nccl_problem, parse_devices
 from strategies.portable_error import portable
 from strategies.strategy import Strategy
 from strategies.variables.indexed_slices import Gradient
@@ -40,7 +40,8 @@ class CentralStorageStrategy(Strategy):
 
     The cluster is found as by MultiWorkerMirroredStrategy. `compute_devices` has a name for each
     rank of the node, and `parameter_device` names the CPU, the only device that this version keeps
-    variables on: ValueError on every rank otherwise. Making one is collective.
+    variables on: ValueError on every rank otherwise, BackendUnavailableError where a rank names a
+    GPU and has none. Making one is collective.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CentralStorageStrategy(Strategy):
         self.membership = join_cluster(communicator, None, validate_for_collective_training)
         group = self.membership.group
         _refuse(group, _problem(compute_devices, parameter_device, group.local_size))
+        _refuse_absent_gpus(group, compute_devices)
         super().__init__(
             group,
             cluster_resolver=self.membership.resolver,
@@ -81,6 +83,8 @@ class CentralStorageStrategy(Strategy):
 
 class SharedStorage(Storage):
     """An array in the memory of a node, which all its ranks read; each updates a part of it."""
+
+    changes_together = True
 
     def __init__(self, communicator: Communicator, array: Array) -> None:
         """`array` is one that `communicator.empty_shared` gave."""
@@ -163,3 +167,15 @@ def _refuse(communicator: Communicator, problem: str | None) -> None:
     for rank, each in enumerate(communicator.all_gather_object(problem)):
         if each is not None:
             raise ValueError(f"rank {rank}: {each}")
+
+
+def _refuse_absent_gpus(communicator: Communicator, compute_devices: Any) -> None:
+    """BackendUnavailableError on every rank where one names a GPU and has none. Collective."""
+    named = compute_devices is not None and parse_devices(compute_devices)
+    gpu = any(kind == "GPU" for kind, _ in named or ())
+    for rank, problem in enumerate(communicator.all_gather_object(nccl_problem() if gpu else None)):
+        if problem is not None:
+            raise BackendUnavailableError(
+                f"CentralStorageStrategy: rank {rank} names a GPU in compute_devices; leave them"
+                f" out for the CPU. {problem}"
+            )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strategies import nest, values
 from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.refusals import RefusedTogether
 from strategies.variables.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> int:
         """The number of this replica, from 0 to num_replicas_in_sync − 1."""
-        return self.strategy.communicator.rank
+        return self.strategy.communicator.rank % self.num_replicas_in_sync
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -72,10 +73,12 @@ class ReplicaContext:
         context.
         """
         self._require_in_force("all_reduce")
-        op, strategy = as_reduce_op(reduce_op), self.strategy
-        leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
-        if isinstance(value, Mapping | list | tuple):
-            strategy.meet(_told(value, leaves), options)
+        with RefusedTogether(self.strategy.communicator, "all_reduce"):
+            return self._all_reduce(as_reduce_op(reduce_op), value, options)
+
+    def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
+        strategy, leaves = self.strategy, [_as_array(leaf) for leaf in nest.leaves(value)]
+        self._compare("all_reduce", value, leaves, options)
         arrays = [leaf for leaf in leaves if not isinstance(leaf, IndexedSlices)]
         totals = iter(strategy.totals_of(arrays, op, options) if arrays else ())
         folded = [
@@ -97,12 +100,24 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Join each array of a nest along the axis, in the order of the replicas.
 
-        Lengths along the axis may differ. Raises as `collectives.Communicator.all_gather`, and
+        Lengths along the axis may differ. Raises as `collectives.Communicator.all_gather`, a
+        MismatchError on every replica where the nests differ or one of them can't be gathered, and
         RuntimeError outside of this context.
         """
         self._require_in_force("all_gather")
-        join = self.strategy.joined
-        return nest.map_leaves(lambda leaf: join(_as_array(leaf), axis, options), value)
+        with RefusedTogether(self.strategy.communicator, "all_gather"):
+            leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
+            _refuse_slices(leaves)
+            self._compare("all_gather", value, leaves, options)
+            joined = [self.strategy.joined(leaf, axis, options) for leaf in leaves]
+        return nest.pack_like(value, joined)
+
+    def _compare(
+        self, what: str, value: Any, leaves: Sequence[Any], options: CommunicationOptions | None
+    ) -> None:
+        """A MismatchError where the nests differ; a single array is compared when it is sent."""
+        if isinstance(value, Mapping | list | tuple):
+            self.strategy.meet(f"{what} of {_told(value, leaves)}", options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
@@ -125,10 +140,16 @@ class ReplicaContext:
             )
 
 
+def _refuse_slices(leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, IndexedSlices):
+            raise NotImplementedError(f"all_gather takes arrays, not {leaf}: use its to_dense()")
+
+
 def _told(value: Any, leaves: Sequence[Any]) -> str:
     """What is reduced, in so far as the shapes of arrays that are reduced together don't tell."""
     sparse = [place for place, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
-    return f"all_reduce of {nest.structure(value)}" + (f", sparse {sparse}" if sparse else "")
+    return nest.structure(value) + (f", sparse {sparse}" if sparse else "")
 
 
 def _as_array(leaf: Any) -> Any:

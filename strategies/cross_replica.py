@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
 from strategies import nest
-from strategies.reduce_op import ReduceOp
+from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.refusals import RefusedTogether
+from strategies.variables.indexed_slices import IndexedSlices, reduce_slices
 
 Array = NDArray[Any]
 
@@ -78,21 +80,25 @@ def _check_equal(reports: Sequence[_Report], what: str) -> None:
 
 def reduce_nest(
     communicator: Communicator,
-    op: ReduceOp,
+    reduce_op: ReduceOp | str,
     value: Any,
     axis: Any,
     all_reduce: AllReduce | None = None,
 ) -> Any:
     """`Strategy.reduce`, between the ranks of the communicator, by its all-reduce or another."""
     fold = all_reduce or _all_reduce_of(communicator)
-    given = _own_values(nest.leaves(value))
-    axes = None if axis is None else _check_axis(axis)
-    call, structure = f"reduce({op.value}, axis={axes})", nest.structure(value)
-    arrays = [np.asarray(leaf) for leaf in given]
+    with RefusedTogether(communicator, "reduce"):
+        op = as_reduce_op(reduce_op)
+        given = _own_values(nest.leaves(value))
+        axes = None if axis is None else _check_axis(axis)
+        _refuse_slices(given if axes is not None else (), "reduce over an axis")
+        arrays = [np.asarray(getattr(leaf, "values", leaf)) for leaf in given]
+    call, structure = f"reduce({op.value}, axis={axes})", _structure(value, given)
     if axes is None:
-        report = _described(arrays, call, structure)
+        heads = [_rows_alone(leaf, array) for leaf, array in zip(given, arrays, strict=True)]
+        report = _described(heads, call, structure)
         _check_equal(communicator.all_gather_object(report), "reduce")
-        return nest.pack_like(value, fold(given, op))
+        return nest.pack_like(value, _fold_each(communicator, op, given, fold))
     sums, report = _sum_over(arrays, axes, op, _described(arrays, call, structure))
     reports = communicator.all_gather_object(report)
     _check_equal(reports, "reduce")
@@ -107,6 +113,38 @@ def reduce_nest(
     return nest.pack_like(value, totals)
 
 
+def _structure(value: Any, given: Sequence[Any]) -> str:
+    """The nest, and which of its arrays are rows of larger ones."""
+    rows = [
+        f"{place}: rows of {leaf.dense_shape}"
+        for place, leaf in enumerate(given)
+        if isinstance(leaf, IndexedSlices)
+    ]
+    return nest.structure(value) + (f" with {', '.join(rows)}" if rows else "")
+
+
+def _rows_alone(leaf: Any, array: Array) -> Array:
+    """What must be equal of a leaf: the number of rows need not be."""
+    return array[:0] if isinstance(leaf, IndexedSlices) else array
+
+
+def _fold_each(
+    communicator: Communicator, op: ReduceOp, given: Sequence[Any], fold: AllReduce
+) -> list[Any]:
+    arrays = [leaf for leaf in given if not isinstance(leaf, IndexedSlices)]
+    totals = iter(fold(arrays, op) if arrays else ())
+    return [
+        reduce_slices(communicator, leaf, op) if isinstance(leaf, IndexedSlices) else next(totals)
+        for leaf in given
+    ]
+
+
+def _refuse_slices(given: Sequence[Any], what: str) -> None:
+    for leaf in given:
+        if isinstance(leaf, IndexedSlices):
+            raise NotImplementedError(f"{what} takes arrays, not {leaf}: use its to_dense()")
+
+
 def _all_reduce_of(communicator: Communicator) -> AllReduce:
     return lambda arrays, op: communicator.all_reduce_many(arrays, op.value)
 
@@ -119,14 +157,17 @@ def gather_nest(
 ) -> Any:
     """`Strategy.gather`, between the ranks of the communicator, by its all-gather or another."""
     join = all_gather or (lambda leaf, place: communicator.all_gather(leaf, axis=place))
-    given = _own_values(nest.leaves(value))
-    (place,) = _check_axis((axis,))
-    shapes = [np.shape(leaf) for leaf in given]
+    with RefusedTogether(communicator, "gather"):
+        given = _own_values(nest.leaves(value))
+        (place,) = _check_axis((axis,))
+        _refuse_slices(given, "gather")
+        shapes = [np.shape(leaf) for leaf in given]
     lacking = any(not -max(len(shape), 1) <= place < max(len(shape), 1) for shape in shapes)
     problem = f"no axis {place} in arrays of shapes {shapes}" if lacking else None
     report = _Report(f"gather(axis={place})", nest.structure(value), problem=problem)
     _check_equal(communicator.all_gather_object(report), "gather")
-    return nest.pack_like(value, [join(leaf, place) for leaf in given])
+    with RefusedTogether(communicator, "gather"):
+        return nest.pack_like(value, [join(leaf, place) for leaf in given])
 
 
 def _own_values(given: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,8 @@ import numpy as np
 
 from strategies import contexts, values
 from strategies.cross_replica import reduce_nest
-from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.reduce_op import ReduceOp
+from strategies.refusals import RefusedTogether
 
 if TYPE_CHECKING:
     from strategies.communication.options import CommunicationOptions
@@ -50,9 +51,9 @@ class StrategyExtended:
         Raises as `Strategy.reduce` without an axis, on every rank alike.
         """
         self._require("reduce_to")
-        op, local = as_reduce_op(reduce_op), values.local(value)
+        local = values.local(value)
         by = partial(self._strategy.totals_of, options=options, batch=False)
-        return reduce_nest(self._strategy.communicator, op, local, None, by)
+        return reduce_nest(self._strategy.communicator, reduce_op, local, None, by)
 
     def batch_reduce_to(
         self,
@@ -64,14 +65,15 @@ class StrategyExtended:
         self._require("batch_reduce_to")
         given = [values.local(value) for value, _ in value_destination_pairs]
         by = partial(self._strategy.totals_of, options=options)
-        communicator, op = self._strategy.communicator, as_reduce_op(reduce_op)
-        reduced: list[Any] = reduce_nest(communicator, op, given, None, by)
+        communicator = self._strategy.communicator
+        reduced: list[Any] = reduce_nest(communicator, reduce_op, given, None, by)
         return reduced
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The first replica's array, of equal shape and dtype on all, for all. Collective."""
         self._require("broadcast_to")
-        return self._strategy.first_of(np.asarray(values.local(tensor)))
+        with RefusedTogether(self._strategy.communicator, "broadcast_to"):
+            return self._strategy.first_of(np.asarray(values.local(tensor)))
 
     def update(
         self,

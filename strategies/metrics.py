@@ -4,7 +4,8 @@ Names and numbers are those of `tf.keras.metrics`. The state lies in variables t
 when they are read (ON_READ, SUM): inside `run` each replica updates its own without any traffic,
 and `result()` outside of `run` adds up all replicas' and gives the same number on every rank. That
 call is therefore collective: every rank makes it, though only one may print. Made outside of every
-scope, a metric belongs to its process alone.
+scope, a metric belongs to its process alone; updated inside a `run` of several replicas, where that
+would be a mistake, it raises RuntimeError.
 
 Sums are kept as float64 whatever the metric's dtype, to which only the result is rounded: Keras,
 which counts in float32, stops counting at 16,777,216.
@@ -19,7 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.losses import broadcast_weights
-from strategies.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from strategies.variables.variable import (
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    made_together,
+)
 
 Array = NDArray[Any]
 
@@ -32,7 +38,8 @@ class Metric(ABC):
 
     def __init__(self, name: str | None = None, dtype: Any = np.float32) -> None:
         self.name = type(self).__name__.lower() if name is None else name
-        self.dtype = np.dtype(dtype)
+        with made_together(f"metric {self.name!r}"):
+            self.dtype = np.dtype(dtype)
         self.total = self._sum("total")
 
     def _sum(self, what: str) -> Variable:

@@ -32,7 +32,7 @@ from strategies.input import (
     make_numpy_dataset,
 )
 from strategies.older_names import OlderNames
-from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.reduce_op import ReduceOp
 from strategies.run_options import RunOptions
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, first_slices, reduce_slices
 from strategies.variables.storage import LocalStorage, Storage
@@ -135,21 +135,22 @@ class Strategy(OlderNames):
 
         axis None: element by element; shapes must be equal. Otherwise every replica first sums over
         `axis`, an int or a tuple; the lengths along it may differ, and MEAN divides by their sum.
-        MEAN of integers is float64. Raises, on every rank alike and before anything is reduced,
+        MEAN of integers is float64. Of `IndexedSlices` (axis None) the rows are joined, duplicates
+        kept, and divided for MEAN. Raises, on every rank alike and before anything is reduced,
         ShapeMismatchError (also of nests), DtypeMismatchError or OpMismatchError (also of axes)
-        where the replicas don't fit together, ValueError where an axis doesn't exist; on this rank
-        TypeError for a list as axis, ValueError for an op that is neither SUM nor MEAN,
-        RuntimeError inside `run` and inside the scope of another strategy.
+        where the replicas don't fit together, ValueError where an axis doesn't exist; TypeError for
+        a list as axis, ValueError for an op that is neither SUM nor MEAN (CollectiveMismatchError
+        where not all ranks give these); RuntimeError inside `run` or another strategy's scope.
         """
         contexts.require_cross_replica("Strategy.reduce", self)
-        op, local = as_reduce_op(reduce_op), values.local(value)
         by = partial(self.totals_of, batch=False)
-        return reduce_nest(self.communicator, op, local, axis, by)
+        return reduce_nest(self.communicator, reduce_op, values.local(value), axis, by)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Join each array of a nest along the axis, in the order of the replicas, for all of them.
 
-        Raises as `Communicator.all_gather`, on every rank alike; RuntimeError inside `run` and
+        Raises as `Communicator.all_gather`, on every rank alike (CollectiveMismatchError where not
+        all ranks would), NotImplementedError for `IndexedSlices`; RuntimeError inside `run` and
         inside the scope of another strategy.
         """
         contexts.require_cross_replica("Strategy.gather", self)
@@ -190,7 +191,8 @@ class Strategy(OlderNames):
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
         """What `value_fn` gives for this replica: it is called once on every rank."""
-        return value_fn(ValueContext(self.communicator.rank, self.num_replicas_in_sync))
+        replicas = self.num_replicas_in_sync
+        return value_fn(ValueContext(self.communicator.rank % replicas, replicas))
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
@@ -281,6 +283,11 @@ class Strategy(OlderNames):
         Where replicas aren't in step, the chief acts alone, and the others wait for its outcome.
         """
         return action()
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether each step of an optimizer is collective."""
+        return self.aggregates
 
     def apply_gradients(
         self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]

@@ -176,7 +176,8 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
     try:
-        return mismatch(gather_pickles(engine, pickle.dumps(signature)))
+        named = signature._replace(scope=engine.patience.call.scope)
+        return mismatch(gather_pickles(engine, pickle.dumps(named)))
     except (DeadlineExceededError, RankFailedError) as error:
         engine.broken = error
         raise

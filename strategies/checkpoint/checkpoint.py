@@ -158,10 +158,8 @@ def _save(found: Finding, communicator: Communicator, path: str | os.PathLike[st
     states = done_by_all(communicator, found)
     same_everywhere(communicator, "Checkpoint.save", list(states))
     tensors = done_by_all(communicator, lambda: _saved(states))
-    target = os.fspath(path)
-    target += "" if target.endswith(SUFFIX) else SUFFIX
     return done_by_first(
-        communicator, lambda: tensor_file.write(target, tensor_file.encode(tensors))
+        communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))
     )
 
 
@@ -183,6 +181,11 @@ def _restore_from(
     done_by_all(communicator, lambda: _check_fit(states, shares, surplus, source))
     done_by_all(communicator, lambda: _restore(states, shares))
     return source
+
+
+def _target(path: str | os.PathLike[str]) -> str:
+    target = os.fspath(path)
+    return target if target.endswith(SUFFIX) else target + SUFFIX
 
 
 def _saved(states: Mapping[str, State]) -> dict[str, Array]:

@@ -12,6 +12,7 @@ from collectives import Communicator
 from strategies.cluster.ranks import RankPlace, assign_ranks
 from strategies.cluster.tf_config import TFConfig
 from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
+from strategies.refusals import RefusedTogether
 
 # Ranks of different groups train, evaluate, feed data or hold parameters apart from each other.
 _GROUPS = {"chief": 0, "worker": 0, "evaluator": 1, "data": 2, "ps": 3}
@@ -51,7 +52,8 @@ def join_cluster(
     the same ValueError on every rank where they don't fit together, and what `validate` raises.
     """
     world = collectives.world() if communicator is None else communicator
-    text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
+    with RefusedTogether(world, "cluster_resolver"):
+        text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
     places = assign_ranks(world.all_gather_object((text, socket.gethostname())))
     validate(TFConfig(places[0].cluster, places[0].task))
     place = places[world.rank]

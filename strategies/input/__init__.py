@@ -7,7 +7,7 @@ InputContext, and a small part of `tf.data` for arrays and files.
 from strategies.input.arrays_dataset import ArraysDataset, make_numpy_dataset
 from strategies.input.contexts import InputContext, ValueContext
 from strategies.input.dataset import Dataset
-from strategies.input.distributed import DistributedDataset, DistributedIterator
+from strategies.input.distributed import DistributedDataset, DistributedIterator, NextBatch
 from strategies.input.distribution import distribute, distribute_from_function
 from strategies.input.element_spec import TensorSpec
 from strategies.input.failures import DatasetError
@@ -31,6 +31,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "NextBatch",
     "Options",
     "TensorSpec",
     "ValueContext",

@@ -16,6 +16,8 @@ from strategies.input.failures import raise_apart, raise_together
 # What a rank says at a step; the greatest one is what happens.
 _ENDED, _HAS, _FAILED = range(3)
 
+_END = object()
+
 # The greatest of what the ranks draw is larger than any that they agreed on before.
 _numbers = count()
 
@@ -35,6 +37,23 @@ def _vote(state: int, place: tuple[int, int]) -> NDArray[np.int64]:
     return np.array([state, next(_numbers), number, step, -number, -step], np.int64)
 
 
+class NextBatch:
+    """A batch or none, as the `tf.experimental.Optional` of a distributed iterator."""
+
+    def __init__(self, *batch: Any) -> None:
+        self._batch = batch
+
+    def has_value(self) -> bool:
+        """Whether there is a batch: the same on all ranks."""
+        return bool(self._batch)
+
+    def get_value(self) -> Any:
+        """The batch. ValueError where there is none."""
+        if not self._batch:
+            raise ValueError("no rank has another batch: ask has_value() first")
+        return self._batch[0]
+
+
 class DistributedDataset:
     """This rank's batches, iterated by all ranks together, as `tf.distribute.DistributedDataset`.
 
@@ -46,9 +65,13 @@ class DistributedDataset:
     """
 
     def __init__(
-        self, communicator: Communicator, begin: Callable[[], Generator[Any, None, None]]
+        self,
+        communicator: Communicator,
+        begin: Callable[[], Generator[Any, None, None]],
+        whole: Callable[[], str] = str,
     ) -> None:
-        self.communicator = communicator
+        """`whole` gives a digest of the first global batch, where batches are parts of such."""
+        self.communicator, self.whole = communicator, whole
         self.number = int(communicator.all_reduce(np.array(next(_numbers)), "max"))
         self.begin = begin
         self.form: Form | None = None
@@ -100,6 +123,10 @@ class DistributedIterator(Iterator[Any]):
         """The next batch; StopIteration where no rank has one."""
         return next(self)
 
+    def get_next_as_optional(self) -> NextBatch:
+        """The next batch, or the end, which comes on all ranks at the same step. Collective."""
+        return NextBatch(*[batch for batch in (next(self, _END),) if batch is not _END])
+
     def look_ahead(self) -> None:
         """Make the next step already, and keep its batch. Collective."""
         if not self._ahead:
@@ -129,7 +156,10 @@ class DistributedIterator(Iterator[Any]):
     def _read_one(self) -> _Read:
         try:
             for batch in self._batches:
-                return _Read(_HAS, batch, None if self._dataset.form else described(batch))
+                known = self._dataset.form is not None
+                return _Read(
+                    _HAS, batch, None if known else described(batch, self._dataset.whole())
+                )
             return _Read(_ENDED)
         except Exception as error:
             return _Read(_FAILED, error=error)

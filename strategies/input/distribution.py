@@ -10,6 +10,7 @@ from collectives import Communicator
 from strategies.input.batches import arrays_of, contiguous_part
 from strategies.input.choice import Choice, agree_on_choice, checked_options
 from strategies.input.contexts import InputContext
+from strategies.input.digest import digest_of
 from strategies.input.distributed import DistributedDataset
 from strategies.input.failures import call_together, check_together
 from strategies.input.options import AutoShardPolicy, InputOptions
@@ -25,7 +26,10 @@ def distribute(
     choice = agree_on_choice(communicator, dataset, options)
     rank, size = communicator.rank, communicator.size
     share = call_together(communicator, lambda: _share(dataset, choice, rank, size))
-    return DistributedDataset(communicator, partial(_begin, share, checked_options(options)))
+    begin = partial(_begin, share, checked_options(options))
+    if isinstance(share, _Parts):
+        return DistributedDataset(communicator, begin, lambda: share.digest)
+    return DistributedDataset(communicator, begin)
 
 
 def distribute_from_function(
@@ -61,7 +65,7 @@ def _share(dataset: Any, choice: Choice, rank: int, size: int) -> Callable[[], B
     if choice.policy is AutoShardPolicy.DATA:
         if hasattr(dataset, "with_seed"):  # or each rank would cut batches of its own order
             dataset = dataset.with_seed(choice.seed, 0)
-        return partial(_parts, dataset, rank, size)
+        return _Parts(dataset, rank, size)
     if choice.policy is AutoShardPolicy.FILE:
         dataset = dataset.auto_shard(size, rank)
     if choice.own_seeds:
@@ -72,9 +76,18 @@ def _share(dataset: Any, choice: Choice, rank: int, size: int) -> Callable[[], B
 # Generators, so that what a source raises when its iteration begins is raised at the first step.
 
 
-def _parts(dataset: Any, rank: int, size: int) -> Batches:
-    for batch in iterate(dataset):
-        yield contiguous_part(batch, rank, size)
+class _Parts:
+    """The rank's part of every batch of a dataset that all ranks read."""
+
+    def __init__(self, dataset: Any, rank: int, size: int) -> None:
+        self._dataset, self._rank, self._size = dataset, rank, size
+        self.digest = ""
+
+    def __call__(self) -> Batches:
+        for batch in iterate(self._dataset):
+            part = contiguous_part(batch, self._rank, self._size)
+            self.digest = self.digest or digest_of(batch)
+            yield part
 
 
 def _rebatched(dataset: Any, rank: int, size: int) -> Batches:

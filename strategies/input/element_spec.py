@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,16 @@ import numpy as np
 from collectives import Communicator
 from strategies import nest
 from strategies.input.batches import arrays_of, is_torch
+
+log = logging.getLogger("strategies")
+
+# Not an error: each rank may change the same examples in a way of its own (augmentation).
+_APART = (
+    "each rank takes its part of every global batch (AutoShardPolicy.DATA), but the ranks' first"
+    " global batches differ: where they are in another order, examples are lost or come twice."
+    " Shuffle with the same seed on every rank, or use sharding='seed_offset', AutoShardPolicy.OFF"
+    " or distribute_datasets_from_function, which let every rank read on its own"
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class First(NamedTuple):
     structure: Any  # the nest, with numbers for its arrays
     specs: list[TensorSpec]
     of_torch: list[bool]
+    whole: str = ""  # a digest of the global batch that it is a part of, if it is
 
     def __str__(self) -> str:
         kinds = [f"{spec.dtype} of shape {spec.shape}" for spec in self.specs]
@@ -52,10 +64,13 @@ def agree_on_form(communicator: Communicator, first: First | None) -> Form:
     """The form of the batches, of which at least one rank has one (None: no batch). Collective.
 
     A length after axis 0 that differs by rank is None in the spec. Raises the same ValueError
-    on every rank where structures, dtypes or numbers of axes differ.
+    on every rank where structures, dtypes or numbers of axes differ; rank 0 warns where the ranks
+    take their parts of global batches that differ.
     """
     firsts = communicator.all_gather_object(first)
     known = [first for first in firsts if first is not None]
+    if communicator.rank == 0 and len({first.whole for first in known}) > 1:
+        log.warning("%s", _APART)
     if len({_unchanging(first) for first in known}) > 1:
         lines = [
             f"  rank {rank}: {first}" for rank, first in enumerate(firsts) if first is not None
@@ -65,12 +80,12 @@ def agree_on_form(communicator: Communicator, first: First | None) -> Form:
     return Form(nest.pack_like(known[0].structure, specs), _empty(first or known[0]))
 
 
-def described(batch: Any) -> First:
+def described(batch: Any, whole: str = "") -> First:
     """What there is to agree on. ValueError where an array has no axis 0."""
     arrays = arrays_of(batch)
     specs = [TensorSpec((None, *map(int, array.shape[1:])), _dtype(array)) for array in arrays]
     structure = nest.pack_like(batch, list(range(len(arrays))))
-    return First(structure, specs, [is_torch(array) for array in arrays])
+    return First(structure, specs, [is_torch(array) for array in arrays], whole)
 
 
 def _dtype(array: Any) -> np.dtype[Any]:

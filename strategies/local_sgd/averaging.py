@@ -113,11 +113,10 @@ class Averaging:
 
     def _bring_together(self, values: list[ReplicaStorage]) -> None:
         arrays = [value.view() for value in values]
-        means = self._communicator.all_reduce_many(arrays, "mean")
         if self._outer is None:
-            for array, mean in zip(arrays, means, strict=True):
-                array[...] = mean
+            self._communicator.all_reduce_many(arrays, "mean", out=arrays)
         else:
+            means = self._communicator.all_reduce_many(arrays, "mean")
             for value in values:
                 value.return_to_agreed()
             # The outer gradient points from the replicas' mean to where they began.

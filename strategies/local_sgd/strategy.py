@@ -44,7 +44,8 @@ class LocalSGDStrategy(Strategy):
     gradient, by which it moves the last agreed value, with the same bits on all ranks.
 
     Each replica is in sync with itself alone: `num_replicas_in_sync` is 1, so that a loss that is
-    divided by `batch size × num_replicas_in_sync` is the mean over the replica's own batch. A
+    divided by `batch size × num_replicas_in_sync` is the mean over the replica's own batch, and
+    `replica_id_in_sync_group` is 0: `communicator.rank` and `InputContext` tell the ranks apart. A
     distributed dataset's batches are meant for one replica: W of them are joined and dealt to the
     W ranks in each step, the last ones of an epoch in equal parts. It agrees on its end at each
     step as under every strategy; whatever else makes the numbers of steps unequal makes averaging
@@ -93,6 +94,11 @@ class LocalSGDStrategy(Strategy):
     def num_replicas_in_sync(self) -> int:
         """1: between two averagings no replica's gradients meet another's."""
         return 1
+
+    @property
+    def steps_together(self) -> bool:
+        """No: a replica that is refused a step raises by itself, and the others go on."""
+        return False
 
     def store(self, value: NDArray[Any], what: str) -> Storage:
         """A value of this replica's own, beginning with the chief's. Collective."""

@@ -14,6 +14,7 @@ from collectives import Fusion
 from strategies.contexts import get_replica_context
 from strategies.optimizers.update_rules import AdaptiveMomentsRule, DescentRule, UpdateRule
 from strategies.reduce_op import ReduceOp
+from strategies.refusals import RefusedTogether
 from strategies.variables.indexed_slices import Gradient, IndexedSlices
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.storage import Storage, assign
@@ -67,13 +68,11 @@ class Optimizer(ABC):
         replica = get_replica_context()
         if replica is None:
             raise RuntimeError("apply_gradients must be called as a replica, inside `run`")
-        pairs = [(grad, variable) for grad, variable in grads_and_vars if grad is not None]
-        if not pairs:
-            raise ValueError("grads_and_vars has no gradient: every one is None, or there are none")
-        for _, variable in pairs:
-            _check_updatable(variable, replica.strategy)
-        gradients = [_checked(*pair) for pair in pairs]
-        replica.strategy.apply_gradients(self, gradients, [variable for _, variable in pairs])
+        strategy = replica.strategy
+        others = strategy.communicator if strategy.steps_together else None
+        with RefusedTogether(others, "apply_gradients"):
+            gradients, variables = _checked_pairs(grads_and_vars, strategy)
+        strategy.apply_gradients(self, gradients, variables)
 
     def sum_over_replicas(
         self, gradients: Sequence[Gradient], variables: Sequence[Variable]
@@ -223,6 +222,17 @@ def _check_slot(name: str, restored: Array | None, value: Storage) -> None:
         f" {value.dtype} of shape {value.shape}: name the variables in the checkpoint, too, or"
         " update them first in the order in which the program did that saved it"
     )
+
+
+def _checked_pairs(
+    grads_and_vars: Iterable[tuple[Any, Variable]], strategy: Strategy
+) -> tuple[list[Gradient], list[Variable]]:
+    pairs = [(grad, variable) for grad, variable in grads_and_vars if grad is not None]
+    if not pairs:
+        raise ValueError("grads_and_vars has no gradient: every one is None, or there are none")
+    for _, variable in pairs:
+        _check_updatable(variable, strategy)
+    return [_checked(*pair) for pair in pairs], [variable for _, variable in pairs]
 
 
 def _check_updatable(variable: Variable, strategy: Strategy) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from strategies.contexts import get_replica_context, has_strategy
 from strategies.reduce_op import ReduceOp
+from strategies.refusals import RefusedTogether
 from strategies.variables.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def read_for_all(variable: Variable) -> Array:
 
 def to_assign(variable: Variable, value: Array) -> Array:
     """What this replica stores where `value` is assigned."""
+    _refuse_other_replicas(variable)
     if not variable.on_read:
         return _aggregated(variable, value) if _each_has_its_own(variable) else value
     return value if inside_run(variable) else _share_of(variable, value)
@@ -72,6 +74,7 @@ def to_assign(variable: Variable, value: Array) -> Array:
 
 def to_shift(variable: Variable, operand: Array, method: str) -> Array:
     """What this replica adds or subtracts where `operand` is."""
+    _refuse_other_replicas(variable)
     if not variable.on_read:
         return _aggregated(variable, operand) if _each_has_its_own(variable) else operand
     if not inside_run(variable) and variable.aggregation is VariableAggregation.SUM:
@@ -83,6 +86,7 @@ def to_shift(variable: Variable, operand: Array, method: str) -> Array:
 
 def to_scatter(variable: Variable, slices: IndexedSlices, method: str) -> IndexedSlices:
     """The rows that this replica changes where `slices` are scattered."""
+    _refuse_other_replicas(variable)
     if variable.on_read:
         if inside_run(variable):
             return slices
@@ -100,17 +104,30 @@ def to_scatter(variable: Variable, slices: IndexedSlices, method: str) -> Indexe
     return variable.strategy.rows_of_all(slices, op)
 
 
+def refused_together(variable: Variable, method: str) -> RefusedTogether:
+    """A context for the checks of an operand: what others wait for is refused on all replicas.
+
+    Where nobody waits, since every copy is changed by itself, one replica alone raises the error.
+    """
+    strategy = variable.strategy
+    aggregated = (
+        not variable.on_read
+        and variable.distributed
+        and strategy.aggregates
+        and variable.aggregation is not VariableAggregation.NONE
+        and inside_run(variable)
+    )
+    outside = variable.storage.changes_together and not inside_run(variable)
+    others_wait = aggregated or outside
+    return RefusedTogether(strategy.communicator if others_wait else None, f"{variable}.{method}")
+
+
 def _each_has_its_own(variable: Variable) -> bool:
     """Whether each replica gives a value of its own to an ON_WRITE variable.
 
-    ValueError where they can't be aggregated, RuntimeError for a replica of another strategy.
+    ValueError where they can't be aggregated.
     """
-    if not variable.distributed:
-        return False
-    if not inside_run(variable):
-        _refuse_other_replicas(variable)
-        return False
-    if not variable.strategy.aggregates:
+    if not (variable.distributed and inside_run(variable) and variable.strategy.aggregates):
         return False
     if variable.aggregation is VariableAggregation.NONE:
         raise ValueError(
@@ -121,11 +138,20 @@ def _each_has_its_own(variable: Variable) -> bool:
 
 
 def _refuse_other_replicas(variable: Variable) -> None:
+    """RuntimeError for a replica of another strategy, whose values nobody would aggregate.
+
+    A variable made outside of every scope is its process's own: it may be changed by any replica,
+    unless it asks for an aggregation with others.
+    """
     replica = get_replica_context()
-    if replica is not None and has_strategy():
+    if replica is None or not has_strategy() or replica.strategy is variable.strategy:
+        return
+    others = replica.strategy.communicator.size > 1
+    aggregation = variable.aggregation is not VariableAggregation.NONE
+    if variable.distributed or (aggregation and others):
         raise RuntimeError(
             f"{variable} belongs to {variable.strategy}: can't be assigned as a replica of"
-            f" {replica.strategy}"
+            f" {replica.strategy}; create it in that strategy's scope"
         )
 
 

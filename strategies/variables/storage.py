@@ -25,6 +25,9 @@ class Storage(ABC):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
+    changes_together = False
+    """Whether `change` is collective."""
+
     @abstractmethod
     def view(self) -> Array:
         """The value; not to be changed, nor kept beyond the next change."""

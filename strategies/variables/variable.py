@@ -13,6 +13,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
 from strategies.contexts import get_strategy, has_strategy
+from strategies.refusals import RefusedTogether
 from strategies.variables import aggregation as rules
 from strategies.variables import scatter
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
@@ -43,8 +44,8 @@ class Variable(NDArrayOperatorsMixin):
 
     ON_WRITE (the default): an assignment inside `run` aggregates the replicas' values first; with
     aggregation NONE it raises ValueError. ON_READ: `run` reads and writes the replica's own value,
-    and reading outside of it aggregates. Raises ValueError for synchronization NONE, and for MEAN
-    of anything but floating-point numbers.
+    and reading outside of it aggregates. Raises ValueError for synchronization NONE and for what
+    isn't of the two enums, and for MEAN of anything but floating-point numbers.
 
     `strategy` keeps the copies: the one in force when the variable was made, `distributed` unless
     that was the default one.
@@ -58,18 +59,14 @@ class Variable(NDArrayOperatorsMixin):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> None:
-        if synchronization is VariableSynchronization.NONE:
-            raise ValueError(
-                f"synchronization={synchronization}: must be AUTO, ON_WRITE or ON_READ"
-            )
-        value = initial_value() if callable(initial_value) else initial_value
-        local = np.array(value)
-        local = local.astype(local.dtype.newbyteorder("="), copy=False)
         self.name, self.trainable = name, trainable
         self.synchronization, self.aggregation = synchronization, aggregation
         self.strategy: Strategy = get_strategy()
         self.distributed = has_strategy() and self.strategy.mirrors_variables
         what = f"Variable {name!r}" if name else "Variable"
+        with made_together(what):
+            _check_rules(synchronization, aggregation)
+            local = _initial(initial_value)
         self._storage: Storage = (
             LocalStorage(self.strategy.mirrored(local, what))
             if self.on_read
@@ -124,7 +121,7 @@ class Variable(NDArrayOperatorsMixin):
 
         TypeError where fractions or imaginary parts would be lost.
         """
-        self._storage.change(assign, rules.to_assign(self, self._checked(value)))
+        self._storage.change(assign, rules.to_assign(self, self._checked(value, "assign")))
         return self
 
     def assign_add(self, value: Any) -> Variable:
@@ -136,16 +133,17 @@ class Variable(NDArrayOperatorsMixin):
         return self._shift(assign_sub, value)
 
     def _shift(self, change: Change, value: Any) -> Variable:
-        operand = rules.to_shift(self, self._checked(value), change.__name__)
+        operand = rules.to_shift(self, self._checked(value, change.__name__), change.__name__)
         self._storage.change(change, operand)
         return self
 
-    def _checked(self, value: Any) -> Array:
-        self._check_dtype(np.asarray(value).dtype)
-        array = np.asarray(value, self.dtype)
-        if array.shape != self.shape:
-            raise ValueError(f"value has shape {array.shape}: {self} has shape {self.shape}")
-        return array
+    def _checked(self, value: Any, method: str) -> Array:
+        with rules.refused_together(self, method):
+            self._check_dtype(np.asarray(value).dtype)
+            array = np.asarray(value, self.dtype)
+            if array.shape != self.shape:
+                raise ValueError(f"value has shape {array.shape}: {self} has shape {self.shape}")
+            return array
 
     def _check_dtype(self, given: np.dtype[Any]) -> None:
         if not _fits(given, self.dtype):
@@ -156,9 +154,10 @@ class Variable(NDArrayOperatorsMixin):
 
         Raises ValueError for rows that don't exist, IndexError where there are no rows at all.
         """
-        places = np.asarray(indices)
-        check_rows(places, len(self), self)
         whole = self.on_read and not rules.inside_run(self)
+        with RefusedTogether(self.strategy.communicator if whole else None, f"{self}.sparse_read"):
+            places = np.asarray(indices)
+            check_rows(places, len(self), self)
         return self.read_value()[places] if whole else self._storage.rows(places)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Variable:
@@ -200,8 +199,13 @@ class Variable(NDArrayOperatorsMixin):
         return self._scatter(scatter.scatter_update, sparse_delta)
 
     def _scatter(self, change: Change, slices: IndexedSlices) -> Variable:
-        self._check_dtype(slices.values.dtype)
-        given = rules.to_scatter(self, slices.fitted(self.shape, self.dtype, self), change.__name__)
+        method = change.__name__
+        with rules.refused_together(self, method):
+            if not isinstance(slices, IndexedSlices):
+                raise TypeError(f"sparse_delta is a {type(slices).__name__}: must be IndexedSlices")
+            self._check_dtype(slices.values.dtype)
+            fitted = slices.fitted(self.shape, self.dtype, self)
+        given = rules.to_scatter(self, fitted, method)
         self._storage.change(change, given.indices, given.values)
         return self
 
@@ -247,6 +251,28 @@ class Variable(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         return f"<Variable{name} {self.dtype}{list(self.shape)}>"
+
+
+def made_together(what: str) -> RefusedTogether:
+    """A context for the checks of what is made with variables: on all replicas, or on none."""
+    strategy = get_strategy()
+    return RefusedTogether(strategy.communicator if strategy.aggregates else None, what)
+
+
+def _check_rules(synchronization: Any, aggregation: Any) -> None:
+    known = isinstance(synchronization, VariableSynchronization)
+    if not known or synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"synchronization={synchronization}: must be AUTO, ON_WRITE or ON_READ of"
+            " VariableSynchronization"
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(f"aggregation={aggregation!r}: must be of VariableAggregation")
+
+
+def _initial(initial_value: Any) -> Array:
+    array = np.array(initial_value() if callable(initial_value) else initial_value)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:

@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
+from collectives.scopes import named_scope
 from collectives.transports import local
 from tests.collectives.oracle import reduced, value, values
 
@@ -244,3 +245,28 @@ def test_threads_of_one_process(size):
 
     texts = local.run(size, program)
     assert all(each == texts[0] for each in texts)
+
+
+@pytest.mark.mpi
+def test_errors_name_what_a_call_is_made_for(comm):
+    """The outermost name counts, until its scope has ended, also by an error."""
+
+    def called(name, inner, length):
+        error = pytest.raises(collectives.ShapeMismatchError)
+        with error as caught, named_scope(comm, name), named_scope(comm, inner):
+            comm.all_reduce(np.ones(length))
+        return str(caught.value)
+
+    if comm.size == 1:
+        with named_scope(comm, "a lone step"):
+            assert comm.all_reduce(np.ones(1)) == 1
+        return
+    odd = comm.rank == 1
+    text = called(f"step {comm.rank}", "its gradients", 11 if odd else 10)
+    assert "rank 0: step 0: all_reduce(sum, float64[10])" in text
+    assert "rank 1: step 1: all_reduce(sum, float64[11])" in text
+    with pytest.raises(collectives.ShapeMismatchError) as caught:
+        comm.all_reduce(np.ones(11 if odd else 10))
+    assert "step" not in str(caught.value)
+    with named_scope(comm, f"step {comm.rank}"):
+        np.testing.assert_array_equal(comm.all_reduce(np.full(3, comm.rank)), sum(range(comm.size)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, ShapeMismatchError
+from collectives import BackendUnavailableError, Communicator, ShapeMismatchError
 from collectives.transports import local
 from strategies import (
     MultiWorkerMirroredStrategy,
@@ -282,6 +282,10 @@ def test_devices_are_one_for_each_rank_of_the_node_and_the_cpu(comm):
         same_refusal(comm, ValueError, match, CentralStorageStrategy, given, communicator=comm)
     match = "rank 0: parameter_device='/gpu:0': must name the CPU"
     same_refusal(comm, ValueError, match, CentralStorageStrategy, None, "/gpu:0", communicator=comm)
+    given = ["/gpu:0"] * comm.size if comm.rank == 1 else None
+    match = "CentralStorageStrategy: rank 1 names a GPU in compute_devices"
+    named = {"communicator": comm}
+    same_refusal(comm, BackendUnavailableError, match, CentralStorageStrategy, given, **named)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from strategies import (
     LocalSGDStrategy,
     MultiWorkerMirroredStrategy,
     ReduceOp,
+    ValueContext,
     Variable,
     VariableAggregation,
     VariableSynchronization,
@@ -400,11 +401,15 @@ def test_a_script_for_another_strategy_gets_the_mean_over_its_own_batch(size):
 
         def step(batch):
             inputs, numbers = batch
-            assert get_replica_context().num_replicas_in_sync == 1
+            context = get_replica_context()
+            assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
             total = compute_average_loss(inputs, global_batch_size=batch_size)
             assert total == compute_average_loss(inputs)
             return total, numbers[0], len(numbers)
 
+        told = []
+        strategy.experimental_distribute_values_from_function(told.append)
+        assert told == [ValueContext(replica_id_in_sync_group=0, num_replicas_in_sync=1)]
         return [strategy.run(step, (batch,)) for batch in data]
 
     for rank, seen in enumerate(on_ranks(size, body, 1)):

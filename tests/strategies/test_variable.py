@@ -101,6 +101,17 @@ def test_synchronization_none_is_refused(aggregation):
     refusal(ValueError, match, Variable, 1.0, synchronization=none, aggregation=aggregation)
 
 
+@pytest.mark.parametrize("wrong", ["on_read", 3, None, VariableAggregation.SUM])
+def test_what_is_no_synchronization_is_refused(wrong):
+    match = f"synchronization={wrong}: must be AUTO, ON_WRITE or ON_READ"
+    refusal(ValueError, match, Variable, 1.0, synchronization=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["sum", 1, None, VariableSynchronization.ON_READ])
+def test_what_is_no_aggregation_is_refused(wrong):
+    refusal(ValueError, "must be of VariableAggregation", Variable, 1.0, aggregation=wrong)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_])
 def test_the_mean_of_integers_is_refused(dtype):
     match = rf"aggregation=VariableAggregation.MEAN: needs a floating dtype, not {np.dtype(dtype)}"

@@ -238,3 +238,22 @@ def test_without_a_strategy_a_variable_is_plain(synchronization, aggregation, me
     with lone_strategy().scope():
         assert float(variable) == expected
     assert float(lone_strategy().run(variable.assign, (3,))) == 3.0
+
+
+@aggregated
+@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_nobody_aggregates_what_was_made_outside_of_every_scope(size, synchronization, aggregation):
+    """So several replicas can't change it, unless it asks for no aggregation."""
+
+    def plain(chosen):
+        return Variable(10.0, True, None, VariableSynchronization[synchronization], chosen)
+
+    def body(strategy):
+        rank, own = strategy.communicator.rank, plain(VariableAggregation.NONE)
+        variable = plain(VariableAggregation[aggregation])
+        refusal(RuntimeError, "create it in that", strategy.run, variable.assign_add, (1.0,))
+        assert float(variable) == 10.0
+        return float(strategy.run(own.assign_add, (rank + 1.0,)))
+
+    assert on_ranks(size, body) == [11.0 + rank for rank in range(size)]
