@@ -1,7 +1,7 @@
 """Training that is killed and started again ends where uninterrupted training does, bit for bit.
 
-    mpirun -n 2 python examples/preemption.py --directory digits --die-at 47    killed at a step
-    mpirun -n 2 python examples/preemption.py --directory digits                goes on
+    mpirun -n 2 python examples/preemption.py --directory /tmp/digits --die-at 47    killed at a step
+    mpirun -n 2 python examples/preemption.py --directory /tmp/digits                goes on
 
 The state is saved every few steps: parameters, optimizer, metric, step. What else decides the
 outcome must follow from the step: each epoch's order of the data comes from its number, not from a

@@ -209,7 +209,10 @@ def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
     The default strategy's context will do.
     """
     if has_strategy() and not in_cross_replica_context():
-        raise RuntimeError(f"{what} requires a cross-replica context, but was called inside `run`")
+        raise RuntimeError(
+            f"{what} requires a cross-replica context, but was called inside `run`: call it after"
+            " `run`, with what the replicas returned"
+        )
     if strategy is not None and has_strategy() and get_strategy() is not strategy:
         raise RuntimeError(
             f"Mixing different strategies: {what} of {strategy} was called inside the scope of"

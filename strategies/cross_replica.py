@@ -64,7 +64,9 @@ def _described(arrays: Sequence[Array], call: str = "", structure: str = "") -> 
 def _check_equal(reports: Sequence[_Report], what: str) -> None:
     if len({report.call for report in reports}) > 1:
         asked = tuple(report.call for report in reports)
-        raise OpMismatchError(f"{what}: the ranks' arguments differ", asked)
+        same = len({call.partition("(")[0] for call in asked}) == 1
+        differ = f"{what}: the ranks' arguments differ" if same else "the ranks' calls differ"
+        raise OpMismatchError(differ, asked)
     calls = tuple(str(report) for report in reports)
     if any(report.problem for report in reports):
         lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]

@@ -19,7 +19,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     `cluster_resolver`, else from `TF_CONFIG`, else every rank is a worker. All ranks compare
     theirs: they must name the same cluster and each task exactly once, or the same ValueError is
     raised on every rank. Replicas are numbered chief first, then workers by index, whatever order
-    mpirun started them in. Evaluators form a group of their own. Making one is collective.
+    mpirun started them in. Evaluators form a group of their own, as they do in TensorFlow: where
+    the program doesn't branch on `cluster_resolver.task_type`, an evaluator trains for itself, and
+    is the chief of its group (see `train_and_evaluate`). Making one is collective.
 
     communication_options: which way reductions and gathers go, how large their messages are and how
     long they wait (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError

@@ -110,7 +110,10 @@ def validate_for_train_and_evaluate(config: TFConfig) -> None:
     jobs = config.cluster.as_dict() if config.cluster else {}
     leaders = [f"{job} at {at}" for job in ("chief", "master") for at in jobs.get(job, ())]
     if jobs and len(leaders) != 1:
-        raise ValueError(f"the cluster's leaders are {shown(leaders)}; exactly one is needed")
+        raise ValueError(
+            "exactly one task of job 'chief' (or 'master') is needed, which saves the checkpoints;"
+            f" the cluster has {shown(leaders)}"
+        )
     if jobs.get("master") and "evaluator" in (*jobs, config.task_type):
         raise ValueError("job 'evaluator' stands beside 'master'; it is allowed beside 'chief'")
 

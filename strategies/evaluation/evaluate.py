@@ -78,7 +78,8 @@ def evaluate_checkpoints(
     On an evaluator of `MultiWorkerMirroredStrategy` that is the evaluator alone. Rank 0 looks at
     the directory, every `poll_seconds`. It ends after the last checkpoint, once `training_ends`
     has told of the end: in the run named `run`, else in any that ended since this process began.
-    After `idle_seconds` (None: never) without a new checkpoint it warns (RuntimeWarning) and ends.
+    After `idle_seconds` (None: never) without a new checkpoint it warns (RuntimeWarning) and ends;
+    it warns as well where there never was one.
 
     Raises ValueError for `poll_seconds` that aren't positive, and what `Checkpoint.restore` and
     the functions raise.
@@ -127,6 +128,9 @@ def _new_checkpoints(
             yield new.path, new.step
             last_news = time.monotonic()
         elif ended:
+            if not seen:
+                text = f"{directory}: training has ended, and no checkpoint was ever seen here"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
         elif patience.idle_seconds is not None and idle >= patience.idle_seconds:
             text = f"{directory}: no new checkpoint for {idle:.0f} s, and no end of training"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Fusion
-from strategies.contexts import get_replica_context
+from strategies.contexts import get_replica_context, has_strategy
 from strategies.optimizers.update_rules import AdaptiveMomentsRule, DescentRule, UpdateRule
 from strategies.reduce_op import ReduceOp
 from strategies.refusals import RefusedTogether
@@ -237,9 +237,12 @@ def _checked_pairs(
 
 def _check_updatable(variable: Variable, strategy: Strategy) -> None:
     if variable.strategy is not strategy:
+        wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
+        if not has_strategy():
+            raise RuntimeError(f"{wrong} outside of its `run`: call it inside")
         raise RuntimeError(
-            f"{variable} belongs to {variable.strategy}, but apply_gradients was called as a"
-            f" replica of {strategy}: create variables in the scope of the strategy that runs"
+            f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
+            " of the strategy that runs"
         )
     if variable.dtype.kind in "biu":
         raise TypeError(f"{variable} holds integers: an optimizer needs floating-point numbers")

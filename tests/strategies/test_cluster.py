@@ -184,9 +184,9 @@ def test_train_and_evaluate_takes_one_leader(leader):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (config_of("worker", worker=["a"]), "leaders are .*; exactly one"),
-        (config_of("master", master=["a", "b"]), "leaders are .*; exactly one"),
-        (config_of("master", master=["a"], chief=["b"]), "leaders are .*; exactly one"),
+        (config_of("worker", worker=["a"]), "exactly one task of job 'chief'.* has "),
+        (config_of("master", master=["a", "b"]), "exactly one task of job 'chief'.* has "),
+        (config_of("master", master=["a"], chief=["b"]), "exactly one task of job 'chief'.* has "),
         (config_of("master", master=["a"], evaluator=["b"]), "beside 'master'"),
         (config_of("evaluator", master=["a"]), "beside 'master'"),
     ],

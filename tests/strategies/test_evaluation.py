@@ -171,15 +171,24 @@ def test_the_end_of_an_earlier_run_ends_nothing(tmp_path, meanwhile, run):
 
 
 def test_another_run_that_ends_now_ends_no_named_one(tmp_path, meanwhile):
+    save(tmp_path, 1)
     waiting = meanwhile(lambda: end(tmp_path, "other"), lambda: end(tmp_path, "mine"))
-    assert evaluate_checkpoints(model_fn, tmp_path, run="mine") == []
+    assert seen(evaluate_checkpoints(model_fn, tmp_path, run="mine")) == [(1, 10.0)]
     assert not waiting
 
 
 def test_it_waits_as_long_as_it_is_told_between_two_looks(tmp_path, meanwhile):
+    save(tmp_path, 1)
     waiting = meanwhile(lambda: None, lambda: end(tmp_path), seconds=0.125)
-    assert evaluate_checkpoints(model_fn, tmp_path, poll_seconds=0.125) == []
+    assert seen(evaluate_checkpoints(model_fn, tmp_path, poll_seconds=0.125)) == [(1, 10.0)]
     assert not waiting
+
+
+def test_an_end_without_any_checkpoint_is_warned_of(tmp_path):
+    """As it is seen where the directory is another than the trainer's."""
+    end(tmp_path)
+    with pytest.warns(RuntimeWarning, match="training has ended, and no checkpoint was ever seen"):
+        assert evaluate_checkpoints(model_fn, tmp_path) == []
 
 
 @pytest.mark.parametrize("poll", [0, -1.0, float("nan")])
@@ -374,7 +383,7 @@ def test_where_training_fails_the_evaluator_ends_all_the_same(comm, monkeypatch,
 def test_a_cluster_without_a_chief_is_refused_on_every_rank(comm, monkeypatch, directory):
     cluster = {"worker": [f"w{index}" for index in range(comm.size)]}
     monkeypatch.setenv("TF_CONFIG", tf_config(cluster, "worker", comm.rank))
-    match = "the cluster's leaders are .*; exactly one is needed"
+    match = "exactly one task of job 'chief'"
     arguments = (ValueError, match, train_and_evaluate, None, model_fn, directory)
     same_refusal(comm, *arguments, communicator=comm)
     assert not os.listdir(directory)

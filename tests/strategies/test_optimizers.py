@@ -215,8 +215,10 @@ def test_variables_of_another_strategy_are_refused_before_they_drift_apart():
         with strategy.scope():
             mirrored = Variable(1.0)
         optimizer, gradient = optimizers.SGD(), float(strategy.communicator.rank)
-        match = "<Variable .*> belongs to <.*>, but apply_gradients was called as a replica of <"
-        refusal(RuntimeError, match, optimizer.apply_gradients, [(gradient, mirrored)])
+        match = "<Variable .*> belongs to <.*>, but apply_gradients was called "
+        outside = match + "outside of its `run`: call it inside"
+        refusal(RuntimeError, outside, optimizer.apply_gradients, [(gradient, mirrored)])
+        match += "as a replica of another strategy, <Multi.*: create variables in the scope"
         pairs = [(gradient, Variable(gradient))]
         strategy.run(refusal, (RuntimeError, match, optimizer.apply_gradients, pairs))
         return float(mirrored)
