@@ -82,6 +82,7 @@ class MpiPost(Post):
         self._comm = owned
         self._status = MPI.Status()
         self._lines: dict[int, deque[_Arriving]] = {}
+        self._broken: set[int] = set()
 
     def send(self, buffers: Sequence[Bytes], peer: int) -> Sending:
         """The envelope, then what follows it, all at once: MPI keeps their order."""
@@ -121,12 +122,17 @@ class MpiPost(Post):
         return arriving.source
 
     def _advance(self, source: int) -> bool:
-        """Whether the first message of a rank is complete; what a dead one began is dropped."""
+        """Whether the first message of a rank is complete; what a dead one began is dropped.
+
+        MPICH copies large messages out of the sender's memory: where that is gone it fails, and
+        knows of no death.
+        """
         try:
-            return self._lines[source][0].advance()
-        except MPI.Exception as error:
-            _abandoned.append(self._lines.pop(source))
-            self._note_failed(error)
+            # What follows a message that was dropped isn't read.
+            return source not in self._broken and self._lines[source][0].advance()
+        except MPI.Exception:
+            self._broken.add(source)
+            self.failed |= {source}
             return False
 
     def _take(self, source: int) -> list[Buffer]:
@@ -146,7 +152,7 @@ class MpiPost(Post):
             raise error from None
         if not group.size:
             raise error
-        self.failed = frozenset(group.Translate_ranks(None, self._comm.group))
+        self.failed |= frozenset(group.Translate_ranks(None, self._comm.group))
 
     def close(self, *, together: bool) -> None:
         """Free the communicator, which takes all ranks."""

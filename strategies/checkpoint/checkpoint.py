@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,11 @@ from strategies.checkpoint.states import State
 from strategies.checkpoint.tracking import find_states
 from strategies.contexts import get_strategy, require_cross_replica
 from strategies.default import default_strategy
-from strategies.refusals import RefusedTogether
 from strategies.strategy import Strategy
 
 Array = NDArray[Any]
+States = dict[str, State]
+Finding = Callable[[], States]
 
 SUFFIX = ".safetensors"
 
@@ -41,9 +42,11 @@ class Checkpoint:
     def __init__(self, /, **named_things: Any) -> None:
         if "__metadata__" in named_things:
             raise ValueError("__metadata__ is a name of the file format's own: take another")
-        find_states(named_things)
+        states = find_states(named_things)
         self._things = named_things
         self._made_under = get_strategy()
+        strategies = (each for each in map(_strategy, states.values()) if each is not None)
+        self._first_strategy = next(strategies, self._made_under)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -77,13 +80,12 @@ class Checkpoint:
         named holds no state or an ON_READ variable has aggregation NONE, RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.save")
-        states = find_states(self._things)
-        strategy = self._strategy_of(states)
+        strategy, found = self._found(_saveable_states)
         with named_scope(strategy.communicator, "Checkpoint.save, a call for every rank"):
-            with RefusedTogether(strategy.communicator if strategy.aggregates else None, "save"):
-                _refuse_stateless(self._things)
-            written: str = strategy.chief_first(lambda: _save(states, strategy.communicator, path))
-            return written
+            written: str = strategy.chief_first(lambda: _save(found, strategy.communicator, path))
+        # What is wrong here alone, where this rank has only waited for the chief.
+        found()
+        return written
 
     def restore(self, path: str | os.PathLike[str] | None, *, expect_partial: bool = False) -> None:
         """Take the state from a file. Collective; rank 0 reads it, and its path counts.
@@ -96,19 +98,35 @@ class Checkpoint:
         ranks hold different things. RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.restore")
-        states = find_states(self._things)
-        strategy, acted = self._strategy_of(states), []
+        (strategy, found), acted = self._found(find_states), []
 
         def act() -> str | None:
             acted.append(True)
-            return _restore_from(path, states, strategy.communicator, expect_partial)
+            return _restore_from(path, found, strategy.communicator, expect_partial)
 
         with named_scope(strategy.communicator, "Checkpoint.restore, a call for every rank"):
             source = strategy.chief_first(act)
+            states = found()
             if source is not None and not acted:
                 # What servers hold is restored; each process's own is not.
                 own = {name: each for name, each in states.items() if not each.kept_by_strategy}
-                _restore_from(source, own, strategy.communicator, expect_partial=True)
+                _restore_from(source, lambda: own, strategy.communicator, expect_partial=True)
+
+    def _found(self, find: Callable[[Mapping[str, Any]], States]) -> tuple[Strategy, Finding]:
+        """The strategy, and what gives the states, or raises what keeps them from being found.
+
+        A rank that can't find them tells the others, where they wait for it.
+        """
+        try:
+            states = find(self._things)
+            return self._strategy_of(states), lambda: states
+        except Exception as error:
+            problem = error
+
+        def fail() -> NoReturn:
+            raise problem
+
+        return self._first_strategy, fail
 
     def _strategy_of(self, states: Mapping[str, State]) -> Strategy:
         found = {id(each): each for each in map(_strategy, states.values()) if each is not None}
@@ -124,6 +142,12 @@ def _strategy(state: State) -> Strategy | None:
     return strategy if known else None
 
 
+def _saveable_states(things: Mapping[str, Any]) -> States:
+    states = find_states(things)
+    _refuse_stateless(things)
+    return states
+
+
 def _refuse_stateless(things: Mapping[str, Any]) -> None:
     """Else nothing would be saved of arrays, or of another framework's model."""
     for name, thing in things.items():
@@ -133,9 +157,8 @@ def _refuse_stateless(things: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is a {kind} that holds no Variable, nor any other state")
 
 
-def _save(
-    states: Mapping[str, State], communicator: Communicator, path: str | os.PathLike[str]
-) -> str:
+def _save(found: Finding, communicator: Communicator, path: str | os.PathLike[str]) -> str:
+    states = done_by_all(communicator, found)
     same_everywhere(communicator, "Checkpoint.save", list(states))
     tensors = done_by_all(communicator, lambda: _saved(states))
     return done_by_first(
@@ -145,11 +168,12 @@ def _save(
 
 def _restore_from(
     path: str | os.PathLike[str] | None,
-    states: Mapping[str, State],
+    found: Finding,
     communicator: Communicator,
     expect_partial: bool,
 ) -> str | None:
     """The path that was restored; None where there is none."""
+    states = done_by_all(communicator, found)
     same_everywhere(communicator, "Checkpoint.restore", list(states))
     source = done_by_first(communicator, lambda: None if path is None else _existing(path))
     if source is None:

@@ -108,8 +108,10 @@ class Dispatcher:
         if isinstance(message.header, Failed):
             place = self._workers[message.source]
             self._queue.fail(closure, rebuild(message.header.failure, place))
-        else:
+            return
+        try:
             self.dispatch()  # so that the worker goes on meanwhile
+        finally:
             self._finish(closure, message)
 
     def _release(self, worker: int, number: int) -> Closure | None:
@@ -131,21 +133,24 @@ class Dispatcher:
             self._queue.finish(closure, value)
 
     def _look(self) -> None:
-        """See who has died; what a worker sent before that counts."""
+        """See who has died or left; what a worker sent before that counts."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
-        dead = [rank for rank in (*self._living, *self._servers) if not self._box.alive(rank)]
-        while dead and (message := self._box.receive(0)) is not None:
-            self._handle(message)
-        for rank in dead:
-            if rank in self._servers:
+        for rank in self._servers:
+            if not self._box.alive(rank):
                 self._queue.end(RankFailedError(f"{self._servers[rank]} has died"))
-            else:
-                with self._lock:
-                    self._lose(rank, "its process has died")
-        if dead:
+        # A worker that was interrupted may wait for the others before its process ends.
+        lost = [rank for rank in list(self._living) if not self._box.present(rank)]
+        if self._ended:
+            return
+        while lost and (message := self._box.receive(0)) is not None:
+            self._handle(message)
+        with self._lock:
+            for rank in lost:
+                self._lose(rank, "it has ended or died")
+        if lost:
             self.dispatch()
 
     def _drop_running(self) -> None:

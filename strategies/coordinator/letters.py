@@ -92,3 +92,6 @@ class Box(Protocol):
 
     def alive(self, peer: int) -> bool:
         """False once a rank is known to have died."""
+
+    def present(self, peer: int) -> bool:
+        """Whether more may come from a rank: False once it has left or died."""

@@ -160,9 +160,12 @@ class Optimizer(ABC):
         _, slots = self._slots.setdefault(id(value), (value, {}))
         for name in rule.slots:
             if name not in slots:
-                restored = self._restored.pop(f"slots/{self.number_of(value)}/{name}", None)
+                kept = f"slots/{self.number_of(value)}/{name}"
+                restored = self._restored.get(kept)
                 _check_slot(name, restored, value)
                 slots[name] = value.slot(self, name, restored)
+                # Where that has failed it is tried again.
+                self._restored.pop(kept, None)
         return slots
 
     def number_of(self, value: Storage) -> int | None:

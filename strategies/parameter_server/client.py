@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 _ATTEMPTS = 4
 _LONGEST_CHANGE = 1e-3
+
+
+class _Push(NamedTuple):
+    """A request to a server that changes these shards."""
+
+    server: int
+    infos: Sequence[ShardInfo]
+    request: Any
+    arrays: Sequence[Array]
 
 
 class Client:
@@ -74,8 +83,10 @@ class Client:
                 mapped = self._map(each[0])
                 if mapped is not None and not self._copy(mapped, *each):
                     asked.append((each, self._ask(*each)))
-            for (info, out, _), number in asked:
-                _, arrays = self._mail.answer(number, info.server, "a pull")
+            numbers = [(number, info.server) for (info, _, _), number in asked]
+            found = self._mail.answers(numbers, "a pull")
+            self._mail.look()
+            for ((_, out, _), _), (_, arrays) in zip(asked, found, strict=True):
                 out[...] = arrays[0]
 
     def _ask(self, info: ShardInfo, out: Array, rows: Array | None) -> int:
@@ -113,10 +124,13 @@ class Client:
 
     # Pushes
 
-    def change(self, info: ShardInfo, change: Change, operands: Sequence[Array]) -> None:
-        """Change a shard by a function of a module."""
-        request = requests.Change(info.number, as_pickle(change))
-        self._push(info.server, [info], request, operands)
+    def change(self, change: Change, parts: Sequence[tuple[ShardInfo, Sequence[Array]]]) -> None:
+        """Change shards by a function of a module, each with its own operands."""
+        pickled = as_pickle(change)
+        self._push(
+            _Push(info.server, [info], requests.Change(info.number, pickled), operands)
+            for info, operands in parts
+        )
 
     def update(
         self, optimizer: int, rule: UpdateRule, parts: Sequence[tuple[ShardInfo, Gradient]]
@@ -126,36 +140,41 @@ class Client:
         by_server: dict[int, list[tuple[ShardInfo, Gradient]]] = {}
         for info, gradient in parts:
             by_server.setdefault(info.server, []).append((info, gradient))
+        pushes = []
         for server, own in by_server.items():
             infos = [info for info, _ in own]
             numbers = tuple(info.number for info in infos)
             sparse = tuple(isinstance(gradient, IndexedSlices) for _, gradient in own)
             arrays = [array for _, gradient in own for array in _arrays_of(gradient)]
             request = requests.Update(optimizer, pickled, numbers, sparse)
-            self._push(server, infos, request, arrays)
+            pushes.append(_Push(server, infos, request, arrays))
+        self._push(pushes)
 
     def write_slots(
         self,
-        info: ShardInfo,
         optimizer: int,
-        slots: Mapping[str, Array],
+        parts: Sequence[tuple[ShardInfo, Mapping[str, Array]]],
         iteration: int,
         *,
         keep: bool,
     ) -> None:
-        """Set what an optimizer keeps of a shard; leave what is there if `keep`."""
-        names = tuple(slots)
-        request = requests.WriteSlots(info.number, optimizer, names, iteration, keep)
-        self._push(info.server, [info], request, list(slots.values()))
+        """Set what an optimizer keeps of shards; leave what is there if `keep`."""
+        pushes = []
+        for info, slots in parts:
+            names = tuple(slots)
+            request = requests.WriteSlots(info.number, optimizer, names, iteration, keep)
+            pushes.append(_Push(info.server, [info], request, list(slots.values())))
+        self._push(pushes)
 
-    def _push(
-        self, server: int, infos: Sequence[ShardInfo], request: Any, arrays: Sequence[Array]
-    ) -> None:
+    def _push(self, pushes: Iterable[_Push]) -> None:
+        """All of them; none where an earlier push has failed, whose error is raised."""
         with self._mail.lock:
-            self._mail.push(server, request, arrays)
-            self._unfenced.add(server)
-            for info in infos:
-                self._pushed[info.number] += 1
+            self._mail.prepare()
+            for server, infos, request, arrays in pushes:
+                self._mail.push(server, request, arrays)
+                self._unfenced.add(server)
+                for info in infos:
+                    self._pushed[info.number] += 1
 
     # Questions
 
@@ -164,37 +183,48 @@ class Client:
     ) -> list[tuple[dict[str, Array], int]]:
         """What an optimizer keeps of each shard: the slots by name, and the count of updates."""
         with self._mail.lock:
-            numbers = [
-                self._mail.ask(info.server, requests.ReadSlots(info.number, optimizer))
+            asked = [
+                (
+                    self._mail.ask(info.server, requests.ReadSlots(info.number, optimizer)),
+                    info.server,
+                )
                 for info in infos
             ]
-            found = []
-            for info, number in zip(infos, numbers, strict=True):
-                (names, iteration), slots = self._mail.answer(number, info.server, "reading slots")
-                found.append((dict(zip(names, slots, strict=True)), iteration))
-            return found
+            found = self._mail.answers(asked, "reading slots")
+            self._mail.look()
+        return [
+            (dict(zip(names, slots, strict=True)), iteration) for (names, iteration), slots in found
+        ]
 
-    def tick(self) -> None:
-        """Tell the first server that a step is done; return when the next one may begin."""
+    def end_step(self) -> None:
+        """Return when all that was pushed is applied and the next step may begin.
+
+        Raises what went wrong, then too: a step that fails is done for those who wait for it.
+        """
         with self._mail.lock:
+            self._await_pushes()
             number = self._mail.ask(0, requests.Tick())
             what = "apply_gradients, too far ahead of the slowest worker"
-            self._mail.answer(number, 0, what, self._slowest)
+            self._mail.answers([(number, 0)], what, self._slowest)
+            self._mail.look()
 
     def _slowest(self) -> dict[int, str]:
         """Asked only once the deadline is over."""
-        ranks, _ = self._mail.answer(self._mail.ask(0, requests.Slowest()), 0, "asking who is late")
+        asked = [(self._mail.ask(0, requests.Slowest()), 0)]
+        [(ranks, _)] = self._mail.answers(asked, "asking who is late")
         return dict.fromkeys(ranks, "")
 
     def fence(self) -> None:
         """Return when all that this worker has pushed is applied; raise what went wrong."""
         with self._mail.lock:
-            servers = sorted(self._unfenced)
-            asked = [(self._mail.ask(server, requests.Fence()), server) for server in servers]
-            for number, server in asked:
-                self._mail.answer(number, server, "waiting for pushes")
-                self._unfenced.discard(server)
+            self._await_pushes()
             self._mail.look()
+
+    def _await_pushes(self) -> None:
+        servers = sorted(self._unfenced)
+        asked = [(self._mail.ask(server, requests.Fence()), server) for server in servers]
+        self._mail.answers(asked, "waiting for pushes")
+        self._unfenced.difference_update(servers)
 
 
 def _arrays_of(gradient: Gradient) -> list[Array]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -23,10 +24,13 @@ from strategies.parameter_server.cast import Cast
 from strategies.parameter_server.requests import Answer, Leave
 
 Array = NDArray[Any]
+Result = tuple[Any, Sequence[Array]]
+"""What an answer carries: a value, and arrays."""
 
 _MOST_BYTES_UNDER_WAY = 256 << 20
 _LOOK_SECONDS = 0.2
 _MOST_PUSHES_UNDER_WAY = 256
+_FAILED = "these parts failed, and may be half changed; all other parts were changed:"
 
 
 class RaisedOnServerError(Exception):
@@ -37,8 +41,8 @@ class Correspondence:
     """Requests to the servers, answers, and the errors of pushes.
 
     A push is on its way when it returns, and its arrays may be changed. What goes wrong with it on
-    the server is raised by the next wait. Waits raise RankFailedError where a server that is waited
-    for has died, and DeadlineExceededError after the communicator's deadline.
+    the server is raised by a later `prepare`, `look` or `wait`. Waits raise RankFailedError where a
+    server that is waited for has died, and DeadlineExceededError after the communicator's deadline.
     """
 
     def __init__(self, mailbox: Mailbox, cast: Cast, world: Communicator) -> None:
@@ -60,10 +64,12 @@ class Correspondence:
         self._crowded = world.local_size > cores
 
     def push(self, server: int, request: Any, arrays: Iterable[Array] = ()) -> None:
-        """Send a request that isn't answered, with copies of the arrays."""
-        self.look()
+        """Send a request that isn't answered, with copies of the arrays.
+
+        It doesn't raise what has gone wrong before, so that several that belong together all go:
+        call `prepare` before the first one.
+        """
         copies = [self._copies.copy(np.asarray(array)) for array in arrays]
-        self._make_room()
         sent = self._send(server, (None, request), copies)
         self._bytes_under_way += sum(array.nbytes for array in copies)
         self._under_way.append((sent, copies))
@@ -75,23 +81,29 @@ class Correspondence:
         self._send(server, (number, request), arrays)
         return number
 
-    def answer(
+    def answers(
         self,
-        number: int,
-        server: int,
+        asked: Sequence[tuple[int, int]],
         what: str,
         absent: Callable[[], dict[int, str]] | None = None,
-    ) -> tuple[Any, Sequence[Array]]:
-        """The value and the arrays of an answer; raises the error that it carries."""
+    ) -> list[Result]:
+        """Of each number and its server the answer's value and arrays.
+
+        Raises the first error that an answer carries. What pushes have done wrong stays for later.
+        """
         try:
-            self.wait(lambda: number in self._answers, [server], what, absent)
-            answer, arrays = self._answers.pop(number)
+            for number, server in asked:
+                self._await(partial(self._answers.__contains__, number), [server], what, absent)
+            found = [self._answers[number] for number, _ in asked]
         finally:
             # One that comes after the deadline is nobody's.
-            self._expected.discard(number)
-        if answer.error is not None:
-            raise answer.error from RaisedOnServerError(answer.trace)
-        return answer.value, arrays
+            for number, _ in asked:
+                self._expected.discard(number)
+                self._answers.pop(number, None)
+        for answer, _ in found:
+            if answer.error is not None:
+                raise answer.error from RaisedOnServerError(answer.trace)
+        return [(answer.value, arrays) for answer, arrays in found]
 
     def wait(
         self,
@@ -104,6 +116,16 @@ class Correspondence:
 
         `absent` tells the ranks that are to be named where that takes longer than the deadline.
         """
+        self._await(ready, servers, what, absent)
+        self._raise_errors()
+
+    def _await(
+        self,
+        ready: Callable[[], bool],
+        servers: Sequence[int],
+        what: str,
+        absent: Callable[[], dict[int, str]] | None,
+    ) -> None:
         ranks = [self._cast.servers[server] for server in servers]
 
         def look() -> bool:
@@ -122,13 +144,17 @@ class Correspondence:
             if self._crowded:
                 patience.share_cores()
             patience.spin_until(look, absent or (lambda: dict.fromkeys(ranks, "")))
-        self._raise_errors()
 
     def look(self) -> None:
         """Take in what has come; raise what has gone wrong. RuntimeError after `leave`."""
         self._check_here()
         self._take_in()
         self._raise_errors()
+
+    def prepare(self) -> None:
+        """Before pushes: as `look`; waits where too much is under way."""
+        self.look()
+        self._make_room()
 
     def _take_in(self) -> None:
         while (message := self._mailbox.receive(timeout=0)) is not None:
@@ -144,7 +170,7 @@ class Correspondence:
         """The first one; those that came with it are told of."""
         if self._errors:
             errors, self._errors = self._errors, []
-            traces = "\n".join(answer.trace for answer in errors)
+            traces = "\n".join([_FAILED, *(answer.trace for answer in errors)])
             assert errors[0].error is not None
             raise errors[0].error from RaisedOnServerError(traces)
 

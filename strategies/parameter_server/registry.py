@@ -6,6 +6,7 @@ variable waits until the chief has made its third.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -33,24 +34,27 @@ class Registry:
         self._mail, self._cast, self._placement = correspondence, cast, placement
         self._shards = count()
         self._counts: dict[str, int] = {}
+        self._listens = True
 
     def create(self, value: Array, lengths: Sequence[int] | None, what: str) -> VariableInfo:
         """As the chief: put a variable onto the servers, in parts of so many rows; announce it."""
         parts = [value] if lengths is None else np.split(value, np.cumsum(lengths)[:-1])
+        names = _names_of_parts(what, lengths)
+        places = [(next(self._shards), self._placement.next()) for _ in parts]
         with self._mail.lock:
-            asked = [(self._ask_to_create(part), part) for part in parts]
-            shards = []
-            for (shard, server, number), part in asked:
-                place, _ = self._mail.answer(number, server, f"creating {what}")
-                shards.append(ShardInfo(shard, server, part.shape, part.dtype, place))
-            split = lengths is not None
-            info = VariableInfo(what, value.shape, value.dtype, tuple(shards), split)
+            self._mail.look()
+            asked = [
+                (self._mail.ask(server, requests.Create(shard, name), [part]), server)
+                for (shard, server), part, name in zip(places, parts, names, strict=True)
+            ]
+            made = self._mail.answers(asked, f"creating {what}")
+            shards = tuple(
+                ShardInfo(shard, server, part.shape, part.dtype, place)
+                for (shard, server), part, (place, _) in zip(places, parts, made, strict=True)
+            )
+            info = VariableInfo(what, value.shape, value.dtype, shards, lengths is not None)
             self.announce("variable", info)
         return info
-
-    def _ask_to_create(self, part: Array) -> tuple[int, int, int]:
-        shard, server = next(self._shards), self._placement.next()
-        return shard, server, self._mail.ask(server, requests.Create(shard), [part])
 
     def find(self, value: Array, what: str) -> VariableInfo:
         """As another worker: the chief's variable, once it is there.
@@ -71,18 +75,37 @@ class Registry:
         """As the chief: let the other workers have an object, at their call of that number."""
         key = (kind, self._counts.get(kind, 0))
         self._counts[kind] = key[1] + 1
-        self._mail.push(_HOME, requests.Announce(key, value))
+        with self._mail.lock:
+            self._mail.push(_HOME, requests.Announce(key, pickle.dumps(value)))
+
+    def stop_listening(self) -> None:
+        """As another worker, which runs what the chief schedules: it finds nothing from now on."""
+        self._listens = False
+        with self._mail.lock:
+            self._mail.push(_HOME, requests.Serve())
 
     def find_announced(self, kind: str, what: str) -> Any:
         """As another worker: what the chief announced at its call of that number."""
+        if not self._listens:
+            raise RuntimeError(f"{what}: this worker serves the chief, which alone makes variables")
         key = (kind, self._counts.get(kind, 0))
         with self._mail.lock:
-            number = self._mail.ask(_HOME, requests.Find(key))
+            asked = [(self._mail.ask(_HOME, requests.Find(key)), _HOME)]
             chief = {self._cast.chief: ", the chief"}
-            value, _ = self._mail.answer(number, _HOME, what, lambda: chief)
+            [(found, _)] = self._mail.answers(asked, what, lambda: chief)
         # A call that wasn't made in time is made again.
         self._counts[kind] = key[1] + 1
-        return value
+        return pickle.loads(found)
+
+
+def _names_of_parts(what: str, lengths: Sequence[int] | None) -> list[str]:
+    if lengths is None:
+        return [what]
+    lasts = (int(end) - 1 for end in np.cumsum(lengths))
+    return [
+        f"{what}, rows {last - length + 1} to {last}"
+        for length, last in zip(lengths, lasts, strict=True)
+    ]
 
 
 def _described(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:

@@ -48,19 +48,24 @@ class Create(NamedTuple):
     """Make a shard of the array that comes with it; the answer is its `Place`, or None."""
 
     shard: int
+    what: str
 
 
 class Announce(NamedTuple):
-    """Let everybody who asks for the key have the value. A push."""
+    """Let everybody who asks for the key have the value, which is a pickle. A push."""
 
     key: tuple[str, int]
-    value: Any
+    value: bytes
 
 
 class Find(NamedTuple):
     """The value announced under the key, once it is."""
 
     key: tuple[str, int]
+
+
+class Serve(NamedTuple):
+    """The worker runs what the chief schedules: it will `Find` nothing any more. A push."""
 
 
 class Read(NamedTuple):

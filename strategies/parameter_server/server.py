@@ -12,6 +12,7 @@ from collectives import RankFailedError
 from collectives.letters import Message
 from collectives.mailbox import Mailbox
 from strategies.parameter_server import requests
+from strategies.parameter_server.announcements import Announcements
 from strategies.parameter_server.cast import Cast
 from strategies.parameter_server.clock import Clock
 from strategies.parameter_server.requests import Answer
@@ -44,7 +45,7 @@ class Server:
         self._present = set(cast.workers)
         self._shards = Shards(len(cast.workers))
         self._clock = Clock(cast.workers)
-        self._announced: dict[tuple[str, int], Any] = {}
+        self._announced = Announcements(set(cast.workers) - {cast.chief})
         self._finding: list[_Asked] = []
         self._ticking: list[_Asked] = []
         # Those that give None are answered later, or never.
@@ -52,6 +53,7 @@ class Server:
             requests.Create: self._create,
             requests.Announce: self._announce,
             requests.Find: self._find,
+            requests.Serve: lambda asked: self._announced.leave(asked.worker),
             requests.Read: self._read,
             requests.Change: self._change,
             requests.Update: self._update,
@@ -88,6 +90,7 @@ class Server:
         """Go on without a worker that has left or died."""
         self._present.discard(worker)
         self._clock.leave(worker)
+        self._announced.leave(worker)
         self._finding = [asked for asked in self._finding if asked.worker != worker]
         self._ticking = [asked for asked in self._ticking if asked.worker != worker]
         self._release()
@@ -112,7 +115,10 @@ class Server:
 
     def _refuse(self, asked: _Asked, error: Exception, shard: int | None = None) -> None:
         shard = shard if shard is not None else getattr(asked.request, "shard", None)
-        sent, trace = portable(error), requests.trace_of(error)
+        place = self._cast.name(self._mailbox.rank)
+        if shard is not None and shard in self._shards:
+            place = f"{self._shards[shard].what} on {place}"
+        sent, trace = portable(error), f"{place}: {requests.trace_of(error)}"
         self._send(asked.worker, Answer(asked.number, None, sent, trace, shard), ())
 
     def _send(self, worker: int, answer: Answer, arrays: Sequence[Array]) -> None:
@@ -122,18 +128,20 @@ class Server:
             self._drop(worker)
 
     def _create(self, asked: _Asked) -> Result:
-        return self._shards.create(asked.request.shard, asked.arrays[0]), ()
+        shard, what = asked.request
+        return self._shards.create(shard, what, asked.arrays[0]), ()
 
     def _announce(self, asked: _Asked) -> None:
-        self._announced[asked.request.key] = asked.request.value
+        self._announced.put(*asked.request)
         waiting, self._finding = self._finding, []
         for each in waiting:
             self._find(each)
 
     def _find(self, asked: _Asked) -> None:
         key = asked.request.key
-        if key in self._announced:
-            self._answer(asked, self._announced[key])
+        value = self._announced.get(asked.worker, key)
+        if value is not None:
+            self._answer(asked, value)
         elif self._cast.chief in self._present:
             self._finding.append(asked)
         else:

@@ -30,8 +30,9 @@ class OptimizerState:
 class Shard:
     """One shard's value, and the optimizers' state that belongs to it."""
 
-    def __init__(self, served: ServedShard) -> None:
-        self._served = served
+    def __init__(self, served: ServedShard, what: str) -> None:
+        """`what` is its name in messages."""
+        self._served, self.what = served, what
         self._states: dict[int, OptimizerState] = {}
 
     @property
@@ -115,12 +116,15 @@ class Shards:
         self._memory = ServedMemory(workers)
         self._shards: dict[int, Shard] = {}
 
-    def create(self, number: int, value: Array) -> Place | None:
+    def create(self, number: int, what: str, value: Array) -> Place | None:
         """Make one; RuntimeError where it is there."""
         if number in self._shards:
             raise RuntimeError(f"shard {number} exists already: only the chief creates variables")
-        self._shards[number] = Shard(self._memory.put(value))
+        self._shards[number] = Shard(self._memory.put(value), what)
         return self._shards[number].place
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._shards
 
     def __getitem__(self, number: int) -> Shard:
         if number not in self._shards:

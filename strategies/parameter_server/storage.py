@@ -82,16 +82,14 @@ class ServedStorage(Storage):
         """Let the servers change it."""
         if change in _BY_ROWS:
             indices, values = operands
-            for shard, part in zip(
-                self.info.shards, self.slices_of(IndexedSlices(values, indices)), strict=True
-            ):
-                if len(part.indices):
-                    self.client.change(shard, change, [part.indices, part.values])
-            return
-        whole = [np.broadcast_to(np.asarray(each), self.shape) for each in operands]
-        parts = [self.parts_of(array) for array in whole]
-        for shard, *own in zip(self.info.shards, *parts, strict=True):
-            self.client.change(shard, change, own)
+            slices = self.slices_of(IndexedSlices(values, indices))
+            rows = [[part.indices, part.values] if len(part.indices) else [] for part in slices]
+            parts = [(shard, own) for shard, own in zip(self.info.shards, rows, strict=True) if own]
+        else:
+            whole = [np.broadcast_to(np.asarray(each), self.shape) for each in operands]
+            split = [self.parts_of(array) for array in whole]
+            parts = [(shard, own) for shard, *own in zip(self.info.shards, *split, strict=True)]
+        self.client.change(change, parts)
 
     def own_part(self) -> Array:
         """Nothing: TypeError, since only the servers change the value in place."""
@@ -205,11 +203,10 @@ class ServedSlot(Storage):
 
     def write(self, array: Array, *, keep: bool) -> None:
         """Set the array and the count of updates, or leave those that are there if `keep`."""
-        parts: Sequence[Array] = self._value.parts_of(array)
-        for shard, part in zip(self._value.info.shards, parts, strict=True):
-            slots = {self._name: part}
-            iteration = self._optimizer.iterations
-            self._value.client.write_slots(shard, self._number, slots, iteration, keep=keep)
+        slots = [{self._name: part} for part in self._value.parts_of(array)]
+        parts = list(zip(self._value.info.shards, slots, strict=True))
+        iteration = self._optimizer.iterations
+        self._value.client.write_slots(self._number, parts, iteration, keep=keep)
 
     def own_part(self) -> Array:
         """Nothing: TypeError, since only the servers change it in place."""

@@ -131,6 +131,7 @@ class ParameterServerStrategy(Strategy):
                 " that has a chief; others run the program"
             )
         self._serves_chief = True
+        self.worker.begin_serving()
         serve_chief(self, self.link, self.worker.client.fence)
         self.shutdown()
 

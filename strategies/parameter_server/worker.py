@@ -81,8 +81,7 @@ class Worker:
 
     def end_step(self) -> None:
         """Let all that was pushed be applied, and wait for those who are too far behind."""
-        self.client.fence()
-        self.client.tick()
+        self.client.end_step()
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """The outcome of the chief's action, for all."""
@@ -100,6 +99,10 @@ class Worker:
             raise
         self._registry.announce("action", (outcome, None))
         return outcome
+
+    def begin_serving(self) -> None:
+        """Make no variables any more, and hear no more of the chief's than what it schedules."""
+        self._registry.stop_listening()
 
     def shutdown(self) -> None:
         """Let all that was pushed be applied, and leave."""

@@ -71,6 +71,9 @@ class PostBox:
     def alive(self, peer):
         return peer not in self.post.dead
 
+    def present(self, peer):
+        return self.alive(peer)
+
 
 class FragileBox(PostBox):
     """A worker's, which dies before it runs its n-th closure, or before it answers."""

@@ -109,3 +109,24 @@ def test_whatever_ends_rank_0s_writing_the_others_are_told(error, told, tmp_path
     assert own is error
     assert [type(each) for each in others] == [RuntimeError] * 2
     assert all(str(each).startswith(told) for each in others)
+
+
+@pytest.mark.parametrize("call", ["save", "restore"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_find_is_every_ranks_error(call, rank, tmp_path):
+    def body(strategy):
+        with strategy.scope():
+            things = {"v": Variable(1.0)}
+        own = strategy.communicator.rank
+        checkpoint = Checkpoint(things=things)
+        path = checkpoint.save(tmp_path / "state")
+        if own == rank:
+            things[own, "key"] = things["v"]
+        error = ended(getattr(checkpoint, call), path)
+        # What comes next works.
+        return repr(error), strategy.gather(np.array([own]), axis=0).tolist()
+
+    (first, gathered), second = on_ranks(2, body)
+    assert (first, gathered) == second
+    assert f"TypeError(\"things/ has the key ({rank}, 'key')" in first
+    assert gathered == [0, 1]

@@ -243,6 +243,28 @@ def test_the_end_cancels_what_did_not_run():
     assert not BOARD.runs
 
 
+class BrokenBox(PostBox):
+    """Fails at the second closure, as a mailbox does that is closed too early."""
+
+    def send(self, peer, header, arrays=()):
+        if isinstance(header, Run) and header.number == 1:
+            raise RuntimeError("the mailbox is closed")
+        return super().send(peer, header, arrays)
+
+
+def test_nothing_is_lost_where_the_chief_cannot_send():
+    with cluster({}, box_of_chief=BrokenBox) as made:
+        slow = made.schedule(wait_for_the_board)
+        queued = Closure(pack((work, (2,), {}), REFERENCES))
+        made.queue.put(queued)
+        BOARD.open.set()
+        with pytest.raises(RuntimeError, match="mailbox is closed"):
+            made.queue.join()
+        assert slow.get() is None
+        with pytest.raises(RuntimeError, match="mailbox is closed"):
+            queued.result.get()
+
+
 class WatchedBox:
     """Gives a worker its messages; each answer must have gone before the next one is asked for."""
 

@@ -113,6 +113,33 @@ strategy.shutdown()
     assert marks == ["0 served", "1 finished", "3 served"], ended.stderr
 
 
+WAYS = {"killed": "os.kill(os.getpid(), 9)", "interrupted": "raise KeyboardInterrupt"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_that_ends_inside_a_function_holds_nobody_up(way, tmp_path):
+    chief = f"""
+def fragile(number):
+    import os, __main__
+    __main__.calls += 1
+    if __main__.rank == 2 and __main__.calls == 3:
+        {WAYS[way]}
+    total.assign_add(np.ones(1000))
+    return number
+
+results = [coordinator.schedule(fragile, (number,)) for number in range(40)]
+coordinator.join()
+assert coordinator.fetch(results) == list(range(40))
+assert total.numpy().min() >= 40
+mark("finished")
+strategy.shutdown()
+"""
+    marks, ended = run(4, chief, tmp_path, deaths=True)
+    assert marks == ["0 served", "1 finished", "3 served"], ended.stderr
+    assert ended.stderr.count("is lost") == 1, ended.stderr
+    assert "worker 0 (rank 2) is lost" in ended.stderr
+
+
 def test_without_workers_the_chief_is_told(tmp_path):
     chief = """
 results = [coordinator.schedule(add, (number, 0.01, 5, 2)) for number in range(40)]

@@ -3,10 +3,11 @@
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 
-from strategies.parameter_server.buffers import ReusedArray
+from strategies.parameter_server.buffers import Copies, ReusedArray
 
 
 def test_no_two_threads_get_one_array():
@@ -31,3 +32,27 @@ def test_no_two_threads_get_one_array():
     finally:
         sys.setswitchinterval(before)
     assert not mixed
+
+
+def test_copies_of_many_shapes_take_the_memory_of_those_in_use():
+    copies, freed = Copies(), []
+    for number in range(1, 200):
+        pair = [copies.copy(np.full((number, 3), number)), copies.copy(np.arange(number))]
+        assert (pair[0] == number).all()
+        assert pair[1].tolist() == list(range(number))
+        for copied in pair:
+            weakref.finalize(copied, freed.append, copied.nbytes)
+            copies.give_back(copied)
+        del pair, copied
+        used = sum(range(1, number + 1)) * 4 * 8 - sum(freed)
+        assert used <= number * 4 * 8
+
+
+def test_copies_use_memory_again():
+    copies, places = Copies(), set()
+    for number in range(20):
+        taken = [copies.copy(np.full((4, 5), number)) for _ in range(3)]
+        places |= {copied.ctypes.data for copied in taken}
+        for copied in taken:
+            copies.give_back(copied)
+    assert len(places) == 3

@@ -150,6 +150,37 @@ strategy.shutdown()
     assert ended.seconds < 25
 
 
+MIDDLES = {
+    "a push": "large.assign_add(ones)",
+    "a pull by messages": "large.numpy()",
+}
+
+
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_a_worker_killed_in_the_middle_of_a_large_message(middle, tmp_path):
+    body = f"""
+import threading
+if {middle == "a pull by messages"}:
+    strategy.worker.client._same_node = lambda number: False
+with strategy.scope():
+    large = Variable(np.zeros(4_000_000))
+ones = np.ones(4_000_000)
+if rank == size - 1:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True: {MIDDLES[middle]}
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    {MIDDLES[middle]}
+    value = large.numpy()
+    assert value.min() == value.max()
+mark("finished")
+strategy.shutdown()
+"""
+    ended = run(3, 1, body, tmp_path, deaths=True)
+    assert ended.marks == ["0 served", "1 finished"], ended
+    assert ended.seconds < 25
+
+
 @SIZES
 def test_a_killed_worker_holds_nobody_up_who_waits_for_it(size, servers, tmp_path):
     body = """

@@ -1,12 +1,14 @@
 """Checkpoints of what parameter servers hold: into other shards, and in and out of strategies."""
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
 
 from strategies import Checkpoint, CheckpointError, FixedShardsPartitioner, Variable, optimizers
-from tests.strategies.parameter_servers import run_workers
+from tests.strategies.parameter_servers import number_of, run_workers
+from tests.strategies.support import refusal
 
 pytestmark = pytest.mark.mpi
 
@@ -128,3 +130,29 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_worker(comm, path):
         return float(other.table[0, 0])
 
     assert set(run_workers(comm, 1, work)) == {1.0}
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("call", ["save", "restore"])
+@pytest.mark.parametrize("wrong", ["chief", "last"])
+def test_what_one_worker_cannot_find(comm, path, call, wrong):
+    """The chief's error is everybody's at once; another one's is its own, and it stays in step."""
+
+    def work(strategy):
+        number = number_of(strategy)
+        told = 0 if wrong == "chief" else len(strategy.cast.workers) - 1
+        things = {"table": Variable(np.ones((ROWS, 2)))}
+        checkpoint = Checkpoint(things=things)
+        checkpoint.save(path)
+        if number == told:
+            things[number, "key"] = things["table"]
+        act = partial(getattr(checkpoint, call), path)
+        if told in (0, number):
+            refusal(TypeError, rf"has the key \({told}, 'key'\)", act)
+        else:
+            act()
+        return strategy.chief_first(lambda: "next")
+
+    before, comm.deadline = comm.deadline, 5
+    assert set(run_workers(comm, 1, work)) == {"next"}
+    comm.deadline = before

@@ -1,0 +1,108 @@
+"""What a parameter server keeps of what the chief announces."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from strategies import Variable
+from strategies.coordinator import ClusterCoordinator
+from strategies.parameter_server.announcements import Announcements
+from tests.strategies.parameter_servers import strategy_on, together
+from tests.strategies.support import refusal
+
+
+def test_a_thing_is_kept_until_all_have_asked_for_the_next_one():
+    announced = Announcements([3, 5])
+    for number in range(4):
+        announced.put(("action", number), bytes([number]))
+    announced.put(("variable", 0), b"v")
+    for number in range(4):
+        assert announced.get(3, ("action", number)) == bytes([number])
+        assert announced.get(3, ("action", number)) == bytes([number]), "asked for again"
+    assert len(announced) == 5
+    assert announced.get(5, ("action", 2)) == b"\x02"
+    assert len(announced) == 3
+    announced.leave(5)
+    assert len(announced) == 2
+    assert announced.get(3, ("action", 4)) is None
+    assert announced.get(3, ("variable", 0)) == b"v"
+    announced.put(("action", 4), b"4")
+    assert announced.get(3, ("action", 4)) == b"4"
+    announced.leave(3)
+    announced.leave(3)
+    announced.put(("action", 5), b"5")
+    assert len(announced) == 0
+
+
+READ_HERE = []
+
+
+class Told:
+    """Notes where it is unpickled."""
+
+    def __reduce__(self):
+        return note_reading, ()
+
+
+def note_reading():
+    READ_HERE.append(True)
+
+
+@contextlib.contextmanager
+def watched(strategy):
+    """How many things the server keeps after each new one."""
+    announced, kept = strategy._server._announced, []
+    put = announced.put
+
+    def watched_put(key, value):
+        put(key, value)
+        kept.append(len(announced))
+
+    announced.put = watched_put
+    yield kept
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+def test_a_server_neither_keeps_nor_reads_what_all_have_heard(comm):
+    READ_HERE.clear()
+    with strategy_on(comm, 1) as strategy:
+        if comm.rank == 0:
+            with watched(strategy) as kept:
+                strategy.serve()
+            assert len(kept) == 20
+            assert max(kept) == min(2, comm.size - 2)
+            assert not READ_HERE
+        else:
+            for _ in range(20):
+                strategy.chief_first(Told)
+                together(strategy)
+            assert len(READ_HERE) == (0 if strategy.is_chief else 20)
+            strategy.shutdown()
+        comm.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 4)
+def test_workers_that_serve_the_chief_hear_of_nothing_and_make_nothing(comm):
+    with strategy_on(comm, 1, chief=True) as strategy:
+        if strategy.is_chief:
+            with strategy.scope():
+                variable = Variable(np.zeros(3))
+            coordinator = ClusterCoordinator(strategy)
+            coordinator.schedule(variable.assign_add, (np.ones(3),)).get()
+            for _ in range(20):
+                strategy.chief_first(lambda: None)
+            made = coordinator.schedule(lambda: Variable(np.zeros(3)))
+            refusal(RuntimeError, "serves the chief", made.get)
+            refusal(RuntimeError, "serves the chief", coordinator.join)
+            strategy.shutdown()
+        elif comm.rank == 0:
+            with watched(strategy) as kept:
+                strategy.serve()
+            assert len(kept) == 21
+            assert kept[-1] == 0
+        else:
+            strategy.serve()
+        strategy.link.box.close()
