@@ -22,7 +22,7 @@ from collectives.waiting import calling_line, log
 Result = TypeVar("Result")
 Tuned = tuple[Figures, str]
 
-_END = Signature("exit")
+_CLOSE = Signature("close")
 # How long the end waits for ranks that might be in an asynchronous call, before it tries again.
 _TURN = 0.5
 
@@ -97,11 +97,12 @@ class Progress:
     def tell_end(self) -> None:
         """Let ranks that wait for this one's asynchronous calls know that the program ends here.
 
-        Returns at once; does nothing while an earlier one goes on.
+        Returns at once; does nothing while an earlier one goes on. It is the threads' own last
+        call, made early: where all ranks make it, nothing is left to do. Another call, given up
+        after a while for that one, could be taken for a mismatch by a rank that came meanwhile.
         """
         if not self._closed and (self._told is None or self._told.done()):
-            operation = Operation(_END, lambda engine: None)
-            self._told = self.submit(operation, calling_line(), None)
+            self._told = self.submit(Operation(_CLOSE, Engine.close), calling_line(), None)
 
     def close(self) -> None:
         """Complete what was submitted, then end the thread. A second call does nothing."""
@@ -117,7 +118,7 @@ class Progress:
         self.recorder = engine.recorder
         while self._run_next(engine):
             pass
-        if self._transport.one_process:
+        if self._transport.one_process and engine.broken is None:
             # The ranks' threads are told to end one after the other, and would wait for each other.
             engine.close()
         else:
@@ -127,7 +128,7 @@ class Progress:
         """Close, when the other ranks' threads have nothing left to do either."""
         while engine.broken is None and not self._transport.ended:
             try:
-                engine.perform(Signature("close"), Engine.close)
+                engine.perform(_CLOSE, Engine.close)
             except MismatchError:
                 # Another rank has made an asynchronous call that this one has not: it knows now.
                 continue
@@ -142,7 +143,7 @@ class Progress:
             engine.patience.deadline = self.deadline
             if job.tuned is not None and job.tuned[0] is not engine.figures:
                 engine.use(*job.tuned)
-            ends = job.operation.signature is _END
+            ends = job.operation.signature is _CLOSE
             with engine.patience.no_longer_than(_TURN if ends else None):
                 # To tell the end needs no memory in common, and no communicators made at this time.
                 if ends or self._settle(engine, job):

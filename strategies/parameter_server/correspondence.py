@@ -134,8 +134,8 @@ class Correspondence:
 
         def check_alive() -> None:
             for rank in ranks:
-                if not self._mailbox.alive(rank) and not look():
-                    raise RankFailedError(f"{self._cast.name(rank)} has died: {what} waited for it")
+                if not self._mailbox.present(rank) and not look():
+                    raise RankFailedError(f"{self._gone(rank)}: {what} waited for it")
 
         if not look():
             patience = Patience(self._world.deadline)
@@ -188,13 +188,18 @@ class Correspondence:
             raise RuntimeError("this worker has left the parameter servers: see `shutdown`")
 
     def check_alive(self, server: int) -> None:
-        """RankFailedError where it has died, by what was seen a short while ago."""
+        """RankFailedError where it has ended, by what was seen a short while ago."""
         now, rank = time.monotonic(), self._cast.servers[server]
         if now >= self._next_look[server]:
             self._next_look[server] = now + _LOOK_SECONDS
-            if not self._mailbox.alive(rank):
+            if not self._mailbox.present(rank):
                 self._next_look[server] = 0.0
-                raise RankFailedError(f"{self._cast.name(rank)} has died")
+                raise RankFailedError(self._gone(rank))
+
+    def _gone(self, rank: int) -> str:
+        """What happened to a server that answers no more."""
+        ended = "has ended, or never called `serve()`" if self._mailbox.alive(rank) else "has died"
+        return f"{self._cast.name(rank)} {ended}"
 
     def leave(self) -> None:
         """Say goodbye to all servers that live. A second call does nothing."""

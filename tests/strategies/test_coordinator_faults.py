@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.worlds.launcher import find_mpirun, is_open_mpi
+from tests.worlds.dying import launcher_line
 from tests.worlds.programs import run_launcher
 
 START = """
@@ -67,16 +67,6 @@ if rank == 1:
     # the chief
 """
 
-# Hydra ends a job one of whose processes was killed, most times even where it is told not to: its
-# process is this one, which stays until the others are through.
-KEEPER = """
-"$@"
-echo $? > "$MARKS/code $$"
-for turn in $(seq 300); do
-    [ $(ls "$MARKS" | grep -c code) -ge $SIZE ] && exit
-    sleep 0.1
-done
-"""
 LIMIT_SECONDS = 25
 
 
@@ -84,13 +74,7 @@ def run(size, chief, directory, *, serve="pass", deaths=False):
     """Run the chief's program; what the ranks have left, and how mpirun ended."""
     body = textwrap.indent(textwrap.dedent(chief), "    ")
     text = START.replace("# before serving", serve).replace("    # the chief\n", body)
-    program, mpirun = [sys.executable, "-c", text], find_mpirun()
-    options = []
-    if is_open_mpi(mpirun):
-        options = ["--oversubscribe", *(["--with-ft", "ulfm"] if deaths else [])]
-    if deaths:
-        program = ["sh", "-c", KEEPER, "keeper", *program]
-    line = [mpirun, *options, "-n", str(size), *program]
+    line = launcher_line(size, [sys.executable, "-c", text], deaths=deaths)
     start = time.monotonic()
     ended = run_launcher(line, {"MARKS": str(directory), "SIZE": str(size)}, timeout=50)
     assert time.monotonic() - start < LIMIT_SECONDS, ended.stderr
@@ -111,6 +95,30 @@ strategy.shutdown()
 """
     marks, ended = run(4, chief, tmp_path, deaths=True)
     assert marks == ["0 served", "1 finished", "3 served"], ended.stderr
+
+
+def test_workers_that_never_serve_are_lost_and_hold_nobody_up(tmp_path):
+    chief = """
+future = coordinator.schedule(add, (0,))
+try:
+    coordinator.join()
+except collectives.RankFailedError as error:
+    assert "no worker is left of worker 0 (rank 2), worker 1 (rank 3)" in str(error), error
+    mark("told")
+strategy.shutdown()
+"""
+    marks, ended = run(4, chief, tmp_path, serve="if task[0] == 'worker': sys.exit()")
+    assert (marks, ended.returncode) == (["0 served", "1 told"], 0), ended.stderr
+
+
+def test_one_worker_that_serves_is_enough(tmp_path):
+    chief = """
+assert [coordinator.schedule(add, (each,)).get() for each in range(5)] == list(range(5))
+mark("finished")
+strategy.shutdown()
+"""
+    marks, ended = run(4, chief, tmp_path, serve="if task == ('worker', 1): sys.exit()")
+    assert (marks, ended.returncode) == (["0 served", "1 finished", "2 served"], 0), ended.stderr
 
 
 WAYS = {"killed": "os.kill(os.getpid(), 9)", "interrupted": "raise KeyboardInterrupt"}

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.worlds.dying import launcher_line
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import run_launcher
 
@@ -52,17 +53,6 @@ else:
         first, second = Variable(np.zeros(3)), Variable(np.zeros(20_000))
 """
 
-# Hydra ends a job one of whose processes was killed, most times even where it is told not to: its
-# process is this one, which stays until the others are through.
-KEEPER = """
-"$@"
-echo $? > "$MARKS/code $$"
-for turn in $(seq 300); do
-    [ $(ls "$MARKS" | grep -c code) -ge $SIZE ] && exit
-    sleep 0.1
-done
-"""
-
 
 class Ending:
     """How a program ended, and what its ranks have left."""
@@ -82,13 +72,7 @@ class Ending:
 def run(size, servers, body, directory, *, serve="pass", deaths=False, staleness=""):
     """Run the body on the workers."""
     text = START.replace("# before serving", serve) + textwrap.indent(textwrap.dedent(body), "    ")
-    program, mpirun = [sys.executable, "-c", text], find_mpirun()
-    options = []
-    if is_open_mpi(mpirun):
-        options = ["--oversubscribe", *(["--with-ft", "ulfm"] if deaths else [])]
-    if deaths:
-        program = ["sh", "-c", KEEPER, "keeper", *program]
-    line = [mpirun, *options, "-n", str(size), *program]
+    line = launcher_line(size, [sys.executable, "-c", text], deaths=deaths)
     variables = {"MARKS": str(directory), "SERVERS": str(servers), "SIZE": str(size)}
     variables["STALENESS"] = str(staleness)
     start = time.monotonic()
@@ -147,6 +131,17 @@ strategy.shutdown()
     assert ended.marks == wanted, ended
     if not is_open_mpi(find_mpirun()):
         assert ended.codes == [0] * (size - 1) + [137], ended
+    assert ended.seconds < 25
+
+
+def test_a_server_that_never_serves_is_named(tmp_path):
+    serve = "mark('here'); sys.exit()"
+    ended = run(3, 1, "", tmp_path, serve=serve)
+    assert ended.marks == ["0 here"], ended
+    assert ended.returncode != 0
+    assert "RankFailedError: " in ended.errors
+    named = "ps 0 (rank 0) has ended, or never called `serve()`", "can be sent to ps 0 (rank 0)"
+    assert any(each in ended.errors for each in named), ended
     assert ended.seconds < 25
 
 

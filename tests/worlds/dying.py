@@ -1,32 +1,28 @@
-"""Running a program of which a rank dies while the others go on."""
-
-import sys
+"""Programs some ranks of which may be killed, while the others go on."""
 
 from tests.worlds.launcher import find_mpirun, is_open_mpi
-from tests.worlds.programs import run_launcher
 
 # Hydra ends a job one of whose processes was killed, most times even where it is told not to: its
 # process is this one, which stays until the others are through.
-KEEPER = """
+_KEEPER = """
 "$@"
-for turn in $(seq 200); do
-    [ $(ls "$MARKS" | wc -l) -ge $SURVIVORS ] && exit
+echo $? > "$MARKS/code $$"
+for turn in $(seq 300); do
+    [ $(ls "$MARKS" | grep -c code) -ge $SIZE ] && exit
     sleep 0.1
 done
 """
 
 
-def run_dying(size, program, directory):
-    """Run the text of a program of which one rank dies.
+def launcher_line(size, program, *, deaths):
+    """The command that starts the program on so many ranks, of which some may die.
 
-    The others leave files as marks in the directory, whose path is MARKS in their environment.
+    Where they may, it wants the variables MARKS (a directory, where each rank's exit code is left)
+    and SIZE.
     """
-    mpirun = find_mpirun()
-    line = [sys.executable, "-c", program]
+    mpirun, options = find_mpirun(), []
     if is_open_mpi(mpirun):
-        options, command = ["--oversubscribe", "--with-ft", "ulfm"], line
-    else:
-        options, command = [], ["sh", "-c", KEEPER, "keeper", *line]
-    launched = [mpirun, *options, "-n", str(size), *command]
-    marks = {"MARKS": str(directory), "SURVIVORS": str(size - 1)}
-    return run_launcher(launched, marks, timeout=40)
+        options = ["--oversubscribe", *(["--with-ft", "ulfm"] if deaths else [])]
+    if deaths:
+        program = ["sh", "-c", _KEEPER, "keeper", *program]
+    return [mpirun, *options, "-n", str(size), *program]
