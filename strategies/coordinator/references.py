@@ -109,7 +109,12 @@ class ChiefReferences(StrategyReferences):
             return IteratorName(thing.dataset, thing.number)
         if isinstance(thing, Optimizer):
             return self._name_of(thing)
-        if isinstance(thing, Variable) and thing.strategy is self._strategy:
+        if isinstance(thing, Variable):
+            if thing.strategy is not self._strategy:
+                raise TypeError(
+                    f"{thing} belongs to {thing.strategy}: workers can't reach it; create it in the"
+                    f" scope of {self._strategy}, or schedule the function with its value"
+                )
             self._serve(thing)
         return super().name(thing)
 

@@ -16,7 +16,7 @@ from strategies.cluster.tf_config import TFConfig, validate_for_parameter_server
 from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.link import open_link
 from strategies.coordinator.scheduled import across_replicas
-from strategies.input import InputContext
+from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.cast import Cast
 from strategies.parameter_server.departure import leave_at_exit, survive_deaths
 from strategies.parameter_server.placement import PartitionFunction
@@ -217,6 +217,15 @@ class ParameterServerStrategy(Strategy):
         if self.membership.place.role == "evaluator":
             return action()
         return self.worker.chief_first(action)
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> Iterable[Any]:
+        """All batches of the dataset, whole, for each worker by itself: none agrees on the end.
+
+        Workers that are to get different ones make them in `distribute_datasets_from_function`.
+        """
+        return super().experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], *options: Any

@@ -10,7 +10,7 @@ import pytest
 import strategies
 from collectives import Communicator
 from collectives.transports import local
-from strategies import MultiWorkerMirroredStrategy, ReduceOp, Strategy
+from strategies import MultiWorkerMirroredStrategy, ReduceOp, Strategy, Variable
 from strategies.coordinator import ClusterCoordinator, RemoteValue
 from strategies.coordinator.link import Link
 from strategies.coordinator.scheduled import across_replicas
@@ -265,6 +265,14 @@ def test_what_is_refused(comm):
             coordinator.schedule(5)
         with pytest.raises(TypeError, match="belongs to the chief"):
             coordinator.schedule(lambda: coordinator)
+        plain = Variable(1.0)
+        unreached = coordinator.schedule(lambda: plain.numpy())
+        with pytest.raises(
+            TypeError, match=r"belongs to <DefaultStrategy.*: workers can't reach it"
+        ):
+            unreached.get()
+        with pytest.raises(TypeError, match="workers can't reach it"):
+            coordinator.done()
         with pytest.raises(TypeError, match="can't be sent"):
             coordinator.create_per_worker_dataset(i for i in range(3))
         with pytest.raises(ValueError, match="args=3"):
