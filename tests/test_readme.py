@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -47,6 +49,36 @@ def test_the_calls_of_the_layer_below(launch):
     )
     ended = launch(2, [sys.executable, "-c", program], timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_pytorch_loop(launch):
+    """Two ranks with half of a batch each train as one with all of it."""
+    pytest.importorskip("torch", reason="torch isn't installed: the PyTorch loop can't be tested")
+    program = (
+        "import torch, collectives\n"
+        "comm = collectives.world()\n"
+        "torch.manual_seed(comm.rank)\n"
+        "model, loss_of = torch.nn.Linear(3, 1, dtype=torch.float64), torch.nn.MSELoss()\n"
+        "with torch.no_grad():\n"
+        "    for parameter in model.parameters(): parameter.fill_(1 - comm.rank)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "torch.manual_seed(7)\n"
+        "inputs = torch.randn(80, 4, 3, dtype=torch.float64)\n"
+        "targets = inputs.sum(2, keepdim=True)\n"
+        "own = slice(comm.rank, None, comm.size)\n"
+        "batches = [(each[own], wanted[own]) for each, wanted in zip(inputs, targets)]\n"
+        f"{block_with('state_dict')}"
+        "sums = comm.all_gather(model.weight.detach())\n"
+        "assert all(torch.equal(each, sums[0]) for each in sums)\n"
+        "if comm.rank == 0: print(*model.weight[0].tolist())\n"
+    )
+    weights = []
+    for ranks in (1, 2):
+        ended = launch(ranks, [sys.executable, "-c", program], timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        weights.append([float(number) for number in ended.stdout.split()])
+    assert weights[0] == pytest.approx(weights[1], abs=1e-12)
+    assert weights[0] == pytest.approx([1, 1, 1], abs=0.01)
 
 
 def test_the_algorithm_that_it_adds_is_right():

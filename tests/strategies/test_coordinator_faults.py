@@ -76,7 +76,9 @@ def run(size, chief, directory, *, serve="pass", deaths=False):
     text = START.replace("# before serving", serve).replace("    # the chief\n", body)
     line = launcher_line(size, [sys.executable, "-c", text], deaths=deaths)
     start = time.monotonic()
-    ended = run_launcher(line, {"MARKS": str(directory), "SIZE": str(size)}, timeout=50)
+    ended = run_launcher(
+        line, {"MARKS": str(directory), "CODES": str(directory), "SIZE": str(size)}, timeout=50
+    )
     assert time.monotonic() - start < LIMIT_SECONDS, ended.stderr
     names = [path.name for path in directory.iterdir()]
     return sorted(name for name in names if not name.startswith("code")), ended

@@ -74,7 +74,7 @@ def run(size, servers, body, directory, *, serve="pass", deaths=False, staleness
     text = START.replace("# before serving", serve) + textwrap.indent(textwrap.dedent(body), "    ")
     line = launcher_line(size, [sys.executable, "-c", text], deaths=deaths)
     variables = {"MARKS": str(directory), "SERVERS": str(servers), "SIZE": str(size)}
-    variables["STALENESS"] = str(staleness)
+    variables |= {"CODES": str(directory), "STALENESS": str(staleness)}
     start = time.monotonic()
     ended = run_launcher(line, variables, timeout=50)
     return Ending(ended, time.monotonic() - start, directory)
