@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 Tuned = tuple[Figures, str]
 
 _CLOSE = Signature("close")
+_END = _CLOSE._replace(scope="exit()")
 # How long the end waits for ranks that might be in an asynchronous call, before it tries again.
 _TURN = 0.5
 
@@ -102,7 +103,7 @@ class Progress:
         after a while for that one, could be taken for a mismatch by a rank that came meanwhile.
         """
         if not self._closed and (self._told is None or self._told.done()):
-            self._told = self.submit(Operation(_CLOSE, Engine.close), calling_line(), None)
+            self._told = self.submit(Operation(_END, Engine.close), calling_line(), None)
 
     def close(self) -> None:
         """Complete what was submitted, then end the thread. A second call does nothing."""
@@ -143,7 +144,7 @@ class Progress:
             engine.patience.deadline = self.deadline
             if job.tuned is not None and job.tuned[0] is not engine.figures:
                 engine.use(*job.tuned)
-            ends = job.operation.signature is _CLOSE
+            ends = job.operation.signature is _END
             with engine.patience.no_longer_than(_TURN if ends else None):
                 # To tell the end needs no memory in common, and no communicators made at this time.
                 if ends or self._settle(engine, job):

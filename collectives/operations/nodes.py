@@ -176,7 +176,7 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
     try:
-        named = signature._replace(scope=engine.patience.call.scope)
+        named = signature._replace(scope=signature.scope or engine.patience.call.scope)
         return mismatch(gather_pickles(engine, pickle.dumps(named)))
     except (DeadlineExceededError, RankFailedError) as error:
         engine.broken = error
