@@ -261,6 +261,8 @@ def is_alive(process: int) -> bool:
     try:
         with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except ProcessLookupError:  # waited for between opening and reading
+        return False
     except FileNotFoundError:
         return not os.path.isdir("/proc/self")
 

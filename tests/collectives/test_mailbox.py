@@ -1,5 +1,7 @@
 """Messages that nobody asked for."""
 
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -14,6 +16,7 @@ from hypothesis.extra.numpy import array_shapes
 import collectives
 from collectives import Communicator, Mailbox, letters, waiting
 from collectives.processes import Process, Processes
+from collectives.shared import arrival
 from collectives.transports import local
 from collectives.transports.base import Post, Sending
 from collectives.transports.envelope import LARGEST_ENVELOPE, pack, unpack
@@ -487,3 +490,16 @@ def test_a_closed_mailbox_is_not_kept():
         comm.mailbox().close()
     kept = comm.mailbox()
     assert comm._mailboxes == [kept]
+
+
+def test_a_process_that_is_reaped_while_it_is_looked_at_has_died(monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def opened(*arguments, **named):
+        stat = open(*arguments, **named)  # noqa: SIM115 - the caller closes it
+        child.communicate(b"\n")
+        return stat
+
+    assert arrival.is_alive(child.pid)
+    monkeypatch.setattr(arrival, "open", opened, raising=False)
+    assert not arrival.is_alive(child.pid)
