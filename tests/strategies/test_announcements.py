@@ -72,8 +72,8 @@ def test_a_server_neither_keeps_nor_reads_what_all_have_heard(comm):
             with watched(strategy) as kept:
                 strategy.serve()
             assert len(kept) == 20
-            # The next one may have come before a listener asked again.
-            assert max(kept) <= min(2, comm.size - 2)
+            # Kept until asked past: the next one may come before any listener asks for it.
+            assert max(kept) <= (2 if comm.size > 2 else 0)
             assert not READ_HERE
         else:
             for _ in range(20):
