@@ -53,8 +53,7 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         self.membership = join_cluster(communicator, None, validate_for_collective_training)
         group = self.membership.group
-        _refuse(group, _problem(compute_devices, parameter_device, group.local_size))
-        _refuse_absent_gpus(group, compute_devices)
+        _check_devices(group, compute_devices, parameter_device)
         super().__init__(
             group,
             cluster_resolver=self.membership.resolver,
@@ -162,20 +161,18 @@ def _problem(compute_devices: Any, parameter_device: Any, ranks: int) -> str | N
     return None
 
 
-def _refuse(communicator: Communicator, problem: str | None) -> None:
-    """The same ValueError on every rank where any has a problem. Collective."""
-    for rank, each in enumerate(communicator.all_gather_object(problem)):
-        if each is not None:
-            raise ValueError(f"rank {rank}: {each}")
-
-
-def _refuse_absent_gpus(communicator: Communicator, compute_devices: Any) -> None:
-    """BackendUnavailableError on every rank where one names a GPU and has none. Collective."""
-    named = compute_devices is not None and parse_devices(compute_devices)
-    gpu = any(kind == "GPU" for kind, _ in named or ())
-    for rank, problem in enumerate(communicator.all_gather_object(nccl_problem() if gpu else None)):
-        if problem is not None:
+def _check_devices(communicator: Communicator, compute_devices: Any, parameter_device: Any) -> None:
+    """The same ValueError or BackendUnavailableError on every rank. Collective."""
+    problem = _problem(compute_devices, parameter_device, communicator.local_size)
+    names = [] if problem or compute_devices is None else parse_devices(compute_devices)
+    lacking = nccl_problem() if any(kind == "GPU" for kind, _ in names) else None
+    reports = communicator.all_gather_object((problem, lacking))
+    for rank, (told, _) in enumerate(reports):
+        if told is not None:
+            raise ValueError(f"rank {rank}: {told}")
+    for rank, (_, told) in enumerate(reports):
+        if told is not None:
             raise BackendUnavailableError(
                 f"CentralStorageStrategy: rank {rank} names a GPU in compute_devices; leave them"
-                f" out for the CPU. {problem}"
+                f" out for the CPU. {told}"
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from strategies import nest, values
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.refusals import RefusedTogether
-from strategies.variables.indexed_slices import IndexedSlices
+from strategies.variables.indexed_slices import IndexedSlices, map_apart, refuse_slices
 
 if TYPE_CHECKING:
     from strategies.communication.options import CommunicationOptions
@@ -79,12 +79,11 @@ class ReplicaContext:
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
         strategy, leaves = self.strategy, [_as_array(leaf) for leaf in nest.leaves(value)]
         self._compare("all_reduce", value, leaves, options)
-        arrays = [leaf for leaf in leaves if not isinstance(leaf, IndexedSlices)]
-        totals = iter(strategy.totals_of(arrays, op, options) if arrays else ())
-        folded = [
-            strategy.rows_of_all(leaf, op) if isinstance(leaf, IndexedSlices) else next(totals)
-            for leaf in leaves
-        ]
+        folded = map_apart(
+            leaves,
+            lambda arrays: strategy.totals_of(arrays, op, options),
+            lambda slices: strategy.rows_of_all(slices, op),
+        )
         return nest.pack_like(value, folded)
 
     def reduce_to(
@@ -107,7 +106,7 @@ class ReplicaContext:
         self._require_in_force("all_gather")
         with RefusedTogether(self.strategy.communicator, "all_gather"):
             leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
-            _refuse_slices(leaves)
+            refuse_slices(leaves, "all_gather")
             self._compare("all_gather", value, leaves, options)
             joined = [self.strategy.joined(leaf, axis, options) for leaf in leaves]
         return nest.pack_like(value, joined)
@@ -138,12 +137,6 @@ class ReplicaContext:
                 f"ReplicaContext.{what} must be called as that replica of {self.strategy}, inside"
                 f" `run`, but the context is {'another' if current else 'cross-replica'}"
             )
-
-
-def _refuse_slices(leaves: Sequence[Any]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf, IndexedSlices):
-            raise NotImplementedError(f"all_gather takes arrays, not {leaf}: use its to_dense()")
 
 
 def _told(value: Any, leaves: Sequence[Any]) -> str:

@@ -20,7 +20,12 @@ from collectives.scopes import named_scope
 from strategies import nest
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.refusals import RefusedTogether
-from strategies.variables.indexed_slices import IndexedSlices, reduce_slices
+from strategies.variables.indexed_slices import (
+    IndexedSlices,
+    map_apart,
+    reduce_slices,
+    refuse_slices,
+)
 
 Array = NDArray[Any]
 
@@ -102,14 +107,19 @@ def reduce_nest(
         op = as_reduce_op(reduce_op)
         given = _own_values(nest.leaves(value))
         axes = None if axis is None else _check_axis(axis)
-        _refuse_slices(given if axes is not None else (), "reduce over an axis")
+        refuse_slices(given if axes is not None else (), "reduce over an axis")
         arrays = [np.asarray(getattr(leaf, "values", leaf)) for leaf in given]
     call, structure = f"reduce({op.value}, axis={axes})", _structure(value, given)
     if axes is None:
         heads = [_rows_alone(leaf, array) for leaf, array in zip(given, arrays, strict=True)]
         report = _described(heads, call, structure)
         _compared(communicator, report, "reduce")
-        return nest.pack_like(value, _fold_each(communicator, op, given, fold))
+        folded = map_apart(
+            given,
+            lambda arrays: fold(arrays, op),
+            lambda slices: reduce_slices(communicator, slices, op),
+        )
+        return nest.pack_like(value, folded)
     sums, report = _sum_over(arrays, axes, op, _described(arrays, call, structure))
     reports = _compared(communicator, report, "reduce")
     totals = fold(sums, ReduceOp.SUM)
@@ -138,23 +148,6 @@ def _rows_alone(leaf: Any, array: Array) -> Array:
     return array[:0] if isinstance(leaf, IndexedSlices) else array
 
 
-def _fold_each(
-    communicator: Communicator, op: ReduceOp, given: Sequence[Any], fold: AllReduce
-) -> list[Any]:
-    arrays = [leaf for leaf in given if not isinstance(leaf, IndexedSlices)]
-    totals = iter(fold(arrays, op) if arrays else ())
-    return [
-        reduce_slices(communicator, leaf, op) if isinstance(leaf, IndexedSlices) else next(totals)
-        for leaf in given
-    ]
-
-
-def _refuse_slices(given: Sequence[Any], what: str) -> None:
-    for leaf in given:
-        if isinstance(leaf, IndexedSlices):
-            raise NotImplementedError(f"{what} takes arrays, not {leaf}: use its to_dense()")
-
-
 def _all_reduce_of(communicator: Communicator) -> AllReduce:
     return lambda arrays, op: communicator.all_reduce_many(arrays, op.value)
 
@@ -170,7 +163,7 @@ def gather_nest(
     with RefusedTogether(communicator, "gather"):
         given = _own_values(nest.leaves(value))
         (place,) = _check_axis((axis,))
-        _refuse_slices(given, "gather")
+        refuse_slices(given, "gather")
         shapes = [np.shape(leaf) for leaf in given]
     lacking = any(not -max(len(shape), 1) <= place < max(len(shape), 1) for shape in shapes)
     problem = f"no axis {place} in arrays of shapes {shapes}" if lacking else None

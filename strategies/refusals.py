@@ -13,12 +13,13 @@ class RefusedTogether:
     Where a check raises an ordinary error (TypeError, ValueError, …) on this rank, the rank meets
     the others in another call than theirs, so that none of them waits for it: all raise the same
     CollectiveMismatchError, in which this rank's own error stands. Where all ranks raise the same,
-    it is raised as it is. Without an error it costs nothing. communicator None: checks by oneself.
+    it is raised as it is. Without an error it costs nothing: what the call is, the parts of its
+    name, is only then put into words. communicator None: checks by oneself.
     """
 
     __slots__ = ("_communicator", "_what")
 
-    def __init__(self, communicator: Communicator | None, what: str) -> None:
+    def __init__(self, communicator: Communicator | None, *what: object) -> None:
         self._communicator, self._what = communicator, what
 
     def __enter__(self) -> None:
@@ -36,4 +37,5 @@ class RefusedTogether:
         """
         shared = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
         if self._communicator is not None and isinstance(error, Exception) and not shared:
-            self._communicator.barrier(f"{self._what} refused by {type(error).__name__}: {error}")
+            name = ".".join(map(str, self._what))
+            self._communicator.barrier(f"{name} refused by {type(error).__name__}: {error}")

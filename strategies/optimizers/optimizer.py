@@ -15,7 +15,7 @@ from strategies.contexts import get_replica_context, has_strategy
 from strategies.optimizers.update_rules import AdaptiveMomentsRule, DescentRule, UpdateRule
 from strategies.reduce_op import ReduceOp
 from strategies.refusals import RefusedTogether
-from strategies.variables.indexed_slices import Gradient, IndexedSlices
+from strategies.variables.indexed_slices import Gradient, IndexedSlices, map_apart
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.storage import Storage, assign
 from strategies.variables.variable import Variable
@@ -84,17 +84,14 @@ class Optimizer(ABC):
         """
         pairs = list(zip(gradients, variables, strict=True))
         # Shapes alone don't tell: sums of one variable's gradients with another's would be taken.
-        variables[0].strategy.meet(self._next_step(pairs))
-        dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
-        summed = iter(
-            self._sum_dense([np.asarray(each) for each, _ in dense], [v for _, v in dense])
+        strategy = variables[0].strategy
+        strategy.meet(self._next_step(pairs))
+        dense = [each for gradient, each in pairs if not isinstance(gradient, IndexedSlices)]
+        return map_apart(
+            gradients,
+            lambda arrays: self._sum_dense([np.asarray(array) for array in arrays], dense),
+            lambda slices: strategy.rows_of_all(slices, ReduceOp.SUM),
         )
-        return [
-            variable.strategy.rows_of_all(gradient, ReduceOp.SUM)
-            if isinstance(gradient, IndexedSlices)
-            else next(summed)
-            for gradient, variable in pairs
-        ]
 
     def _next_step(self, pairs: Sequence[tuple[Gradient, Variable]]) -> str:
         """What all ranks must do alike in the next step, lest their variables differ after it."""
@@ -107,8 +104,6 @@ class Optimizer(ABC):
     def _sum_dense(
         self, gradients: Sequence[Array], variables: Sequence[Variable]
     ) -> Sequence[Array]:
-        if not gradients:
-            return []
         fusion = self._fusion_for(variables)
         if fusion is None:
             return variables[0].strategy.totals_of(gradients, ReduceOp.SUM)

@@ -119,7 +119,7 @@ def refused_together(variable: Variable, method: str) -> RefusedTogether:
     )
     outside = variable.storage.changes_together and not inside_run(variable)
     others_wait = aggregated or outside
-    return RefusedTogether(strategy.communicator if others_wait else None, f"{variable}.{method}")
+    return RefusedTogether(strategy.communicator if others_wait else None, variable, method)
 
 
 def _each_has_its_own(variable: Variable) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -99,6 +99,24 @@ def reduce_slices(communicator: Communicator, slices: IndexedSlices, op: ReduceO
     if op is ReduceOp.MEAN:
         values = np.asarray(values / values.dtype.type(communicator.size), values.dtype)
     return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def map_apart(
+    leaves: Sequence[Any],
+    of_arrays: Callable[[list[Any]], Iterable[Any]],
+    of_slices: Callable[[IndexedSlices], Any],
+) -> list[Any]:
+    """What is made of all arrays together, and then of each slices, in the order of the leaves."""
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, IndexedSlices)]
+    made = iter(of_arrays(arrays) if arrays else ())
+    return [of_slices(leaf) if isinstance(leaf, IndexedSlices) else next(made) for leaf in leaves]
+
+
+def refuse_slices(leaves: Sequence[Any], what: str) -> None:
+    """NotImplementedError where a leaf is none of the arrays that `what` takes."""
+    for leaf in leaves:
+        if isinstance(leaf, IndexedSlices):
+            raise NotImplementedError(f"{what} takes arrays, not {leaf}: use its to_dense()")
 
 
 def first_slices(communicator: Communicator, slices: IndexedSlices) -> IndexedSlices:

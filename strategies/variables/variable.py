@@ -155,7 +155,7 @@ class Variable(NDArrayOperatorsMixin):
         Raises ValueError for rows that don't exist, IndexError where there are no rows at all.
         """
         whole = self.on_read and not rules.inside_run(self)
-        with RefusedTogether(self.strategy.communicator if whole else None, f"{self}.sparse_read"):
+        with RefusedTogether(self.strategy.communicator if whole else None, self, "sparse_read"):
             places = np.asarray(indices)
             check_rows(places, len(self), self)
         return self.read_value()[places] if whole else self._storage.rows(places)
