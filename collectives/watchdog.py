@@ -11,14 +11,22 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Protocol
 
 from collectives.waiting import Patience, calling_line
 
 _LOOK_SECONDS = 0.2
 # Beyond the deadline: to end the job is no small thing, and a rank may just wait for a core.
-_GRACE_SECONDS = 2.0
+GRACE_SECONDS = 2.0
 
 End = Callable[[str], None]
+
+
+class Watched(Protocol):
+    """What the watching thread looks after."""
+
+    def look(self) -> None:
+        """Do what is to be done once the deadline is over. Called a few times a second."""
 
 
 class Watchdog:
@@ -33,8 +41,7 @@ class Watchdog:
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
         self._since = time.monotonic()
-        if self not in _watched:
-            _watch(self)
+        watch(self)
 
     def __exit__(
         self,
@@ -47,11 +54,7 @@ class Watchdog:
     def look(self) -> None:
         """End the job if the deadline is over."""
         since, deadline = self._since, self._patience.deadline
-        if (
-            since is None
-            or deadline is None
-            or time.monotonic() - since < deadline + _GRACE_SECONDS
-        ):
+        if since is None or deadline is None or time.monotonic() - since < deadline + GRACE_SECONDS:
             return
         call = self._patience.call
         frame: FrameType | None = sys._current_frames().get(self._thread)
@@ -62,16 +65,18 @@ class Watchdog:
         )
 
 
-_watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def _watch(watchdog: Watchdog) -> None:
-    """Look after it from now on."""
+def watch(watched: Watched) -> None:
+    """Look after it from now on, as long as somebody holds it."""
     global _thread
+    if watched in _watched:
+        return
     with _lock:
-        _watched.add(watchdog)
+        _watched.add(watched)
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_run, name="collectives-watchdog", daemon=True)
             _thread.start()
@@ -80,5 +85,11 @@ def _watch(watchdog: Watchdog) -> None:
 def _run() -> None:
     while True:
         time.sleep(_LOOK_SECONDS)
-        for watchdog in list(_watched):
-            watchdog.look()
+        for watched in _all_watched():
+            watched.look()
+
+
+def _all_watched() -> list[Watched]:
+    with _lock:
+        # Another thread may add one meanwhile, which no set lets itself be read for.
+        return list(_watched)
