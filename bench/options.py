@@ -80,7 +80,7 @@ def _add_problem(group: argparse._ArgumentGroup) -> None:
     add("--sizes", type=parse_sizes, metavar="SIZES", help="these sizes instead: 8,64K,1M")
     add("--tensors", type=int, default=1000, help="of all_reduce_many (default: 1000)")
     add("--tensor-bytes", type=parse_size, metavar="SIZE", help="of each: one size instead")
-    add("--dtype", type=_dtype, default=np.dtype("float32"), help="default: float32")
+    add("--dtype", type=parse_dtype, default=np.dtype("float32"), help="default: float32")
     add("--op", choices=OPS, default="sum", help=f"{', '.join(OPS)} (default: sum)", metavar="OP")
     add("--root", type=int, default=0, metavar="RANK", help="default: 0")
     add(
@@ -109,7 +109,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="busbw over size")
 
 
-def _dtype(text: str) -> DType:
+def parse_dtype(text: str) -> DType:
+    """The dtype of that name."""
     try:
         return np.dtype(text)
     except TypeError:
@@ -118,15 +119,8 @@ def _dtype(text: str) -> DType:
 
 def _check(options: argparse.Namespace, case: Case) -> None:
     """ValueError where a value makes no sense; adds what follows from the rest."""
-    for name in ("repeats", "rotate", "tensors", "min_bytes"):
-        _at_least(1, name, getattr(options, name))
-    _at_least(0, "warmup", options.warmup)
-    _at_least(0, "root", options.root)
-    _at_least(2, "step_factor", options.step_factor)
-    if options.calls is not None:
-        _at_least(1, "calls", options.calls)
-    if options.max_bytes < options.min_bytes:
-        raise ValueError("--max-bytes is less than --min-bytes")
+    _at_least(1, "rotate", options.rotate)
+    check_sizes(options)
     if options.plot and not find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install 'mpi-collectives[bench]'")
     if options.plot and not case.has_bytes:
@@ -135,6 +129,19 @@ def _check(options: argparse.Namespace, case: Case) -> None:
     options.settings = Settings(
         options.repeats, options.warmup, options.rotate, options.calls, options.registered
     )
+
+
+def check_sizes(options: argparse.Namespace) -> None:
+    """ValueError where what to measure, or how often, makes no sense."""
+    for name in ("repeats", "tensors", "min_bytes"):
+        _at_least(1, name, getattr(options, name))
+    for name in ("warmup", "rotate", "root"):
+        _at_least(0, name, getattr(options, name))
+    _at_least(2, "step_factor", options.step_factor)
+    if options.calls is not None:
+        _at_least(1, "calls", options.calls)
+    if options.max_bytes < options.min_bytes:
+        raise ValueError("--max-bytes is less than --min-bytes")
 
 
 def _at_least(smallest: int, name: str, value: int) -> None:

@@ -25,7 +25,8 @@ class PeerMeasurement:
 class Measurement:
     """Our call in one form; bandwidths in bytes per second.
 
-    `of_stream` is the part of the memory's bandwidth that it uses.
+    `of_stream` is the part of the memory's bandwidth that it uses, `graph` is what it takes where
+    it is replayed in a CUDA graph.
     """
 
     seconds: Timing
@@ -34,6 +35,7 @@ class Measurement:
     wrong: int
     peer: PeerMeasurement | None = None
     of_stream: float | None = None
+    graph: Timing | None = None
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status_of(lambda comm: sum(row.wrong for row in measure(comm, options).rows))
 
 
-def status_of(count_wrong: Callable[[collectives.Communicator], int]) -> int:
+def status_of(count_wrong: Callable[[collectives.Communicator], int], backend: str = "auto") -> int:
     """The exit status of a program that counts wrong elements, the same on every rank."""
     try:
-        comm = collectives.world()
+        comm = collectives.world(backend=backend)
     except collectives.BackendUnavailableError as error:
         print(f"bench: {error}", file=sys.stderr)
         return CAN_NOT_MEASURE

@@ -28,7 +28,8 @@ class Buffers:
         given = self._give()
         if given is not None:
             self.send[...] = given
-        self.recv.view(np.uint8).fill(_POISON)
+        # By assignment, which a GPU's arrays have as well.
+        self.recv.view(np.uint8)[...] = _POISON
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ Its time is that of the slowest rank. The barrier is MPI's own, whatever is meas
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from bench.problem import Array
 
 _BATCH_BYTES = 1 << 20
 _LARGEST_BATCH = 200
+
+Stopwatch: TypeAlias = Callable[[Callable[[], Any]], float]
+"""Does some work and tells the seconds that it took."""
 
 
 def batch_of(nbytes: int) -> int:
@@ -59,25 +63,32 @@ class Subject:
         return result
 
 
+def wall_seconds(work: Callable[[], Any]) -> float:
+    """The stopwatch of calls that are done when they return."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def interleave(
-    subjects: Sequence[Subject], world: Any, *, batch: int, warmup: int, repeats: int
+    subjects: Sequence[Subject],
+    world: Any,
+    *,
+    batch: int,
+    warmup: int,
+    repeats: int,
+    stopwatch: Stopwatch = wall_seconds,
 ) -> Array:
     """Seconds per call of each (subject, repeat), in the order A B, B A, A B and so on."""
     seconds = np.zeros((len(subjects), repeats))
     for repeat in range(-warmup, repeats):
         order = range(len(subjects))
         for index in order if repeat % 2 == 0 else reversed(order):
-            taken = _seconds_of(subjects[index], world, batch)
+            world.Barrier()
+            taken = stopwatch(partial(subjects[index].run, batch)) / batch
             if repeat >= 0:
                 seconds[index, repeat] = taken
     return _slowest(seconds, world)
-
-
-def _seconds_of(subject: Subject, world: Any, batch: int) -> float:
-    world.Barrier()
-    start = time.perf_counter()
-    subject.run(batch)
-    return (time.perf_counter() - start) / batch
 
 
 def _slowest(seconds: Array, world: Any) -> Array:

@@ -9,13 +9,13 @@ from typing import Any
 from collectives.errors import BackendUnavailableError
 from collectives.transports.base import Transport
 
+BACKENDS = ("auto", "mpi", "nccl")
+
 
 def check_backend(backend: str) -> None:
-    """ValueError for an unknown backend, BackendUnavailableError for one that isn't there."""
-    if backend == "nccl":
-        raise BackendUnavailableError("backend='nccl': this version runs over MPI alone")
-    if backend not in ("auto", "mpi"):
-        raise ValueError(f"backend={backend!r}: must be 'auto' or 'mpi'")
+    """ValueError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: must be 'auto', 'mpi' or 'nccl'")
 
 
 def transport_over(source: Any) -> Transport:

@@ -18,6 +18,7 @@ from collectives.operations import messages, movements, nodes, objects, reductio
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
 from collectives.operations.mailboxes import open_mailbox
+from collectives.operations.many_on_gpus import begins_on_gpu
 from collectives.quick import PASS
 from collectives.reduction import ReduceOp
 from collectives.spec import spec_of
@@ -29,8 +30,9 @@ class Communicator(Group):
 
     Every method but `send`, `recv`, `explain` and the properties is collective: all ranks of the
     group call it, in the same order. Arrays may be NumPy arrays, torch tensors, JAX arrays or
-    anything else on the CPU that speaks DLPack or the buffer protocol, of any strides; they come
-    back as what they are. Results own their memory. The semantics are those of MPI 4.1, chapter 6,
+    anything else that speaks DLPack, the buffer protocol or `__cuda_array_interface__`, on the CPU
+    or NVIDIA GPUs, of any strides; they come back as what they are, on a GPU in the order of the
+    caller's stream. Results own their memory. The semantics are those of MPI 4.1, chapter 6,
     unless stated.
 
     Common errors: ValueError and TypeError for what one rank can see by itself (raised before any
@@ -65,7 +67,9 @@ class Communicator(Group):
                 if result is not PASS:
                     return result
         if algorithm is None:
-            return self._all_reduce(array, op, out)
+            result = self._short.all_reduce(array, op, out)
+            if result is not PASS:
+                return result
         return self._run(reductions.all_reduce(array, op, out, algorithm))
 
     def reduce(
@@ -90,7 +94,7 @@ class Communicator(Group):
         root = self._root(root)
         on_root = self.rank == root
         if algorithm is None and type(array) is np.ndarray and array.flags.carray:
-            return self._broadcast(array, root)
+            return self._short.broadcast(array, root)
         return self._run(movements.broadcast(array, root, algorithm, on_root=on_root))
 
     def all_gather(
@@ -104,7 +108,7 @@ class Communicator(Group):
         """
         plain = type(array) is type(out) is np.ndarray and array.ndim
         if algorithm is None and axis == 0 and plain:
-            result = self._all_gather(array, out)
+            result = self._short.all_gather(array, out)
             if result is not PASS:
                 return result
         return self._run(movements.all_gather(array, axis, out, algorithm))
@@ -138,7 +142,7 @@ class Communicator(Group):
         """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
         plain = type(array) is type(out) is np.ndarray and array.ndim
         if algorithm is None and axis == 0 and plain and isinstance(op, str | ReduceOp):
-            result = self._reduce_scatter(array, op, out)
+            result = self._short.reduce_scatter(array, op, out)
             if result is not PASS:
                 return result
         place = {"rank": self.rank, "size": self.size}
@@ -165,6 +169,8 @@ class Communicator(Group):
         The same inputs give the same bits at every call. Dtypes and ops are never mixed.
         """
         self._check_open()
+        if begins_on_gpu(arrays):
+            return self._many_on_gpus.reduce(arrays, op, out, bucket_bytes)
         return self._many.reduce(arrays, op, out, bucket_bytes)
 
     def barrier(self, what: str | None = None) -> None:
@@ -234,7 +240,7 @@ class Communicator(Group):
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `empty`, filled with zeros."""
         array = self.empty(shape, dtype)
-        array.reshape(-1).view(np.uint8).fill(0)
+        array.reshape(-1).view(np.uint8)[...] = 0
         return array
 
     def empty_shared(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
@@ -287,7 +293,7 @@ class Communicator(Group):
         if part is None:
             return None
         node_of = nodes.gather_labels(Engine(part), self.node)
-        return Communicator(part, deadline=self.deadline, node_of=node_of)
+        return Communicator(part, backend=self.backend, deadline=self.deadline, node_of=node_of)
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}>"

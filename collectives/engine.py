@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from collectives.agreement import Agreement
+from collectives.arrays import empty, is_device
+from collectives.devices.path import OnDevices
 from collectives.errors import DeadlineExceededError, RankFailedError
-from collectives.executor import Call, Plans
+from collectives.executor import HostMemory, Plans, own_part
 from collectives.node import Node, Path
 from collectives.paths import FORCED, NATIVE, QUICKEST, SHARED
 from collectives.recorder import Recorder, clock
-from collectives.reduction import Array, ReduceOp
+from collectives.reduction import Array, ReduceOp, finish
 from collectives.selection import PRICED, Choice, Figures, Layout, bucket_of, choose
 from collectives.shared.route import LARGEST_NATIVE, LEAST_BYTES
 from collectives.signature import Signature
@@ -30,7 +32,6 @@ from collectives.waiting import Patience
 from collectives.watchdog import Watchdog
 
 _CHOICES_KEPT = 1024
-_WORK_BYTES_KEPT = 1 << 26
 
 UNFINISHED = (DeadlineExceededError, RankFailedError, KeyboardInterrupt, MemoryError)
 """What may end a call on one rank alone, wherever it is."""
@@ -51,19 +52,20 @@ class Engine:
         self.recorder = Recorder(self.rank)
         self.agreement: Agreement | None = None
         self.node: Node | None = None
+        self.devices: OnDevices | None = None
         self.layout = Layout((1,) * self.size)
         self.figures, self.figures_name = Figures(), "built-in figures"
         self.path = ""
         self.broken: BaseException | None = None
         self.forked = False
         self.lock = threading.RLock()
-        self.watchdog = Watchdog(self.patience, self._end_job)
+        self.watchdog = Watchdog(self.patience, self.end_job)
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
-        self._plans = Plans(transport)
+        self._memory = HostMemory()
+        self._plans = Plans(transport, self._memory)
         self._chosen: dict[tuple[Any, ...], str] = {}
         self._paths: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Path]] = {}
-        self._work = np.empty(0, np.uint8)
 
     def perform(
         self, signature: Signature, run: Callable[[Engine], Any], line: str | None = None
@@ -96,6 +98,7 @@ class Engine:
         run: Callable[[Any, Any], Any],
         source: Any,
         target: Any,
+        path: str = SHARED,
     ) -> None:
         """As `perform`, for a call that was looked up before: `base` holds its fingerprint."""
         with self.lock:
@@ -106,7 +109,7 @@ class Engine:
                 self._agree(self.agreement.meet_word, signature, base)
                 number = self.agreement.sequence
             start = clock()
-            self.path = SHARED
+            self.path = path
             try:
                 run(source, target)
             except UNFINISHED as error:
@@ -134,7 +137,7 @@ class Engine:
         """Refuse every call, in a process that is forked off the rank."""
         # Another thread may have held it when the process was forked.
         self.lock = threading.RLock()
-        self.watchdog = Watchdog(self.patience, self._end_job)
+        self.watchdog = Watchdog(self.patience, self.end_job)
         self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
 
     def close(self) -> None:
@@ -160,8 +163,8 @@ class Engine:
         except OSError as problem:
             return f"this rank's last calls could not be written ({problem})"
 
-    def _end_job(self, reason: str) -> None:
-        """The watchdog's last resort."""
+    def end_job(self, reason: str) -> None:
+        """The last resort, where no error can be raised."""
         print(f"collectives: rank {self.rank}: {reason}; {self._record(reason)}", file=sys.stderr)
         sys.stderr.flush()
         self.transport.abort()
@@ -181,8 +184,14 @@ class Engine:
 
         `lengths` are the elements of each chunk where the collective fixes the chunks; elsewhere
         the buffer is cut evenly. Where source is None the input lies in the target. The source of
-        an all_gather and the target of a reduce_scatter are this rank's part alone.
+        an all_gather and the target of a reduce_scatter are this rank's part alone. Device arrays
+        are put on their way: what the caller's stream does next comes after it.
         """
+        if is_device(target):
+            assert self.devices is not None
+            arguments = (source, target, lengths, op, root, algorithm)
+            self.path = self.devices.run(collective, *arguments)
+            return
         if self.size == 1:
             if source is not None:
                 np.copyto(target, source)
@@ -205,31 +214,8 @@ class Engine:
             text = f"there is no such {collective}{kind} here; there is {', '.join(paths)}"
             raise ValueError(f"algorithm={algorithm!r}: {text}")
         else:
-            self._run_schedule(collective, algorithm, source, target, lengths, op, root)
-
-    def _run_schedule(
-        self,
-        collective: str,
-        algorithm: str,
-        source: Array | None,
-        target: Array,
-        lengths: Sequence[int] | None,
-        op: ReduceOp | None,
-        root: int,
-    ) -> None:
-        """As `run`; a schedule works on whole buffers."""
-        whole = target
-        if collective == "reduce_scatter":
-            assert source is not None
-            whole = self.work(len(source), source.dtype)
-        elif collective == "all_gather" and source is not None:
-            self.own_part(target, lengths or ())[:] = source
-            source = None
-        shape = whole.size if lengths is None else tuple(lengths)
-        call = Call(collective, algorithm, shape, whole.dtype, op, root, source is not None)
-        self.quiet.run(self._plans.find(call).run, source, whole)
-        if whole is not target:
-            target[:] = self.own_part(whole, lengths or ())
+            run = partial(self._plans.run, collective, algorithm, source, target)
+            self.quiet.run(run, lengths, op, root)
 
     def join(self, node: Node) -> None:
         """Use the node's memory from now on."""
@@ -264,16 +250,22 @@ class Engine:
 
     def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
         """This rank's part, as a view, of a buffer that holds one for each rank."""
-        return whole[sum(lengths[: self.rank]) :][: lengths[self.rank]]
+        part: Array = own_part(whole, lengths, self.rank)
+        return part
 
-    def work(self, length: int, dtype: np.dtype[Any]) -> Array:
-        """A flat buffer for intermediate results; the next operation uses the same memory."""
-        nbytes = length * dtype.itemsize
-        if nbytes > _WORK_BYTES_KEPT:
-            return np.empty(length, dtype)
-        if nbytes > self._work.nbytes:
-            self._work = np.empty(bucket_of(nbytes), np.uint8)
-        return self._work[:nbytes].view(dtype)
+    def work(self, length: int, dtype: np.dtype[Any], beside: Array | None = None) -> Array:
+        """A flat buffer for intermediate results; the next operation uses the same memory.
+
+        It lies on a GPU where `beside` does, and is new then.
+        """
+        if beside is not None and is_device(beside):
+            return empty(length, dtype, beside)
+        return self._memory.work(length, dtype)
+
+    def finish(self, op: ReduceOp, folded: Array) -> None:
+        """Turn what `run` has folded into the result, in place."""
+        if not is_device(folded):
+            finish(op, folded, self.size)
 
     def paths(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Path]:
         """What can do it beside the schedules, by name."""

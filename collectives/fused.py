@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import to_numpy
+from collectives.arrays import to_array
 from collectives.communicator import Communicator
+from collectives.devices.cuda import cuda, on_gpu
 from collectives.fusion import check_bucket_bytes, make_plan
 from collectives.operations import Operation
 from collectives.operations.many import describe_many
@@ -19,7 +20,7 @@ class Fusion:
     """Arrays to be written into, and to be reduced as the few buckets that they are parts of.
 
     The buckets are registered arrays (`Communicator.empty`), valid until nothing refers to them or
-    to a view of them.
+    to a view of them. They are device arrays where they are to be like arrays on a GPU.
     """
 
     def __init__(
@@ -37,18 +38,22 @@ class Fusion:
         `all_reduce` does.
         """
         self._comm, self._op = comm, as_op(op)
+        on_gpus = _on_gpus(like)
         kinds = tuple(map(_kind_of, like))
         for _, dtype in kinds:
-            check_reducible(self._op, dtype)
+            check_reducible(self._op, dtype, on_gpus)
             if fold_dtype(self._op, dtype) != dtype:
                 raise TypeError(f"op={self._op.value!r} of {dtype}: the result has another dtype")
         limit = check_bucket_bytes(bucket_bytes)
-        comm._run(Operation(describe_many("Fusion", self._op, kinds, limit), lambda engine: None))
+        signature = describe_many("Fusion", self._op, kinds, limit)
+        comm._run(Operation(signature, lambda engine: None, on_gpus))
         plan = make_plan(kinds, limit)
         self._buckets: list[Array] = []
         views: list[Array | None] = [None] * len(kinds)
         for each in plan.buckets:
-            bucket = comm.zeros(each.length, each.dtype)
+            empty = cuda().empty if on_gpus else comm.empty
+            bucket = empty(each.length, each.dtype)
+            bucket.view(np.uint8)[...] = 0
             self._buckets.append(bucket)
             for slot in each.slots:
                 views[slot.index] = bucket[slot.start : slot.stop].reshape(slot.shape)
@@ -71,10 +76,18 @@ class Fusion:
         return self.views
 
 
+def _on_gpus(like: Sequence[Any]) -> bool:
+    """Whether the arrays lie on GPUs; TypeError where only some do."""
+    places = {on_gpu(each) for each in like if not isinstance(each, tuple)}
+    if len(places) > 1:
+        raise TypeError("like: some of the arrays lie on a GPU, and some on the CPU")
+    return True in places
+
+
 def _kind_of(like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if isinstance(like, tuple):
         shape, dtype = like
         array = np.broadcast_to(np.empty((), dtype), shape)
     else:
-        array = to_numpy(like, "like")
+        array = to_array(like, "like")
     return array.shape, array.dtype.newbyteorder("=")

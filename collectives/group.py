@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from collectives import ending, topology
 from collectives.backends import check_backend, transport_over
+from collectives.devices.backend import Devices
 from collectives.engine import Engine
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError
 from collectives.handles import Handle, Progress, run_at_once
 from collectives.mailbox import Mailbox
-from collectives.operations import Operation, nodes, reductions
+from collectives.operations import Operation, nodes
 from collectives.operations.arguments import check_index
+from collectives.operations.many_on_gpus import ManyOnGpus
 from collectives.operations.objects import numbers_of_all
-from collectives.operations.reductions import ReduceInput
-from collectives.quick import (
-    quick_all_gather,
-    quick_all_reduce,
-    quick_broadcast,
-    quick_reduce_scatter,
-)
 from collectives.quick_many import ManyReducer
-from collectives.reduction import Array, ReduceOp, as_op
+from collectives.short_ways import ShortWays
 from collectives.signature import Signature
 from collectives.transports.base import Transport
 from collectives.tuning import use_saved
 from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
-
-_QUICK_KEPT = 512
 
 Entered = TypeVar("Entered", bound="Group")
 
@@ -47,32 +40,45 @@ class Group:
     ) -> None:
         """Work over a duplicate of an mpi4py communicator, or over a `Transport`. Collective.
 
-        `backend` is "auto" or "mpi". `deadline` is how many seconds a call waits for ranks that
+        `backend` says how arrays on GPUs travel: "nccl" starts NCCL now, and raises
+        BackendUnavailableError on every rank where any can't; "mpi" goes by way of the hosts'
+        memory; "auto" finds the best that all ranks have, when the first such array comes. Arrays
+        on the CPU travel over MPI. `deadline` is how many seconds a call waits for ranks that
         don't come, None for ever. `node_of` gives each rank's node, to imitate hosts; without,
         ranks that share memory share a node. Raises ValueError or TypeError on every rank where
-        any gives a wrong argument, or the ranks give different maps.
+        any gives a wrong argument, or the ranks give different maps or backends.
         """
         self._engine = engine = Engine(transport_over(mpi_comm))
 
-        def check() -> list[int] | None:
+        def check() -> tuple[str, list[int] | None]:
             check_backend(backend)
             engine.patience.deadline = check_deadline(deadline)
-            return None if node_of is None else topology.check_node_of(node_of, engine.size)
+            labels = None if node_of is None else topology.check_node_of(node_of, engine.size)
+            return backend, labels
 
         try:
-            labels = nodes.agree_on_labels(engine, check)
+            labels = nodes.agree_on_start(engine, check)
         except BaseException:
             engine.close()
             raise
         self._topology = nodes.find_topology(engine, labels)
         nodes.settle(self._engine, self._topology)
         use_saved(self._engine)
+        self._devices = Devices(engine, backend, self._topology.local_rank)
+        engine.devices = self._devices
+        try:
+            self._devices.start()
+        except BaseException:
+            engine.close()
+            raise
         self._twin = self._duplicate()
         self._progress: Progress | None = None
         self._mailboxes: list[Mailbox] = []
         self._closed = False
-        self._quick: dict[Any, Callable[..., Any]] = {}
+        self._short = ShortWays(self._engine, self._check_open)
+        self._quick = self._short.known
         self._many = ManyReducer(self._engine)
+        self._many_on_gpus = ManyOnGpus(self._engine)
         if not self._engine.transport.one_process:
             ending.keep(self)
 
@@ -110,6 +116,11 @@ class Group:
     def local_size(self) -> int:
         """The number of ranks on this rank's node."""
         return self._topology.local_size
+
+    @property
+    def backend(self) -> str:
+        """How arrays on GPUs travel, as it was asked for: "auto", "mpi" or "nccl"."""
+        return self._devices.backend
 
     @property
     def closed(self) -> bool:
@@ -161,6 +172,7 @@ class Group:
         ending.forget(self)
 
     def _end(self, engine: Engine) -> None:
+        self._devices.close()
         for mailbox in self._mailboxes:
             mailbox.close()
         if self._twin is not None:
@@ -179,6 +191,7 @@ class Group:
         rank ends, it may be tried again.
         """
         if self._engine.broken is not None:
+            self._devices.abandon()
             self._abandon_mailboxes(seconds)
             self._closed = True
             return True
@@ -206,53 +219,6 @@ class Group:
             mailbox.abandon(seconds)
         self._mailboxes.clear()
 
-    def _all_reduce(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
-        """The way that all ranks choose, for arguments of any kind; remembered if it is quick."""
-        given = ReduceInput(array, op)
-        output = given.output(out)
-        self._check_open()
-        quick = quick_all_reduce(self._engine, given)
-        if quick is None:
-            return self._run(reductions.all_reduce(array, op, out, None))
-        source, target = given.source_for(output), output.buffer.reshape(given.shape)
-        quick(target if source is None else source.reshape(given.shape), target)
-        self._remember((op, given.array.dtype, given.shape), quick)
-        return output.deliver()
-
-    def _broadcast(self, array: Array, root: int) -> Any:
-        """The way of contiguous arrays that can be written."""
-        key = ("broadcast", array.dtype, array.shape, root)
-        quick = self._quick.get(key)
-        if quick is None:
-            self._check_open()
-            quick = self._remember(key, quick_broadcast(self._engine, array, root))
-        return quick(array)
-
-    def _all_gather(self, array: Array, out: Array) -> Any:
-        """The way along axis 0 into `out`; PASS where the arrays need care."""
-        key = ("all_gather", array.dtype, array.shape, out.dtype, out.shape)
-        quick = self._quick.get(key)
-        if quick is None:
-            self._check_open()
-            quick = self._remember(key, quick_all_gather(self._engine, array, out))
-        return quick(array, out)
-
-    def _reduce_scatter(self, array: Array, op: ReduceOp | str, out: Array) -> Any:
-        """The way along axis 0 into `out`; PASS where the arrays need care."""
-        key = ("reduce_scatter", op, array.dtype, array.shape, out.dtype, out.shape)
-        quick = self._quick.get(key)
-        if quick is None:
-            self._check_open()
-            made = quick_reduce_scatter(self._engine, array, as_op(op), out)
-            quick = self._remember(key, made)
-        return quick(array, out)
-
-    def _remember(self, key: Any, quick: Callable[..., Any]) -> Callable[..., Any]:
-        if len(self._quick) >= _QUICK_KEPT:
-            self._quick.clear()
-        self._quick[key] = quick
-        return quick
-
     def _forgetting(self, operation: Operation) -> Operation:
         """The operation, after which calls may go other ways than those that were looked up."""
 
@@ -275,10 +241,15 @@ class Group:
 
     def _run(self, operation: Operation) -> Any:
         self._check_open()
-        return self._engine.perform(operation.signature, operation.run)
+        signature = operation.signature
+        if operation.on_gpu:
+            signature = self._devices.marked(signature)
+        return self._engine.perform(signature, operation.run)
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         self._check_open()
+        if operation.on_gpu:
+            return self._devices.submit(operation)
         if not self._engine.transport.threads:
             return run_at_once(self._engine, operation)
         with self._engine.lock:

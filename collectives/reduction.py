@@ -22,6 +22,7 @@ Array: TypeAlias = NDArray[Any]
 Action: TypeAlias = Callable[[], Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOAT8S = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 _FLOAT16S = (np.dtype(np.float16), BFLOAT16)
 _INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
@@ -60,9 +61,9 @@ def as_op(op: ReduceOp | str) -> ReduceOp:
 
 
 @lru_cache(maxsize=256)
-def check_reducible(op: ReduceOp, dtype: np.dtype[Any]) -> None:
-    """TypeError where `op` has no meaning for the dtype."""
-    if dtype not in _REDUCIBLE:
+def check_reducible(op: ReduceOp, dtype: np.dtype[Any], on_gpu: bool = False) -> None:
+    """TypeError where `op` has no meaning for the dtype. Some GPUs add 8-bit floats."""
+    if dtype not in _REDUCIBLE and not (on_gpu and dtype in _FLOAT8S):
         allowed = ", ".join(sorted(each.name for each in _REDUCIBLE))
         raise TypeError(f"array of dtype {dtype}: can't be reduced; the dtypes are {allowed}")
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):

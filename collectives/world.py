@@ -33,7 +33,9 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
     A program started without `mpirun` is a world of one rank. From then on an uncaught exception on
     one rank shows its traceback and ends the whole job. `deadline` is how many seconds a call waits
     for ranks that don't come (default: 300; None: for ever); a later call that gives one sets it.
-    Raises BackendUnavailableError where MPI is missing, ValueError for an unknown backend.
+    `backend` says how arrays on GPUs travel, as that of `Communicator` does. Raises
+    BackendUnavailableError where MPI is missing, or NCCL where it is asked for, ValueError for an
+    unknown backend, or for another one than that of the first call.
     """
     global _world
     check_backend(backend)
@@ -43,7 +45,10 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
         _world = Communicator(mpi.COMM_WORLD, backend=backend, deadline=seconds)
         if _world.size > 1:
             _end_the_job_on_exceptions(mpi)
-    elif not isinstance(deadline, _Unset):
+        return _world
+    if backend not in ("auto", _world.backend):
+        raise ValueError(f"backend={backend!r}: the world was made with {_world.backend!r}")
+    if not isinstance(deadline, _Unset):
         _world.deadline = seconds
     return _world
 

@@ -68,7 +68,7 @@ class ReplicaContext:
         messages per dtype (`collectives.Communicator.all_reduce_many`), or as the strategy's
         cross-device ops send them. `options` go before the strategy's where they aren't the
         defaults. MEAN of integers is float64. The rows of an `IndexedSlices` are joined, duplicates
-        kept. Raises a MismatchError on every replica where the nests
+        kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where the nests
         differ, ValueError for an op that is neither SUM nor MEAN, RuntimeError outside of this
         context.
         """

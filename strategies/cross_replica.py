@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
+from collectives.arrays import to_array
+from collectives.devices.cuda import on_gpu
 from collectives.scopes import named_scope
 from strategies import nest
 from strategies.reduce_op import ReduceOp, as_reduce_op
@@ -108,7 +110,9 @@ def reduce_nest(
         given = _own_values(nest.leaves(value))
         axes = None if axis is None else _check_axis(axis)
         refuse_slices(given if axes is not None else (), "reduce over an axis")
-        arrays = [np.asarray(getattr(leaf, "values", leaf)) for leaf in given]
+        arrays = [_seen(leaf) for leaf in given]
+        if axes is not None:
+            _refuse_gpus(given)
     call, structure = f"reduce({op.value}, axis={axes})", _structure(value, given)
     if axes is None:
         heads = [_rows_alone(leaf, array) for leaf, array in zip(given, arrays, strict=True)]
@@ -131,6 +135,19 @@ def reduce_nest(
                 for total, length in zip(totals, lengths, strict=True)
             ]
     return nest.pack_like(value, totals)
+
+
+def _seen(leaf: Any) -> Array:
+    """An array of the host as NumPy, one on a GPU where it is."""
+    return to_array(leaf) if on_gpu(leaf) else np.asarray(getattr(leaf, "values", leaf))
+
+
+def _refuse_gpus(given: Sequence[Any]) -> None:
+    if any(on_gpu(leaf) for leaf in given):
+        raise TypeError(
+            "reduce over an axis takes arrays of the host: sum over the axis first and reduce with"
+            " axis=None, or give the array's get()"
+        )
 
 
 def _structure(value: Any, given: Sequence[Any]) -> str:

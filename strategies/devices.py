@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from collectives import BackendUnavailableError
-from collectives.backends import check_backend
+from collectives.devices import present
+from collectives.devices.cuda import cuda
 
 _NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
 
@@ -26,11 +26,24 @@ def parse_devices(names: Any) -> list[tuple[str, int]]:
 
 def nccl_problem() -> str | None:
     """Why NCCL can't be used in this process, and what to do; None where it can."""
-    try:
-        check_backend("nccl")
-    except BackendUnavailableError as error:
-        return (
-            f"NCCL is for arrays on NVIDIA GPUs, with CuPy and NCCL installed (`pip install"
-            f" 'mpi-collectives[cuda12]'` or [cuda13]); here: {error}"
-        )
-    return None
+    problem = present.nccl_problem()
+    if problem is None:
+        return None
+    return (
+        f"NCCL is for arrays on NVIDIA GPUs, with CuPy and NCCL installed (`pip install"
+        f" 'mpi-collectives[cuda12]'` or [cuda13]); here: {problem}"
+    )
+
+
+def gpu_problem(number: int) -> str | None:
+    """Why this process can't use the GPU of that number, and what to do; None where it can."""
+    problem = nccl_problem()
+    if problem is not None:
+        return problem
+    count = cuda().device_count()
+    return None if number < count else f"there is no GPU {number}: this process sees {count}"
+
+
+def use_gpu(number: int) -> None:
+    """Make it this thread's current GPU, on which CuPy makes new arrays."""
+    cuda().use_device(number)

@@ -8,7 +8,7 @@ from typing import Any
 import collectives
 from collectives import BackendUnavailableError, Communicator
 from strategies.cross_device_ops.base import CrossDeviceOps
-from strategies.devices import nccl_problem, parse_devices
+from strategies.devices import gpu_problem, parse_devices, use_gpu
 from strategies.strategy import Strategy
 
 
@@ -19,9 +19,10 @@ class MirroredStrategy(Strategy):
     is collective; all ranks give equal arguments.
 
     devices: the name of a device ("CPU:0", "/gpu:1"), or a list with one for each rank, in rank
-    order; the CPU without. cross_device_ops: how values are reduced: `RingAllReduce`,
-    `HierarchicalCopyAllReduce`, `ReductionToOneDevice`, `NcclAllReduce`, or a subclass of
-    `CrossDeviceOps`; `collectives` chooses without.
+    order; the CPU without. A GPU becomes its rank's current one; variables stay on the host.
+    cross_device_ops: how values are reduced: `RingAllReduce`, `HierarchicalCopyAllReduce`,
+    `ReductionToOneDevice`, `NcclAllReduce`, or a subclass of `CrossDeviceOps`; `collectives`
+    chooses without.
 
     Raises on every rank alike ValueError where the ranks are on several nodes (use
     MultiWorkerMirroredStrategy), their arguments differ, or devices aren't one for each rank;
@@ -37,12 +38,15 @@ class MirroredStrategy(Strategy):
     ) -> None:
         world = collectives.world() if communicator is None else communicator
         _refuse_several_nodes(world)
-        names = _agreed_names(world, devices, cross_device_ops)
+        named = _agreed_devices(world, devices, cross_device_ops)
         own = world.split(0, key=world.rank)
         assert own is not None
         super().__init__(own, cross_device_ops=cross_device_ops)
-        if names is not None:
-            self.device = names[own.rank]
+        if named is not None:
+            kind, number = named[own.rank]
+            self.device = f"/device:{kind}:{number}"
+            if kind == "GPU":
+                use_gpu(number)
 
 
 def _refuse_several_nodes(world: Communicator) -> None:
@@ -53,8 +57,8 @@ def _refuse_several_nodes(world: Communicator) -> None:
         )
 
 
-def _agreed_names(world: Communicator, devices: Any, ops: Any) -> list[str] | None:
-    """The devices' full names, checked alike on every rank. Collective."""
+def _agreed_devices(world: Communicator, devices: Any, ops: Any) -> list[tuple[str, int]] | None:
+    """The devices' kinds and numbers, checked alike on every rank. Collective."""
     reports = world.all_gather_object((_told(devices, ops), _problem(world, devices, ops)))
     lines = [f"  rank {rank}: {problem or told}" for rank, (told, problem) in enumerate(reports)]
     if len({told for told, _ in reports}) > 1:
@@ -65,18 +69,26 @@ def _agreed_names(world: Communicator, devices: Any, ops: Any) -> list[str] | No
     if devices is None:
         return None
     parsed = parse_devices(devices)
-    lacking = world.all_gather_object(nccl_problem())
-    if any(kind == "GPU" for kind, _ in parsed) and any(lacking):
-        raise BackendUnavailableError(
-            f"MirroredStrategy: devices={devices!r} has a GPU; leave it out for the CPU."
-            f" {next(filter(None, lacking))}"
-        )
+    _check_gpus(world, parsed, devices)
     if len(parsed) != world.size:
         raise ValueError(
             f"MirroredStrategy: devices={devices!r} has {len(parsed)} of them for {world.size}"
             " ranks: must be one for each; start as many ranks by `mpirun -n`"
         )
-    return [f"/device:{kind}:{number}" for kind, number in parsed]
+    return parsed
+
+
+def _check_gpus(world: Communicator, parsed: list[tuple[str, int]], devices: Any) -> None:
+    """BackendUnavailableError on every rank where any lacks its GPU. Collective."""
+    if all(kind == "CPU" for kind, _ in parsed):
+        return
+    kind, number = parsed[world.rank] if world.rank < len(parsed) else parsed[0]
+    problems = world.all_gather_object(gpu_problem(number if kind == "GPU" else 0))
+    if any(problems):
+        raise BackendUnavailableError(
+            f"MirroredStrategy: devices={devices!r} has a GPU; leave it out for the CPU."
+            f" {next(filter(None, problems))}"
+        )
 
 
 def _told(devices: Any, ops: Any) -> str:

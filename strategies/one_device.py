@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collectives import BackendUnavailableError, Communicator
 from collectives.transports.local import alone
-from strategies.devices import nccl_problem, parse_device
+from strategies.devices import gpu_problem, parse_device, use_gpu
 from strategies.strategy import Strategy
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica, on the device named, such as "/cpu:0". Variables are plain.
+    """One replica, on the device named, such as "/cpu:0". Variables are plain, on the host.
 
     As `tf.distribute.OneDeviceStrategy`. It needs no MPI: under `mpirun` with several ranks, each
     rank is alone and trains by itself; a `communicator` is taken as by every strategy, and not
-    used. Raises ValueError for anything else than a device's name,
+    used. A GPU becomes the current one. Raises ValueError for anything else than a device's name,
     BackendUnavailableError for a GPU where there is none.
     """
 
@@ -22,8 +22,9 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str, *, communicator: Communicator | None = None) -> None:
         kind, number = parse_device(device)
         if kind == "GPU":
-            problem = nccl_problem()
+            problem = gpu_problem(number)
             if problem is not None:
                 raise BackendUnavailableError(f"OneDeviceStrategy({device!r}): {problem}")
+            use_gpu(number)
         super().__init__(Communicator(alone()))
         self.device = f"/device:{kind}:{number}"

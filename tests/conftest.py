@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from tests.broken_transport import BROKEN_VARIABLE, break_communicator
 from tests.worlds.launcher import DIRECTORY_VARIABLE
 
-pytest_plugins = ["tests.worlds.plugin"]
+pytest_plugins = ["tests.worlds.plugin", "tests.gpu.plugin"]
 
 # All the ranks of a world must draw the same examples: no chance, no memory and no clock.
 settings.register_profile(

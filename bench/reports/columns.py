@@ -28,9 +28,16 @@ class Column:
 
 
 def columns(
-    case: Case, peer: str | None, algorithms: list[str], *, stream: bool = False
+    case: Case,
+    peer: str | None,
+    algorithms: list[str],
+    *,
+    stream: bool = False,
+    graph: bool = False,
 ) -> list[Column]:
-    """The columns for a collective, with those of the peer and the memory's bandwidth if asked."""
+    """The columns for a collective, with those of the peer, of the memory's bandwidth and of the
+    replayed graph if asked.
+    """
     modelled = case.name == MODELLED
     has_model, has_stream = modelled and peer == MODELLED_PEER, modelled and stream
     forms = [
@@ -41,6 +48,7 @@ def columns(
             *(_stream_columns(form) if has_stream else ()),
             *(_peer_columns(form, peer) if peer else ()),
             *(_model_columns(form) if has_model else ()),
+            *(_graph_columns(form) if graph else ()),
         )
     ]
     return [*_problem_columns(case, algorithms), *forms]
@@ -99,6 +107,11 @@ def _peer_columns(form: int, peer: str) -> list[Column]:
 def _model_columns(form: int) -> list[Column]:
     cell = _theirs(form, lambda each: _range(*each.model) if each.model else ABSENT)
     return [Column("model", "", 11, cell, _FORMS[form])]
+
+
+def _graph_columns(form: int) -> list[Column]:
+    cell = _ours(form, lambda each: _microseconds(each.graph.median) if each.graph else ABSENT)
+    return [Column("graph", "(µs)", 10, cell, _FORMS[form])]
 
 
 def _range(low: float, high: float) -> str:

@@ -14,9 +14,11 @@ from collectives.backends import start_mpi
 from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
+from collectives.doctor.gpu import report_device_arrays, report_gpu
+from collectives.doctor.gpu_look import Look
 from collectives.doctor.launcher import Launcher, find_launcher
 from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, report_shared_memory
-from collectives.doctor.packages import installed, report_extras, report_gpu, report_python
+from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
 from collectives.errors import BackendUnavailableError
 from collectives.world import world
@@ -36,7 +38,7 @@ def main(limit: float = LIMIT) -> int:
     launcher = find_launcher(os.environ)
     report = Report(speaks=launcher.rank == 0)
     report_python(report)
-    report_gpu(report)
+    look = report_gpu(report)
     report_extras(report)
     mpi = _start(report, launcher)
     if mpi is None:
@@ -44,7 +46,9 @@ def main(limit: float = LIMIT) -> int:
         return int(report.speaks)
     report.speaks = report.speaks and mpi.COMM_WORLD.rank == 0
     report_mpi(report, mpi)
-    failures = _check_size(report, launcher, mpi.COMM_WORLD.size) + _examine(report, mpi, limit)
+    failures = _check_size(report, launcher, mpi.COMM_WORLD.size) + _examine(
+        report, mpi, look, limit
+    )
     _conclude(report, failures)
     return int(report.speaks and failures > 0)
 
@@ -74,7 +78,7 @@ def _check_size(report: Report, launcher: Launcher, size: int) -> int:
     return 1
 
 
-def _examine(report: Report, mpi: Any, limit: float) -> int:
+def _examine(report: Report, mpi: Any, look: Look, limit: float) -> int:
     """The ranks, their memory and the collectives; how many of them fail. Collective."""
     outcomes = attempt(mpi, world, limit)
     if problems := reasons(outcomes):
@@ -84,6 +88,7 @@ def _examine(report: Report, mpi: Any, limit: float) -> int:
     comm = world()
     facts = gather_facts(mpi, comm)
     report_ranks(report, facts)
+    report_device_arrays(report, mpi, look, comm.local_rank)
     _abort_if_stuck(report, mpi, report_shared_memory(report, mpi, facts, limit))
     report.section("Collectives")
     return sum(_try_collective(report, mpi, comm, name, limit) for name in TRIALS)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import platform
-from ctypes.util import find_library
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 
 import numkong
 
@@ -25,8 +23,6 @@ EXTRAS = {
 """The distributions of each extra; those that `test` and `dev` take from other extras left out."""
 
 _ARRAYS = {"ml_dtypes": ("ml_dtypes",), "torch": ("torch",), "jax": ("jax",)}
-_CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
-_NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def versions() -> dict[str, str | None]:
@@ -57,19 +53,7 @@ def report_python(report: Report) -> None:
     sets = [name for name, usable in numkong.get_capabilities().items() if usable]
     report.row("numkong", f"{installed('numkong')}, instruction sets: {', '.join(sets)}")
     for module, names in _ARRAYS.items():
-        report.row(module, _found(module, names) or "not installed")
-
-
-def report_gpu(report: Report) -> None:
-    """What the NCCL transport will need."""
-    report.section("GPU")
-    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    report.row("NVIDIA devices", count or "none")
-    cupy, nccl = _found("cupy", _CUPY), installed(*_NCCL) or find_library("nccl")
-    install = "not installed: pip install 'mpi-collectives[cuda12]' (or [cuda13])"
-    report.row("cupy", cupy or install)
-    report.row("NCCL", nccl or install)
-    report.row("transport", "this version has no NCCL transport yet: it runs on the CPU, over MPI")
+        report.row(module, found_version(module, names) or "not installed")
 
 
 def report_extras(report: Report) -> None:
@@ -90,7 +74,7 @@ def _mpi_wheels() -> str:
     return ", ".join(f"{name} {number}" for name, number in found.items() if number)
 
 
-def _found(module: str, names: tuple[str, ...]) -> str | None:
+def found_version(module: str, names: tuple[str, ...]) -> str | None:
     """A version; for what was installed without saying its version, that it is there."""
     return installed(*names) or ("present, of unknown version" if _importable(module) else None)
 

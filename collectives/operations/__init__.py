@@ -18,3 +18,5 @@ class Operation(NamedTuple):
 
     signature: Signature
     run: Callable[[Engine], Any]
+    on_gpu: bool = False
+    """Whether its arrays lie on a GPU."""

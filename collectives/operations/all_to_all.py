@@ -6,6 +6,7 @@ exchanged first.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays import flat, like, to_numpy
+from collectives.arrays import empty, flat, is_device, like, to_array
 from collectives.engine import Engine
 from collectives.operations import Operation
+from collectives.operations.objects import gather_pickles
 from collectives.reduction import Array
 from collectives.signature import Signature, forced
 
@@ -70,7 +72,9 @@ def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Opera
         raise ValueError(
             f"arrays has {len(arrays)} entries: must have one for each of {size} ranks"
         )
-    given = [to_numpy(array, f"arrays[{peer}]") for peer, array in enumerate(arrays)]
+    given = [to_array(array, f"arrays[{peer}]") for peer, array in enumerate(arrays)]
+    if any(map(is_device, given)):
+        return _between_gpus(given, arrays, algorithm)
     blocks = [_Block(array) for array in given]
     converts = [like(array) for array in arrays]
 
@@ -92,6 +96,43 @@ def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Opera
     nbytes = sum(array.nbytes for array in given)
     signature = Signature("all_to_all", detail=forced(algorithm), nbytes=nbytes)
     return Operation(signature, perform)
+
+
+def _between_gpus(given: list[Array], arrays: Sequence[Any], algorithm: str | None) -> Operation:
+    """As `all_to_all`, of device arrays: what describes the blocks goes by way of the host."""
+    if not all(map(is_device, given)):
+        raise TypeError(
+            "arrays: some lie on a GPU, some on the CPU: must all lie in the same memory"
+        )
+    converts = [like(array) for array in arrays]
+    kinds = [(array.dtype, array.shape) for array in given]
+
+    def perform(engine: Engine) -> list[Any]:
+        table: list[list[tuple[np.dtype[Any], tuple[int, ...]]]]
+        table = gather_pickles(engine, pickle.dumps(kinds))
+        coming = [sent[engine.rank] for sent in table]
+        outgoing = [_aligned(array.nbytes) for array in given]
+        incoming = [_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in coming]
+        outgoing[engine.rank] = incoming[engine.rank] = 0
+        lengths = outgoing + incoming
+        buffer = empty(sum(lengths), np.dtype(np.uint8), given[0])
+        ends = np.cumsum(lengths).tolist()
+        for peer in _others(engine):
+            block = flat(given[peer]).view(np.uint8)
+            start = ends[peer] - outgoing[peer]
+            buffer[start : start + block.size] = block
+        engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
+        received = [given[engine.rank].copy()] * engine.size
+        for peer in _others(engine):
+            dtype, shape = coming[peer]
+            start = ends[engine.size + peer] - incoming[peer]
+            nbytes = math.prod(shape) * dtype.itemsize
+            received[peer] = buffer[start : start + nbytes].copy().view(dtype).reshape(shape)
+        return [convert(block) for convert, block in zip(converts, received, strict=True)]
+
+    nbytes = sum(array.nbytes for array in given)
+    signature = Signature("all_to_all", detail=forced(algorithm), nbytes=nbytes)
+    return Operation(signature, perform, on_gpu=True)
 
 
 def _others(engine: Engine) -> list[int]:

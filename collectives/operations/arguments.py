@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import Output, flat, given_output, like, new_output
+from collectives.arrays import (
+    Output,
+    check_same_memory,
+    empty,
+    flat,
+    given_output,
+    is_plain,
+    like,
+    new_output,
+)
 from collectives.reduction import Array
 from collectives.schedule import split_lengths
 
@@ -76,12 +85,15 @@ class Rows:
         if self.axis == 0:
             if out is None:
                 return new_output(shape, dtype, original)
-            return given_output(out, shape, dtype)
-        buffer = np.empty(count * self.elements, dtype)
+            output = given_output(out, shape, dtype)
+            check_same_memory(self.flat, output)
+            return output
+        buffer = empty(count * self.elements, dtype, self.flat)
         if out is None:
             convert = like(original)
             return Output(buffer, lambda: convert(self.array(buffer, count)))
         view = given_output(out, shape, dtype)
+        check_same_memory(self.flat, view)
 
         def deliver() -> Any:
             view.buffer.reshape(shape)[...] = self.array(buffer, count)
@@ -93,4 +105,9 @@ class Rows:
         """`count` flat rows of the same kind as a contiguous array, with the axis in its place."""
         if not self.axis:
             return rows.reshape(count, *self.rest)
-        return np.ascontiguousarray(np.moveaxis(rows.reshape(count, *self.rest), 0, self.axis))
+        return packed(np.moveaxis(rows.reshape(count, *self.rest), 0, self.axis))
+
+
+def packed(array: Array) -> Array:
+    """The array itself where its elements lie one after the other, else such a copy."""
+    return array if is_plain(array) else array.copy()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ _FIXED = 0.05
 # Of a bucket in the node's memory: once all have packed, and once all have folded.
 _WAITS, _TOUCHED = 2, 5
 _PARTS_KEPT = 16
+
+_on_gpu: Callable[[ReduceInput], bool] = attrgetter("on_gpu")
 
 
 class StagedBucket:
@@ -124,6 +126,8 @@ class Many:
         check_many(arrays, out)
         reduction, limit = as_op(op), self.bucket_bytes(bucket_bytes)
         given = [ReduceInput(array, reduction) for array in arrays]
+        if any(map(_on_gpu, given)):
+            raise TypeError("some of the arrays lie on a GPU, and some on the CPU: must lie on one")
         outs = out if out is not None else [None] * len(given)
         outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
         kinds = tuple((each.shape, each.dtype) for each in given)
@@ -150,8 +154,13 @@ class Many:
 
 def overlapping(inputs: list[Array], outputs: list[Array]) -> list[int]:
     """The inputs that lie in another array's output, which may be written before they are read."""
-    starts, stops = np.array(list(map(_bounds, outputs))).T
-    first, end = np.array(list(map(_bounds, inputs))).T
+    return reached(list(map(_bounds, inputs)), list(map(_bounds, outputs)))
+
+
+def reached(inputs: list[tuple[int, int]], outputs: list[tuple[int, int]]) -> list[int]:
+    """As `overlapping`, of arrays between addresses."""
+    starts, stops = np.array(outputs, np.int64).reshape(-1, 2).T
+    first, end = np.array(inputs, np.int64).reshape(-1, 2).T
     # Of all outputs those that begin before the input's end, without those that end before it.
     inside = np.searchsorted(np.sort(starts), end) - np.searchsorted(np.sort(stops), first, "right")
     own = (starts < end).astype(int) - (stops <= first)

@@ -1,4 +1,7 @@
-"""send and recv between two ranks."""
+"""send and recv between two ranks.
+
+Device arrays go by way of the host: NCCL knows no tags, and waits for a receiver.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import flat, given_output, to_numpy
+from collectives.arrays import flat, given_output, is_device, to_array
+from collectives.devices.host_copies import fetched, filled
 from collectives.engine import Engine
 from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.operations.arguments import check_index
@@ -18,10 +22,11 @@ from collectives.transports.base import LARGEST_TAG
 def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
     """The array's elements, to one rank."""
     tag = check_index("tag", tag, LARGEST_TAG + 1)
-    given = to_numpy(array)
-    content = flat(given).view(np.uint8).data
+    given = to_array(array)
 
     def perform(engine: Engine) -> None:
+        elements = flat(given)
+        content = (fetched(elements) if is_device(elements) else elements).view(np.uint8).data
         _begin(engine, f"send(to rank {peer}, tag={tag})")
         engine.transport.send(content, peer, tag, _kind(given.dtype))
 
@@ -31,13 +36,15 @@ def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
 def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
     """One rank's elements, into `out`."""
     tag = check_index("tag", tag, LARGEST_TAG + 1)
-    view = to_numpy(out, "out")
+    view = to_array(out, "out")
     output = given_output(out, view.shape, view.dtype)
-    content = output.buffer.view(np.uint8).data
+    on_gpu = is_device(output.buffer)
 
     def perform(engine: Engine) -> Any:
         call = f"recv(from rank {peer}, tag={tag})"
         _begin(engine, call)
+        buffer = np.empty(output.buffer.size, view.dtype) if on_gpu else output.buffer
+        content = buffer.view(np.uint8).data
         nbytes, kind = engine.transport.receive(content, peer, tag)
         if kind != _kind(view.dtype):
             held = dtype_name(view.dtype)
@@ -46,6 +53,8 @@ def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
             raise ShapeMismatchError(
                 f"rank {peer} sent {nbytes} bytes with tag {tag}: out holds {len(content)}"
             )
+        if on_gpu:
+            filled(output.buffer, buffer)
         return output.deliver()
 
     return perform

@@ -7,10 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays import Output, flat, given_output, like, to_numpy
+from collectives.arrays import (
+    Output,
+    empty,
+    flat,
+    given_output,
+    is_device,
+    is_writeable,
+    like,
+    may_overlap,
+    to_array,
+)
 from collectives.engine import Engine
 from collectives.operations import Operation
-from collectives.operations.arguments import Rows
+from collectives.operations.arguments import Rows, packed
 from collectives.operations.objects import broadcast_pickle, numbers_of_all
 from collectives.schedule import split_lengths
 from collectives.signature import ANY_LENGTH, Signature, dtype_name, forced
@@ -19,10 +29,10 @@ from collectives.signature import ANY_LENGTH, Signature, dtype_name, forced
 def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
     """The root's content in everybody's array."""
     algorithms.check_name("broadcast", algorithm)
-    given = to_numpy(array)
+    given = to_array(array)
     if on_root:
         # A schedule may write into the root's buffer what is there already.
-        output = Output(flat(given if given.flags.writeable else given.copy()), lambda: array)
+        output = Output(flat(given if is_writeable(given, array) else given.copy()), lambda: array)
     else:
         output = given_output(array, given.shape, given.dtype, name="array")
 
@@ -32,7 +42,7 @@ def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) ->
 
     shape, dtype, detail = given.shape, dtype_name(given.dtype), forced(algorithm)
     signature = Signature("broadcast", None, dtype, shape, root, detail, given.nbytes)
-    return Operation(signature, perform)
+    return Operation(signature, perform, is_device(given))
 
 
 def _signature(collective: str, rows: Rows, root: int | None, algorithm: str | None) -> Signature:
@@ -62,7 +72,7 @@ def counts_of_all(engine: Engine, count: int, room: int = _ANY_ROOM) -> list[int
 def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operation:
     """All ranks' arrays, joined along the axis in rank order."""
     algorithms.check_name("all_gather", algorithm)
-    rows = Rows(to_numpy(array), axis)
+    rows = Rows(to_array(array), axis)
     room = _ANY_ROOM if out is None else _rows_of(out, rows)
 
     def perform(engine: Engine) -> Any:
@@ -70,17 +80,18 @@ def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operat
         lengths = [count * rows.elements for count in counts]
         result = rows.output(out, sum(counts), rows.dtype, array)
         source, target = rows.flat, result.buffer
-        if out is not None and np.may_share_memory(source, target):
+        if out is not None and may_overlap(source, target):
             source = source.copy()
         engine.run("all_gather", source, target, lengths=lengths, algorithm=algorithm)
         return result.deliver()
 
-    return Operation(_signature("all_gather", rows, None, algorithm), perform)
+    signature = _signature("all_gather", rows, None, algorithm)
+    return Operation(signature, perform, is_device(rows.flat))
 
 
 def _rows_of(out: Any, rows: Rows) -> int:
     """How many rows `out` holds; ValueError or TypeError where it can't hold any such."""
-    shape = to_numpy(out, "out").shape
+    shape = to_array(out, "out").shape
     count = shape[rows.axis] if len(shape) > rows.axis else 0
     rows.output(out, count, rows.dtype, out)
     return count
@@ -89,19 +100,23 @@ def _rows_of(out: Any, rows: Rows) -> int:
 def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation:
     """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
     algorithms.check_name("gather", algorithm)
-    rows = Rows(to_numpy(array), axis)
+    rows = Rows(to_array(array), axis)
 
     def perform(engine: Engine) -> Any:
         counts = counts_of_all(engine, rows.count)
         lengths = [count * rows.elements for count in counts]
         on_root = engine.rank == root
         total = sum(lengths)
-        joined = np.empty(total, rows.dtype) if on_root else engine.work(total, rows.dtype)
+        if on_root:
+            joined = empty(total, rows.dtype, rows.flat)
+        else:
+            joined = engine.work(total, rows.dtype, rows.flat)
         engine.own_part(joined, lengths)[:] = rows.flat
         engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
         return like(array)(rows.array(joined, sum(counts))) if on_root else None
 
-    return Operation(_signature("gather", rows, root, algorithm), perform)
+    signature = _signature("gather", rows, root, algorithm)
+    return Operation(signature, perform, is_device(rows.flat))
 
 
 class _Scattered(NamedTuple):
@@ -111,6 +126,7 @@ class _Scattered(NamedTuple):
     rest: tuple[int, ...]
     axis: int
     dtype: np.dtype[Any]
+    on_gpu: bool
 
 
 def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root: bool) -> Operation:
@@ -119,17 +135,26 @@ def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root:
     rows: list[Rows] = []
 
     def look() -> _Scattered:
-        rows[:] = [Rows(to_numpy(array), axis)]
-        return _Scattered(rows[0].count, rows[0].rest, rows[0].axis, rows[0].dtype)
+        rows[:] = [Rows(to_array(array), axis)]
+        on_gpu = is_device(rows[0].flat)
+        return _Scattered(rows[0].count, rows[0].rest, rows[0].axis, rows[0].dtype, on_gpu)
 
     def perform(engine: Engine) -> Any:
-        count, rest, place, dtype = broadcast_pickle(engine, look if on_root else None, root)
+        count, rest, place, dtype, on_gpu = broadcast_pickle(
+            engine, look if on_root else None, root
+        )
         counts = split_lengths(count, engine.size)
         lengths = (counts * int(np.prod(rest, dtype=np.int64))).tolist()
-        whole = rows[0].flat if on_root else engine.work(sum(lengths), dtype)
+        total = sum(lengths)
+        if on_root:
+            whole = rows[0].flat
+        elif on_gpu and engine.devices is not None and not engine.devices.over_host:
+            whole = engine.devices.room(total, dtype)
+        else:
+            whole = engine.work(total, dtype)
         engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
         block = engine.own_part(whole, lengths).copy()
         shaped = block.reshape(counts[engine.rank], *rest)
-        return like(array)(np.ascontiguousarray(np.moveaxis(shaped, 0, place)))
+        return like(array)(packed(np.moveaxis(shaped, 0, place)))
 
     return Operation(Signature("scatter", root=root, detail=forced(algorithm)), perform)

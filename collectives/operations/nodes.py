@@ -25,13 +25,20 @@ from collectives.topology import Topology
 from collectives.transports.base import Transport
 
 
-def agree_on_labels(engine: Engine, check: Callable[[], list[int] | None]) -> list[int] | None:
-    """The map that `check` returns on every rank; ValueError on all where the maps differ."""
-    maps: list[list[int] | None] = make_on_all(engine, check)
-    for rank, labels in enumerate(maps):
-        if labels != maps[0]:
-            raise ValueError(f"node_of: rank 0 gave {maps[0]}, rank {rank} {labels}")
-    return maps[0]
+def agree_on_start(
+    engine: Engine, check: Callable[[], tuple[str, list[int] | None]]
+) -> list[int] | None:
+    """The map that `check` returns, with the backend, on every rank.
+
+    ValueError on all where the maps or the backends differ.
+    """
+    given: list[tuple[str, list[int] | None]] = make_on_all(engine, check)
+    for name, position in (("backend", 0), ("node_of", 1)):
+        first = given[0][position]
+        for rank, each in enumerate(given):
+            if each[position] != first:
+                raise ValueError(f"{name}: rank 0 gave {first}, rank {rank} {each[position]}")
+    return given[0][1]
 
 
 def find_topology(engine: Engine, labels: Sequence[int] | None) -> Topology:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from collectives import algorithms
-from collectives.arrays import Output, flat, given_output, new_output, to_numpy
+from collectives.arrays import (
+    Output,
+    address,
+    check_same_memory,
+    flat,
+    given_output,
+    is_device,
+    may_overlap,
+    new_output,
+    to_array,
+)
 from collectives.engine import Engine
 from collectives.operations import Operation
 from collectives.operations.arguments import Rows, split_rows
@@ -16,7 +24,6 @@ from collectives.reduction import (
     ReduceOp,
     as_op,
     check_reducible,
-    finish,
     fold_dtype,
 )
 from collectives.signature import Signature, dtype_name, forced
@@ -27,12 +34,13 @@ class ReduceInput:
 
     def __init__(self, array: Any, op: ReduceOp | str) -> None:
         self.original, self.op = array, as_op(op)
-        self.array = to_numpy(array)
+        self.array = to_array(array)
+        self.on_gpu = is_device(self.array)
         self.shape = self.array.shape
         dtype = self.array.dtype
         if not dtype.isnative:
             dtype = dtype.newbyteorder("=")
-        check_reducible(self.op, dtype)
+        check_reducible(self.op, dtype, self.on_gpu)
         self.dtype = fold_dtype(self.op, dtype)
 
     def signature(
@@ -48,17 +56,18 @@ class ReduceInput:
         """Where a result of the same shape goes."""
         if out is None:
             return new_output(self.shape, self.dtype, self.original)
-        return given_output(out, self.shape, self.dtype)
+        output = given_output(out, self.shape, self.dtype)
+        check_same_memory(self.array, output)
+        return output
 
     def source_for(self, output: Output) -> Array | None:
         """The flat input, or None where it lies in the output already."""
         if output.view is self.array:
             return None
         source = self.flat()
-        if not np.may_share_memory(source, output.buffer):
+        if not may_overlap(source, output.buffer):
             return source
-        same = source.ctypes.data == output.buffer.ctypes.data
-        return None if same else source.copy()
+        return None if address(source) == address(output.buffer) else source.copy()
 
     def flat(self) -> Array:
         """The elements in C order, in the dtype of the fold."""
@@ -78,10 +87,11 @@ def all_reduce(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) 
 
     def perform(engine: Engine) -> Any:
         engine.run("all_reduce", source, output.buffer, op=given.op, algorithm=algorithm)
-        finish(given.op, output.buffer, engine.size)
+        engine.finish(given.op, output.buffer)
         return output.deliver()
 
-    return Operation(given.signature("all_reduce", detail=forced(algorithm)), perform)
+    signature = given.signature("all_reduce", detail=forced(algorithm))
+    return Operation(signature, perform, given.on_gpu)
 
 
 def barrier(what: str | None) -> Operation:
@@ -100,16 +110,16 @@ def reduce(
     def perform(engine: Engine) -> Any:
         if output is None:
             source: Array | None = given.flat()
-            target = engine.work(given.array.size, given.dtype)
+            target = engine.work(given.array.size, given.dtype, given.array)
         else:
             source, target = given.source_for(output), output.buffer
         engine.run("reduce", source, target, op=given.op, root=root, algorithm=algorithm)
         if output is None:
             return None
-        finish(given.op, target, engine.size)
+        engine.finish(given.op, target)
         return output.deliver()
 
-    return Operation(given.signature("reduce", root, forced(algorithm)), perform)
+    return Operation(given.signature("reduce", root, forced(algorithm)), perform, given.on_gpu)
 
 
 def reduce_scatter(
@@ -132,14 +142,14 @@ def reduce_scatter(
     lengths = tuple(count * rows.elements for count in counts)
     result = rows.output(out, counts[rank], given.dtype, given.original)
     source, target = rows.flat, result.buffer
-    if out is not None and np.may_share_memory(source, target):
+    if out is not None and may_overlap(source, target):
         source = source.copy()
 
     def perform(engine: Engine) -> Any:
         engine.run(
             "reduce_scatter", source, target, lengths=lengths, op=given.op, algorithm=algorithm
         )
-        finish(given.op, target, size)
+        engine.finish(given.op, target)
         return result.deliver()
 
-    return Operation(given.signature("reduce_scatter", detail=detail), perform)
+    return Operation(given.signature("reduce_scatter", detail=detail), perform, given.on_gpu)

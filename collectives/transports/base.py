@@ -91,22 +91,33 @@ class Post(ABC):
         """Give back what it holds; `together` says that all ranks do."""
 
 
-class Transport(ABC):
-    """One rank's end of the wires between `size` ranks."""
+class Wires(ABC):
+    """What a schedule needs: one rank's end of the wires between `size` ranks."""
 
     rank: int
     size: int
-    threads: bool = True
-    """Whether a duplicate may be used by another thread at the same time."""
-    one_process: bool = False
-    """Whether the ranks are threads, so that a wait must leave Python's lock to the others."""
 
     @abstractmethod
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]
+    ) -> None:
         """Send and receive all messages, given as (peer, buffer); return when all are through.
 
         Between two ranks messages meet in their order, across calls too. Lengths agree.
         """
+
+    def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
+        """Its own collective for this dtype and op ("sum", …), or None."""
+        return None
+
+
+class Transport(Wires):
+    """Wires that lie between the memories of hosts, and what else a communicator needs."""
+
+    threads: bool = True
+    """Whether a duplicate may be used by another thread at the same time."""
+    one_process: bool = False
+    """Whether the ranks are threads, so that a wait must leave Python's lock to the others."""
 
     @abstractmethod
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
@@ -179,7 +190,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the transport holds. Collective. A second call does nothing."""
-
-    def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
-        """The transport's own collective for this dtype and op ("sum", …), or None."""
-        return None

@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from numpy.typing import NDArray
+
 from collectives import Communicator
+from collectives.devices.cuda import on_gpu
 from collectives.operations.reductions import ReduceInput
 from strategies.communication.options import CommunicationImplementation, CommunicationOptions
-from strategies.cross_device_ops.packing import by_bytes, reduce_packed
+from strategies.communication.over_nccl import OverNccl, find_nccl
+from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
 from strategies.cross_replica import agree
 from strategies.devices import nccl_problem
 from strategies.reduce_op import ReduceOp
@@ -24,33 +28,44 @@ class OptionedCollectives:
 
     def __init__(self, communicator: Communicator, options: CommunicationOptions) -> None:
         self._communicator, self.options = communicator, options
-        self._told = False
+        self._nccl: OverNccl | None = None
+        self._looked = False
 
     def all_reduce(
         self, arrays: Sequence[Any], op: ReduceOp, options: CommunicationOptions | None
     ) -> list[Any]:
-        """The arrays, folded over the ranks. Raises a MismatchError where the ranks differ."""
-        chosen = self.options.merge(options)
-        with self.deadline(options):
-            if self._rings(chosen):
-                return self._ring_all_reduce(arrays, op, chosen)
-            limit = chosen.bytes_per_pack or None
-            return self._communicator.all_reduce_many(arrays, op.value, bucket_bytes=limit)
+        """The arrays, folded over the ranks. Raises a MismatchError where the ranks differ.
 
-    def _ring_all_reduce(
-        self, arrays: Sequence[Any], op: ReduceOp, options: CommunicationOptions
+        Those on GPUs stay there, and are reduced as the communicator does it.
+        """
+        by_options = partial(self._all_reduce_hosts, op, self.options.merge(options))
+        with self.deadline(options):
+            return reduce_apart(self._communicator, arrays, op.value, by_options)
+
+    def _all_reduce_hosts(
+        self, op: ReduceOp, options: CommunicationOptions, arrays: Sequence[Any]
     ) -> list[Any]:
+        if options.implementation is CommunicationImplementation.AUTO:
+            limit = options.bytes_per_pack or None
+            return self._communicator.all_reduce_many(arrays, op.value, bucket_bytes=limit)
+        reduce = partial(self._ring if self._rings(options) else self._over_nccl, op)
         inputs = [ReduceInput(each, op.value) for each in arrays]
         call = f"all_reduce({op.value}, {options})"
         agree(self._communicator, [each.array for each in inputs], "all_reduce", call)
-        ring = partial(self._communicator.all_reduce, op=op.value, algorithm="ring")
-        groups = by_bytes(inputs, options.bytes_per_pack)
-        return reduce_packed(inputs, groups, lambda pack: ring(pack, out=pack))
+        return reduce_packed(inputs, by_bytes(inputs, options.bytes_per_pack), reduce)
+
+    def _ring(self, op: ReduceOp, pack: NDArray[Any]) -> None:
+        self._communicator.all_reduce(pack, op.value, out=pack, algorithm="ring")
+
+    def _over_nccl(self, op: ReduceOp, pack: NDArray[Any]) -> None:
+        assert self._nccl is not None
+        self._nccl.all_reduce(self._communicator, pack, op.value)
 
     def all_gather(self, array: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """The ranks' arrays joined along the axis."""
-        algorithm = "ring" if self._rings(self.options.merge(options)) else None
         with self.deadline(options):
+            rings = not on_gpu(array) and self._rings(self.options.merge(options))
+            algorithm = "ring" if rings else None
             return self._communicator.all_gather(array, axis=axis, algorithm=algorithm)
 
     @contextmanager
@@ -67,13 +82,17 @@ class OptionedCollectives:
             self._communicator.deadline = before
 
     def _rings(self, options: CommunicationOptions) -> bool:
+        """Whether the ring is asked for, or NCCL and there is none. Collective the first time."""
         if options.implementation is not CommunicationImplementation.NCCL:
             return options.implementation is CommunicationImplementation.RING
-        problem = nccl_problem()
-        if problem is not None and not self._told and self._communicator.rank == 0:
-            tell_fallback(problem)
-            self._told = True
-        return problem is not None
+        if not self._looked:
+            found = find_nccl(self._communicator)
+            self._looked = True
+            if isinstance(found, OverNccl):
+                self._nccl = found
+            elif self._communicator.rank == 0:
+                tell_fallback(found)
+        return self._nccl is None
 
 
 def agreed_options(

@@ -12,7 +12,12 @@ class CommunicationImplementation(enum.Enum):
 
     AUTO leaves it to `collectives`: each call goes the way that is expected to be the quickest for
     its bytes, ranks, nodes and dtype (`communicator.explain` tells), the same on every rank. RING
-    is the ring of Patarasuk and Yuan (2009). NCCL is a hint: where a rank lacks it, all take RING.
+    is the ring of Patarasuk and Yuan (2009). NCCL reduces on the ranks' GPUs, to which packs are
+    copied, and from which they return; what is gathered goes as under AUTO. It is a hint: where a
+    rank lacks NCCL, or a GPU of its own, all take RING.
+
+    They are for arrays of the host. An array on a GPU stays there, and goes over NCCL where the
+    ranks have it, whatever is chosen here.
     """
 
     AUTO = "AUTO"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,15 @@ from collectives import ReduceOp as Reduction
 from collectives.operations.reductions import ReduceInput
 from collectives.reduction import finish
 from strategies.communication.options import CommunicationOptions
+from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
-from strategies.cross_device_ops.packing import Groups, by_dtype, one_by_one, reduce_packed
+from strategies.cross_device_ops.packing import (
+    Groups,
+    by_dtype,
+    one_by_one,
+    reduce_apart,
+    reduce_packed,
+)
 from strategies.cross_replica import agree
 from strategies.devices import nccl_problem, parse_device
 from strategies.reduce_op import ReduceOp
@@ -38,7 +46,8 @@ class PackedAllReduce(CrossDeviceOps, ABC):
 
     num_packs: into how many packs the arrays of a dtype, joined in reverse order, are cut: equal
     ones, the last with the remainder. With 0 each array goes by itself. Raises ValueError for
-    anything else. Options give the timeout alone.
+    anything else. Options give the timeout alone. Arrays on GPUs are not packed: the communicator
+    reduces them where they are.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -49,11 +58,14 @@ class PackedAllReduce(CrossDeviceOps, ABC):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions
     ) -> Sequence[Any]:
-        """Pack, reduce and unpack. Raises the same MismatchError on every rank where they differ.
+        """Pack, reduce, unpack. Raises the same MismatchError on every rank where they differ."""
+        values = [value for value, _ in value_destination_pairs]
+        by_packs = partial(self._reduce_packed, reduce_op)
+        return reduce_apart(self.communicator, values, reduce_op.value, by_packs)
 
-        What the ranks hold is compared first, since packs no longer tell their arrays' shapes.
-        """
-        inputs = [ReduceInput(value, reduce_op.value) for value, _ in value_destination_pairs]
+    def _reduce_packed(self, reduce_op: ReduceOp, arrays: Sequence[Any]) -> list[Any]:
+        """What the ranks hold is compared first: packs no longer tell their arrays' shapes."""
+        inputs = [ReduceInput(array, reduce_op.value) for array in arrays]
         call = f"{self!r}.batch_reduce({reduce_op.value})"
         agree(self.communicator, [each.array for each in inputs], "batch_reduce", call)
         groups = self.groups_of(inputs)
@@ -83,22 +95,36 @@ class RingAllReduce(PackedAllReduce):
 
 
 class NcclAllReduce(PackedAllReduce):
-    """By NCCL's own all-reduce: BackendUnavailableError without a GPU, CuPy and NCCL.
+    """By NCCL's own all-reduce, on GPUs, to which the packs are copied, and from which they return.
 
-    As `tf.distribute.NcclAllReduce`.
+    Each rank takes its current GPU, if no two have the same one, else that of its number on its
+    node. Raises BackendUnavailableError where this process has no GPU, CuPy or NCCL; where another
+    rank lacks them, or two share a GPU, every rank does so at the first reduction. As
+    `tf.distribute.NcclAllReduce`.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
+        self._found: WeakKeyDictionary[Communicator, OverNccl] = WeakKeyDictionary()
         problem = nccl_problem()
         if problem is not None:
-            raise BackendUnavailableError(
-                f"NcclAllReduce: {problem}; RingAllReduce and HierarchicalCopyAllReduce need no GPU"
-            )
+            raise self._unavailable(problem)
+
+    def _unavailable(self, problem: str) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"NcclAllReduce: {problem}; RingAllReduce and HierarchicalCopyAllReduce need no GPU"
+        )
 
     def all_reduce_pack(self, pack: Array, op: Reduction) -> None:
-        """The backend's own collective."""
-        self.communicator.all_reduce(pack, op, out=pack, algorithm="native")
+        """To the GPU, over NCCL, and back."""
+        communicator = self.communicator
+        nccl = self._found.get(communicator)
+        if nccl is None:
+            found = find_nccl(communicator)
+            if isinstance(found, str):
+                raise self._unavailable(found)
+            nccl = self._found[communicator] = found
+        nccl.all_reduce(communicator, pack, op)
 
 
 class _Groups(NamedTuple):

@@ -13,10 +13,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives import Communicator
+from collectives.devices.cuda import on_gpu
 from collectives.fusion import make_plan
 from collectives.operations.reductions import ReduceInput
 
 Array = NDArray[Any]
+
+_ON_HOSTS = frozenset({np.ndarray})
 
 Groups: TypeAlias = list[list[int]]
 """Which arrays, by their numbers, are joined, and in what order."""
@@ -40,6 +44,23 @@ def by_dtype(inputs: Sequence[ReduceInput]) -> Groups:
 def one_by_one(inputs: Sequence[ReduceInput]) -> Groups:
     """Nothing joined."""
     return [[index] for index in reversed(range(len(inputs)))]
+
+
+def reduce_apart(
+    communicator: Communicator,
+    arrays: Sequence[Any],
+    op: str,
+    of_hosts: Callable[[list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Arrays on GPUs reduced there, by the communicator; those of the host by `of_hosts`."""
+    if _ON_HOSTS.issuperset(map(type, arrays)):
+        return list(of_hosts(list(arrays)))
+    places = [on_gpu(array) for array in arrays]
+    there = [array for array, place in zip(arrays, places, strict=True) if place]
+    here = [array for array, place in zip(arrays, places, strict=True) if not place]
+    reduced_there = iter(communicator.all_reduce_many(there, op) if there else ())
+    reduced_here = iter(of_hosts(here) if here or not there else ())
+    return [next(reduced_there if place else reduced_here) for place in places]
 
 
 def reduce_packed(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays import is_torch, to_numpy, to_torch
+from collectives.arrays import to_numpy, to_torch
+from collectives.devices.cuda import is_torch
 from strategies import nest
 
 

@@ -128,8 +128,8 @@ def test_only_the_root_sees_a_read_only_array_as_fine():
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
-        ({"backend": "gloo"}, ValueError, "backend='gloo': must be 'auto' or 'mpi'"),
-        ({"backend": "nccl"}, RuntimeError, "runs over MPI alone"),
+        ({"backend": "gloo"}, ValueError, "backend='gloo': must be 'auto', 'mpi' or 'nccl'"),
+        ({"backend": None}, ValueError, "backend=None: must be 'auto', 'mpi' or 'nccl'"),
         ({"node_of": [0]}, ValueError, r"node_of=\[0\]: .*2 ranks"),
         ({"node_of": ["a", "b"]}, TypeError, "integer"),
     ],

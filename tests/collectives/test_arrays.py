@@ -37,8 +37,13 @@ def test_dlpack_arrays_are_read_without_a_copy_and_come_back_as_their_kind():
 
 
 def test_an_array_on_another_device_is_refused():
-    with pytest.raises(TypeError, match=r"Foreign on another device than the CPU .*type 2"):
-        Communicator(alone()).all_reduce(Foreign([1.0], device=2))
+    with pytest.raises(TypeError, match=r"another device than the CPU or an NVIDIA GPU .*type 10"):
+        Communicator(alone()).all_reduce(Foreign([1.0], device=10))
+
+
+def test_pinned_memory_is_the_hosts():
+    foreign = Foreign([1.0, 2.0], device=3)
+    assert np.shares_memory(to_numpy(foreign), foreign.content)
 
 
 def test_the_buffer_protocol():

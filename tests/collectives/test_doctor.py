@@ -54,7 +54,7 @@ def test_alone_it_tries_all_that_one_rank_can(tmp_path):
     assert all(found[name] == ["ok"] for name in TRIALS if name != NEEDS_PEERS)
     assert found["ranks"] == ["1"]
     assert found["numpy"] == [np.__version__]
-    assert "no NCCL transport yet" in found["transport"][0]
+    assert found["MPI"][0].startswith("this MPI reads GPU memory: no")
     assert found["MPI window"] == ["can be shared on every node"]
     assert ended.stdout.splitlines()[-1].startswith("All is well")
 

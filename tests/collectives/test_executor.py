@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from collectives import algorithms
 from collectives.communicator import Communicator
 from collectives.cost import traffic
-from collectives.executor import Call, Plan
+from collectives.executor import Call, HostMemory, Plan
 from collectives.reduction import ReduceOp
 from collectives.schedule import split_lengths
 from collectives.transports.local import LocalTransport, run
@@ -190,7 +190,7 @@ def test_the_executor_sends_what_the_cost_model_counts(pair, size):
         length = 2 * size * (2 if collective == "all_to_all" else 1)
         lengths = split_lengths(length, chunks).tolist()
         call = Call(*pair, tuple(lengths), np.dtype(float), ReduceOp.SUM, 0, False)
-        plan = Plan(transport, call)
+        plan = Plan(transport, HostMemory(), call)
         plan.run(None, np.ones(length))
         return transport.sent, transport.nbytes
 

@@ -113,7 +113,7 @@ def test_an_unknown_backend_is_refused_at_every_call():
         "try: collectives.world(backend='bogus')\n"
         "except ValueError as error: print(error)\n"
     )
-    assert run_alone(program).stdout == "backend='bogus': must be 'auto' or 'mpi'\n"
+    assert run_alone(program).stdout == "backend='bogus': must be 'auto', 'mpi' or 'nccl'\n"
 
 
 def test_the_error_tree():

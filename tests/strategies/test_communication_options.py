@@ -5,9 +5,10 @@ import logging
 import numpy as np
 import pytest
 
-from collectives import DeadlineExceededError, OpMismatchError
+from collectives import Communicator, DeadlineExceededError, OpMismatchError
+from collectives.transports.local import alone
 from strategies import MultiWorkerMirroredStrategy, get_replica_context
-from strategies.communication.optioned import OptionedCollectives
+from strategies.communication import optioned
 from strategies.communication.options import (
     CollectiveCommunication,
     CommunicationImplementation,
@@ -246,8 +247,6 @@ def test_a_call_that_asks_for_nccl_takes_the_ring_as_well(comm, caplog):
 @in_a_world
 def test_one_rank_without_nccl_is_enough(comm, monkeypatch):
     """The other ranks have it, so they believe."""
-    from strategies.communication import optioned
-
     problem = None if comm.rank == 0 else "no GPU here"
     monkeypatch.setattr(optioned, "nccl_problem", lambda: problem)
     strategy = strategy_with(comm, 0, None, "NCCL")
@@ -255,19 +254,10 @@ def test_one_rank_without_nccl_is_enough(comm, monkeypatch):
     strategy.communicator.close()
 
 
-def test_where_all_have_nccl_collectives_choose(monkeypatch):
-    from collectives import Communicator
-    from collectives.transports.local import alone
-    from strategies.communication import optioned
-    from strategies.reduce_op import ReduceOp
-
+def test_where_all_have_nccl_the_hint_stays(monkeypatch):
     monkeypatch.setattr(optioned, "nccl_problem", lambda: None)
-    communicator = Communicator(alone())
-    options = optioned.agreed_options(communicator, CommunicationOptions(implementation="NCCL"))
-    assert options.implementation is NCCL
-    with recorded() as calls:
-        OptionedCollectives(communicator, options).all_reduce([np.ones(2)], ReduceOp.SUM, None)
-    assert [call.name for call in calls] == ["all_reduce_many"]
+    options = CommunicationOptions(implementation="NCCL")
+    assert optioned.agreed_options(Communicator(alone()), options) == options
 
 
 @in_a_world

@@ -277,11 +277,12 @@ def test_nccl_says_what_is_missing(comm):
     assert "RingAllReduce" in text
 
 
-def test_nccls_own_collective_is_called(comm, monkeypatch):
-    """Where it is there; the transport's own collective here is MPI's."""
+def test_nccl_that_another_rank_lacks_is_refused_on_all(comm, monkeypatch):
+    """`tests/devices` has where all have it."""
     monkeypatch.setattr(ways, "nccl_problem", lambda: None)
-    calls = calls_of(comm, NcclAllReduce(2), np.ones(6, np.float32))
-    assert calls == [Call("all_reduce", comm.size, "native", 3)] * 2
+    with mirrored(comm, None, NcclAllReduce(2)) as strategy:
+        arguments = (strategy.reduce, "sum", np.ones(3), None)
+        same_refusal(comm, BackendUnavailableError, "NcclAllReduce: rank 0: ", *arguments)
 
 
 # --- refusals ------------------------------------------------------------------------------------

@@ -119,17 +119,20 @@ def test_a_gpu_where_there_is_none(comm, devices):
 @pytest.mark.ranks(2, 3)
 def test_a_gpu_that_only_some_have(comm, monkeypatch):
     problem = "none here" if comm.rank == 1 else None
-    monkeypatch.setattr(mirrored, "nccl_problem", lambda: problem)
+    monkeypatch.setattr(mirrored, "gpu_problem", lambda number: problem)
     devices = [f"GPU:{number}" for number in range(comm.size)]
     arguments = (MirroredStrategy, devices)
     same_refusal(comm, BackendUnavailableError, "none here", *arguments, communicator=comm)
 
 
 def test_gpus_where_all_have_them(comm, monkeypatch):
-    monkeypatch.setattr(mirrored, "nccl_problem", lambda: None)
+    taken = []
+    monkeypatch.setattr(mirrored, "gpu_problem", lambda number: None)
+    monkeypatch.setattr(mirrored, "use_gpu", taken.append)
     devices = [f"/gpu:{number}" for number in range(comm.size)]
     with mirrored_strategy(comm, devices) as strategy:
         assert strategy.extended.worker_devices == (f"/device:GPU:{comm.rank}",)
+        assert taken == [comm.rank]
 
 
 WRONG = {

@@ -1,0 +1,137 @@
+"""The figures that are promised, each beside its bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.cases import CASES
+from bench.gpu.bare import Bare, transport_of
+from bench.gpu.device import Device
+from bench.gpu.measure import GpuBench
+from bench.gpu.memory import buffer_sets
+from bench.problem import Problem
+from bench.task import Task
+from bench.timing import Subject, interleave
+from collectives import Communicator
+from collectives.devices.buckets import BucketMemory
+from collectives.devices.cuda import Cuda
+from collectives.reduction import ReduceOp
+
+MOST_OVERHEAD = 10e-6
+MOST_LAUNCHES, MOST_PACKING = 2, 60e-6
+MOST_OF_BARE = 1.1
+TENSORS = ELEMENTS = 1000
+COPY_BOUND = (16 << 20, 64 << 20, 256 << 20)
+_FLOAT32 = np.dtype("float32")
+_BATCH, _REPEATS, _WARMUP = 200, 50, 5
+_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One figure."""
+
+    name: str
+    found: str
+    bar: str
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.found} (bar: {self.bar}: {'met' if self.met else 'MISSED'})"
+
+
+def call_overhead(comm: Communicator, world: Any, cuda: Cuda, device: Device) -> Bar:
+    """What a whole call takes more than the bare one, by the host's clock, with 4 bytes."""
+    transport = transport_of(comm)
+    name = "all_reduce of 4 bytes, the whole call over the bare one"
+    if transport is None:
+        return Bar(name, "not over NCCL", "10 µs", False)
+    case, problem = CASES["all_reduce"], Problem(comm.size, 1, _FLOAT32)
+    buffers = buffer_sets(case, problem, comm.rank, cuda, 1, 0)[0]
+    task = Task(problem, comm.rank, buffers, in_place=False)
+    bare = Bare(transport, cuda).call(case.name, task)
+    assert bare is not None
+    subjects = [Subject([(call, None)]) for call in (case.call(comm, task, None), bare)]
+
+    def host_seconds(work: Callable[[], Any]) -> float:
+        device.synchronize()
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+        # What is still queued must not slow down the next.
+        device.synchronize()
+        return seconds
+
+    seconds = interleave(
+        subjects,
+        world,
+        batch=_BATCH,
+        warmup=_WARMUP,
+        repeats=_REPEATS,
+        stopwatch=host_seconds,
+    )
+    ours, theirs = np.median(seconds, axis=1).tolist()
+    found = f"{_us(ours)} − {_us(theirs)} = {_us(ours - theirs)}"
+    return Bar(name, found, _us(MOST_OVERHEAD), ours - theirs <= MOST_OVERHEAD)
+
+
+def packing(world: Any, cuda: Cuda, device: Device) -> Bar:
+    """Packing and unpacking, without the reduction between; the tables are there already."""
+    kinds = tuple(((ELEMENTS,), _FLOAT32) for _ in range(TENSORS))
+    memory = BucketMemory(cuda)
+    buckets = memory.set_for(kinds, _LIMIT, ReduceOp.SUM).buckets
+    arrays, outs = ([cuda.empty(ELEMENTS, _FLOAT32) for _ in range(TENSORS)] for _ in range(2))
+    tables = [
+        (
+            bucket,
+            bucket.table(list(map(arrays.__getitem__, bucket.indices))),
+            bucket.table(list(map(outs.__getitem__, bucket.indices))),
+        )
+        for bucket in buckets
+    ]
+
+    def there_and_back() -> None:
+        for bucket, given, wanted in tables:
+            bucket.pack(given)
+            bucket.unpack(wanted)
+
+    seconds = interleave(
+        [Subject([(there_and_back, None)])],
+        world,
+        batch=20,
+        warmup=_WARMUP,
+        repeats=_REPEATS,
+        stopwatch=device.seconds,
+    )
+    taken, launches = float(np.median(seconds)), 2 * len(buckets)
+    return Bar(
+        f"pack and unpack of {TENSORS} tensors of {ELEMENTS} float32",
+        f"{launches} launches, {_us(taken)}",
+        f"{MOST_LAUNCHES} launches, {_us(MOST_PACKING)}",
+        launches <= MOST_LAUNCHES and taken <= MOST_PACKING,
+    )
+
+
+def copy_bound(comm: Communicator, bench: GpuBench) -> list[Bar]:
+    """all_reduce of sizes where the memory or the link is what takes the time, out of place."""
+    bars = []
+    for nbytes in COPY_BOUND:
+        row = bench.row(CASES["all_reduce"], Problem(comm.size, nbytes // 4, _FLOAT32))
+        form = row.out_of_place
+        if form is None or form.peer is None:
+            continue
+        ratio = 1 / form.peer.ratio
+        times = f"{_us(form.seconds.median)} / {_us(form.peer.seconds.median)}"
+        found = f"{times} = {ratio:.3f}"
+        name = f"all_reduce of {nbytes >> 20} MiB over the bare call"
+        bars.append(Bar(name, found, str(MOST_OF_BARE), ratio <= MOST_OF_BARE))
+    return bars
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.2f} µs"

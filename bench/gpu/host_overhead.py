@@ -1,0 +1,168 @@
+"""What a call costs in Python alone: `python -m bench.gpu.host_overhead [--profile]`.
+
+A CUDA and an NCCL that do nothing take the place of the real ones, so that it runs anywhere, with
+the host's clock. What is left is this package's part of a call's overhead; what CuPy's own methods
+take (events, streams, `__cuda_array_interface__`) comes on top on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator
+from collectives.devices import cuda, present
+from collectives.transports import local
+from collectives.transports.cupy_nccl import CupyNccl
+
+_CALLS, _REPEATS, _PROFILED, _LINES = 2000, 15, 20_000, 15
+
+
+class NullArray(np.ndarray[Any, Any]):
+    """A device array as far as anybody asks."""
+
+    __cuda_array_interface__ = None
+
+
+class _NullEvent:
+    def done(self) -> bool:
+        return True
+
+
+class _NullStream:
+    handle = 7
+
+    def record(self, again: Any = None) -> Any:
+        return again or _NullEvent()
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
+
+
+def null_cuda() -> cuda.Cuda:
+    """Every method returns at once."""
+    stream = _NullStream()
+
+    def empty(self: Any, shape: Any, dtype: Any) -> NullArray:
+        return np.empty(shape, dtype).view(NullArray)
+
+    methods: dict[str, Any] = dict.fromkeys(cuda.Cuda.__abstractmethods__, _nothing)
+    methods |= {
+        "array_type": NullArray,
+        "device_count": lambda self: 1,
+        "current_device": lambda self: 0,
+        "device_of": lambda self, array: 0,
+        "uuid": lambda self, number: "GPU-0",
+        "capability": lambda self, number: (9, 0),
+        "array": lambda self, given: given,
+        "export": lambda self, array, original: array,
+        "read_only": lambda self, original: False,
+        "empty": empty,
+        "address": lambda self, array: id(array.base),
+        "current_stream": lambda self: stream,
+        "new_stream": lambda self: _NullStream(),
+        "on": lambda self, stream: nullcontext(),
+    }
+    made: cuda.Cuda = type("NullCuda", (cuda.Cuda,), methods)()
+    return made
+
+
+class NullNccl:
+    """`NcclDriver` without an effect."""
+
+    def version(self) -> int:
+        """Some version."""
+        return 22809
+
+    def unique_id(self) -> bytes:
+        """Of no communicator."""
+        return bytes(128)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Any other call."""
+        if not hasattr(CupyNccl, name):
+            raise AttributeError(name)
+        # Kept, so that it is found like a method from then on.
+        setattr(self, name, _nothing)
+        return _nothing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Always 0."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.host_overhead")
+    parser.add_argument("--profile", action="store_true", help="also where the time goes")
+    options = parser.parse_args(arguments)
+    with null_communicator() as comm:
+        calls = _calls(comm)
+        times = {name: _fastest(call) for name, call in calls.items()}
+        bare = times["the driver's call"]
+        for name, seconds in times.items():
+            print(f"{name:40} {seconds * 1e6:7.2f} µs  (+{(seconds - bare) * 1e6:.2f})")
+        if options.profile:
+            _profile(calls["all_reduce(array, out=out)"])
+    return 0
+
+
+def null_communicator() -> Communicator:
+    """Of one rank, "over NCCL"."""
+    driver: Any = NullNccl()
+    cuda._made = null_cuda()
+    setattr(present, "nccl_driver", lambda: driver)  # noqa: B010 (mypy takes it for a constant)
+    return Communicator(local.alone(), backend="nccl")
+
+
+def _calls(comm: Communicator) -> dict[str, Callable[[], Any]]:
+    array, out, other = (np.zeros(1, np.float32).view(NullArray) for _ in range(3))
+    driver = present.nccl_driver()
+    return {
+        "the driver's call": partial(driver.all_reduce, None, 4096, 8192, 1, 7, 0, 7),
+        "all_reduce(array, out=out)": partial(comm.all_reduce, array, out=out),
+        "all_reduce(array, out=array)": partial(comm.all_reduce, other, out=other),
+        "all_reduce(array)": partial(comm.all_reduce, array),
+        "broadcast(array)": partial(comm.broadcast, array),
+        "all_gather(array, out=out)": partial(comm.all_gather, array, out=out),
+        "reduce_scatter(array, out=out)": partial(comm.reduce_scatter, array, out=out),
+    }
+
+
+def _fastest(call: Callable[[], Any]) -> float:
+    """Seconds per call, of the best repeat: what disturbs the others is no part of the call."""
+    times = []
+    for _ in range(_REPEATS):
+        start = perf_counter()
+        for _ in range(_CALLS):
+            call()
+        times.append((perf_counter() - start) / _CALLS)
+    return min(times)
+
+
+def _profile(call: Callable[[], Any]) -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(_PROFILED):
+        call()
+    profile.disable()
+    pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(_LINES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

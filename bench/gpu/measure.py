@@ -1,0 +1,158 @@
+"""From a problem to a row: our call, the bare call of NCCL and the replayed graph, all checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bench.cases.base import Call, Case
+from bench.gpu.bare import Bare, transport_of
+from bench.gpu.device import Device
+from bench.gpu.memory import buffer_sets, on_host
+from bench.measure import Settings
+from bench.problem import Array, Problem, count_wrong
+from bench.rows import Measurement, PeerMeasurement, Row
+from bench.task import Buffers, Task
+from bench.timing import Subject, Timing, interleave
+from collectives import Communicator
+from collectives.devices.cuda import Cuda
+
+LEAST_BATCH = 20
+ALGORITHM = "auto"
+# The others take new memory, which a graph must not have from a pool: reduce too, but for its root.
+_CAPTURED = {"all_reduce", "all_reduce_many", "reduce_scatter", "broadcast", "all_gather"}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What is timed, and what it works on."""
+
+    subject: Subject
+    tasks: list[Task]
+
+    def reset(self) -> None:
+        """Fresh inputs and poisoned outputs."""
+        for task in self.tasks:
+            task.buffers.reset()
+
+
+class GpuBench:
+    """One rank's part in measuring. Everything is put on the current stream.
+
+    `world` is mpi4py's communicator of all.
+    """
+
+    def __init__(
+        self, comm: Communicator, world: Any, cuda: Cuda, device: Device, settings: Settings
+    ) -> None:
+        """`settings.rotate` 0 stands for as many sets of buffers as exceed the GPU's cache."""
+        self._comm, self._world, self._cuda, self._device = comm, world, cuda, device
+        self._settings = settings
+        transport = transport_of(comm)
+        self._bare = None if transport is None else Bare(transport, cuda)
+
+    def row(self, case: Case, problem: Problem) -> Row:
+        """All forms, measured in the same memory."""
+        rank, settings = self._comm.rank, self._settings
+        rotate = settings.rotate or None
+        sets = buffer_sets(case, problem, rank, self._cuda, rotate, self._device.l2_bytes)
+        forms = {form: self._measure(case, problem, sets, form) for form in case.forms(problem)}
+        return Row(
+            nbytes=problem.nbytes,
+            count=problem.count,
+            dtype=problem.dtype.name,
+            op=problem.op if case.reduces else None,
+            root=problem.root if case.rooted else None,
+            algorithm=ALGORITHM,
+            out_of_place=forms.get(False),
+            in_place=forms.get(True),
+        )
+
+    def _measure(
+        self, case: Case, problem: Problem, sets: list[Buffers], in_place: bool
+    ) -> Measurement:
+        tasks = [Task(problem, self._comm.rank, each, in_place) for each in sets]
+        batch = self._settings.calls or max(LEAST_BATCH, len(sets))
+        ours = _side([case.call(self._comm, task, None) for task in tasks], tasks, returns=True)
+        sides = [ours, *self._bare_side(case, tasks)]
+        for side in sides:
+            side.reset()
+        seconds = self._time([side.subject for side in sides], batch)
+        wrong = [self._check(case, side, batch) for side in sides]
+        graph, graph_wrong = self._graph(case, ours, batch)
+        timing = Timing.of(seconds[0])
+        algbw = problem.nbytes / timing.median
+        return Measurement(
+            seconds=timing,
+            algbw=algbw,
+            busbw=algbw * case.factor(problem.ranks),
+            wrong=wrong[0] + graph_wrong,
+            peer=_compared(seconds, wrong[1]) if len(sides) > 1 else None,
+            graph=graph,
+        )
+
+    def _time(self, subjects: list[Subject], batch: int) -> Array:
+        settings = self._settings
+        return interleave(
+            subjects,
+            self._world,
+            batch=batch,
+            warmup=settings.warmup,
+            repeats=settings.repeats,
+            stopwatch=self._device.seconds,
+        )
+
+    def _bare_side(self, case: Case, tasks: list[Task]) -> list[_Side]:
+        """NCCL's own call, where it has one for this."""
+        if self._bare is None:
+            return []
+        calls = [self._bare.call(case.name, task) for task in tasks]
+        found = [call for call in calls if call is not None]
+        return [_side(found, tasks, returns=False)] if found else []
+
+    def _graph(self, case: Case, ours: _Side, batch: int) -> tuple[Timing | None, int]:
+        """A batch of calls in one graph, in the manner of nccl-tests; and its wrong elements."""
+        if case.name not in _CAPTURED or self._bare is None:
+            # What goes by way of the host can't be captured.
+            return None, 0
+        replay = self._device.capture(partial(ours.subject.run, batch))
+        ours.reset()
+        seconds = self._time([Subject([(replay, None)])], 1) / batch
+        if ours.tasks[0].in_place:
+            # Each call of the batch has folded the last one's result.
+            return Timing.of(seconds[0]), 0
+        ours.reset()
+        replay()
+        if batch < len(ours.tasks):
+            # It may be that none of the calls has written the first set.
+            return Timing.of(seconds[0]), 0
+        first = ours.tasks[0]
+        return Timing.of(seconds[0]), self._count(case, first.problem, first.out)
+
+    def _check(self, case: Case, side: _Side, batch: int) -> int:
+        """Wrong elements on all ranks after one more batch; in place after a single call."""
+        side.reset()
+        result = side.subject.run(1 if side.tasks[0].in_place else batch)
+        return self._count(case, side.tasks[0].problem, result)
+
+    def _count(self, case: Case, problem: Problem, result: Any) -> int:
+        expected = case.expected(problem, self._comm.rank)
+        total: int = self._world.allreduce(count_wrong(on_host(result), expected))
+        return total
+
+
+def _side(calls: list[Call], tasks: list[Task], *, returns: bool) -> _Side:
+    """Calls that return their results, or that only write them into their task's `out`."""
+    places = [None if returns else task.out for task in tasks]
+    return _Side(Subject(list(zip(calls, places, strict=True))), tasks)
+
+
+def _compared(seconds: Array, wrong: int) -> PeerMeasurement:
+    return PeerMeasurement(
+        seconds=Timing.of(seconds[1]),
+        ratio=float(np.median(seconds[1] / seconds[0])),
+        wrong=wrong,
+    )

@@ -1,0 +1,54 @@
+"""A rank's buffers on its GPU, and their content on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bench.cases.base import Case
+from bench.problem import Array, Problem
+from bench.task import Buffers
+from collectives.devices.cuda import Cuda, DeviceArray
+from collectives.devices.host_copies import fetched, filled
+
+MOST_SETS = 256
+# So that what a call touches is gone from the cache when its turn comes again.
+_CACHES = 2
+
+
+def sets_of(nbytes: int, cache_bytes: int) -> int:
+    """How many sets of buffers, of so many bytes, exceed the GPU's cache, as far as is sensible."""
+    return min(MOST_SETS, max(1, -(-_CACHES * cache_bytes // max(nbytes, 1))))
+
+
+def buffer_sets(
+    case: Case, problem: Problem, rank: int, cuda: Cuda, rotate: int | None, cache_bytes: int
+) -> list[Buffers]:
+    """Sets of buffers; `rotate` says how many."""
+    given = case.given(problem, rank)
+    expected = case.expected(problem, rank) if case.out_of_place else None
+    source = None if given is None else uploaded(cuda, given)
+
+    def room(part: Array | None) -> DeviceArray:
+        return cuda.empty(0, problem.dtype) if part is None else cuda.empty(part.size, part.dtype)
+
+    nbytes = sum(part.nbytes for part in (given, expected) if part is not None)
+    count = rotate or sets_of(nbytes, cache_bytes)
+    return [Buffers(lambda: source, room(given), room(expected)) for _ in range(count)]
+
+
+def uploaded(cuda: Cuda, values: Array) -> DeviceArray:
+    """A device array of these values."""
+    array = cuda.empty(values.size, values.dtype)
+    filled(array, values)
+    return array
+
+
+def on_host(result: Any) -> Any:
+    """What a call gave, with its device arrays as the host's."""
+    if isinstance(result, list):
+        return [on_host(each) for each in result]
+    if result is None or type(result) is np.ndarray:
+        return result
+    return fetched(result.reshape(-1))

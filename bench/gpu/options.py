@@ -1,0 +1,74 @@
+"""The command line of `python -m bench.gpu`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.cases import CASES
+from bench.measure import Settings
+from bench.options import ALL, Parser, check_sizes, parse_dtype
+from bench.problem import OPS
+from bench.sizes import parse_size, parse_sizes
+from collectives.backends import BACKENDS
+
+BARS = "bars"
+COLLECTIVES = tuple(name for name, case in CASES.items() if case.has_bytes)
+_EPILOG = """\
+Time is the median over the repeats of the slowest rank's, by the GPU's events around a batch of
+calls; algbw, busbw and size are those of `python -m bench`. ratio = the time of the bare NCCL call,
+on the same communicator and in the same memory, / ours: above 1 ours is faster. graph is a call's
+part of a batch that is replayed as one CUDA graph. Exit status: 0, or 1 where a result was wrong,
+or 2 where this can't be measured."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The checked options; exits with status 2 where they make no sense."""
+    parser = Parser(
+        prog="python -m bench.gpu",
+        description="Time collectives on arrays in a GPU's memory, against bare NCCL.",
+        epilog=_EPILOG,
+    )
+    _add_problem(parser)
+    _add_method(parser)
+    options = parser.parse_args(arguments)
+    try:
+        check_sizes(options)
+    except ValueError as error:
+        parser.error(str(error))
+    names = list(COLLECTIVES) if options.collective == ALL else [options.collective]
+    options.collectives = [name for name in names if name != BARS]
+    options.bars = options.collective in (ALL, BARS)
+    options.settings = Settings(options.repeats, options.warmup, options.rotate, options.calls)
+    return options
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    names = (ALL, BARS, *COLLECTIVES)
+    help = f"{', '.join(names)} (default: all): bars are the figures that are promised"
+    add("collective", nargs="?", choices=names, default=ALL, metavar="collective", help=help)
+    add("--min-bytes", type=parse_size, default=8, metavar="SIZE", help="default: 8")
+    add("--max-bytes", type=parse_size, default=64 << 20, metavar="SIZE", help="default: 64M")
+    add("--step-factor", type=int, default=2, metavar="N", help="between sizes (default: 2)")
+    add("--sizes", type=parse_sizes, metavar="SIZES", help="these sizes instead: 8,64K,1M")
+    add("--tensors", type=int, default=1000, help="of all_reduce_many (default: 1000)")
+    add("--dtype", type=parse_dtype, default=np.dtype("float32"), help="default: float32")
+    add("--op", choices=OPS, default="sum", help=f"{', '.join(OPS)} (default: sum)", metavar="OP")
+    add("--root", type=int, default=0, metavar="RANK", help="default: 0")
+    parser.set_defaults(tensor_bytes=None)
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--backend", choices=BACKENDS, default="nccl", help="default: nccl")
+    add("--repeats", type=int, default=Settings.repeats, help="default: %(default)s")
+    add("--warmup", type=int, default=Settings.warmup, help="repeats before (default: %(default)s)")
+    add("--calls", type=int, help="in a repeat (default: one for each buffer set, at least 20)")
+    help = "buffer sets to cycle (default: as many as exceed twice the GPU's cache, at most 256)"
+    add("--rotate", type=int, default=0, metavar="N", help=help)
+    add("--json", type=Path, metavar="FILE", help="everything, with all statistics")
+    add("--markdown", type=Path, metavar="FILE", help="headers and tables")

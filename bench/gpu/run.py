@@ -1,0 +1,116 @@
+"""From the command line to the tables. Only rank 0 prints and writes; all measure."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import collectives
+from bench.cases import CASES
+from bench.gpu import bars
+from bench.gpu.bare import NAME
+from bench.gpu.device import Device
+from bench.gpu.environment import describe_gpu, gpu_problem
+from bench.gpu.measure import ALGORITHM, GpuBench
+from bench.gpu.options import BARS, parse
+from bench.options import problems
+from bench.reports import open_table
+from bench.reports.columns import columns, header_lines
+from bench.reports.sections import Section, write_json_sections, write_markdown_sections
+from bench.run import CAN_NOT_MEASURE, CanNotMeasureError, status_of
+from collectives.devices.cuda import cuda
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status, the same on every rank."""
+    options = parse(arguments)
+    problem = gpu_problem()
+    if problem is not None:
+        print(f"bench.gpu: {problem}", file=sys.stderr)
+        return CAN_NOT_MEASURE
+    return status_of(lambda comm: _measure_all(comm, options), options.backend)
+
+
+def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) -> int:
+    """Wrong elements."""
+    from mpi4py import MPI
+
+    from bench.gpu.cupy_device import CupyDevice
+
+    if options.root >= comm.size:
+        raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
+    gpus, world = cuda(), MPI.COMM_WORLD.Dup()
+    # The null stream can't be captured.
+    with gpus.on(gpus.new_stream()):
+        device = CupyDevice()
+        bench = GpuBench(comm, world, gpus, device, options.settings)
+        sections = [_section(comm, options, name, bench, device) for name in options.collectives]
+        found = _bars(comm, world, bench, device) if options.bars else []
+        device.synchronize()
+    world.Free()
+    if comm.rank == 0:
+        _report(options, sections, found, describe_gpu(comm, _named(options, BARS), device))
+    return sum(row.wrong for section in sections for row in section.rows)
+
+
+def _bars(
+    comm: collectives.Communicator, world: Any, bench: GpuBench, device: Device
+) -> list[bars.Bar]:
+    gpus = cuda()
+    alone = [bars.call_overhead(comm, world, gpus, device), bars.packing(world, gpus, device)]
+    return [*alone, *bars.copy_bound(comm, bench)]
+
+
+def _named(options: argparse.Namespace, collective: str) -> argparse.Namespace:
+    """The options for one of the collectives."""
+    return argparse.Namespace(**{**vars(options), "collective": collective})
+
+
+def _section(
+    comm: collectives.Communicator,
+    options: argparse.Namespace,
+    name: str,
+    bench: GpuBench,
+    device: Device,
+) -> Section:
+    """One collective's table, shown as it grows."""
+    chosen = _named(options, name)
+    case = CASES[name]
+    shown = columns(case, NAME, [ALGORITHM], graph=True)
+    section = Section(name, _command(comm, chosen), describe_gpu(comm, chosen, device), shown, [])
+    table = open_table(section.header, shown) if comm.rank == 0 else None
+    for problem in problems(chosen, comm.size):
+        row = bench.row(case, problem)
+        section.rows.append(row)
+        if table:
+            table.add(row)
+    if table:
+        wrong = sum(row.wrong for row in section.rows)
+        table.close([f"{wrong} WRONG elements" if wrong else "all results exact", ""])
+    return section
+
+
+def _command(comm: collectives.Communicator, options: argparse.Namespace) -> str:
+    given = f"--dtype {options.dtype.name} --op {options.op} --repeats {options.repeats}"
+    return f"mpirun -n {comm.size} python -m bench.gpu {options.collective} {given}"
+
+
+def _report(
+    options: argparse.Namespace,
+    sections: list[Section],
+    found: Sequence[bars.Bar],
+    header: dict[str, Any],
+) -> None:
+    told = [*header_lines(header), *map(str, found)] if found else []
+    if told:
+        print(*told, sep="\n", flush=True)
+    if options.json and sections:
+        write_json_sections(options.json, sections)
+    if options.markdown and sections:
+        write_markdown_sections(options.markdown, "On a GPU", sections)
+    if options.markdown and told:
+        lines = ["", "## The figures that are promised", "", *(f"- {line}" for line in told), ""]
+        with options.markdown.open("a" if sections else "w", encoding="utf-8") as file:
+            file.write("\n".join(lines))

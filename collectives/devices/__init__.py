@@ -1,0 +1,1 @@
+"""Collectives on arrays in the memory of GPUs."""

@@ -1,0 +1,285 @@
+"""Which way a communicator's device arrays go: found out by all ranks, when the first one comes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.devices import present
+from collectives.devices.bootstrap import Verdict, connect, judge
+from collectives.devices.cuda import Cuda, DeviceArray, Event, cuda, wait_for
+from collectives.devices.handle import DeviceHandle
+from collectives.devices.ipc_path import IpcPath
+from collectives.devices.launches import Launches
+from collectives.devices.nccl_path import NcclPath
+from collectives.devices.path import DevicePath, Request
+from collectives.devices.staged_path import StagedPath
+from collectives.engine import Engine
+from collectives.errors import BackendUnavailableError, CollectiveError
+from collectives.handles import Handle, run_into
+from collectives.operations import Operation
+from collectives.operations.objects import (
+    broadcast_pickle,
+    gather_pickles,
+    make_on_all,
+    numbers_of_all,
+)
+from collectives.operations.reductions import ReduceInput
+from collectives.quick import PASS
+from collectives.reduction import ReduceOp
+from collectives.shared.arrival import SEQUENCE_BITS
+from collectives.signature import Signature, fingerprint
+from collectives.transports.nccl import NcclTransport
+from collectives.transports.nccl_driver import NcclError
+from collectives.waiting import log
+
+_ON_GPU = "on a GPU"
+
+
+class Devices:
+    """The device arrays of one communicator."""
+
+    def __init__(self, engine: Engine, backend: str, local_rank: int) -> None:
+        """`backend` is "auto", "mpi" or "nccl"."""
+        self._engine, self.backend, self._local_rank = engine, backend, local_rank
+        self._path: DevicePath | None = None
+        self._device: int | None = None
+
+    @property
+    def over_host(self) -> bool:
+        """Whether arrays go by way of the host, whatever the ranks have."""
+        return self.backend == "mpi"
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the caller asked for GPUs, and so for new arrays on them."""
+        return self.backend == "nccl"
+
+    def start(self) -> None:
+        """Start NCCL, where the caller asks for it. Collective.
+
+        BackendUnavailableError on every rank where any can't.
+        """
+        if not self.asked_for:
+            return
+        found, verdict = self._examine(lambda gpus: self._local_rank % gpus.device_count())
+        if found is None or verdict.problem is not None:
+            raise BackendUnavailableError(f"backend='nccl': {verdict.problem}")
+        found.cuda.use_device(found.device)
+        self._use(self._over_nccl(found, verdict), found)
+
+    def room(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
+        """New memory on this rank's GPU, for a rank that has no array there yet. Collective.
+
+        BackendUnavailableError on every rank where any has no GPU.
+        """
+        if self._path is None:
+            self._choose(None)
+        return cuda().empty(length, dtype)
+
+    def marked(self, signature: Signature) -> Signature:
+        """The call of a device array: those of all ranks must lie on GPUs.
+
+        Over MPI a GPU's array may meet a host's.
+        """
+        if self.over_host:
+            return signature
+        detail = _ON_GPU if signature.detail is None else f"{signature.detail}, {_ON_GPU}"
+        return signature._replace(detail=detail)
+
+    def run(
+        self,
+        collective: str,
+        source: DeviceArray | None,
+        target: DeviceArray,
+        lengths: Sequence[int] | None,
+        op: ReduceOp | None,
+        root: int,
+        algorithm: str | None,
+    ) -> str:
+        """As `Engine.run`; the name of the way that it went."""
+        if self._engine.size == 1 and self._path is None:
+            if source is not None:
+                target[...] = source
+            return "copy"
+        path = self._path or self._choose(target)
+        self._check_device(target)
+        try:
+            return path.run(Request(collective, source, target, lengths, op, root, algorithm))
+        except NcclError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: NcclError) -> CollectiveError:
+        failure = CollectiveError(f"{self._engine.patience.call}: {error}")
+        self.give_up(failure)
+        return failure
+
+    def quick_all_reduce(self, given: ReduceInput) -> Callable[[DeviceArray, Any], Any] | None:
+        """The function (array, out) → result for device arrays like this one, if there is one.
+
+        It returns PASS, before it did anything, for arguments that need care.
+        """
+        engine, path, number = self._engine, self._path, self._device
+        whole = given.array.size and given.array.dtype == given.dtype
+        reduce = path.quick_all_reduce(given.op, given.dtype) if path and whole else None
+        if path is None or reduce is None:
+            return None
+        signature = self.marked(given.signature("all_reduce"))
+        base = fingerprint(signature.agreed) << SEQUENCE_BITS
+        gpus, name, shape, dtype = cuda(), path.name, given.shape, given.dtype
+        device_of, address, kind, nbytes = (
+            gpus.device_of,
+            gpus.address,
+            gpus.array_type,
+            given.array.nbytes,
+        )
+
+        def run(source: DeviceArray, target: DeviceArray) -> None:
+            try:
+                reduce(source, target)
+            except NcclError as error:
+                raise self._failed(error) from error
+
+        def all_reduce(array: DeviceArray, out: Any) -> Any:
+            if not array.flags.c_contiguous or device_of(array) != number:
+                return PASS
+            if out is None:
+                out = gpus.empty(shape, dtype)
+            elif out is not array and not (
+                type(out) is kind
+                and out.shape == shape
+                and out.dtype == dtype
+                and out.flags.c_contiguous
+                and device_of(out) == number
+                and abs(address(out) - address(array)) >= nbytes
+            ):
+                return PASS
+            engine.perform_quickly(signature, base, run, array, out, name)
+            return out
+
+        return all_reduce
+
+    def submit(self, operation: Operation) -> Handle[Any]:
+        """Make the call, and let the caller wait for the GPU later."""
+        future: Future[Any] = Future()
+        marked = operation._replace(signature=self.marked(operation.signature))
+        run_into(future, self._engine, marked)
+        event = cuda().current_stream().record() if future.exception() is None else None
+        return DeviceHandle(future, event, partial(self._wait, str(operation.signature)))
+
+    def _wait(self, name: str, event: Event, timeout: float | None) -> None:
+        if self._path is None:
+            wait_for(event, timeout)
+        else:
+            self._path.wait(name, event, timeout)
+
+    def _check_device(self, array: DeviceArray) -> None:
+        """TypeError for an array that another GPU holds than this communicator's."""
+        number = cuda().device_of(array)
+        if self._device not in (None, number):
+            raise TypeError(
+                f"the array lies on GPU {number}: this rank's communicator uses GPU {self._device}"
+            )
+
+    def _choose(self, array: DeviceArray | None) -> DevicePath:
+        """All ranks are in the same call, the first with an array on a GPU. Collective."""
+        if self.over_host:
+            self._path = StagedPath(cuda(), self._engine)
+            return self._path
+        found, verdict = self._examine(
+            lambda gpus: gpus.current_device() if array is None else gpus.device_of(array)
+        )
+        if found is None or not verdict.gpus:
+            raise BackendUnavailableError(f"arrays on GPUs: {verdict.problem}")
+        if verdict.problem is None:
+            return self._use(self._over_nccl(found, verdict), found)
+        if self._engine.rank == 0:
+            way = "CUDA IPC" if verdict.one_gpu else "the host's memory"
+            log.warning("arrays on GPUs go by way of %s: %s", way, verdict.problem)
+        return self._use(self._without_nccl(found.cuda, verdict), found)
+
+    def _without_nccl(self, gpus: Cuda, verdict: Verdict) -> DevicePath:
+        if verdict.one_gpu:
+            try:
+                return self._over_ipc(gpus)
+            except BackendUnavailableError as error:
+                log.warning("CUDA IPC can't be used, but the host's memory: %s", error)
+        return StagedPath(gpus, self._engine)
+
+    def _use(self, path: DevicePath, found: present.Found) -> DevicePath:
+        self._path, self._device = path, found.device
+        return path
+
+    def _examine(self, choose: Callable[[Cuda], int]) -> tuple[present.Found | None, Verdict]:
+        """What this rank has, and what all ranks come to. Collective."""
+        found, health = present.look(choose)
+        return found, judge(gather_pickles(self._engine, pickle.dumps(health)))
+
+    def _over_nccl(self, found: present.Found, verdict: Verdict) -> NcclPath:
+        engine, gpus = self._engine, found.cuda
+        made: list[NcclTransport] = []
+
+        def failure() -> NcclError | None:
+            return made[0].failure() if made else None
+
+        launches = Launches(
+            gpus,
+            found.device,
+            engine.patience,
+            failure=failure,
+            give_up=self.give_up,
+            end_job=engine.end_job,
+        )
+        try:
+            transport = connect(
+                found.driver,
+                engine.rank,
+                engine.size,
+                broadcast=lambda make: broadcast_pickle(engine, make, 0),
+                on_all=lambda make: make_on_all(engine, partial(_guarded, engine, make)),
+                address=gpus.address,
+                stream=launches.stream.handle,
+                float8=verdict.float8,
+            )
+        except NcclError as error:
+            raise CollectiveError(f"NCCL did not start: {error}") from error
+        made.append(transport)
+        return NcclPath(gpus, transport, launches)
+
+    def _over_ipc(self, gpus: Cuda) -> IpcPath:
+        engine = self._engine
+        return IpcPath(
+            gpus,
+            engine.rank,
+            engine.size,
+            meet=lambda: numbers_of_all(engine, 0),
+            gather=lambda content: gather_pickles(engine, pickle.dumps(content)),
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """End what runs, after an error that the other ranks may not have."""
+        self._engine.broken = error
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give back what one rank can give back alone."""
+        path, self._path = self._path, None
+        if path is not None:
+            path.abandon()
+
+    def close(self) -> None:
+        """Give everything back. Collective."""
+        path, self._path = self._path, None
+        if path is not None:
+            path.close()
+
+
+def _guarded(engine: Engine, make: Callable[[], None]) -> None:
+    """NCCL waits for ranks that end in it, where nothing can be raised."""
+    with engine.watchdog:
+        make()

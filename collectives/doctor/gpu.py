@@ -1,0 +1,91 @@
+"""GPUs, what is needed to use them, and which way arrays on them would go."""
+
+from __future__ import annotations
+
+import re
+from ctypes.util import find_library
+from pathlib import Path
+from typing import Any
+
+from collectives.devices.bootstrap import judge
+from collectives.doctor.gpu_look import Look, look_elsewhere
+from collectives.doctor.packages import found_version, installed
+from collectives.doctor.report import Report
+from collectives.transports.mpi_cuda import cuda_aware
+
+_CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+_NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_INSTALL = "not installed: pip install 'mpi-collectives[cuda12]' (or [cuda13])"
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def report_gpu(report: Report) -> Look:
+    """What is needed for arrays on GPUs, and what this process finds of it.
+
+    CuPy is imported, elsewhere, where it is installed.
+    """
+    report.section("GPU")
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    driver = _driver_version()
+    report.row("NVIDIA devices", devices or "none")
+    report.row("NVIDIA driver", driver or "none is loaded")
+    cupy = found_version("cupy", _CUPY)
+    report.row("cupy", cupy or _INSTALL)
+    if cupy is None:
+        report.row("NCCL", installed(*_NCCL) or find_library("nccl") or _INSTALL)
+        return Look("CuPy is not installed")
+    look = look_elsewhere()
+    if look.problem is not None:
+        report.row("", _in_words(look.problem, driver))
+    report.row("NCCL", look.nccl or "not known")
+    report.row("NVRTC", look.nvrtc or "not found")
+    if look.nvrtc is None and look.nccl:
+        report.row("", f"CuPy compiles its kernels with it: pip install '{_cupy_name()}[ctk]'")
+    for number, name in enumerate(look.gpus):
+        report.row(f"GPU {number}", name)
+    return look
+
+
+def report_device_arrays(report: Report, mpi: Any, look: Look, local_rank: int) -> None:
+    """Which way arrays on GPUs would go, if each rank takes its own. Collective."""
+    healths = mpi.COMM_WORLD.allgather(look.health(local_rank))
+    verdict = judge(healths)
+    report.section("Arrays on GPUs")
+    if not verdict.gpus:
+        report.row("would go over", "nothing: no GPU")
+    elif verdict.problem is None:
+        report.row("would go over", "NCCL")
+    else:
+        report.row("would go over", "CUDA IPC" if verdict.one_gpu else "the host's memory")
+    if verdict.problem is not None:
+        report.row("", verdict.problem)
+    try:
+        reads = "yes" if cuda_aware(mpi.COMM_WORLD) else "no"
+    except ValueError as error:
+        report.row("MPI", "not known whether this MPI reads GPU memory")
+        report.warn(str(error))
+    else:
+        report.row("MPI", f"this MPI reads GPU memory: {reads} (it is not given any)")
+
+
+def _driver_version() -> str | None:
+    """Of the kernel's module."""
+    try:
+        content = _DRIVER.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"\b\d+\.\d+(\.\d+)?\b", content)
+    return match[0] if match else "of unknown version"
+
+
+def _in_words(problem: str, driver: str | None) -> str:
+    """CUDA says that the driver is insufficient where there is none, too."""
+    if driver is None:
+        return f"no NVIDIA driver (a container must be started with its GPUs): {problem}"
+    if "InsufficientDriver" in problem:
+        return f"NVIDIA's driver {driver} is too old for this CuPy: install a newer one: {problem}"
+    return problem
+
+
+def _cupy_name() -> str:
+    return next((name for name in _CUPY if installed(name)), _CUPY[0])

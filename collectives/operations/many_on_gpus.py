@@ -1,0 +1,135 @@
+"""all_reduce_many of device arrays: packed on the GPU into few buckets, each reduced as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from collectives.arrays import Output, address, flat, is_plain
+from collectives.devices.buckets import BucketMemory
+from collectives.devices.cuda import DeviceArray, cuda, on_gpu
+from collectives.engine import Engine
+from collectives.fusion import check_bucket_bytes, check_many
+from collectives.operations import Operation
+from collectives.operations.many import describe_many, reached
+from collectives.operations.reductions import ReduceInput
+from collectives.reduction import ReduceOp, as_op
+
+
+def begins_on_gpu(arrays: Sequence[Any]) -> bool:
+    """Whether the first of the arrays lies on a GPU, as all must then."""
+    # What can only be iterated over would lose its first.
+    return hasattr(arrays, "__getitem__") and len(arrays) > 0 and on_gpu(arrays[0])
+
+
+class ManyOnGpus:
+    """The fused reductions of one communicator's device arrays."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._memory: BucketMemory | None = None
+
+    def reduce(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str,
+        out: Sequence[Any] | None,
+        bucket_bytes: int | None,
+    ) -> list[Any]:
+        """Make the call."""
+        with self._engine.lock:
+            check_many(arrays, out)
+            reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
+            given = _inputs(arrays, reduction)
+            outs = out if out is not None else [None] * len(given)
+            outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
+            _check_device(given, outputs)
+            if self._memory is None:
+                self._memory = BucketMemory(cuda())
+            with self._memory.turn():
+                operation = _operation(self._memory, given, outputs, reduction, limit)
+                reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
+            return reduced
+
+
+def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
+    given = []
+    for index, array in enumerate(arrays):
+        if not on_gpu(array):
+            raise TypeError(
+                f"arrays[{index}] lies on the CPU: must lie on a GPU, as arrays[0] does"
+            )
+        given.append(ReduceInput(array, op))
+    return given
+
+
+def _check_device(given: list[ReduceInput], outputs: list[Output]) -> None:
+    """TypeError for what the kernels, which run on the current GPU, can't reach."""
+    gpus = cuda()
+    current = gpus.current_device()
+    for name, arrays in (
+        ("arrays", [each.array for each in given]),
+        ("out", [each.buffer for each in outputs]),
+    ):
+        for index, array in enumerate(arrays):
+            number = gpus.device_of(array)
+            if number != current:
+                raise TypeError(
+                    f"{name}[{index}] lies on GPU {number}: must lie on the current one, {current}"
+                )
+
+
+def _operation(
+    memory: BucketMemory,
+    given: list[ReduceInput],
+    outputs: list[Output],
+    op: ReduceOp,
+    limit: int,
+) -> Operation:
+    """All arrays are packed first, and unpacked last: no output is written before they are read.
+
+    What is allocated, and what may fail on one rank alone, is before the ranks meet.
+    """
+    kinds = tuple((each.shape, each.array.dtype) for each in given)
+    used = memory.set_for(kinds, limit, op)
+    flats = [[flat(given[index].array) for index in each.indices] for each in used.buckets]
+    packs = [each.table(arrays) for each, arrays in zip(used.buckets, flats, strict=True)]
+    unpacks = [each.table([outputs[i].buffer for i in each.indices]) for each in used.buckets]
+    sources = _sources(used.alone, given, outputs)
+
+    def perform(engine: Engine) -> list[Any]:
+        # Copies, too, are held until they have been used.
+        memory.keep(used, flats, packs, unpacks, sources, outputs)
+        for bucket, table in zip(used.buckets, packs, strict=True):
+            bucket.pack(table)
+        for index, source in zip(used.alone, sources, strict=True):
+            engine.run("all_reduce", source, outputs[index].buffer, op=op)
+        for bucket in used.buckets:
+            engine.run("all_reduce", None, bucket.flat, op=op)
+        for bucket, table in zip(used.buckets, unpacks, strict=True):
+            bucket.unpack(table)
+        return [output.deliver() for output in outputs]
+
+    nbytes = sum(output.buffer.nbytes for output in outputs)
+    signature = describe_many("all_reduce_many", op, kinds, limit, nbytes)
+    # Whatever the path: arrays on the host, which some let them meet, are cut into other buckets.
+    signature = signature._replace(detail=f"{signature.detail}, on GPUs")
+    return Operation(signature, perform, on_gpu=True)
+
+
+def _sources(
+    alone: list[int], given: list[ReduceInput], outputs: list[Output]
+) -> list[DeviceArray | None]:
+    """The flat inputs of arrays that go alone, copied where they lie in another's output."""
+    inputs, targets = [given[index] for index in alone], [outputs[index] for index in alone]
+    places = [_bounds(each.array) for each in inputs]
+    for place in reached(places, [_bounds(each.buffer) for each in targets]):
+        inputs[place].array = inputs[place].array.copy()
+    return [each.source_for(output) for each, output in zip(inputs, targets, strict=True)]
+
+
+def _bounds(array: DeviceArray) -> tuple[int, int]:
+    if not is_plain(array):
+        return 0, 0  # it is copied anyway
+    start = address(array)
+    return start, start + array.nbytes

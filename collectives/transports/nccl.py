@@ -1,0 +1,195 @@
+"""Collectives and messages of NCCL between the GPUs of a group of ranks.
+
+Everything is put on the stream that is current; nothing waits for it. Where the reductions of NCCL
+differ from what this package promises they are not offered: its MIN and MAX of floating-point
+numbers lose a NaN, and it has none for complex numbers' product and for 16-bit integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from collectives.transports.base import Native, Wires
+from collectives.transports.nccl_driver import NcclDriver, NcclError
+
+_BYTE = 1
+_SUM, _PRODUCT, _MAX, _MIN, _AVERAGE = range(5)
+_OPS = {"sum": _SUM, "mean": _AVERAGE, "product": _PRODUCT, "min": _MIN, "max": _MAX}
+_INTEGERS = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5}
+_FLOATS = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_FLOAT8S = {"float8_e4m3fn": 10, "float8_e5m2": 11}
+_COMPLEX = {"complex64": 7, "complex128": 8}
+# `or` and `and` of bytes that are 0 or 1.
+_BOOL_OPS = {"sum": _MAX, "max": _MAX, "product": _MIN, "min": _MIN}
+
+Array = Any
+Lengths = Sequence[int]
+
+
+@lru_cache(maxsize=256)
+def reduction_of(op: str, dtype: np.dtype[Any], *, float8: bool) -> tuple[int, int, int] | None:
+    """NCCL's type, how many of it an element is, and NCCL's op; None where NCCL has no such."""
+    name = dtype.name
+    if name == "bool":
+        return (_BYTE, 1, _BOOL_OPS[op]) if op in _BOOL_OPS else None
+    if name in _INTEGERS:
+        return (_INTEGERS[name], 1, _OPS[op]) if op != "mean" else None
+    if op in ("min", "max"):
+        return None
+    if name in _COMPLEX:
+        return (_COMPLEX[name], 2, _OPS[op]) if op != "product" else None
+    floats = _FLOATS | _FLOAT8S if float8 else _FLOATS
+    return (floats[name], 1, _OPS[op]) if name in floats else None
+
+
+class NcclTransport(Wires):
+    """One rank's end of a communicator of NCCL, which it owns."""
+
+    def __init__(
+        self,
+        driver: NcclDriver,
+        comm: Any,
+        rank: int,
+        size: int,
+        *,
+        address: Callable[[Array], int],
+        stream: int,
+        float8: bool,
+    ) -> None:
+        """`address` tells where an array lies, `stream` what everything is put on.
+
+        `float8` says whether all ranks' GPUs and libraries reduce 8-bit floats.
+        """
+        self._driver, self._comm, self.rank, self.size = driver, comm, rank, size
+        self._address, self._stream, self._float8 = address, stream, float8
+        self.ended = False
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> None:
+        """One group of messages, each a flat array of bytes."""
+        driver, comm, stream = self._driver, self._comm, self._stream
+        with self._group():
+            for peer, buffer in sends:
+                if buffer.size:
+                    address = self._address(buffer)
+                    driver.send(comm, address, buffer.size, _BYTE, peer, stream)
+            for peer, buffer in receives:
+                if buffer.size:
+                    address = self._address(buffer)
+                    driver.receive(comm, address, buffer.size, _BYTE, peer, stream)
+
+    def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
+        """NCCL's own collective, or a group of messages where it has none; None for neither."""
+        if op is None:
+            return getattr(self, f"_{collective}")  # type: ignore[no-any-return]
+        kind = reduction_of(op, dtype, float8=self._float8)
+        return None if kind is None else partial(getattr(self, f"_{collective}"), kind)
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """NCCL stays in the group until its end, whatever happened inside."""
+        self._driver.group_start()
+        try:
+            yield
+        finally:
+            self._driver.group_end()
+
+    def _all_reduce(
+        self, kind: tuple[int, int, int], source: Array, target: Array, _: Lengths, root: int
+    ) -> None:
+        (dtype, factor, op), place = kind, self._address(target)
+        given = place if source is None else self._address(source)
+        count = target.size * factor
+        self._driver.all_reduce(self._comm, given, place, count, dtype, op, self._stream)
+
+    def _reduce(
+        self, kind: tuple[int, int, int], source: Array, target: Array, _: Lengths, root: int
+    ) -> None:
+        (dtype, factor, op), place = kind, self._address(target)
+        given = place if source is None else self._address(source)
+        count = target.size * factor
+        self._driver.reduce(self._comm, given, place, count, dtype, op, root, self._stream)
+
+    def _reduce_scatter(
+        self, kind: tuple[int, int, int], source: Array, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        (dtype, factor, op), place = kind, self._address(target)
+        comm, stream, start = self._comm, self._stream, self._address(source)
+        if len(set(lengths)) == 1:
+            count = lengths[0] * factor
+            self._driver.reduce_scatter(comm, start, place, count, dtype, op, stream)
+            return
+        with self._group():
+            for rank, length in enumerate(lengths):
+                if length:
+                    count = length * factor
+                    self._driver.reduce(comm, start, place, count, dtype, op, rank, stream)
+                start += length * source.itemsize
+
+    def _broadcast(self, source: Array, target: Array, _: Lengths, root: int) -> None:
+        place = self._address(target)
+        self._driver.broadcast(self._comm, place, place, target.size, _BYTE, root, self._stream)
+
+    def _all_gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
+        parts = self._parts(target, lengths)
+        own = parts[self.rank] if source is None else source
+        if len(set(lengths)) == 1:
+            given, place, count = self._address(own), self._address(target), lengths[0]
+            self._driver.all_gather(self._comm, given, place, count, _BYTE, self._stream)
+            return
+        everyone = [peer for peer in range(self.size) if source is not None or peer != self.rank]
+        self.exchange(
+            [(peer, own) for peer in everyone], [(peer, parts[peer]) for peer in everyone]
+        )
+
+    def _gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
+        parts, others = self._parts(target, lengths), self._others
+        if self.rank == root:
+            self.exchange([], [(peer, parts[peer]) for peer in others])
+        else:
+            self.exchange([(root, parts[self.rank])], [])
+
+    def _scatter(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
+        parts, others = self._parts(target, lengths), self._others
+        if self.rank == root:
+            self.exchange([(peer, parts[peer]) for peer in others], [])
+        else:
+            self.exchange([], [(root, parts[self.rank])])
+
+    def _all_to_all(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
+        parts = self._parts(target, lengths)
+        outgoing, incoming = parts[: self.size], parts[self.size :]
+        self.exchange(
+            [(peer, outgoing[peer]) for peer in self._others],
+            [(peer, incoming[peer]) for peer in self._others],
+        )
+
+    def _parts(self, whole: Array, lengths: Lengths) -> list[Array]:
+        ends = np.cumsum(lengths).tolist()
+        return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def failure(self) -> NcclError | None:
+        """What went wrong in the calls that were begun, as far as this rank knows."""
+        return None if self.ended else self._driver.async_error(self._comm)
+
+    def abort(self) -> None:
+        """End it on this rank alone, with everything that it still does."""
+        if not self.ended:
+            self.ended = True
+            self._driver.abort(self._comm)
+
+    def close(self) -> None:
+        """Give it back. Collective; nothing runs on it any more. A second call does nothing."""
+        if not self.ended:
+            self.ended = True
+            self._driver.destroy(self._comm)

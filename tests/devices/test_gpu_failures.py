@@ -1,0 +1,186 @@
+"""Faults on device arrays: nothing hangs, and every rank hears of it."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from collectives import CollectiveError, Communicator, DeadlineExceededError
+from collectives.transports import local
+from collectives.transports.nccl_driver import NcclError
+from tests.devices.gpu_worlds import run, simulated
+
+
+def filled(cuda, value, count=4):
+    return cuda.from_host(np.full(count, value, np.float32))
+
+
+def test_a_rank_that_never_begins_on_the_gpu_is_named_by_wait():
+    """Rank 1's stream is stuck in work of its own; rank 0 waits for the sum."""
+    with simulated() as (gpus, nccl):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=0.5)
+            array = filled(gpus, comm.rank)
+            if comm.rank == 1:
+                gpus.slow(gpus.current_stream(), 30)
+            handle = comm.all_reduce_async(array)
+            start = time.monotonic()
+            with pytest.raises(DeadlineExceededError, match=r"all_reduce.*0\.5 s"):
+                handle.wait()
+            with pytest.raises(RuntimeError, match="can't go on"):
+                comm.all_reduce(array)
+            return time.monotonic() - start
+
+        seconds = local.run(2, one_rank)
+        assert max(seconds) < 5
+        assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
+
+
+def test_what_nccl_reports_is_raised_by_wait_and_ends_the_communicator():
+    with simulated() as (gpus, nccl):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=10)
+            gpus.slow(gpus.current_stream(), 0.2)
+            handle = comm.all_reduce_async(filled(gpus, 1))
+            nccl.comms[comm.rank].error = NcclError(6, "remote error")
+            with pytest.raises(CollectiveError, match=r"all_reduce.*remote error"):
+                handle.wait()
+            with pytest.raises(RuntimeError, match="can't go on"):
+                comm.barrier()
+
+        local.run(2, one_rank)
+        assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "group_end", "send"])
+def test_a_call_that_fails_ends_the_communicator(name):
+    """The others may be in it: it can't be made again."""
+
+    def call(comm, array):
+        if name == "all_reduce":
+            return comm.all_reduce_async(array)
+        return comm.all_gather_async(array[: comm.rank + 1])
+
+    with simulated() as (gpus, nccl):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=0.5)
+            array = filled(gpus, comm.rank)
+            call(comm, array).wait()
+            if comm.rank == 0:
+                nccl.fail_next(0, name, 1)
+            problem = "failure" if comm.rank == 0 else "waited the deadline"
+            with pytest.raises(CollectiveError, match=problem):
+                call(comm, array).wait()
+            with pytest.raises(RuntimeError, match="can't go on"):
+                comm.all_reduce(array)
+            comm.leave(0.1)
+
+        local.run(2, one_rank)
+        assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
+
+
+def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline():
+    ended = []
+    with simulated() as (gpus, _):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=0.3)
+            path = comm._devices._path
+            path._launches._end_job = ended.append
+            if comm.rank == 1:
+                gpus.slow(gpus.current_stream(), 30)
+            comm.all_reduce(filled(gpus, comm.rank))
+            end = time.monotonic() + 8
+            while not ended and time.monotonic() < end:
+                time.sleep(0.05)
+            comm._devices.give_up(RuntimeError("the test is over"))
+
+        local.run(2, one_rank)
+    assert ended
+    assert "all_reduce" in ended[0]
+    assert "has run on the GPU for the deadline of 0.3 s" in ended[0]
+
+
+def test_work_of_the_caller_does_not_count_for_the_deadline():
+    ended = []
+
+    def program(comm, cuda):
+        comm._devices._path._launches._end_job = ended.append
+        cuda.slow(cuda.current_stream(), 3.2)
+        result = comm.all_reduce(filled(cuda, comm.rank))
+        time.sleep(3.0)
+        return result.get().tolist()
+
+    assert run(2, program, backend="nccl", deadline=0.5) == [[1.0] * 4] * 2
+    assert not ended
+
+
+def test_a_mismatch_leaves_the_communicator_as_it_was():
+    def program(comm, cuda):
+        array = filled(cuda, comm.rank, 4 + comm.rank)
+        with pytest.raises(CollectiveError, match="different shapes"):
+            comm.all_reduce(array)
+        return comm.all_reduce(array[:4]).get().tolist()
+
+    assert run(2, program, backend="nccl") == [[1.0] * 4] * 2
+
+
+def test_closing_waits_for_what_runs_and_destroys_in_step():
+    with simulated() as (gpus, nccl):
+
+        def program(comm, cuda):
+            cuda.slow(cuda.current_stream(), 0.3)
+            comm.all_reduce(filled(cuda, comm.rank))
+
+        run(3, program, gpus=gpus, backend="nccl")
+        assert [comm.ended for comm in nccl.comms] == ["destroyed"] * 3
+
+
+def test_a_rank_that_ends_with_an_exception_aborts():
+    with simulated() as (gpus, nccl):
+
+        def program(comm, cuda):
+            comm.all_reduce(filled(cuda, comm.rank))
+            if comm.rank == 1:
+                raise ZeroDivisionError
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=0.3)
+            try:
+                program(comm, gpus)
+                comm.close()
+            except BaseException:
+                comm._devices.give_up(RuntimeError("this rank ends"))
+                comm.leave(0.1)
+                raise
+
+        with pytest.raises(ZeroDivisionError):
+            local.run(2, one_rank)
+        assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
+
+
+def test_a_program_without_cupy_is_told_what_to_install():
+    program = (
+        "import sys; sys.modules['cupy'] = None\n"
+        "class OnGpu:\n"
+        "    __cuda_array_interface__ = {}\n"
+        "import collectives\n"
+        "try:\n"
+        "    collectives.world().all_reduce(OnGpu())\n"
+        "except collectives.BackendUnavailableError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "arrays on a GPU need CuPy: `pip install 'mpi-collectives[cuda12]'`" in done.stdout

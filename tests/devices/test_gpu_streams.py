@@ -1,0 +1,158 @@
+"""The order of streams, handles, and arrays that lie where the others' don't."""
+
+import time
+
+import numpy as np
+import pytest
+
+from collectives import MismatchError, OpMismatchError
+from tests.devices.gpu_worlds import run, same
+from tests.devices.simulated_arrays import Foreign, plain
+
+
+def test_arrays_of_other_libraries_keep_their_order():
+    def program(comm, cuda):
+        stream = cuda.new_stream()
+        given = cuda.foreign(np.zeros(4, np.float32), stream)
+        cuda.slow(stream, 0.1)
+        memory = given.memory
+        cuda.put(stream, lambda: plain(memory).fill(comm.rank + 1))
+        result = comm.all_reduce(given)
+        assert type(result) is Foreign
+        np.testing.assert_array_equal(result.get(), np.full(4, 3, np.float32))
+        assert comm.all_reduce(given, out=given) is given
+        np.testing.assert_array_equal(given.get(), np.full(4, 3, np.float32))
+        frozen = cuda.foreign(np.zeros(4, np.float32), stream, read_only=True)
+        with pytest.raises(ValueError, match="read-only"):
+            comm.all_reduce(given, out=frozen)
+
+    run(2, program, backend="nccl")
+
+
+def test_the_caller_waits_on_its_stream_and_not_on_the_host():
+    """What was put on it before is waited for, and what is put on it later waits."""
+    order = []
+
+    def program(comm, cuda):
+        mine = cuda.new_stream()
+        with cuda.on(mine):
+            array = cuda.from_host(np.zeros(2, np.float32))
+            cuda.slow(mine, 0.2)
+            cuda.put(mine, lambda: plain(array).fill(comm.rank + 1))
+            result = comm.all_reduce(array)
+            order.append("returned")
+            cuda.put(mine, lambda: order.append(float(plain(result)[0])))
+            mine.synchronize()
+
+    run(2, program, backend="nccl")
+    assert order == ["returned", "returned", 3.0, 3.0]
+
+
+def test_what_is_used_is_held_until_it_is_done():
+    def program(comm, cuda):
+        array = cuda.from_host(np.full(2, comm.rank, np.float32))
+        comm.all_reduce(array)
+        cuda.slow(cuda.current_stream(), 0.2)
+        comm.all_reduce(array, out=array)
+        launched = comm._devices._path._launches._launched
+        assert any(held is not None and held.base is array.base for held in launched[-1].held)
+        cuda.current_stream().synchronize()
+        end = time.monotonic() + 5
+        while launched and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not launched
+
+    run(2, program, backend="nccl")
+
+
+def test_a_handle_waits_for_the_gpu():
+    def program(comm, cuda):
+        cuda.slow(cuda.current_stream(), 0.3)
+        values = cuda.empty(2, np.dtype(np.float32))
+        plain(values)[...] = comm.rank + 1
+        handle = comm.all_reduce_async(values)
+        assert not handle.done()
+        with pytest.raises(TimeoutError):
+            handle.wait(0.01)
+        result = handle.wait()
+        assert handle.done()
+        assert handle.wait() is result
+        np.testing.assert_array_equal(plain(result), [3, 3])
+        bad = comm.all_reduce_async(values, "sum" if comm.rank else "max")
+        with pytest.raises(OpMismatchError):
+            bad.wait()
+        same(comm.broadcast_async(values, root=1).wait(), np.full(2, 2, np.float32))
+        same(comm.all_gather_async(values).wait(), np.full(4, 2, np.float32))
+
+    run(2, program, backend="nccl")
+
+
+def test_a_gpus_array_never_meets_a_hosts():
+    def program(comm, cuda):
+        host = np.ones(2, np.float32)
+        with pytest.raises(MismatchError, match="on a GPU"):
+            comm.all_reduce(host if comm.rank else cuda.from_host(host))
+        with pytest.raises(TypeError, match="out lies on the CPU: must lie on a GPU"):
+            comm.all_reduce(cuda.from_host(host), out=host)
+        with pytest.raises(TypeError, match="out lies on a GPU: must lie on the CPU"):
+            comm.all_reduce(host, out=cuda.from_host(host))
+        with pytest.raises(TypeError, match="some lie on a GPU"):
+            comm.all_to_all([host, cuda.from_host(host)])
+        same(comm.all_reduce(cuda.from_host(host)), 2 * host)
+        np.testing.assert_array_equal(comm.all_reduce(host), 2 * host)
+
+    run(2, program, backend="auto")
+
+
+def test_over_mpi_a_gpus_array_meets_a_hosts():
+    def program(comm, cuda):
+        host = np.full(3, comm.rank + 1.0)
+        result = comm.all_reduce(host if comm.rank else cuda.from_host(host))
+        np.testing.assert_array_equal(result if comm.rank else result.get(), [3, 3, 3])
+
+    run(2, program, backend="mpi")
+
+
+def test_messages_between_two_ranks():
+    def program(comm, cuda):
+        values = np.arange(6, dtype=np.float32).reshape(2, 3)
+        if comm.rank == 0:
+            comm.send(cuda.from_host(values), 1, tag=4)
+            comm.send(cuda.from_host(values).reshape(3, 2)[:, 0], 1)
+        else:
+            last = comm.recv(cuda.empty(3, np.dtype("f4")), 0)
+            same(last, values.reshape(3, 2)[:, 0])
+            same(comm.recv(cuda.empty((2, 3), np.dtype("f4")), 0, tag=4), values)
+
+    run(2, program, backend="nccl")
+
+
+def test_registered_arrays_lie_on_the_gpu_where_nccl_was_asked_for():
+    def program(comm, cuda):
+        array = comm.zeros((2, 2))
+        assert cuda.owns(cuda.address(array), array.nbytes)
+        same(array, np.zeros((2, 2), np.float32))
+
+    run(2, program, backend="nccl")
+
+
+def test_a_graph_captures_what_nccl_does_by_itself():
+    def program(comm, cuda):
+        stream = cuda.new_stream()
+        with cuda.on(stream):
+            array = cuda.from_host(np.full(3, comm.rank, np.float32))
+            out = cuda.from_host(np.zeros(3, np.float32))
+            comm.all_reduce(array, out=out)
+            stream.begin_capture()
+            comm.all_reduce(array, out=out)
+            with pytest.raises(RuntimeError, match="a graph can capture"):
+                comm.all_reduce(array, "max", out=out)
+            with pytest.raises(RuntimeError, match="a graph can capture"):
+                comm.all_reduce(array, out=out, algorithm="ring")
+            graph = stream.end_capture()
+            for number in range(3):
+                array[...] = cuda.from_host(np.full(3, number + comm.rank, np.float32))
+                graph.launch(stream)
+                same(out, np.full(3, 2 * number + 1, np.float32))
+
+    run(2, program, backend="nccl")

@@ -1,0 +1,21 @@
+"""Fixtures of the tests that need a GPU."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """The GPU, which only tests marked `gpu` ask for."""
+    from tests.gpu.real import RealGpu
+
+    return RealGpu()
+
+
+@pytest.fixture
+def alone(gpu):
+    """A communicator of one rank whose collectives are NCCL's."""
+    from collectives import Communicator
+    from collectives.transports import local
+
+    with Communicator(local.alone(), backend="nccl") as comm:
+        yield comm
