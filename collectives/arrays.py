@@ -32,7 +32,20 @@ def to_array(array: Any, argument: str = "array") -> Array:
         return to_numpy(array, argument)
     converted: Array = cuda().array(array)
     _check_dtype(converted.dtype, argument)
+    _check_current(converted, argument)
     return converted
+
+
+def _check_current(array: Array, argument: str) -> None:
+    """TypeError for an array of another GPU than that on which everything here is done."""
+    gpus = cuda()
+    number, current = gpus.device_of(array), gpus.current_device()
+    if number != current:
+        commands = f"`cupy.cuda.Device({number}).use()` or `torch.cuda.set_device({number})`"
+        raise TypeError(
+            f"{argument} lies on GPU {number}, and the current one is {current}: make its own"
+            f" current first ({commands})"
+        )
 
 
 def is_device(array: Any) -> bool:
@@ -101,6 +114,8 @@ def _lends_memory(array: Any) -> bool:
     """Whether NumPy's view of it is the array itself, not a copy as of a list or a number."""
     if is_torch(array) and (array.is_conj() or array.is_neg()):
         return False
+    if on_gpu(array):
+        return True
     if isinstance(array, np.ndarray) or hasattr(array, "__dlpack__"):
         return not isinstance(array, np.generic)
     try:
@@ -204,7 +219,7 @@ def given_output(
 ) -> Output:
     """The caller's own array. ValueError or TypeError where the result can't be written into it."""
     view = to_array(out, name)
-    if view is not out and not is_device(view) and not _lends_memory(out):
+    if view is not out and not _lends_memory(out):
         raise TypeError(f"{name} is a {type(out).__name__}: must be an array that can be written")
     if view.shape != shape:
         raise ValueError(f"{name} has shape {view.shape}: must have the result's, {shape}")

@@ -243,6 +243,7 @@ class Group:
         self._check_open()
         signature = operation.signature
         if operation.on_gpu:
+            self._devices.check_call(signature)
             signature = self._devices.marked(signature)
         return self._engine.perform(signature, operation.run)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from collectives.waiting import Patience, calling_line
+from collectives.waiting import Patience, calling_line, log
 
 _LOOK_SECONDS = 0.2
 # Beyond the deadline: to end the job is no small thing, and a rank may just wait for a core.
@@ -73,7 +73,7 @@ _thread: threading.Thread | None = None
 def watch(watched: Watched) -> None:
     """Look after it from now on, as long as somebody holds it."""
     global _thread
-    if watched in _watched:
+    if watched in _watched and _thread is not None and _thread.is_alive():
         return
     with _lock:
         _watched.add(watched)
@@ -86,7 +86,11 @@ def _run() -> None:
     while True:
         time.sleep(_LOOK_SECONDS)
         for watched in _all_watched():
-            watched.look()
+            try:
+                watched.look()
+            except Exception:
+                # The deadlines of all others hang on this thread.
+                log.exception("a deadline can't be watched")
 
 
 def _all_watched() -> list[Watched]:

@@ -38,18 +38,19 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
     unknown backend, or for another one than that of the first call.
     """
     global _world
-    check_backend(backend)
-    seconds = DEFAULT_DEADLINE if isinstance(deadline, _Unset) else check_deadline(deadline)
     if _world is None or _world.closed:
         mpi = start_mpi()
+        # What is wrong on one rank is raised on all: they are waiting for each other.
+        seconds = DEFAULT_DEADLINE if isinstance(deadline, _Unset) else deadline
         _world = Communicator(mpi.COMM_WORLD, backend=backend, deadline=seconds)
         if _world.size > 1:
             _end_the_job_on_exceptions(mpi)
         return _world
+    check_backend(backend)
     if backend not in ("auto", _world.backend):
         raise ValueError(f"backend={backend!r}: the world was made with {_world.backend!r}")
     if not isinstance(deadline, _Unset):
-        _world.deadline = seconds
+        _world.deadline = check_deadline(deadline)
     return _world
 
 

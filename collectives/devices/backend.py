@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from collectives.devices.ipc_path import IpcPath
 from collectives.devices.launches import Launches
 from collectives.devices.nccl_path import NcclPath
 from collectives.devices.path import DevicePath, Request
+from collectives.devices.quick import quick_all_reduce
 from collectives.devices.staged_path import StagedPath
 from collectives.engine import Engine
 from collectives.errors import BackendUnavailableError, CollectiveError
@@ -30,10 +31,8 @@ from collectives.operations.objects import (
     numbers_of_all,
 )
 from collectives.operations.reductions import ReduceInput
-from collectives.quick import PASS
-from collectives.reduction import ReduceOp
-from collectives.shared.arrival import SEQUENCE_BITS
-from collectives.signature import Signature, fingerprint
+from collectives.reduction import ReduceOp, as_op, fold_dtype
+from collectives.signature import Signature
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting import log
@@ -83,12 +82,7 @@ class Devices:
         return cuda().empty(length, dtype)
 
     def marked(self, signature: Signature) -> Signature:
-        """The call of a device array: those of all ranks must lie on GPUs.
-
-        Over MPI a GPU's array may meet a host's.
-        """
-        if self.over_host:
-            return signature
+        """The call of a device array: those of all ranks must lie on GPUs."""
         detail = _ON_GPU if signature.detail is None else f"{signature.detail}, {_ON_GPU}"
         return signature._replace(detail=detail)
 
@@ -108,11 +102,17 @@ class Devices:
                 target[...] = source
             return "copy"
         path = self._path or self._choose(target)
-        self._check_device(target)
         try:
             return path.run(Request(collective, source, target, lengths, op, root, algorithm))
         except NcclError as error:
             raise self._failed(error) from error
+        except (ValueError, TypeError):
+            # Of what the ranks have agreed on: all raise the same.
+            raise
+        except BaseException as error:
+            # The others may be in the call: the next one would meet this one of theirs.
+            self.give_up(error)
+            raise
 
     def _failed(self, error: NcclError) -> CollectiveError:
         failure = CollectiveError(f"{self._engine.patience.call}: {error}")
@@ -124,48 +124,16 @@ class Devices:
 
         It returns PASS, before it did anything, for arguments that need care.
         """
-        engine, path, number = self._engine, self._path, self._device
-        whole = given.array.size and given.array.dtype == given.dtype
-        reduce = path.quick_all_reduce(given.op, given.dtype) if path and whole else None
-        if path is None or reduce is None:
+        if self._path is None or self._device is None:
             return None
         signature = self.marked(given.signature("all_reduce"))
-        base = fingerprint(signature.agreed) << SEQUENCE_BITS
-        gpus, name, shape, dtype = cuda(), path.name, given.shape, given.dtype
-        device_of, address, kind, nbytes = (
-            gpus.device_of,
-            gpus.address,
-            gpus.array_type,
-            given.array.nbytes,
+        return quick_all_reduce(
+            self._engine, self._path, self._device, given, signature, self._failed
         )
-
-        def run(source: DeviceArray, target: DeviceArray) -> None:
-            try:
-                reduce(source, target)
-            except NcclError as error:
-                raise self._failed(error) from error
-
-        def all_reduce(array: DeviceArray, out: Any) -> Any:
-            if not array.flags.c_contiguous or device_of(array) != number:
-                return PASS
-            if out is None:
-                out = gpus.empty(shape, dtype)
-            elif out is not array and not (
-                type(out) is kind
-                and out.shape == shape
-                and out.dtype == dtype
-                and out.flags.c_contiguous
-                and device_of(out) == number
-                and abs(address(out) - address(array)) >= nbytes
-            ):
-                return PASS
-            engine.perform_quickly(signature, base, run, array, out, name)
-            return out
-
-        return all_reduce
 
     def submit(self, operation: Operation) -> Handle[Any]:
         """Make the call, and let the caller wait for the GPU later."""
+        self.check_call(operation.signature)
         future: Future[Any] = Future()
         marked = operation._replace(signature=self.marked(operation.signature))
         run_into(future, self._engine, marked)
@@ -178,13 +146,34 @@ class Devices:
         else:
             self._path.wait(name, event, timeout)
 
-    def _check_device(self, array: DeviceArray) -> None:
-        """TypeError for an array that another GPU holds than this communicator's."""
-        number = cuda().device_of(array)
+    def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
+        """Before the ranks meet: what this one can see to be wrong with a call of these dtypes.
+
+        TypeError where the current GPU is another than the communicator's, RuntimeError where a
+        graph can't capture the call.
+        """
+        gpus = cuda()
+        number = gpus.current_device()
         if self._device not in (None, number):
             raise TypeError(
-                f"the array lies on GPU {number}: this rank's communicator uses GPU {self._device}"
+                f"the current GPU is {number}: this rank's communicator uses GPU {self._device}"
             )
+        if self._engine.size == 1 and self._path is None:
+            return
+        if gpus.current_stream().capturing():
+            if self._path is None:
+                raise RuntimeError("a graph can't capture a communicator's first call: make one")
+            for dtype in dtypes:
+                self._path.check_capture(collective, op, dtype)
+
+    def check_call(self, signature: Signature) -> None:
+        """As `check`, of what the ranks will compare."""
+        names, op = [] if signature.dtype is None else [signature.dtype], signature.op
+        plain = (np.dtype(name) for name in names)
+        dtypes = plain if op is None else (fold_dtype(as_op(op), dtype) for dtype in plain)
+        # A schedule needs memory on its way: there is no such native collective.
+        forced = "algorithm=" in (signature.detail or "")
+        self.check("a schedule" if forced else signature.collective, op, dtypes)
 
     def _choose(self, array: DeviceArray | None) -> DevicePath:
         """All ranks are in the same call, the first with an array on a GPU. Collective."""
@@ -227,13 +216,15 @@ class Devices:
         def failure() -> NcclError | None:
             return made[0].failure() if made else None
 
-        launches = Launches(
-            gpus,
-            found.device,
-            engine.patience,
-            failure=failure,
-            give_up=self.give_up,
-            end_job=engine.end_job,
+        launches = self._on_all(
+            lambda: Launches(
+                gpus,
+                found.device,
+                engine.patience,
+                failure=failure,
+                give_up=self.give_up,
+                end_job=engine.end_job,
+            )
         )
         try:
             transport = connect(
@@ -250,6 +241,12 @@ class Devices:
             raise CollectiveError(f"NCCL did not start: {error}") from error
         made.append(transport)
         return NcclPath(gpus, transport, launches)
+
+    def _on_all(self, make: Callable[[], Any]) -> Any:
+        """What a function makes here; where it raises on any rank, its exception on all."""
+        made: list[Any] = []
+        make_on_all(self._engine, lambda: made.append(make()))
+        return made[0]
 
     def _over_ipc(self, gpus: Cuda) -> IpcPath:
         engine = self._engine

@@ -61,7 +61,7 @@ class Stream(Protocol):
 class Cuda(ABC):
     """One process' GPUs. The current GPU and the current stream are the calling thread's own."""
 
-    array_type: type
+    array_type: Any
     """What `array` returns, and what is taken as it is."""
 
     @abstractmethod

@@ -18,6 +18,7 @@ from collectives.reduction import BFLOAT16, ReduceOp
 
 # Beyond what any GPU has: CUDA takes the highest that there is.
 _HIGHEST_PRIORITY = -100
+_SUCCESS, _NOT_READY = 0, 600
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 
 
@@ -54,8 +55,12 @@ class _CupyEvent:
         self.event = cupy.cuda.Event(disable_timing=True)
 
     def done(self) -> bool:
-        """By cudaEventQuery."""
-        return bool(self.event.done)
+        """By cudaEventQuery. Raises what went wrong on the GPU, which CuPy takes for "not yet"."""
+        runtime = cupy.cuda.runtime
+        status = int(runtime.eventQuery(self.event.ptr))
+        if status not in (_SUCCESS, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return status == _SUCCESS
 
 
 class CupyCuda(Cuda):
@@ -92,8 +97,9 @@ class CupyCuda(Cuda):
         return int(array.data.device_id)
 
     def uuid(self, number: int) -> str:
-        """The driver's, which no two GPUs share."""
-        return bytes(cupy.cuda.runtime.getDeviceProperties(number)["uuid"]).hex()
+        """The driver's, of which CuPy gives too little after a zero; and the place on the bus."""
+        uuid = bytes(cupy.cuda.runtime.getDeviceProperties(number)["uuid"])[:16].hex()
+        return f"{uuid} at {cupy.cuda.Device(number).pci_bus_id}"
 
     def capability(self, number: int) -> tuple[int, int]:
         """CuPy gives "90" for (9, 0)."""
@@ -113,7 +119,13 @@ class CupyCuda(Cuda):
 
     def _from_torch(self, tensor: Any) -> DeviceArray:
         torch = sys.modules["torch"]
-        _follow(_current(), _torch_stream(tensor))
+        stream, current = _torch_stream(tensor), _current()
+        if stream.handle != current.handle and stream.capturing():
+            raise RuntimeError(
+                "torch captures a graph on a stream that is not CuPy's current one: capture within"
+                " `with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):`"
+            )
+        _follow(current, stream)
         if tensor.dtype == torch.bfloat16:
             return cupy.asarray(tensor.view(torch.int16)).view(BFLOAT16)
         return cupy.asarray(tensor)
@@ -142,7 +154,9 @@ class CupyCuda(Cuda):
             _follow(_torch_stream(original), _current())
 
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
-        """From CuPy's pool."""
+        """From CuPy's pool, which knows no 8-bit floats."""
+        if dtype.kind == "V":
+            return cupy.empty(shape, f"u{dtype.itemsize}").view(dtype)
         return cupy.empty(shape, dtype)
 
     def at(self, address: int, length: int, dtype: np.dtype[Any]) -> DeviceArray:
@@ -176,6 +190,8 @@ class CupyCuda(Cuda):
 
     def divide(self, array: DeviceArray, number: int) -> None:
         """A complex number's parts each."""
+        if array.dtype.kind == "c":
+            array = array.view(array.real.dtype)
         if array.dtype in _HALVES:
             array[...] = (array.astype(np.float32) / np.float32(number)).astype(array.dtype)
         else:

@@ -62,6 +62,8 @@ class Launches:
         self._failure, self._give_up, self._end_job = failure, give_up, end_job
         self.stream = cuda.new_stream()
         self._launched: deque[_Launch] = deque()
+        self.captured: list[object] = []
+        """What graphs use."""
         self._events: list[Event] = []
         """To be used again: to make one takes longer than to record it."""
         self._lock = threading.Lock()
@@ -70,9 +72,12 @@ class Launches:
     def launch(self, *held: DeviceArray | None) -> Iterator[None]:
         """Within it the communicator's stream is the current one; `held` is used on it."""
         caller, ready = self.begin()
-        with self._cuda.on(self.stream):
-            yield
-        self.end(caller, ready, held)
+        try:
+            with self._cuda.on(self.stream):
+                yield
+        finally:
+            # After an error too: what was put on the stream still uses the arrays.
+            self.end(caller, ready, held)
 
     def begin(self) -> tuple[Stream, Event]:
         """What is put on the stream from now on comes after the caller's work."""
@@ -88,7 +93,8 @@ class Launches:
         done = self.stream.record(events.pop() if events and not capturing else None)
         caller.wait(done)
         if capturing:
-            # It runs when the graph does, whose owner holds the arrays.
+            # It runs when the graph does: again and again, with the same memory.
+            self.captured.append(held)
             return
         call = self._patience.call
         with self._lock:

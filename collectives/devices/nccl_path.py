@@ -45,7 +45,6 @@ class NcclPath(DevicePath):
             )
         if request.empty:
             return self.name
-        self._check_capture(request)
         with self._launches.launch(request.source, request.target):
             if algorithm in (None, NATIVE):
                 went = self._run_native(request)
@@ -53,16 +52,13 @@ class NcclPath(DevicePath):
                 went = self._run_schedule(request, str(algorithm))
         return self.name if went == NATIVE else f"{self.name} {went}"
 
-    def _check_capture(self, request: Request) -> None:
-        """A graph runs again when what it allocated while it was captured is in other use."""
-        collective, dtype = request.collective, request.target.dtype
-        native = request.algorithm in (None, NATIVE) and self._native(request) is not None
-        if (native and collective in _CAPTURED) or not self._cuda.current_stream().capturing():
-            return
-        raise RuntimeError(
-            f"{collective} of {dtype}, as it was asked for, needs memory on its way: a graph can"
-            f" capture {', '.join(_CAPTURED)}, where NCCL does them by itself"
-        )
+    def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
+        """A graph runs again when what was allocated on the way is in other use."""
+        if collective not in _CAPTURED or self._transport.native(collective, op, dtype) is None:
+            raise RuntimeError(
+                f"{collective} of {dtype} needs memory on its way: a graph can capture"
+                f" {', '.join(_CAPTURED)}, where NCCL does them by itself"
+            )
 
     def _run_native(self, request: Request) -> str:
         collective, op, target = request.collective, request.op, request.target
@@ -134,11 +130,19 @@ class NcclPath(DevicePath):
     def close(self) -> None:
         """When nothing runs on it any more."""
         self._launches.finish()
-        self._transport.close()
+        if self._launches.captured:
+            # To destroy it would wait for the graphs that use it, which may outlive everything.
+            self._transport.leave()
+        else:
+            self._transport.close()
 
     def abandon(self) -> None:
         """End what still runs."""
-        self._transport.abort()
+        if self._launches.captured:
+            # To abort it would wait for the graphs that use it.
+            self._transport.leave()
+        else:
+            self._transport.abort()
         self._launches.forget()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -49,6 +49,10 @@ class DevicePath(ABC):
         return None
 
     @abstractmethod
+    def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
+        """RuntimeError where a graph can't capture it."""
+
+    @abstractmethod
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
         """Let the host wait for an event of the caller's stream behind a collective."""
 
@@ -71,6 +75,13 @@ class OnDevices(Protocol):
     @property
     def asked_for(self) -> bool:
         """Whether the caller asked for GPUs, and so for new arrays on them."""
+
+    def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
+        """Before the ranks meet: what this one can see to be wrong with a call of these dtypes.
+
+        TypeError where the current GPU is another than the communicator's, RuntimeError where a
+        graph can't capture the call.
+        """
 
     def room(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
         """New memory on this rank's GPU, for a rank that has no array there yet. Collective."""

@@ -31,13 +31,16 @@ def look(choose: Callable[[Cuda], int]) -> tuple[Found | None, Health]:
     """What there is; `choose` names the GPU. None where there is no GPU."""
     try:
         gpus, driver = cuda(), nccl_driver()
+        problem = gpus.problem()
+        if problem is not None:
+            return None, Health(problem)
+        device = choose(gpus)
+        return Found(gpus, driver, device), examine(gpus, driver, device)
     except BackendUnavailableError as error:
         return None, Health(str(error))
-    problem = gpus.problem()
-    if problem is not None:
-        return None, Health(problem)
-    device = choose(gpus)
-    return Found(gpus, driver, device), examine(gpus, driver, device)
+    except Exception as error:
+        # Whatever it is, the other ranks must hear of it.
+        return None, Health(f"{type(error).__name__}: {error}")
 
 
 def nccl_problem() -> str | None:

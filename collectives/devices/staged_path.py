@@ -42,18 +42,23 @@ class StagedPath(DevicePath):
         if request.empty:
             return self.name
         caller = self._cuda.current_stream()
-        if caller.capturing():
-            raise RuntimeError("a graph can't capture copies to the host; it can those of NCCL")
         self._stream.wait(caller.record())
-        with self._cuda.on(self._stream):
-            if request.lengths is None:
-                self._run_in_chunks(request)
-            else:
-                self._run_whole(request, request.lengths)
-        done = self._stream.record()
-        caller.wait(done)
-        self._held.hold(done, request.source, request.target)
+        try:
+            with self._cuda.on(self._stream):
+                if request.lengths is None:
+                    self._run_in_chunks(request)
+                else:
+                    self._run_whole(request, request.lengths)
+        finally:
+            # After an error too: copies that were begun still use the arrays.
+            done = self._stream.record()
+            caller.wait(done)
+            self._held.hold(done, request.source, request.target)
         return self.name
+
+    def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
+        """The host takes part in every call."""
+        raise RuntimeError("a graph can't capture copies to the host: NCCL's collectives can be")
 
     def _run_in_chunks(self, request: Request) -> None:
         """Copy the next chunk from the GPU while the ranks exchange this one."""

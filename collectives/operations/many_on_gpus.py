@@ -43,7 +43,9 @@ class ManyOnGpus:
             given = _inputs(arrays, reduction)
             outs = out if out is not None else [None] * len(given)
             outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
-            _check_device(given, outputs)
+            if self._engine.devices is not None:
+                dtypes = {each.dtype for each in given}
+                self._engine.devices.check("all_reduce", reduction.value, dtypes)
             if self._memory is None:
                 self._memory = BucketMemory(cuda())
             with self._memory.turn():
@@ -59,24 +61,8 @@ def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
             raise TypeError(
                 f"arrays[{index}] lies on the CPU: must lie on a GPU, as arrays[0] does"
             )
-        given.append(ReduceInput(array, op))
+        given.append(ReduceInput(array, op, f"arrays[{index}]"))
     return given
-
-
-def _check_device(given: list[ReduceInput], outputs: list[Output]) -> None:
-    """TypeError for what the kernels, which run on the current GPU, can't reach."""
-    gpus = cuda()
-    current = gpus.current_device()
-    for name, arrays in (
-        ("arrays", [each.array for each in given]),
-        ("out", [each.buffer for each in outputs]),
-    ):
-        for index, array in enumerate(arrays):
-            number = gpus.device_of(array)
-            if number != current:
-                raise TypeError(
-                    f"{name}[{index}] lies on GPU {number}: must lie on the current one, {current}"
-                )
 
 
 def _operation(

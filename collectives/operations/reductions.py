@@ -32,9 +32,9 @@ from collectives.signature import Signature, dtype_name, forced
 class ReduceInput:
     """An array that is to be reduced: flat, in the dtype of the fold."""
 
-    def __init__(self, array: Any, op: ReduceOp | str) -> None:
+    def __init__(self, array: Any, op: ReduceOp | str, argument: str = "array") -> None:
         self.original, self.op = array, as_op(op)
-        self.array = to_array(array)
+        self.array = to_array(array, argument)
         self.on_gpu = is_device(self.array)
         self.shape = self.array.shape
         dtype = self.array.dtype

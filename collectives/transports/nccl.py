@@ -7,6 +7,7 @@ numbers lose a NaN, and it has none for complex numbers' product and for 16-bit 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -187,6 +188,13 @@ class NcclTransport(Wires):
         if not self.ended:
             self.ended = True
             self._driver.abort(self._comm)
+
+    def leave(self) -> None:
+        """Give nothing back before the process ends."""
+        if not self.ended:
+            self.ended = True
+            # The object must not even be freed: that would destroy the communicator.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
 
     def close(self) -> None:
         """Give it back. Collective; nothing runs on it any more. A second call does nothing."""

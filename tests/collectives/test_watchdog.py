@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 
 import pytest
 
@@ -14,6 +15,25 @@ def hasty_threads():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+class Failing:
+    def __init__(self):
+        self.looks = 0
+
+    def look(self):
+        self.looks += 1
+        raise ZeroDivisionError
+
+
+def test_one_that_can_not_be_looked_after_leaves_the_others_watched(caplog):
+    failing = Failing()
+    watchdog.watch(failing)
+    end = time.monotonic() + 10
+    while failing.looks < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert failing.looks >= 2
+    assert "a deadline can't be watched" in caplog.text
 
 
 class Quiet:

@@ -152,18 +152,42 @@ def test_nothing_is_started_for_arrays_of_the_host():
         assert not gpus.allocations
 
 
-def test_an_array_of_another_gpu_is_refused():
+def test_all_is_done_on_the_gpu_that_is_current():
+    """Refused before the ranks meet: the calls of the others don't come apart from this one's."""
+
     def program(comm, cuda):
-        comm.all_reduce(cuda.from_host(np.ones(2)))
-        cuda.use_device(comm.rank + 2)
-        other = cuda.from_host(np.ones(2))
-        return outcome(lambda: comm.broadcast(other))
+        array = cuda.from_host(np.full(2, comm.rank + 1.0))
+        first = comm.all_reduce(array).get().tolist()
+        if comm.rank == 1:
+            cuda.use_device(5)
+            other = cuda.from_host(np.ones(2))
+            with pytest.raises(TypeError, match="array lies on GPU 1, and the current one is 5"):
+                comm.all_reduce(array)
+            with pytest.raises(TypeError, match=r"the current GPU is 5: .* uses GPU 1"):
+                comm.all_reduce(other)
+            with pytest.raises(TypeError, match=r"the current GPU is 5: .* uses GPU 1"):
+                comm.all_reduce_many([other, other])
+            with pytest.raises(TypeError, match=r"the current GPU is 5: .* uses GPU 1"):
+                comm.all_gather_async(other)
+            cuda.use_device(1)
+        return first, comm.all_reduce(array).get().tolist()
 
     with simulated() as (gpus, _):
-        made = run(2, program, gpus=gpus, backend="auto", deadline=5)
-    for rank, (kind, text) in enumerate(made):
-        assert kind is TypeError
-        assert f"the array lies on GPU {rank + 2}: this rank's communicator uses GPU {rank}" in text
+        assert run(2, program, gpus=gpus, backend="auto") == [([3.0, 3.0], [3.0, 3.0])] * 2
+
+
+def test_whatever_goes_wrong_while_a_rank_looks_is_told_to_all(monkeypatch):
+    def prepare(gpus, nccl):
+        def version():
+            if gpus.rank == 1:
+                raise OSError("libnccl is broken")
+            return 23007
+
+        monkeypatch.setattr(nccl, "version", version)
+
+    made, calls = started(3, prepare, backend="nccl")
+    assert made == (BackendUnavailableError, "backend='nccl': rank 1: OSError: libnccl is broken")
+    assert not calls
 
 
 def test_different_backends_are_an_error_of_all():

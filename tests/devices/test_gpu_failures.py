@@ -87,6 +87,50 @@ def test_a_call_that_fails_ends_the_communicator(name):
         assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
 
 
+def test_what_one_rank_alone_can_not_do_is_no_call_of_its_next_one(monkeypatch):
+    """The others are in the call: their results would be those of different calls."""
+    with simulated() as (gpus, nccl):
+
+        def one_rank(transport):
+            gpus.be_rank(transport.rank)
+            comm = Communicator(transport, backend="nccl", deadline=0.5)
+            array = filled(gpus, comm.rank)
+            comm.all_reduce(array)
+            if comm.rank == 1:
+                monkeypatch.setattr(comm._devices._path, "run", fail)
+                with pytest.raises(OSError, match="no kernel"):
+                    comm.broadcast(array)
+            else:
+                with pytest.raises(DeadlineExceededError):
+                    comm.broadcast_async(array).wait()
+            with pytest.raises(RuntimeError, match="can't go on"):
+                comm.all_reduce(array)
+
+        def fail(request):
+            raise OSError("no kernel")
+
+        local.run(2, one_rank)
+        assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
+
+
+def test_a_communicator_that_a_graph_uses_is_not_destroyed():
+    """NCCL would wait for the graph, which may outlive everything."""
+
+    def program(comm, cuda):
+        stream = cuda.new_stream()
+        with cuda.on(stream):
+            array = filled(cuda, comm.rank)
+            comm.all_reduce(array, out=array)
+            stream.begin_capture()
+            comm.all_reduce(array, out=array)
+            stream.end_capture()
+
+    with simulated() as (gpus, nccl):
+        run(2, program, gpus=gpus, backend="nccl")
+        assert not any(comm.ended for comm in nccl.comms)
+        assert len(nccl.comms) == 2
+
+
 def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline():
     ended = []
     with simulated() as (gpus, _):

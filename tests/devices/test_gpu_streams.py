@@ -87,7 +87,8 @@ def test_a_handle_waits_for_the_gpu():
     run(2, program, backend="nccl")
 
 
-def test_a_gpus_array_never_meets_a_hosts():
+@pytest.mark.parametrize("backend", ["auto", "mpi", "nccl"], ids="over {}".format)
+def test_a_gpus_array_never_meets_a_hosts(backend):
     def program(comm, cuda):
         host = np.ones(2, np.float32)
         with pytest.raises(MismatchError, match="on a GPU"):
@@ -101,16 +102,7 @@ def test_a_gpus_array_never_meets_a_hosts():
         same(comm.all_reduce(cuda.from_host(host)), 2 * host)
         np.testing.assert_array_equal(comm.all_reduce(host), 2 * host)
 
-    run(2, program, backend="auto")
-
-
-def test_over_mpi_a_gpus_array_meets_a_hosts():
-    def program(comm, cuda):
-        host = np.full(3, comm.rank + 1.0)
-        result = comm.all_reduce(host if comm.rank else cuda.from_host(host))
-        np.testing.assert_array_equal(result if comm.rank else result.get(), [3, 3, 3])
-
-    run(2, program, backend="mpi")
+    run(2, program, backend=backend)
 
 
 def test_messages_between_two_ranks():

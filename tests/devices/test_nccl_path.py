@@ -177,7 +177,12 @@ def test_the_short_way_of_repeated_calls_reduces_what_is_there_now():
             same(comm.all_reduce(given), np.full(3, 3 * number + 3, np.float32))
             assert comm.all_reduce(given, "mean", out=given) is given
             same(given, np.full(3, number + 1, np.float32))
+            other = cuda.from_host(np.zeros(3, np.float32))
+            assert comm.all_reduce(given, out=other) is other
+            same(other, np.full(3, 3 * number + 3, np.float32))
         assert len(comm._quick) == 2
+        overlapping = cuda.from_host(np.arange(4, dtype=np.float32))
+        assert comm.all_reduce(overlapping[:3], out=overlapping[1:]).get().tolist() == [0, 3, 6]
         with pytest.raises(TypeError, match="out has dtype"):
             comm.all_reduce(given, out=cuda.from_host(np.zeros(3)))
         with pytest.raises(ValueError, match="op=\\[\\]"):
@@ -188,4 +193,4 @@ def test_the_short_way_of_repeated_calls_reduces_what_is_there_now():
         kinds = [
             [name for name, *_ in nccl.calls[rank] if name != "unique_id"] for rank in range(3)
         ]
-        assert kinds[0] == kinds[1] == kinds[2] == ["init_rank", *["all_reduce"] * 10, "destroy"]
+        assert kinds[0] == kinds[1] == kinds[2] == ["init_rank", *["all_reduce"] * 16, "destroy"]

@@ -64,6 +64,9 @@ def test_the_other_collectives_over_mpi(staged):
     gathered = comm.gather(array, root=1)
     if gathered is not None:
         same(gathered, np.concatenate(inputs))
+    part = comm.scatter(array if comm.rank == 1 else None, root=1)
+    expected = np.array_split(inputs[1], comm.size)[comm.rank]
+    np.testing.assert_array_equal(part.get() if comm.rank == 1 else part, expected)
     for peer, came in enumerate(comm.all_to_all([array[rank:] for rank in range(comm.size)])):
         same(came, inputs[peer][comm.rank :])
 

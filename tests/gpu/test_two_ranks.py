@@ -58,7 +58,7 @@ def test_streams(shared, gpu):
 
 def test_the_way(shared, gpu):
     programs.all_reduce(shared, gpu, "sum", np.dtype("f4"))
-    assert shared._devices._path.name == {"auto": "ipc", "mpi": "staged"}[shared._devices._backend]
+    assert shared._devices._path.name == {"auto": "ipc", "mpi": "staged"}[shared.backend]
 
 
 def test_nccl_is_refused_on_every_rank_alike(gpu, world_size):
