@@ -27,12 +27,7 @@ def parse_devices(names: Any) -> list[tuple[str, int]]:
 def nccl_problem() -> str | None:
     """Why NCCL can't be used in this process, and what to do; None where it can."""
     problem = present.nccl_problem()
-    if problem is None:
-        return None
-    return (
-        f"NCCL is for arrays on NVIDIA GPUs, with CuPy and NCCL installed (`pip install"
-        f" 'mpi-collectives[cuda12]'` or [cuda13]); here: {problem}"
-    )
+    return None if problem is None else f"NCCL can't be used here: {problem}"
 
 
 def gpu_problem(number: int) -> str | None:

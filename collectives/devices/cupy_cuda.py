@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import cupy
@@ -18,6 +19,7 @@ from collectives.reduction import BFLOAT16, ReduceOp
 
 # Beyond what any GPU has: CUDA takes the highest that there is.
 _HIGHEST_PRIORITY = -100
+_DRIVER = Path("/proc/driver/nvidia/version")
 _SUCCESS, _NOT_READY = 0, 600
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 
@@ -77,7 +79,9 @@ class CupyCuda(Cuda):
             if cupy.cuda.runtime.getDeviceCount():
                 return None
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            return f"CuPy {cupy.__version__} finds no GPU: {error}"
+            # CUDA says that the driver is insufficient where there is none, too.
+            cause = error if _DRIVER.exists() else f"no NVIDIA driver is loaded ({error})"
+            return f"CuPy {cupy.__version__} finds no GPU: {cause}"
         return f"CuPy {cupy.__version__} finds no GPU"
 
     def device_count(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from ctypes.util import find_library
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ def report_gpu(report: Report) -> Look:
         report.row("", _in_words(look.problem, driver))
     report.row("NCCL", look.nccl or "not known")
     report.row("NVRTC", look.nvrtc or "not found")
-    if look.nvrtc is None and look.nccl:
-        report.row("", f"CuPy compiles its kernels with it: pip install '{_cupy_name()}[ctk]'")
+    if look.nvrtc is None:
+        tell = report.warn if look.gpus else partial(report.row, "")
+        tell(f"CuPy compiles its kernels with NVRTC: pip install '{_cupy_name()}[ctk]'")
     for number, name in enumerate(look.gpus):
         report.row(f"GPU {number}", name)
     return look
@@ -81,7 +83,7 @@ def _driver_version() -> str | None:
 def _in_words(problem: str, driver: str | None) -> str:
     """CUDA says that the driver is insufficient where there is none, too."""
     if driver is None:
-        return f"no NVIDIA driver (a container must be started with its GPUs): {problem}"
+        return f"{problem}; a container must be started with its GPUs"
     if "InsufficientDriver" in problem:
         return f"NVIDIA's driver {driver} is too old for this CuPy: install a newer one: {problem}"
     return problem

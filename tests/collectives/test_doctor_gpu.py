@@ -35,7 +35,8 @@ def test_without_cupy_nothing_is_started(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("driver", "text"), [(None, "no NVIDIA driver"), ("470.1", "driver 470.1 is too old")]
+    ("driver", "text"),
+    [(None, "must be started with its GPUs"), ("470.1", "driver 470.1 is too old")],
 )
 def test_the_driver_in_words(capsys, monkeypatch, driver, text):
     _, found = reported(capsys, monkeypatch, Look(BROKEN, nccl="2.28.9"), driver)

@@ -116,6 +116,33 @@ def test_an_unknown_backend_is_refused_at_every_call():
     assert run_alone(program).stdout == "backend='bogus': must be 'auto', 'mpi' or 'nccl'\n"
 
 
+def test_another_backend_than_the_first_is_refused():
+    program = (
+        "import collectives\n"
+        "collectives.world(backend='mpi')\n"
+        "assert collectives.world() is collectives.world(backend='mpi')\n"
+        "try: collectives.world(backend='nccl')\n"
+        "except ValueError as error: print(error)\n"
+    )
+    assert run_alone(program).stdout == "backend='nccl': the world was made with 'mpi'\n"
+
+
+@pytest.mark.parametrize("wrong", ["backend='bogus'", "deadline='long'"])
+def test_what_is_wrong_in_one_ranks_first_call_is_raised_on_all(launch, wrong):
+    program = (
+        "import sys\n"
+        "from mpi4py import MPI\n"
+        "import collectives\n"
+        "try:\n"
+        f"    collectives.world({wrong}) if MPI.COMM_WORLD.rank else collectives.world()\n"
+        "except (ValueError, TypeError) as error:\n"
+        "    print(type(error).__name__, str(error).split(':')[0], flush=True)\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=60)
+    kind = "ValueError" if "backend" in wrong else "TypeError"
+    assert ended.stdout.splitlines() == [f"{kind} rank 1"] * 2
+
+
 def test_the_error_tree():
     import collectives
 

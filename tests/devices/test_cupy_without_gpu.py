@@ -31,7 +31,10 @@ def on_host(values):
 
 @without_gpu
 def test_the_problem_is_put_into_words():
-    assert "finds no GPU: cudaErrorInsufficientDriver" in CupyCuda().problem()
+    assert (
+        "finds no GPU: no NVIDIA driver is loaded (cudaErrorInsufficientDriver"
+        in CupyCuda().problem()
+    )
     assert "finds no GPU" in nccl_problem()
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The tests and the benchmark that need a GPU, on a machine that has one: run.sh [FOLDER OF WHEELS].
 #
-# Wheels are installed from the folder into $SITE (default: /tmp/site), with nothing fetched. The log
-# goes to $OUT/gpu.log, or to bench/results/gpu.log where OUT isn't set; so do the figures. PYTHON
+# It needs what `pip install -e '.[mpich,test,cuda12]' 'cupy-cuda12x[ctk]'` brings. Where nothing can
+# be fetched, bring a folder of wheels (`pip download -d FOLDER` of the same list): they are installed
+# into $SITE (default: /tmp/site). The tests use the first GPU alone. The log goes to $OUT/gpu.log, or to bench/results/gpu.log where OUT isn't set; so do the figures. PYTHON
 # names the interpreter (default: python3).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -20,6 +21,9 @@ fi
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # Programs that wheels bring, mpirun among them, lie in the same folder.
 export PATH="$site/bin:$PATH" LD_LIBRARY_PATH="$site/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+# Ranks share a GPU here, and jobs of others may use NCCL's port for diagnosis.
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} NCCL_RAS_ENABLE=0
 
 echo "== the machine"
@@ -27,6 +31,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader ||
 nproc
 "$python" - <<'END' || exit 2
 import platform
+import sys
 
 import cupy
 import mpi4py
@@ -46,7 +51,7 @@ print("NCCL", cupy.cuda.nccl.get_version() if cupy.cuda.nccl.available else "can
 try:
     print("GPUs", runtime.getDeviceCount(), runtime.getDeviceProperties(0)["name"].decode())
 except runtime.CUDARuntimeError as error:
-    print("no GPU:", error)
+    sys.exit(f"no GPU: {error}")
 from mpi4py import MPI
 
 print(MPI.Get_library_version().splitlines()[0])
