@@ -50,6 +50,17 @@ class _CupyStream:
         self.stream.synchronize()
 
 
+class _Foreign:
+    """Another library's stream, as CUDA's stream protocol has it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = int(handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version, and the stream."""
+        return 0, self._handle
+
+
 class _CupyEvent:
     """An event without a time."""
 
@@ -123,13 +134,14 @@ class CupyCuda(Cuda):
 
     def _from_torch(self, tensor: Any) -> DeviceArray:
         torch = sys.modules["torch"]
-        stream, current = _torch_stream(tensor), _current()
-        if stream.handle != current.handle and stream.capturing():
-            raise RuntimeError(
-                "torch captures a graph on a stream that is not CuPy's current one: capture within"
-                " `with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):`"
-            )
-        _follow(current, stream)
+        if tensor.device.index == self.current_device():
+            stream, current = _torch_stream(tensor), _current()
+            if stream.handle != current.handle and stream.capturing():
+                raise RuntimeError(
+                    "torch captures a graph on a stream that is not CuPy's current one: capture"
+                    " within `with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
+                )
+            _follow(current, stream)
         if tensor.dtype == torch.bfloat16:
             return cupy.asarray(tensor.view(torch.int16)).view(BFLOAT16)
         return cupy.asarray(tensor)
@@ -159,7 +171,7 @@ class CupyCuda(Cuda):
 
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
         """From CuPy's pool, which knows no 8-bit floats."""
-        if dtype.kind == "V":
+        if dtype.kind == "V" and dtype != BFLOAT16:
             return cupy.empty(shape, f"u{dtype.itemsize}").view(dtype)
         return cupy.empty(shape, dtype)
 
@@ -271,7 +283,7 @@ def _to_torch(array: DeviceArray) -> Any:
 
 def _torch_stream(tensor: Any) -> _CupyStream:
     stream = sys.modules["torch"].cuda.current_stream(tensor.device)
-    return _CupyStream(cupy.cuda.ExternalStream(stream.cuda_stream, tensor.device.index))
+    return _CupyStream(cupy.cuda.Stream.from_external(_Foreign(stream.cuda_stream)))
 
 
 def _follow(later: _CupyStream, earlier: _CupyStream) -> None:

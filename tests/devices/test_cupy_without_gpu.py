@@ -12,7 +12,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy isn't installed: its real arrays
 from collectives import BackendUnavailableError, Communicator  # noqa: E402
 from collectives.arrays import flat, is_device, is_plain  # noqa: E402
 from collectives.devices import cuda as cuda_module  # noqa: E402
-from collectives.devices.cupy_cuda import CupyCuda  # noqa: E402
+from collectives.devices.cupy_cuda import CupyCuda, _CupyStream, _Foreign  # noqa: E402
 from collectives.devices.present import nccl_problem  # noqa: E402
 from collectives.transports.cupy_nccl import CupyNccl  # noqa: E402
 from collectives.transports.local import alone  # noqa: E402
@@ -101,6 +101,11 @@ def test_a_status_that_cupy_has_no_name_for_is_an_error_of_nccl():
     with pytest.raises(NcclError, match="in progress") as caught:
         driver._call(call)
     assert caught.value.status == 7
+
+
+def test_another_librarys_stream_is_taken_without_a_warning():
+    stream = cupy.cuda.Stream.from_external(_Foreign(0x1230))
+    assert _CupyStream(stream).handle == 0x1230
 
 
 def test_programs_that_use_no_gpu_import_no_cupy():
