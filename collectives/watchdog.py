@@ -90,7 +90,9 @@ def _run() -> None:
                 watched.look()
             except Exception:
                 # The deadlines of all others hang on this thread.
-                log.exception("a deadline can't be watched")
+                log.exception("a deadline can't be watched any more")
+                with _lock:
+                    _watched.discard(watched)
 
 
 def _all_watched() -> list[Watched]:

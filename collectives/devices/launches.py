@@ -66,6 +66,8 @@ class Launches:
         """What graphs use."""
         self._events: list[Event] = []
         """To be used again: to make one takes longer than to record it."""
+        self._waiting = 0
+        """Calls that can raise an error, in which nobody need end the job."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -116,7 +118,7 @@ class Launches:
         The caller's next synchronisation would wait for ever, or see garbage once it was aborted.
         """
         with self._lock:
-            if not self._launched:
+            if not self._launched or self._waiting:
                 return
             self._cuda.use_device(self._device)
             self._forget_done()
@@ -155,11 +157,14 @@ class Launches:
                 raise TimeoutError(f"not done after {timeout} s")
             return event.done()
 
+        self._waiting += 1
         try:
             patience.spin_until(over, dict)
         except (DeadlineExceededError, RankFailedError, CollectiveError) as error:
             self._give_up(error)
             raise
+        finally:
+            self._waiting -= 1
 
     def finish(self) -> None:
         """Let the host wait for all that was put on the stream."""
