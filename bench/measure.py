@@ -43,7 +43,7 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """What is timed, and what it works on."""
 
     subject: Subject
@@ -141,20 +141,20 @@ class Bench:
             peer=self._compared(seconds, wrong[1], algorithm, sides) if len(sides) > 1 else None,
         )
 
-    def _ours(self, tasks: list[Task], algorithm: str) -> _Side:
+    def _ours(self, tasks: list[Task], algorithm: str) -> Side:
         forced = _forced(algorithm)
         calls = [(self._case.call(self._comm, task, forced), None) for task in tasks]
-        return _Side(Subject(calls), tasks)
+        return Side(Subject(calls), tasks)
 
-    def _theirs(self, tasks: list[Task]) -> list[_Side]:
+    def _theirs(self, tasks: list[Task]) -> list[Side]:
         if self._peer is None:
             return []
         found = [(self._peer.call(self._case.name, task), task.out) for task in tasks]
         calls = [(call, out) for call, out in found if call is not None]
-        return [_Side(Subject(calls), tasks)] if calls else []
+        return [Side(Subject(calls), tasks)] if calls else []
 
     def _compared(
-        self, seconds: Array, wrong: int, algorithm: str, sides: list[_Side]
+        self, seconds: Array, wrong: int, algorithm: str, sides: list[Side]
     ) -> PeerMeasurement:
         ours, theirs = (side.tasks[0] for side in sides)
         return PeerMeasurement(
@@ -170,7 +170,7 @@ class Bench:
         ratio = self._yardstick.ratio
         return ratio(ours.problem, algorithm, theirs.problem, in_place=ours.in_place)
 
-    def _check(self, side: _Side, batch: int) -> int:
+    def _check(self, side: Side, batch: int) -> int:
         """Wrong elements on all ranks after one more batch, on fresh inputs and poisoned outputs.
 
         In place it is a single call, since a second would fold the first one's result.

@@ -165,14 +165,19 @@ def is_plain(array: Array) -> bool:
     return array.flags.c_contiguous and array.flags.aligned
 
 
-def flat(array: Array) -> Array:
-    """The elements in C order, in one dimension: a view where possible, else a copy."""
+def packed(array: Array) -> Array:
+    """The array itself where its elements lie one after the other, else such a copy."""
     if is_plain(array):
-        return array.reshape(-1)
+        return array
     if is_device(array) and array.dtype.kind == "V":
         # CuPy copies no 8-bit floats.
-        return array.view(f"u{array.itemsize}").copy().reshape(-1).view(array.dtype)
-    return array.copy().reshape(-1)
+        return array.view(f"u{array.itemsize}").copy().view(array.dtype)
+    return array.copy()
+
+
+def flat(array: Array) -> Array:
+    """The elements in C order, in one dimension: a view where possible, else a copy."""
+    return packed(array).reshape(-1)
 
 
 def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any], beside: Array) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.agreement import Agreement
 from collectives.arrays import empty, is_device
-from collectives.devices.path import OnDevices
+from collectives.devices.path import OnDevices, Request
 from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.executor import HostMemory, Plans, own_part
 from collectives.node import Node, Path
@@ -189,8 +189,8 @@ class Engine:
         """
         if is_device(target):
             assert self.devices is not None
-            arguments = (source, target, lengths, op, root, algorithm)
-            self.path = self.devices.run(collective, *arguments)
+            request = Request(collective, source, target, lengths, op, root, algorithm)
+            self.path = self.devices.run(request)
             return
         if self.size == 1:
             if source is not None:

@@ -244,7 +244,7 @@ class Group:
         signature = operation.signature
         if operation.on_gpu:
             self._devices.check_call(signature)
-            signature = self._devices.marked(signature)
+            signature = signature.on_gpu()
         return self._engine.perform(signature, operation.run)
 
     def _submit(self, operation: Operation) -> Handle[Any]:

@@ -43,6 +43,11 @@ class Signature(NamedTuple):
         """What is compared."""
         return self[:-2]
 
+    def on_gpu(self) -> Signature:
+        """The call of arrays on a GPU: those of all ranks must lie on GPUs."""
+        detail = "on a GPU" if self.detail is None else f"{self.detail}, on a GPU"
+        return self._replace(detail=detail)
+
     def __str__(self) -> str:
         kind = None if self.dtype is None else f"{self.dtype}{_shown(self.shape or ())}"
         root = None if self.root is None else f"root={self.root}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from bench.cases.base import Call, Case
 from bench.gpu.bare import Bare, transport_of
 from bench.gpu.device import Device
 from bench.gpu.memory import buffer_sets, on_host
-from bench.measure import Settings
+from bench.measure import Settings, Side
 from bench.problem import Array, Problem, count_wrong
 from bench.rows import Measurement, PeerMeasurement, Row
 from bench.task import Buffers, Task
@@ -24,19 +23,6 @@ LEAST_BATCH = 20
 ALGORITHM = "auto"
 # The others take new memory, which a graph must not have from a pool: reduce too, but for its root.
 _CAPTURED = {"all_reduce", "all_reduce_many", "reduce_scatter", "broadcast", "all_gather"}
-
-
-@dataclass(frozen=True)
-class _Side:
-    """What is timed, and what it works on."""
-
-    subject: Subject
-    tasks: list[Task]
-
-    def reset(self) -> None:
-        """Fresh inputs and poisoned outputs."""
-        for task in self.tasks:
-            task.buffers.reset()
 
 
 class GpuBench:
@@ -105,7 +91,7 @@ class GpuBench:
             stopwatch=self._device.seconds,
         )
 
-    def _bare_side(self, case: Case, tasks: list[Task]) -> list[_Side]:
+    def _bare_side(self, case: Case, tasks: list[Task]) -> list[Side]:
         """NCCL's own call, where it has one for this."""
         if self._bare is None:
             return []
@@ -113,7 +99,7 @@ class GpuBench:
         found = [call for call in calls if call is not None]
         return [_side(found, tasks, returns=False)] if found else []
 
-    def _graph(self, case: Case, ours: _Side, batch: int) -> tuple[Timing | None, int]:
+    def _graph(self, case: Case, ours: Side, batch: int) -> tuple[Timing | None, int]:
         """A batch of calls in one graph, in the manner of nccl-tests; and its wrong elements."""
         if case.name not in _CAPTURED or self._bare is None:
             # What goes by way of the host can't be captured.
@@ -132,7 +118,7 @@ class GpuBench:
         first = ours.tasks[0]
         return Timing.of(seconds[0]), self._count(case, first.problem, first.out)
 
-    def _check(self, case: Case, side: _Side, batch: int) -> int:
+    def _check(self, case: Case, side: Side, batch: int) -> int:
         """Wrong elements on all ranks after one more batch; in place after a single call."""
         side.reset()
         result = side.subject.run(1 if side.tasks[0].in_place else batch)
@@ -144,10 +130,10 @@ class GpuBench:
         return total
 
 
-def _side(calls: list[Call], tasks: list[Task], *, returns: bool) -> _Side:
+def _side(calls: list[Call], tasks: list[Task], *, returns: bool) -> Side:
     """Calls that return their results, or that only write them into their task's `out`."""
     places = [None if returns else task.out for task in tasks]
-    return _Side(Subject(list(zip(calls, places, strict=True))), tasks)
+    return Side(Subject(list(zip(calls, places, strict=True))), tasks)
 
 
 def _compared(seconds: Array, wrong: int) -> PeerMeasurement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -31,13 +31,11 @@ from collectives.operations.objects import (
     numbers_of_all,
 )
 from collectives.operations.reductions import ReduceInput
-from collectives.reduction import ReduceOp, as_op, fold_dtype
+from collectives.reduction import as_op, fold_dtype
 from collectives.signature import Signature
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting import log
-
-_ON_GPU = "on a GPU"
 
 
 class Devices:
@@ -81,29 +79,15 @@ class Devices:
             self._choose(None)
         return cuda().empty(length, dtype)
 
-    def marked(self, signature: Signature) -> Signature:
-        """The call of a device array: those of all ranks must lie on GPUs."""
-        detail = _ON_GPU if signature.detail is None else f"{signature.detail}, {_ON_GPU}"
-        return signature._replace(detail=detail)
-
-    def run(
-        self,
-        collective: str,
-        source: DeviceArray | None,
-        target: DeviceArray,
-        lengths: Sequence[int] | None,
-        op: ReduceOp | None,
-        root: int,
-        algorithm: str | None,
-    ) -> str:
-        """As `Engine.run`; the name of the way that it went."""
+    def run(self, request: Request) -> str:
+        """Take part; the name of the way that it went."""
         if self._engine.size == 1 and self._path is None:
-            if source is not None:
-                target[...] = source
+            if request.source is not None:
+                request.target[...] = request.source
             return "copy"
-        path = self._path or self._choose(target)
+        path = self._path or self._choose(request.target)
         try:
-            return path.run(Request(collective, source, target, lengths, op, root, algorithm))
+            return path.run(request)
         except NcclError as error:
             raise self._failed(error) from error
         except (ValueError, TypeError):
@@ -126,7 +110,7 @@ class Devices:
         """
         if self._path is None or self._device is None:
             return None
-        signature = self.marked(given.signature("all_reduce"))
+        signature = given.signature("all_reduce").on_gpu()
         return quick_all_reduce(
             self._engine, self._path, self._device, given, signature, self._failed
         )
@@ -135,7 +119,7 @@ class Devices:
         """Make the call, and let the caller wait for the GPU later."""
         self.check_call(operation.signature)
         future: Future[Any] = Future()
-        marked = operation._replace(signature=self.marked(operation.signature))
+        marked = operation._replace(signature=operation.signature.on_gpu())
         run_into(future, self._engine, marked)
         event = cuda().current_stream().record() if future.exception() is None else None
         return DeviceHandle(future, event, partial(self._wait, str(operation.signature)))

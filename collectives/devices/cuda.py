@@ -213,6 +213,7 @@ def wait_for(event: Event, timeout: float | None = None) -> None:
     while not event.done():
         if end is not None and time.monotonic() >= end:
             raise TimeoutError(f"not done after {timeout} s")
+        # Leaves the core, and Python's lock, to whoever wants them; what is waited for is short.
         time.sleep(0)
 
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.devices.cuda import Cuda, DeviceArray, Event, wait_for
-from collectives.devices.held import Held
 from collectives.devices.path import DevicePath, Request
+from collectives.devices.side_stream import SideStream
 from collectives.errors import BackendUnavailableError
 from collectives.reduction import ReduceOp, check_reducible
 from collectives.shared.staged import blocks_of, part_starts
@@ -80,7 +80,8 @@ class IpcPath(DevicePath):
         """
         self._cuda, self._meet, self._gather = cuda, meet, gather
         self._rank, self._size, self._half_bytes = rank, size, arena_bytes // 2
-        self._stream, self._turn, self._held = cuda.new_stream(), 0, Held()
+        self._side, self._turn = SideStream(cuda), 0
+        self._stream = self._side.stream
         self._arenas: list[DeviceArray] = [None] * size
         try:
             problem = self._open_arenas(arena_bytes)
@@ -118,21 +119,13 @@ class IpcPath(DevicePath):
             check_reducible(request.op, request.target.dtype)
         if request.empty:
             return self.name
-        caller = self._cuda.current_stream()
-        self._stream.wait(caller.record())
-        try:
-            with self._cuda.on(self._stream):
-                if request.op is None:
-                    self._move(request)
-                elif request.collective == "reduce_scatter":
-                    self._reduce_scatter(request, request.op)
-                else:
-                    self._reduce(request, request.op)
-        finally:
-            # After an error too: what was put on the stream still uses the caller's arrays.
-            done = self._stream.record()
-            caller.wait(done)
-            self._held.hold(done, request.source, request.target)
+        with self._side.work(request.source, request.target):
+            if request.op is None:
+                self._move(request)
+            elif request.collective == "reduce_scatter":
+                self._reduce_scatter(request, request.op)
+            else:
+                self._reduce(request, request.op)
         return self.name
 
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:

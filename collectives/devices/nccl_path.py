@@ -45,6 +45,8 @@ class NcclPath(DevicePath):
             )
         if request.empty:
             return self.name
+        if request.op is None:
+            request = _as_bytes(request)
         with self._launches.launch(request.source, request.target):
             if algorithm in (None, NATIVE):
                 went = self._run_native(request)
@@ -62,8 +64,6 @@ class NcclPath(DevicePath):
 
     def _run_native(self, request: Request) -> str:
         collective, op, target = request.collective, request.op, request.target
-        if op is None:
-            request = _as_bytes(request)
         native = self._native(request)
         if native is not None:
             native(request.source, request.target, request.lengths or (), request.root)
@@ -94,8 +94,6 @@ class NcclPath(DevicePath):
             conversion.back(changed.target, request.target)
 
     def _run_schedule(self, request: Request, algorithm: str) -> str:
-        if request.op is None:
-            request = _as_bytes(request)
         self._plans.run(
             request.collective,
             algorithm,

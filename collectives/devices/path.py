@@ -38,7 +38,7 @@ class DevicePath(ABC):
     """One way, which all ranks take alike. Its collectives divide what a MEAN sums."""
 
     name: str
-    """What errors and `explain` call it."""
+    """What errors and the record call it."""
 
     @abstractmethod
     def run(self, request: Request) -> str:
@@ -89,14 +89,5 @@ class OnDevices(Protocol):
     def quick_all_reduce(self, given: Any) -> Callable[[DeviceArray, Any], Any] | None:
         """What `quick.quick_all_reduce` is for arrays on the host."""
 
-    def run(
-        self,
-        collective: str,
-        source: DeviceArray | None,
-        target: DeviceArray,
-        lengths: Sequence[int] | None,
-        op: ReduceOp | None,
-        root: int,
-        algorithm: str | None,
-    ) -> str:
-        """As `Engine.run`; the name of the way that it went. It divides for MEAN."""
+    def run(self, request: Request) -> str:
+        """Take part; the name of the way that it went. It divides for MEAN."""

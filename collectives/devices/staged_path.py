@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.devices.cuda import Cuda, Event, wait_for
-from collectives.devices.held import Held
 from collectives.devices.path import DevicePath, Request
+from collectives.devices.side_stream import SideStream
 from collectives.engine import Engine
 from collectives.reduction import check_reducible
 
@@ -31,9 +31,9 @@ class StagedPath(DevicePath):
     def __init__(self, cuda: Cuda, host: Engine) -> None:
         """`host` carries the copies."""
         self._cuda, self._host = cuda, host
-        self._stream = cuda.new_stream()
+        self._side = SideStream(cuda)
+        self._stream = self._side.stream
         self._pinned: list[NDArray[np.uint8]] = []
-        self._held = Held()
 
     def run(self, request: Request) -> str:
         """Put copies on a stream of its own; return when the ranks are through."""
@@ -41,19 +41,11 @@ class StagedPath(DevicePath):
             check_reducible(request.op, request.target.dtype)
         if request.empty:
             return self.name
-        caller = self._cuda.current_stream()
-        self._stream.wait(caller.record())
-        try:
-            with self._cuda.on(self._stream):
-                if request.lengths is None:
-                    self._run_in_chunks(request)
-                else:
-                    self._run_whole(request, request.lengths)
-        finally:
-            # After an error too: copies that were begun still use the arrays.
-            done = self._stream.record()
-            caller.wait(done)
-            self._held.hold(done, request.source, request.target)
+        with self._side.work(request.source, request.target):
+            if request.lengths is None:
+                self._run_in_chunks(request)
+            else:
+                self._run_whole(request, request.lengths)
         return self.name
 
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
@@ -148,4 +140,4 @@ class StagedPath(DevicePath):
         """The copies that are under way end by themselves."""
         self._stream.synchronize()
         self._pinned.clear()
-        self._held.let_go()
+        self._side.let_go()

@@ -15,9 +15,9 @@ from collectives.arrays import (
     empty,
     flat,
     given_output,
-    is_plain,
     like,
     new_output,
+    packed,
 )
 from collectives.reduction import Array
 from collectives.schedule import split_lengths
@@ -106,8 +106,3 @@ class Rows:
         if not self.axis:
             return rows.reshape(count, *self.rest)
         return packed(np.moveaxis(rows.reshape(count, *self.rest), 0, self.axis))
-
-
-def packed(array: Array) -> Array:
-    """The array itself where its elements lie one after the other, else such a copy."""
-    return array if is_plain(array) else array.copy()

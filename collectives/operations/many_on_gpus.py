@@ -97,9 +97,7 @@ def _operation(
         return [output.deliver() for output in outputs]
 
     nbytes = sum(output.buffer.nbytes for output in outputs)
-    signature = describe_many("all_reduce_many", op, kinds, limit, nbytes)
-    # Whatever the path: arrays on the host, which some let them meet, are cut into other buckets.
-    signature = signature._replace(detail=f"{signature.detail}, on GPUs")
+    signature = describe_many("all_reduce_many", op, kinds, limit, nbytes).on_gpu()
     return Operation(signature, perform, on_gpu=True)
 
 

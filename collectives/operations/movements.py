@@ -16,11 +16,12 @@ from collectives.arrays import (
     is_writeable,
     like,
     may_overlap,
+    packed,
     to_array,
 )
 from collectives.engine import Engine
 from collectives.operations import Operation
-from collectives.operations.arguments import Rows, packed
+from collectives.operations.arguments import Rows
 from collectives.operations.objects import broadcast_pickle, numbers_of_all
 from collectives.schedule import split_lengths
 from collectives.signature import ANY_LENGTH, Signature, dtype_name, forced

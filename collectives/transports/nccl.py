@@ -88,7 +88,8 @@ class NcclTransport(Wires):
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
         """NCCL's own collective, or a group of messages where it has none; None for neither."""
         if op is None:
-            return getattr(self, f"_{collective}")  # type: ignore[no-any-return]
+            move: Native = getattr(self, f"_{collective}")
+            return move
         kind = reduction_of(op, dtype, float8=self._float8)
         return None if kind is None else partial(getattr(self, f"_{collective}"), kind)
 

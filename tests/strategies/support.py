@@ -129,3 +129,17 @@ def _recording_many(calls):
         return original(self, arrays, *arguments, bucket_bytes=bucket_bytes, **named)
 
     return call
+
+
+def arrays_of(rank):
+    """Values that depend on the rank, of several dtypes and shapes, exact in each."""
+    count = np.arange(12)
+    return {
+        "matrix": (count.reshape(3, 4) * (rank + 1)).astype(np.float32),
+        "turned": np.asfortranarray((count.reshape(3, 4) + rank).astype(np.float64)),
+        "integers": [(count - 5 * rank).astype(np.int32), np.int64(rank)],
+        "halves": (np.arange(3) + rank / 2).astype(np.float16),
+        "number": np.float32(rank + 0.5),
+        "empty": np.zeros((0, 2), np.float32),
+        "flags": np.array([rank == 0, False, True]),
+    }

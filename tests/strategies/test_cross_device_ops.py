@@ -24,7 +24,14 @@ from strategies.cross_device_ops import (
     RingAllReduce,
 )
 from strategies.cross_device_ops import ops as ways
-from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
+from tests.strategies.support import (
+    Call,
+    arrays_of,
+    mirrored,
+    recorded,
+    refusal,
+    same_refusal,
+)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 
@@ -45,20 +52,6 @@ WAYS = {
     "accumulated": lambda: ReductionToOneDevice(accumulation_fn=added),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
-
-
-def arrays_of(rank):
-    """Values that depend on the rank, of several dtypes and shapes, exact in each."""
-    count = np.arange(12)
-    return {
-        "matrix": (count.reshape(3, 4) * (rank + 1)).astype(np.float32),
-        "turned": np.asfortranarray((count.reshape(3, 4) + rank).astype(np.float64)),
-        "integers": [(count - 5 * rank).astype(np.int32), np.int64(rank)],
-        "halves": (np.arange(3) + rank / 2).astype(np.float16),
-        "number": np.float32(rank + 0.5),
-        "empty": np.zeros((0, 2), np.float32),
-        "flags": np.array([rank == 0, False, True]),
-    }
 
 
 def check(result, *given, mean=False):
