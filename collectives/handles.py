@@ -105,10 +105,14 @@ class Progress:
         if not self._closed and (self._told is None or self._told.done()):
             self._told = self.submit(Operation(_END, Engine.close), calling_line(), None)
 
-    def close(self) -> None:
-        """Complete what was submitted, then end the thread. A second call does nothing."""
+    def begin_close(self) -> None:
+        """Let the thread end once what was submitted is complete. Returns at once."""
         self._closed = True
         self._jobs.put(None)
+
+    def close(self) -> None:
+        """Complete what was submitted, then end the thread. A second call does nothing."""
+        self.begin_close()
         self._thread.join()
 
     def _work(self) -> None:
@@ -198,5 +202,9 @@ _running: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 def complete_all() -> None:
     """At the program's end: MPI must not end while a thread is inside it."""
-    for progress in list(_running):
+    running = list(_running)
+    # All of them begin before any is waited for: their order in the set differs by rank.
+    for progress in running:
+        progress.begin_close()
+    for progress in running:
         progress.close()

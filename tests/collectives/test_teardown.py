@@ -35,6 +35,12 @@ comm.close()
 array[:] = rank
 assert (array == rank).all()
 """,
+    "several broken communicators with asynchronous calls": """
+groups = [collectives.Communicator(MPI.COMM_WORLD, deadline=20) for _ in range(6)]
+for group in groups:
+    group.all_reduce_async(np.ones(3)).wait()
+    group._engine.broken = RuntimeError("broken on every rank")
+""",
     "a mailbox": """
 box = comm.mailbox()
 box.send((rank + 1) % size, "hello", [np.ones(200_000)])
