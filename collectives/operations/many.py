@@ -132,6 +132,8 @@ class Many:
         outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
         kinds = tuple((each.shape, each.dtype) for each in given)
         parts = self.parts(kinds, limit, reduction)
+        # Arrays of different dtypes may have means of the same one.
+        called = tuple((each.shape, each.array.dtype) for each in given)
         if out is not None and len(parts) > 1:
             inputs, buffers = [each.array for each in given], [each.buffer for each in outputs]
             for index in overlapping(inputs, buffers):
@@ -148,7 +150,7 @@ class Many:
             return [output.deliver() for output in outputs]
 
         nbytes = sum(output.buffer.nbytes for output in outputs)
-        signature = describe_many("all_reduce_many", reduction, kinds, limit, nbytes)
+        signature = describe_many("all_reduce_many", reduction, called, limit, nbytes)
         return Operation(signature, perform), parts
 
 

@@ -123,6 +123,14 @@ def test_ranks_that_differ_raise_alike_and_the_next_call_works(comm, odd_call, e
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_different_dtypes_are_refused_though_their_means_have_the_same(comm):
+    arrays = [value(comm.rank, 5, "u8" if comm.rank == 1 else "i1") for _ in range(3)]
+    with pytest.raises(DtypeMismatchError, match=r"rank 1: all_reduce_many\(mean, 3×uint64"):
+        comm.all_reduce_many(arrays, "mean")
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("bucket_bytes", [None, 1])
 def test_outputs_that_are_other_arrays_inputs(comm, bucket_bytes):
     first, second = value(comm.rank, 3), value(comm.rank + 4, 3)
