@@ -1,0 +1,156 @@
+"""Which call is made: drawn from a generator that is in the same state on all ranks."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from collectives import algorithms
+from tests.collectives.oracle import DTYPES, OPS
+
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "all_reduce_many")
+ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")
+COLLECTIVES = (
+    *("all_reduce", "all_reduce", "all_reduce", "reduce", "reduce_scatter", "all_reduce_many"),
+    *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
+    *("broadcast_object", "all_gather_object"),
+)
+ASYNCHRONOUS = ("all_reduce", "broadcast", "all_gather")
+ALONG_AXES = ("all_gather", "gather", "scatter", "reduce_scatter")
+WITH_OUT = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce_many")
+LENGTHS = (0, 1, 2, 3, 7, 64, 1000, 5000, 40_000)
+LARGE = 300_000
+FLOAT = np.dtype("f4")
+PLACES = ("new", "in place", "out", "slice")
+LAYOUTS = ("plain", "plain", "strided", "fortran", "registered")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call. `salt` makes the values of each call different from those of the last ones."""
+
+    collective: str
+    shape: tuple = (3,)
+    dtype: np.dtype = FLOAT
+    op: str = "sum"
+    root: int = 0
+    axis: int = 0
+    algorithm: str | None = None
+    place: str = "new"
+    layout: str = "plain"
+    asynchronous: bool = False
+    nans: bool = False
+    salt: int = 0
+
+    @property
+    def reduces(self):
+        """Whether elements are folded."""
+        return self.collective in REDUCING
+
+    @property
+    def shows(self):
+        """The plan in a line, for reports."""
+        kind = f"{self.dtype.name}{list(self.shape)}, {self.op}, root={self.root}"
+        flags = f"{self.place}, {self.layout}{', async' * self.asynchronous}{', nan' * self.nans}"
+        return f"{self.collective}({kind}, axis={self.axis}, {self.algorithm}; {flags})"
+
+
+def draw(rng, size):
+    """Any valid call."""
+    asynchronous = rng.random() < 0.15
+    collective = rng.choice(ASYNCHRONOUS if asynchronous else COLLECTIVES)
+    dtype, op = rng.choice(DTYPES), rng.choice(OPS)
+    if op in ("min", "max") and dtype.kind == "c":
+        op = "sum"
+    shape = draw_shape(rng)
+    named = [name for name in (*algorithms.names(collective), "native") if not asynchronous]
+    return Plan(
+        collective,
+        shape,
+        dtype,
+        op,
+        root=rng.randrange(size),
+        axis=rng.randrange(len(shape)) if collective in ALONG_AXES else 0,
+        algorithm=rng.choice(named) if named and takes_algorithm(collective, rng) else None,
+        place=rng.choice(PLACES) if collective in WITH_OUT and not asynchronous else "new",
+        layout=rng.choice(LAYOUTS),
+        asynchronous=asynchronous,
+        nans=dtype.kind in "fc" and rng.random() < 0.1,
+        salt=rng.randrange(1000),
+    )
+
+
+def draw_shape(rng):
+    """One to three axes; large arrays are rare."""
+    length = LARGE if rng.random() < 0.02 else rng.choice(LENGTHS)
+    if rng.random() < 0.6:
+        return (length,)
+    rows = rng.choice((1, 2, 5))
+    return (rows, max(1, length // rows)) if rng.random() < 0.7 else (rows, 1, max(1, length // 7))
+
+
+def takes_algorithm(collective, rng):
+    """Whether one is forced: now and then, where there is a choice."""
+    return collective in algorithms_of() and rng.random() < 0.25
+
+
+def algorithms_of():
+    """The collectives that have schedules."""
+    return {collective for collective, _ in algorithms.pairs()}
+
+
+def deviate(rng, plan, size):
+    """A valid call that differs from the plan in one thing that the ranks must agree on."""
+    fields = ["collective"]
+    if plan.reduces:
+        fields += ["op", "dtype", "shape"]
+    if plan.collective in ("broadcast", "all_gather", "gather"):
+        fields += ["dtype", "shape"]
+    if plan.collective in ROOTED and size > 1:
+        fields += ["root"]
+    if plan.collective in algorithms_of() and not plan.asynchronous:
+        fields += ["algorithm"]
+    plain = replace(plan, layout="plain", place="new", nans=False)
+    return DEVIATIONS[rng.choice(fields)](rng, plain, size)
+
+
+def _collective(rng, plan, size):
+    offered = ASYNCHRONOUS if plan.asynchronous else sorted(set(COLLECTIVES))
+    other = rng.choice([each for each in offered if each != plan.collective])
+    op = "sum" if plan.dtype.kind == "c" else plan.op
+    return replace(plan, collective=other, algorithm=None, axis=0, op=op)
+
+
+def _op(rng, plan, size):
+    offered = [op for op in OPS if op != plan.op]
+    if plan.dtype.kind == "c":
+        offered = [op for op in offered if op not in ("min", "max")]
+    return replace(plan, op=rng.choice(offered))
+
+
+def _dtype(rng, plan, size):
+    barred = "c" if plan.op in ("min", "max") else ""
+    offered = [each for each in DTYPES if each != plan.dtype and each.kind not in barred]
+    return replace(plan, dtype=rng.choice(offered))
+
+
+def _shape(rng, plan, size):
+    return replace(plan, shape=(*plan.shape, 3))
+
+
+def _root(rng, plan, size):
+    return replace(plan, root=(plan.root + rng.randrange(1, size)) % size)
+
+
+def _algorithm(rng, plan, size):
+    names = (*algorithms.names(plan.collective), "native", None)
+    return replace(plan, algorithm=rng.choice([name for name in names if name != plan.algorithm]))
+
+
+DEVIATIONS = {
+    "collective": _collective,
+    "op": _op,
+    "dtype": _dtype,
+    "shape": _shape,
+    "root": _root,
+    "algorithm": _algorithm,
+}

@@ -1,0 +1,54 @@
+"""The fuzzer finds nothing in the product, and finds what is put there for it to find."""
+
+import re
+import sys
+
+import pytest
+
+SECONDS = 10
+
+# Faults of one line each, and the kinds of faults that must show them.
+SABOTAGES = {
+    "all_reduce never communicates": (
+        "import collectives\n"
+        "collectives.Communicator.all_reduce = lambda comm, array, *a, **k: array.copy()",
+        ["none"],
+    ),
+    "ops are not compared": (
+        "from collectives.signature import Signature\n"
+        "Signature.agreed = property(lambda call: (call[0], *call[2:-2]))",
+        ["other_arguments"],
+    ),
+    "a rank that skips a call is not waited for": (
+        "from collectives.agreement import Agreement\n"
+        "Agreement.meet_word = lambda self, *a, **k: None",
+        ["skipped"],
+    ),
+}
+
+
+def command(steps, sabotage="", only=()):
+    code = f"{sabotage}\nimport runpy\nrunpy.run_module('tests.fuzz', run_name='__main__')"
+    names = ["--only", *only] if only else []
+    return [sys.executable, "-c", code, "--seed", "12", "--steps", str(steps), *names]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_nothing_deviates(launch, size):
+    ended = launch(size, [*command(1_000_000), "--seconds", str(SECONDS)], timeout=120)
+    counted = re.search(r"(\d+) faults injected in .* (\d+) deviations", ended.stdout)
+    assert counted is not None, ended.stdout + ended.stderr
+    injected, deviations = map(int, counted.groups())
+    assert deviations == 0, ended.stdout
+    assert injected > 10
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_what_is_broken_deviates(launch, name):
+    sabotage, only = SABOTAGES[name]
+    ended = launch(2, [*command(40, sabotage, only), "--most", "1"], timeout=120)
+    assert ended.returncode != 0
+    # A rank that waits for ever for data ends the job, which shows a fault as well.
+    found = re.search(r"1 deviations|, from which no error|Timeout \(", ended.stdout + ended.stderr)
+    assert found, ended.stdout + ended.stderr

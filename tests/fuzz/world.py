@@ -1,0 +1,221 @@
+"""The ranks, the communicators that are tried, and how outcomes are compared."""
+
+import faulthandler
+import hashlib
+import os
+import random
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+from mpi4py import MPI
+
+import collectives
+from collectives import Communicator
+from tests.fuzz.performing import SAME_ON_ALL, Lists, bits, difference, prepare
+from tests.fuzz.plans import draw
+
+PATIENT, SHORT = 20.0, 0.15
+STEP_SECONDS = 90
+REGISTERED = 6
+
+
+class DeviationError(Exception):
+    """Something came that must not come. Every rank raises it."""
+
+
+@dataclass
+class Outcome:
+    """What one attempt came to on one rank. It travels by pickle."""
+
+    problem: str | None = None
+    """What is wrong with the result; None where it is right, or there is none."""
+    text: str = ""
+    """The error, if there was one."""
+    kinds: frozenset[str] = frozenset()
+    """The names of its classes."""
+    absent: tuple[int, ...] = ()
+    """The ranks that a deadline's error names."""
+    digest: bytes = b""
+    start: float = 0.0
+    end: float = 0.0
+
+    @property
+    def right(self):
+        """Whether there was a result, and the right one."""
+        return self.problem is None and not self.text
+
+    def is_a(self, *kinds):
+        """Whether it is an error of one of these kinds."""
+        return any(kind.__name__ in self.kinds for kind in kinds)
+
+    def __str__(self):
+        return self.problem or self.text or "right"
+
+
+class Group:
+    """A communicator under trial, with arrays that live as long as it."""
+
+    def __init__(self, comm, numbers):
+        """`numbers` are the ranks' numbers in the communicator, in the world's order."""
+        self.comm, self.numbers, self.lists = comm, numbers, Lists()
+        self.registered = []
+
+    @property
+    def broken(self):
+        """Whether this rank's communicator refuses calls."""
+        return self.comm._engine.broken is not None
+
+    def abandon(self):
+        """Let go of it without the other ranks, which may not be able to close it."""
+        engine = self.comm._engine
+        if engine.broken is None:
+            engine.broken = RuntimeError("the fuzzer has abandoned it")
+        self.comm.close()
+
+
+class World:
+    """One rank's view of the world that is fuzzed."""
+
+    def __init__(self, seed):
+        # The fuzzer's own traffic: nothing of the product carries it.
+        self.control = MPI.COMM_WORLD.Dup()
+        self.control.allgather(None)
+        self.rank, self.size = self.control.rank, self.control.size
+        self.seed, self.step = seed, 0
+        self.pids = self.gather(os.getpid())
+        self.excused = 0
+        """Deadlines that ended because the machine held a rank up, with no fault injected."""
+        self._groups = {}
+        self.rng = self.own = random.Random(0)
+
+    def begin(self, step):
+        """Draw from the step's own generators from now on: one in common, one of this rank."""
+        faulthandler.dump_traceback_later(STEP_SECONDS, exit=True)
+        self.step = step
+        self.rng = random.Random(f"{self.seed}/{step}")
+        self.own = random.Random(f"{self.seed}/{step}/{self.rank}")
+
+    def gather(self, thing):
+        """Every rank's, in rank order."""
+        return self.control.allgather(thing)
+
+    def group(self, name=None):
+        """One of the communicators; made anew where any rank's is broken."""
+        name = name or self.rng.choice(("world", "nodes", "split"))
+        group = self._groups.get(name)
+        if any(self.gather(group is None or group.broken)):
+            if group is not None:
+                group.abandon()
+            comm = self._make(name)
+            group = self._groups[name] = Group(comm, self.gather(comm.rank))
+        group.comm.deadline = PATIENT
+        return group
+
+    def _make(self, name):
+        # From a generator of its own: whether it is made must not change what is drawn next.
+        rng = random.Random(f"{self.seed}/{self.step}/{name}")
+        if name == "world":
+            return Communicator(MPI.COMM_WORLD, deadline=PATIENT)
+        if name == "nodes":
+            nodes = [rng.randrange(3) for _ in range(self.size)]
+            return Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=nodes)
+        order = list(range(self.size))
+        rng.shuffle(order)
+        part = MPI.COMM_WORLD.Split(0, order[self.rank])
+        comm = Communicator(part, deadline=PATIENT)
+        part.Free()
+        return comm
+
+    def ready(self, group, plan, *, on_this_rank=None):
+        """A function that makes the call. What is collective about its arrays is done here."""
+        registered = self._registered(group, plan) if plan.layout == "registered" else None
+        return prepare(on_this_rank or plan, group.comm, group.lists, registered)
+
+    def _registered(self, group, plan):
+        if plan.collective not in ("all_reduce", "broadcast", "reduce"):
+            return None
+        kept = group.registered
+        found = [each for each in kept if (each.shape, each.dtype) == (plan.shape, plan.dtype)]
+        if not found:
+            if len(kept) >= REGISTERED:
+                kept.pop(0)
+            found = [group.comm.empty(plan.shape, plan.dtype)]
+            kept += found
+        return found[0]
+
+    def attempt(self, group, plan, call, expected_of=None):
+        """Make the call, and judge what this rank gets by itself."""
+        outcome = Outcome(start=time.monotonic())
+        try:
+            result = call()
+        except BaseException as error:
+            outcome.text = f"{type(error).__name__}: {error}"
+            outcome.kinds = frozenset(kind.__name__ for kind in type(error).__mro__)
+            outcome.absent = getattr(error, "absent", ())
+        else:
+            comm = group.comm
+            outcome.problem = difference(expected_of or plan, result, comm.rank, comm.size)
+            if plan.collective in SAME_ON_ALL:
+                outcome.digest = hashlib.blake2b(bits(result), digest_size=8).digest()
+        outcome.end = time.monotonic()
+        return outcome
+
+    def expect(self, condition, text, outcomes=()):
+        """Raise a deviation on every rank: the condition must be the same on all."""
+        if condition:
+            return
+        lines = [
+            f"  rank {rank}: {' '.join(str(each).split())[:300]}"
+            for rank, each in enumerate(outcomes)
+        ]
+        raise DeviationError("\n".join([text, *lines]))
+
+    def expect_right(self, plan, outcomes, what="a valid call"):
+        """Every rank has the right result, and the same bits where that is promised."""
+        if any(each.is_a(collectives.DeadlineExceededError) for each in outcomes):
+            starts = [each.start for each in outcomes]
+            if max(starts) - min(starts) > SHORT / 2:
+                self.excused += 1
+                return
+        # MPI has no collective of its own for every dtype and op: all ranks say so.
+        refused = [each.is_a(ValueError) and "there is no such" in each.text for each in outcomes]
+        if plan.algorithm == "native" and all(refused):
+            return
+        self.expect(all(each.right for each in outcomes), f"{what}: {plan.shows}", outcomes)
+        digests = {each.digest for each in outcomes}
+        self.expect(len(digests) == 1, f"{what}, different bits: {plan.shows}", outcomes)
+
+    def valid_call(self, group, plan=None, what="a valid call"):
+        """All ranks make the same call, which must succeed."""
+        plan = plan or draw(self.rng, self.size)
+        group.comm.deadline = PATIENT
+        if self.rng.random() < 0.1:
+            # The ranks come at different times.
+            time.sleep(self.own.random() * 2e-3)
+        outcomes = self.gather(self.attempt(group, plan, self.ready(group, plan)))
+        self.expect_right(plan, outcomes, what)
+
+    def small(self, plan):
+        """The plan with an array that travels quickly."""
+        return plan if np.prod(plan.shape) < 50_000 else replace(plan, shape=(1000,))
+
+    def drop_all(self):
+        """Begin anew after a deviation: what a communicator is in now is unknown."""
+        for group in self._groups.values():
+            group.abandon()
+        self._groups.clear()
+
+    def abort(self):
+        """End the job."""
+        self.control.Abort(3)
+
+    def end(self):
+        """Give everything back, together."""
+        for group in self._groups.values():
+            if any(self.gather(group.broken)):
+                group.abandon()
+            else:
+                group.comm.close()
+        faulthandler.cancel_dump_traceback_later()
+        self.control.Free()
