@@ -1,0 +1,6 @@
+"""The faults that are injected, and what must come of each."""
+
+from tests.fuzz.faults import arguments, concurrent, interrupted, memory, waiting
+from tests.fuzz.faults.registry import FAULTS
+
+__all__ = ["FAULTS", "arguments", "concurrent", "interrupted", "memory", "waiting"]
