@@ -47,7 +47,7 @@ class Agreement:
         self._several_nodes = len(nodes) > 1
         self._words = None if leaders is None else leaders.open_words()
         self.sequence = 0
-        """The number of the last call that was made."""
+        """The number of the last call that was made, or that other ranks may have seen."""
 
     @property
     def leads(self) -> bool:
@@ -67,23 +67,34 @@ class Agreement:
         sequence = self.sequence + 1
         call = self._patience.call
         call.what, call.sequence, call.line = signature, sequence, line
-        alike = self._meet(base | sequence & SEQUENCE_MASK, sequence)
+        # Before any other rank can see the call: whatever ends it from here on is judged by that.
         self.sequence = sequence
+        alike = self._withdrawing(self._meet, base | sequence & SEQUENCE_MASK, sequence)
         self._patience.met()
         if not alike:
             raise self._describe(signature)
 
     def meet_at(self, signature: Signature, word: int, sequence: int) -> None:
-        """As `meet`, on one node, for a caller that has stored its word already.
-
-        The number of the call is left for the caller to advance, but where it ends in an error.
-        """
+        """As `meet`, on one node, for a caller that has counted the call and stored its word."""
         call = self._patience.call
         call.what, call.sequence, call.line = signature, sequence, None
         assert self.arrival is not None
-        if not self.arrival.await_all(word, sequence):
-            self.sequence = sequence
+        if not self._withdrawing(self.arrival.await_all, word, sequence):
             raise self._describe(signature)
+
+    def _withdrawing(self, wait: Callable[[int, int], bool], word: int, sequence: int) -> bool:
+        """What `wait` returns; a call that was withdrawn is not counted."""
+        try:
+            return wait(word, sequence)
+        except DeadlineExceededError as error:
+            if error.withdrawn:
+                self.sequence = sequence - 1
+            raise
+
+    def end(self) -> None:
+        """Let the node's ranks know that this one makes no call any more."""
+        if self.arrival is not None:
+            self.arrival.end()
 
     def _meet(self, word: int, sequence: int) -> bool:
         if self.arrival is None:
@@ -124,10 +135,11 @@ class Agreement:
                     break
             else:
                 self._patience.until(complete, lambda: self._absent(words, number))
-        except DeadlineExceededError:
+        except DeadlineExceededError as error:
             # A node that sees this in time waits for the next word. One that has gone on already
             # finds this one in its call, if it makes the same again.
             words.post(number)
+            error.withdrawn = True
             raise
         return alike and all(each == own for each in words.of(number))
 

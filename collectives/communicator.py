@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from collectives import tuning
-from collectives.engine import Engine
 from collectives.explanation import explain
 from collectives.group import Group
 from collectives.handles import Handle
 from collectives.mailbox import Mailbox
-from collectives.operations import messages, movements, nodes, objects, reductions, registered
+from collectives.operations import messages, movements, objects, reductions, registered
 from collectives.operations.all_to_all import all_to_all
 from collectives.operations.arguments import check_index, check_peer
 from collectives.operations.mailboxes import open_mailbox
@@ -178,14 +177,20 @@ class Communicator(Group):
         self._run(reductions.barrier(what))
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
-        """Send the array's elements to one rank, which receives them with `recv`."""
+        """Send the array's elements to one rank, which receives them with `recv`.
+
+        After DeadlineExceededError the message is still on its way: the array must not be changed
+        before the same `send`, made again, has returned. It sends nothing twice.
+        """
         self._check_open()
         messages.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
 
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
         """Receive elements from one rank into `out`, and return it.
 
-        Raises ShapeMismatchError where another number of bytes came than `out` holds.
+        Raises ShapeMismatchError where another number of bytes came than `out` holds. After
+        DeadlineExceededError the message that was waited for goes to the next `recv` of the same
+        rank and tag.
         """
         self._check_open()
         return messages.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)
@@ -225,8 +230,7 @@ class Communicator(Group):
         Its own calls are not: any rank sends to any other at any time, beside the communicator's
         calls. It ends with the communicator, or by its own `close`.
         """
-        mailbox: Mailbox = self._run(open_mailbox())
-        self._mailboxes = [each for each in self._mailboxes if not each.given_back] + [mailbox]
+        mailbox: Mailbox = self._run(self._keeping(open_mailbox()))
         return mailbox
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
@@ -239,9 +243,7 @@ class Communicator(Group):
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `empty`, filled with zeros."""
-        array = self.empty(shape, dtype)
-        array.reshape(-1).view(np.uint8)[...] = 0
-        return array
+        return self._run(self._forgetting(registered.zeros(shape, dtype)))
 
     def empty_shared(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """One array for all ranks of a node, uninitialised. Collective.
@@ -289,11 +291,8 @@ class Communicator(Group):
         if color is not None:
             color = check_index("color", color, 1 << 31)
         key = check_index("key", key, 1 << 31, least=-(1 << 31))
-        part = self._run(nodes.split(color, key))
-        if part is None:
-            return None
-        node_of = nodes.gather_labels(Engine(part), self.node)
-        return Communicator(part, backend=self.backend, deadline=self.deadline, node_of=node_of)
+        part: Communicator | None = self._engine.whole(self._split, color, key)
+        return part
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}>"

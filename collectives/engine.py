@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives.agreement import Agreement
 from collectives.arrays import empty, is_device
+from collectives.calls import Calls
 from collectives.devices.path import OnDevices, Request
-from collectives.errors import DeadlineExceededError, RankFailedError
+from collectives.errors import RankFailedError, in_step
 from collectives.executor import HostMemory, Plans, own_part
 from collectives.node import Node, Path
 from collectives.paths import FORCED, NATIVE, QUICKEST, SHARED
@@ -33,11 +33,8 @@ from collectives.watchdog import Watchdog
 
 _CHOICES_KEPT = 1024
 
-UNFINISHED = (DeadlineExceededError, RankFailedError, KeyboardInterrupt, MemoryError)
-"""What may end a call on one rank alone, wherever it is."""
 
-
-class Engine:
+class Engine(Calls):
     """One rank's calls over one transport. One thread at a time runs on it."""
 
     def __init__(self, transport: Transport, patience: Patience | None = None) -> None:
@@ -48,18 +45,15 @@ class Engine:
         self.patience = transport.patience = patience
         if transport.one_process:
             patience.sleep_early()
-        self.rank, self.size = transport.rank, transport.size
+        self.rank = transport.rank
+        super().__init__(transport.size, Watchdog(patience, self.end_job))
         self.recorder = Recorder(self.rank)
-        self.agreement: Agreement | None = None
         self.node: Node | None = None
         self.devices: OnDevices | None = None
         self.layout = Layout((1,) * self.size)
         self.figures, self.figures_name = Figures(), "built-in figures"
         self.path = ""
-        self.broken: BaseException | None = None
         self.forked = False
-        self.lock = threading.RLock()
-        self.watchdog = Watchdog(self.patience, self.end_job)
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
         self._memory = HostMemory()
@@ -74,22 +68,7 @@ class Engine:
 
         `line` is where the user made the call, if that was in another thread.
         """
-        with self.lock:
-            if self.broken is not None:
-                raise self.refusal()
-            if self.agreement is not None:
-                self._agree(self.agreement.meet, signature, line)
-            start = clock()
-            self.path = ""
-            try:
-                return run(self)
-            except UNFINISHED as error:
-                # In the middle of a call: nobody knows what the others have or wait for.
-                self.broken = error
-                raise
-            finally:
-                number = 0 if self.agreement is None else self.agreement.sequence
-                self.recorder.add((number, signature, self.path, start, clock()))
+        return self.whole(self._perform, signature, None, line, "", run, self)
 
     def perform_quickly(
         self,
@@ -101,37 +80,32 @@ class Engine:
         path: str = SHARED,
     ) -> None:
         """As `perform`, for a call that was looked up before: `base` holds its fingerprint."""
-        with self.lock:
-            if self.broken is not None:
-                raise self.refusal()
-            number = 0
-            if self.agreement is not None:
-                self._agree(self.agreement.meet_word, signature, base)
-                number = self.agreement.sequence
-            start = clock()
-            self.path = path
-            try:
-                run(source, target)
-            except UNFINISHED as error:
-                self.broken = error
-                raise
-            self.recorder.add((number, signature, self.path, start, clock()))
+        self.whole(self._perform, signature, base, None, path, run, source, target)
 
-    def _agree(self, meet: Callable[..., None], *arguments: Any) -> None:
+    def _perform(
+        self,
+        signature: Signature,
+        base: int | None,
+        line: str | None,
+        path: str,
+        run: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
+        if self.broken is not None:
+            raise self.refusal()
+        number = 0
+        if self.agreement is not None:
+            if base is None:
+                self.agreement.meet(signature, line)
+            else:
+                self.agreement.meet_word(signature, base)
+            number = self.agreement.sequence
+        start = clock()
+        self.path = path
         try:
-            meet(*arguments)
-        except UNFINISHED as error:
-            self.leave(error)
-            raise
-
-    def leave(self, error: BaseException) -> None:
-        """Note what ended a call while the ranks met: the last one, if others may go on in it."""
-        if not isinstance(error, DeadlineExceededError) or error.counted_on:
-            self.broken = error
-
-    def refusal(self) -> RuntimeError:
-        """Why no call can be made any more."""
-        return RuntimeError(f"the communicator can't go on: {self.broken}")
+            return run(*arguments)
+        finally:
+            self.recorder.add((number, signature, self.path, start, clock()))
 
     def forbid(self) -> None:
         """Refuse every call, in a process that is forked off the rank."""
@@ -212,7 +186,7 @@ class Engine:
         elif algorithm in FORCED:
             kind = "" if op is None else f" for {op.value} of {target.dtype}"
             text = f"there is no such {collective}{kind} here; there is {', '.join(paths)}"
-            raise ValueError(f"algorithm={algorithm!r}: {text}")
+            raise in_step(ValueError(f"algorithm={algorithm!r}: {text}"))
         else:
             run = partial(self._plans.run, collective, algorithm, source, target)
             self.quiet.run(run, lengths, op, root)

@@ -8,7 +8,7 @@ CollectiveError(RuntimeError)
 │   ├── OpMismatchError
 │   └── RootMismatchError
 ├── DeadlineExceededError         (also a TimeoutError) some ranks did not come in time
-├── RankFailedError               a peer died
+├── RankFailedError               a peer died, or an exception ended a call of it
 ├── BackendUnavailableError       no MPI, no GPU, no NCCL: the message says what to install
 └── ScheduleError                 an algorithm does not do what its collective promises
 
@@ -17,6 +17,27 @@ ordinary ValueError or TypeError, raised before any message is sent.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
+
+_IN_STEP = "_collectives_in_step"
+
+
+def in_step(error: Error) -> Error:
+    """Mark an error that leaves the ranks at the same point of the same call; return it.
+
+    Either every rank raises it there, or all data of the call have moved. Any other exception that
+    leaves a call which the other ranks may have seen ends the communicator.
+    """
+    setattr(error, _IN_STEP, True)
+    return error
+
+
+def is_in_step(error: BaseException) -> bool:
+    """Whether the error is marked so."""
+    return hasattr(error, _IN_STEP)
 
 
 class CollectiveError(RuntimeError):
@@ -63,12 +84,12 @@ class DeadlineExceededError(CollectiveError, TimeoutError):
         """`message` names the call, the ranks and the line that waited."""
         super().__init__(message)
         self.absent = absent
-        self.counted_on = False
-        """Whether the others may make the call with this rank, which has left it."""
+        self.withdrawn = False
+        """Whether the call counts as not made, so that this rank may make it again, or another."""
 
 
 class RankFailedError(CollectiveError):
-    """A peer died, or its thread ended with an exception."""
+    """A peer died, or an exception ended its thread or one of its calls."""
 
 
 class BackendUnavailableError(CollectiveError):

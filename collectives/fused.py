@@ -10,7 +10,7 @@ import numpy as np
 from collectives.arrays import to_array
 from collectives.communicator import Communicator
 from collectives.devices.cuda import cuda, on_gpu
-from collectives.fusion import check_bucket_bytes, make_plan
+from collectives.fusion import Plan, check_bucket_bytes, make_plan
 from collectives.operations import Operation
 from collectives.operations.many import describe_many
 from collectives.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
@@ -46,12 +46,16 @@ class Fusion:
                 raise TypeError(f"op={self._op.value!r} of {dtype}: the result has another dtype")
         limit = check_bucket_bytes(bucket_bytes)
         signature = describe_many("Fusion", self._op, kinds, limit)
-        comm._run(Operation(signature, lambda engine: None, on_gpus))
-        plan = make_plan(kinds, limit)
+        agreement = Operation(signature, lambda engine: None, on_gpus)
         self._buckets: list[Array] = []
-        views: list[Array | None] = [None] * len(kinds)
+        comm._engine.whole(self._make_buckets, agreement, make_plan(kinds, limit), len(kinds))
+
+    def _make_buckets(self, agreement: Operation, plan: Plan, count: int) -> None:
+        comm = self._comm
+        comm._run(agreement)
+        views: list[Array | None] = [None] * count
         for each in plan.buckets:
-            empty = cuda().empty if on_gpus else comm.empty
+            empty = cuda().empty if agreement.on_gpu else comm.empty
             bucket = empty(each.length, each.dtype)
             bucket.view(np.uint8)[...] = 0
             self._buckets.append(bucket)
@@ -69,10 +73,12 @@ class Fusion:
 
         As `Communicator.all_reduce` of each with itself as `out`.
         """
-        chosen = self._op if op is None else op
+        return self._comm._engine.whole(self._all_reduce, self._op if op is None else op)
+
+    def _all_reduce(self, op: ReduceOp | str) -> list[Array]:
         for bucket in self._buckets:
             if bucket.size:
-                self._comm.all_reduce(bucket, chosen, out=bucket)
+                self._comm.all_reduce(bucket, op, out=bucket)
         return self.views
 
 

@@ -230,6 +230,24 @@ class Group:
 
         return Operation(operation.signature, run)
 
+    def _split(self: Entered, color: int | None, key: int) -> Entered | None:
+        part = self._run(nodes.split(color, key))
+        if part is None:
+            return None
+        node_of = nodes.gather_labels(Engine(part), self.node)
+        return type(self)(part, backend=self.backend, deadline=self.deadline, node_of=node_of)
+
+    def _keeping(self, operation: Operation) -> Operation:
+        """The operation, which opens a mailbox that ends with the communicator."""
+
+        def run(engine: Engine) -> Mailbox:
+            opened: Mailbox = operation.run(engine)
+            kept = [each for each in self._mailboxes if not each.given_back]
+            self._mailboxes = [*kept, opened]
+            return opened
+
+        return Operation(operation.signature, run)
+
     def _root(self, root: int) -> int:
         return check_index("root", root, self.size)
 
@@ -253,9 +271,13 @@ class Group:
             return self._devices.submit(operation)
         if not self._engine.transport.threads:
             return run_at_once(self._engine, operation)
-        with self._engine.lock:
-            tuned = self._engine.figures, self._engine.figures_name
-            return self._running().submit(operation, calling_line(), tuned)
+        return self._engine.whole(self._queue, operation, calling_line())
+
+    def _queue(self, operation: Operation, line: str) -> Handle[Any]:
+        engine = self._engine
+        # From here on the other ranks may hear of it, however this ends.
+        engine.begun += 1
+        return self._running().submit(operation, line, (engine.figures, engine.figures_name))
 
     def _running(self) -> Progress:
         if self._progress is None:

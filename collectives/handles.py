@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from collectives.engine import Engine
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError, MismatchError, in_step
 from collectives.operations import Operation, nodes
 from collectives.recorder import Entry, Recorder
 from collectives.selection import Figures
@@ -86,7 +86,7 @@ class Progress:
         `line` is where the user asked for it, `tuned` the figures to choose by, and their name.
         """
         if self._closed:
-            raise RuntimeError("asynchronous calls have ended: the program is exiting")
+            raise in_step(RuntimeError("asynchronous calls have ended: the program is exiting"))
         future: Future[Any] = Future()
         self._jobs.put(_Job(operation, line, future, tuned))
         return Handle(future)
@@ -193,7 +193,7 @@ def run_into(
 def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:
     """The handle of an operation that has run: where no thread may make its progress."""
     future: Future[Any] = Future()
-    run_into(future, engine, operation)
+    engine.whole(run_into, future, engine, operation)
     return Handle(future)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from collectives.agreement import Agreement
-from collectives.engine import UNFINISHED, Engine
+from collectives.engine import Engine
 from collectives.node import Path
 from collectives.operations import movements, reductions
 from collectives.operations.arguments import split_rows
@@ -122,7 +122,7 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
     own, others, arrivals = memory.own, memory.others, ARRIVALS
     peer = others[0]
     fence, pair = memory.fence, size == 2
-    acquire, release = engine.lock.acquire, engine.lock.release
+    lock = engine.lock
     run, ring, recorder = engine.quiet.run, engine.recorder.ring, engine.recorder
     last, mean = CALLS_KEPT - 1, op is ReduceOp.MEAN
     arena, in_use = engine.node.arena, engine.node.arena.in_use
@@ -138,39 +138,46 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
             or out.dtype != dtype
         ):
             return PASS
-        acquire()
+        made = False
         try:
-            if engine.broken is not None:
-                raise engine.refusal()
-            if in_use is not arena.in_use:
-                # Another thread has made the first registered array since this was looked up.
-                return PASS
-            start = clock()
-            sequence = agreement.sequence + 1
-            parity = sequence & 1
-            word = base | sequence & SEQUENCE_MASK
-            own_slots[parity][...] = array
-            if fence is not None:
-                fence()
-            index = arrivals[parity]
-            own[index] = word
-            if not pair or fence is not None or peer[index] != word:
-                meet(signature, word, sequence)
-            agreement.sequence = sequence
-            run(fold, firsts[parity], seconds[parity], out)
-            for slot in rest:
-                run(fold, out, slot[parity], out)
-            if mean:
-                run(finish, op, out.reshape(-1), size)
-            position = recorder.position
-            ring[position & last] = (sequence, signature, SHARED, start, clock())
-            recorder.position = position + 1
-            return out
-        except UNFINISHED as error:
-            engine.leave(error)
+            with lock:
+                if engine.broken is not None:
+                    raise engine.refusal()
+                if in_use is not arena.in_use:
+                    # Another thread has made the first registered array since this was looked up.
+                    return PASS
+                start = clock()
+                sequence = agreement.sequence + 1
+                try:
+                    parity = sequence & 1
+                    word = base | sequence & SEQUENCE_MASK
+                    own_slots[parity][...] = array
+                    if fence is not None:
+                        fence()
+                    index = arrivals[parity]
+                    agreement.sequence = sequence
+                    own[index] = word
+                    if not pair or fence is not None or peer[index] != word:
+                        meet(signature, word, sequence)
+                    run(fold, firsts[parity], seconds[parity], out)
+                    for slot in rest:
+                        run(fold, out, slot[parity], out)
+                    if mean:
+                        run(finish, op, out.reshape(-1), size)
+                    position = recorder.position
+                    ring[position & last] = (sequence, signature, SHARED, start, clock())
+                    recorder.position = position + 1
+                    made = True
+                    return out
+                except BaseException as error:
+                    if agreement.sequence == sequence:
+                        engine.leave(error)
+                    raise
+        except BaseException as error:
+            # As in `Calls.whole`.
+            if made:
+                engine.break_off(error)
             raise
-        finally:
-            release()
 
     return all_reduce
 

@@ -30,6 +30,7 @@ Key: TypeAlias = tuple[Any, ...]
 Outs: TypeAlias = list[Any] | None
 
 _dtypes: Callable[[Any], Any] = attrgetter("dtype")
+_writeable: Callable[[Any], Any] = attrgetter("flags.writeable")
 _shapes: Callable[[Any], Any] = attrgetter("shape")
 _copy: Callable[[Array], Array] = np.ndarray.copy
 
@@ -74,8 +75,8 @@ class Known:
         self._in_order = None if places == sorted(places) else itemgetter(*np.argsort(places))
 
     def fits(self, arrays: list[Any], out: list[Any] | None) -> bool:
-        """Whether the call is the same again."""
-        if not self._arrays.fits(arrays):
+        """Whether the call is the same again, and its results can be stored."""
+        if not self._arrays.fits(arrays) or not all(map(_writeable, out or ())):
             return False
         if out is None or out is arrays:
             return self._outs is None and self._in_place == (out is arrays)
@@ -84,24 +85,17 @@ class Known:
     def make(self, arrays: list[Array], out: list[Array] | None) -> list[Array]:
         """Make the call."""
         results: list[Array] = []
-        problems: list[ValueError] = []
 
         def run() -> None:
             for part in self._parts:
                 views = part.reduce(part.pick(arrays))
                 if out is None:
                     results.extend(map(_copy, views))
-                    continue
-                try:
+                else:
                     deque(map(setitem, part.pick(out), repeat(...), views), maxlen=0)
-                except ValueError as error:
-                    # The other ranks are in the middle of the call: it goes on to its end.
-                    problems.append(error)
 
         quiet = self._engine.quiet.run
         self._engine.perform_quickly(self._signature, self._base, lambda *_: quiet(run), None, None)
-        if problems:
-            raise problems[0]
         if out is not None:
             return list(out)
         return results if self._in_order is None else list(self._in_order(results))
@@ -130,8 +124,7 @@ class ManyReducer:
     ) -> list[Any]:
         """Make the call, in the short way where it is known."""
         key = _key(arrays, op, out, bucket_bytes)
-        with self._engine.lock:
-            return self._reduce(key, arrays, op, out, bucket_bytes)
+        return self._engine.whole(self._reduce, key, arrays, op, out, bucket_bytes)
 
     def _reduce(
         self, key: Key | None, arrays: Sequence[Any], op: Any, out: Any, bucket_bytes: int | None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from collectives.arrays import Output
 from collectives.devices.cuda import cuda, on_gpu
 from collectives.engine import Engine
 from collectives.operations.reductions import ReduceInput
 from collectives.quick import (
     PASS,
+    AllReduce,
     quick_all_gather,
     quick_all_reduce,
     quick_broadcast,
@@ -39,10 +41,8 @@ class ShortWays:
         quick = quick_all_reduce(self._engine, given)
         if quick is None:
             return PASS
-        source, target = given.source_for(output), output.buffer.reshape(given.shape)
-        quick(target if source is None else source.reshape(given.shape), target)
         self._remember((op, given.array.dtype, given.shape), quick)
-        return output.deliver()
+        return self._engine.whole(_make, quick, given, output)
 
     def _all_reduce_on_gpu(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
         """As `all_reduce`; what is new goes the general way first, where all ranks choose it."""
@@ -91,3 +91,10 @@ class ShortWays:
             self.known.clear()
         self.known[key] = quick
         return quick
+
+
+def _make(quick: AllReduce, given: ReduceInput, output: Output) -> Any:
+    """The call by its short way, and what is to be done with the result."""
+    source, target = given.source_for(output), output.buffer.reshape(given.shape)
+    given_array = target if source is None else source.reshape(given.shape)
+    return PASS if quick(given_array, target) is PASS else output.deliver()

@@ -49,6 +49,10 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Nothing is waited for any more."""
         self._since = None
 
     def look(self) -> None:

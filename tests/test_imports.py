@@ -40,6 +40,7 @@ ALLOWED = {
         "transports.base",
         "waiting",
     },
+    "collectives.calls": {"agreement", "errors", "watchdog"},
     "collectives.selection": {"algorithms", "cost", "paths", "spec"},
     "collectives.fusion": set(),
     "collectives.arrays": {"devices.cuda", "reduction"},
@@ -70,6 +71,7 @@ ALLOWED = {
         "devices.launches",
         "devices.memory",
         "devices.path",
+        "errors",
         "executor",
         "paths",
         "reduction",
@@ -131,6 +133,7 @@ LAZY = {
         "collectives/backends.py",
         "collectives/transports/mpi.py",
         "collectives/transports/mpi_mailbox.py",
+        "collectives/transports/mpi_messages.py",
         "collectives/transports/mpi_native.py",
     },
     "cupy": {

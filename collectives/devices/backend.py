@@ -21,7 +21,7 @@ from collectives.devices.path import DevicePath, Request
 from collectives.devices.quick import quick_all_reduce
 from collectives.devices.staged_path import StagedPath
 from collectives.engine import Engine
-from collectives.errors import BackendUnavailableError, CollectiveError
+from collectives.errors import BackendUnavailableError, CollectiveError, in_step, is_in_step
 from collectives.handles import Handle, run_into
 from collectives.operations import Operation
 from collectives.operations.objects import (
@@ -66,7 +66,7 @@ class Devices:
             return
         found, verdict = self._examine(lambda gpus: self._local_rank % gpus.device_count())
         if found is None or verdict.problem is not None:
-            raise BackendUnavailableError(f"backend='nccl': {verdict.problem}")
+            raise in_step(BackendUnavailableError(f"backend='nccl': {verdict.problem}"))
         found.cuda.use_device(found.device)
         self._use(self._over_nccl(found, verdict), found)
 
@@ -90,12 +90,10 @@ class Devices:
             return path.run(request)
         except NcclError as error:
             raise self._failed(error) from error
-        except (ValueError, TypeError):
-            # Of what the ranks have agreed on: all raise the same.
-            raise
         except BaseException as error:
             # The others may be in the call: the next one would meet this one of theirs.
-            self.give_up(error)
+            if not is_in_step(error):
+                self.give_up(error)
             raise
 
     def _failed(self, error: NcclError) -> CollectiveError:
@@ -117,6 +115,9 @@ class Devices:
 
     def submit(self, operation: Operation) -> Handle[Any]:
         """Make the call, and let the caller wait for the GPU later."""
+        return self._engine.whole(self._submit, operation)
+
+    def _submit(self, operation: Operation) -> Handle[Any]:
         self.check_call(operation.signature)
         future: Future[Any] = Future()
         marked = operation._replace(signature=operation.signature.on_gpu())
@@ -168,7 +169,7 @@ class Devices:
             lambda gpus: gpus.current_device() if array is None else gpus.device_of(array)
         )
         if found is None or not verdict.gpus:
-            raise BackendUnavailableError(f"arrays on GPUs: {verdict.problem}")
+            raise in_step(BackendUnavailableError(f"arrays on GPUs: {verdict.problem}"))
         if verdict.problem is None:
             return self._use(self._over_nccl(found, verdict), found)
         if self._engine.rank == 0:
@@ -222,7 +223,9 @@ class Devices:
                 float8=verdict.float8,
             )
         except NcclError as error:
-            raise CollectiveError(f"NCCL did not start: {error}") from error
+            problem = CollectiveError(f"NCCL did not start: {error}")
+            # Where the ranks told each other of it all raise the same.
+            raise (in_step(problem) if is_in_step(error) else problem) from error
         made.append(transport)
         return NcclPath(gpus, transport, launches)
 
@@ -244,7 +247,7 @@ class Devices:
 
     def give_up(self, error: BaseException) -> None:
         """End what runs, after an error that the other ranks may not have."""
-        self._engine.broken = error
+        self._engine.break_off(error)
         self.abandon()
 
     def abandon(self) -> None:

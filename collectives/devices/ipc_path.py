@@ -21,7 +21,7 @@ import numpy as np
 from collectives.devices.cuda import Cuda, DeviceArray, Event, wait_for
 from collectives.devices.path import DevicePath, Request
 from collectives.devices.side_stream import SideStream
-from collectives.errors import BackendUnavailableError
+from collectives.errors import BackendUnavailableError, in_step
 from collectives.reduction import ReduceOp, check_reducible
 from collectives.shared.staged import blocks_of, part_starts
 
@@ -114,9 +114,12 @@ class IpcPath(DevicePath):
         """Take part in rounds; return when all have met in the last one, before it is read."""
         if request.algorithm not in (None, self.name):
             there = f"device arrays over CUDA IPC have {self.name!r} alone"
-            raise ValueError(f"algorithm={request.algorithm!r}: {there}")
+            raise in_step(ValueError(f"algorithm={request.algorithm!r}: {there}"))
         if request.op is not None:
-            check_reducible(request.op, request.target.dtype)
+            try:
+                check_reducible(request.op, request.target.dtype)
+            except TypeError as error:
+                raise in_step(error) from None
         if request.empty:
             return self.name
         with self._side.work(request.source, request.target):

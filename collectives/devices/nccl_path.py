@@ -12,6 +12,7 @@ from collectives.devices.cuda import Cuda, DeviceArray, Event
 from collectives.devices.launches import Launches
 from collectives.devices.memory import DeviceMemory
 from collectives.devices.path import DevicePath, Reduce, Request
+from collectives.errors import in_step
 from collectives.executor import Plans
 from collectives.paths import FORCED, NATIVE
 from collectives.reduction import ReduceOp
@@ -39,10 +40,11 @@ class NcclPath(DevicePath):
         """Put it on the communicator's stream."""
         algorithm = request.algorithm
         if algorithm in FORCED and algorithm != NATIVE:
-            raise ValueError(
+            problem = ValueError(
                 f"algorithm={algorithm!r}: device arrays over NCCL have {NATIVE!r} and"
                 f" {', '.join(map(repr, algorithms.names(request.collective)))}"
             )
+            raise in_step(problem)
         if request.empty:
             return self.name
         if request.op is None:

@@ -37,21 +37,29 @@ class ManyOnGpus:
         bucket_bytes: int | None,
     ) -> list[Any]:
         """Make the call."""
-        with self._engine.lock:
-            check_many(arrays, out)
-            reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
-            given = _inputs(arrays, reduction)
-            outs = out if out is not None else [None] * len(given)
-            outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
-            if self._engine.devices is not None:
-                dtypes = {each.dtype for each in given}
-                self._engine.devices.check("all_reduce", reduction.value, dtypes)
-            if self._memory is None:
-                self._memory = BucketMemory(cuda())
-            with self._memory.turn():
-                operation = _operation(self._memory, given, outputs, reduction, limit)
-                reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
-            return reduced
+        return self._engine.whole(self._reduce, arrays, op, out, bucket_bytes)
+
+    def _reduce(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str,
+        out: Sequence[Any] | None,
+        bucket_bytes: int | None,
+    ) -> list[Any]:
+        check_many(arrays, out)
+        reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
+        given = _inputs(arrays, reduction)
+        outs = out if out is not None else [None] * len(given)
+        outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
+        if self._engine.devices is not None:
+            dtypes = {each.dtype for each in given}
+            self._engine.devices.check("all_reduce", reduction.value, dtypes)
+        if self._memory is None:
+            self._memory = BucketMemory(cuda())
+        with self._memory.turn():
+            operation = _operation(self._memory, given, outputs, reduction, limit)
+            reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
+        return reduced
 
 
 def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:

@@ -6,17 +6,19 @@ Device arrays go by way of the host: NCCL knows no tags, and waits for a receive
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from collectives.arrays import flat, given_output, is_device, to_array
 from collectives.devices.host_copies import fetched, filled
 from collectives.engine import Engine
-from collectives.errors import DtypeMismatchError, ShapeMismatchError
+from collectives.errors import DeadlineExceededError, DtypeMismatchError, ShapeMismatchError
 from collectives.operations.arguments import check_index
 from collectives.signature import dtype_name, fingerprint
 from collectives.transports.base import LARGEST_TAG
+
+Result = TypeVar("Result")
 
 
 def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
@@ -28,7 +30,7 @@ def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
         elements = flat(given)
         content = (fetched(elements) if is_device(elements) else elements).view(np.uint8).data
         _begin(engine, f"send(to rank {peer}, tag={tag})")
-        engine.transport.send(content, peer, tag, _kind(given.dtype))
+        _once(engine, engine.transport.send, content, peer, tag, _kind(given.dtype))
 
     return perform
 
@@ -45,7 +47,7 @@ def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
         _begin(engine, call)
         buffer = np.empty(output.buffer.size, view.dtype) if on_gpu else output.buffer
         content = buffer.view(np.uint8).data
-        nbytes, kind = engine.transport.receive(content, peer, tag)
+        nbytes, kind = _once(engine, engine.transport.receive, content, peer, tag)
         if kind != _kind(view.dtype):
             held = dtype_name(view.dtype)
             raise DtypeMismatchError(f"{call}: it sent another dtype than out holds, {held}")
@@ -58,6 +60,18 @@ def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
         return output.deliver()
 
     return perform
+
+
+def _once(engine: Engine, step: Callable[..., Result], *arguments: Any) -> Result:
+    """Let the transport send or receive: after a deadline that may be done again, else never."""
+    try:
+        return step(*arguments)
+    except DeadlineExceededError:
+        raise
+    except BaseException as error:
+        # Part of the message may have gone, or come: the next one would be taken for the rest.
+        engine.break_off(error)
+        raise
 
 
 def _kind(dtype: np.dtype[Any]) -> int:

@@ -20,6 +20,7 @@ from collectives.arrays import (
     to_array,
 )
 from collectives.engine import Engine
+from collectives.errors import in_step
 from collectives.operations import Operation
 from collectives.operations.arguments import Rows
 from collectives.operations.objects import broadcast_pickle, numbers_of_all
@@ -66,7 +67,8 @@ def counts_of_all(engine: Engine, count: int, room: int = _ANY_ROOM) -> list[int
     total = sum(counts)
     for rank, (_, room) in enumerate(table):
         if room not in (_ANY_ROOM, total):
-            raise ValueError(f"out has {room} rows on rank {rank}: the joined arrays have {total}")
+            problem = f"out has {room} rows on rank {rank}: the joined arrays have {total}"
+            raise in_step(ValueError(problem))
     return counts
 
 

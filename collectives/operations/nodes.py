@@ -10,7 +10,7 @@ from functools import partial
 from collectives import topology
 from collectives.agreement import Agreement, ranks_of
 from collectives.engine import Engine
-from collectives.errors import DeadlineExceededError, MismatchError, RankFailedError
+from collectives.errors import MismatchError, in_step
 from collectives.node import Node
 from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles, make_on_all, numbers_of_all
@@ -37,7 +37,8 @@ def agree_on_start(
         first = given[0][position]
         for rank, each in enumerate(given):
             if each[position] != first:
-                raise ValueError(f"{name}: rank 0 gave {first}, rank {rank} {each[position]}")
+                problem = f"{name}: rank 0 gave {first}, rank {rank} {each[position]}"
+                raise in_step(ValueError(problem))
     return given[0][1]
 
 
@@ -182,9 +183,5 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
-    try:
-        named = signature._replace(scope=signature.scope or engine.patience.call.scope)
-        return mismatch(gather_pickles(engine, pickle.dumps(named)))
-    except (DeadlineExceededError, RankFailedError) as error:
-        engine.broken = error
-        raise
+    named = signature._replace(scope=signature.scope or engine.patience.call.scope)
+    return in_step(mismatch(gather_pickles(engine, pickle.dumps(named))))

@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 
 from collectives.engine import Engine
+from collectives.errors import in_step
 from collectives.operations import Operation
+from collectives.reduction import Array
 from collectives.signature import Signature
+
+# What `pickle` says that it raises for what it can't read.
+_UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError)
 
 
 def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int]]:
@@ -36,9 +41,9 @@ def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) 
     if make is not None:
         buffer[:] = np.frombuffer(content, np.uint8)
     engine.run("broadcast", None, buffer, root=root)
-    result, error = pickle.loads(buffer.data)
+    result, error = _read(buffer)
     if error is not None:
-        raise error
+        raise in_step(error)
     return result
 
 
@@ -61,7 +66,7 @@ def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
         if error is not None:
             if engine.size > 1:
                 error.args = (f"rank {rank}: {error}",)
-            raise error
+            raise in_step(error)
     return [result for result, _ in outcomes]
 
 
@@ -88,4 +93,12 @@ def gather_pickles(engine: Engine, pickled: bytes) -> list[Any]:
     buffer[ends[engine.rank] - len(content) : ends[engine.rank]] = content
     engine.run("all_gather", None, buffer, lengths=lengths)
     parts = np.split(buffer, ends[:-1])
-    return [pickle.loads(part.data) for part in parts]
+    return [_read(part) for part in parts]
+
+
+def _read(content: Array) -> Any:
+    """An object. Where this rank can't read it, that is all that is missing of the call."""
+    try:
+        return pickle.loads(content.data)
+    except _UNREADABLE as error:
+        raise in_step(error) from None

@@ -38,6 +38,18 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
     return Operation(Signature("empty", None, dtype_name(kind), dimensions, nbytes=nbytes), perform)
 
 
+def zeros(shape: int | Sequence[int], dtype: Any) -> Operation:
+    """As `empty`, filled with zeros."""
+    unfilled = empty(shape, dtype)
+
+    def perform(engine: Engine) -> Array:
+        array: Array = unfilled.run(engine)
+        array.reshape(-1).view(np.uint8)[...] = 0
+        return array
+
+    return unfilled._replace(run=perform)
+
+
 def empty_shared(shape: int | Sequence[int], dtype: Any) -> Operation:
     """One array for all ranks of a node; None everywhere where a node has no memory for it."""
     dimensions, kind, nbytes = _checked(shape, dtype)

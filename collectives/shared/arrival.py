@@ -28,6 +28,7 @@ from collectives.shared.memory import (
     ARRIVALS,
     COLLECTED,
     COMMITTED,
+    ENDED,
     MISSING_NODES,
     PROCESS,
     VERDICTS,
@@ -115,9 +116,10 @@ class Arrival:
 
         try:
             self._patience.until(here, lambda: self._culprits(word, index))
-        except DeadlineExceededError:
+        except DeadlineExceededError as error:
             while leave and not here():
                 if self._leave(index, word):
+                    error.withdrawn = True
                     raise
                 # Somebody goes on, or all came in this moment.
                 self._await_bound(lambda: here() or not self._bound_by_any(word), dict)
@@ -152,25 +154,30 @@ class Arrival:
 
     def _culprits(self, word: int, index: int) -> dict[int, str]:
         """Of the absent those who never came, if any: others left because of them."""
+        return self._never_came(word, index) or self.absent(word, index)
+
+    def _never_came(self, word: int, index: int) -> dict[int, str]:
+        """The absent but for those who came and have left."""
         absent, number = self.absent(word, index), word & SEQUENCE_MASK
         left = {
             self._ranks[peer]
             for peer, words in enumerate(self.memory.words)
             if words[index] == number
         }
-        return {rank: note for rank, note in absent.items() if rank not in left} or absent
+        return {rank: note for rank, note in absent.items() if rank not in left}
+
+    def end(self) -> None:
+        """Let the others know that this rank makes no call any more."""
+        self.memory.publish(ENDED, 1)
 
     def _check_alive(self) -> None:
-        dead = [
-            f"rank {self._ranks[peer]}"
+        problems = [
+            f"rank {self._ranks[peer]} {problem}"
             for peer, words in enumerate(self.memory.words)
-            # A rank that has yet to sign in may just be slow.
-            if words[PROCESS] and not is_alive(words[PROCESS])
+            if (problem := _problem(words)) is not None
         ]
-        if dead:
-            call = self._patience.call
-            verb = "has" if len(dead) == 1 else "have"
-            error = RankFailedError(f"{', '.join(dead)} {verb} died; {call}, waited for it")
+        if problems:
+            error = RankFailedError(f"{', '.join(problems)}; {self._patience.call}, waited for it")
             self._patience.before_raise(error)
             raise error
 
@@ -194,11 +201,12 @@ class Arrival:
         """As the leader: let the others know which nodes are waited for."""
         self.memory.publish(MISSING_NODES, sum(1 << node for node in nodes if node < _NODES_NOTED))
 
-    def _missing(self) -> dict[int, str]:
+    def _missing(self, word: int) -> dict[int, str]:
         """As one of the others: the ranks that the leader waits for, if it said so."""
         noted = self.memory.words[0][MISSING_NODES]
         nodes = [node for node in range(_NODES_NOTED) if noted >> node & 1]
-        return self._ranks_of(nodes) or {self._ranks[0]: ", which waits for other nodes"}
+        left = self.absent(word, ARRIVALS[word & 1])
+        return self._ranks_of(nodes) or left or {self._ranks[0]: ", which waits for other nodes"}
 
     def tell(self, verdict: int, sequence: int) -> None:
         """As the leader: say what the other nodes said."""
@@ -215,13 +223,14 @@ class Arrival:
             return leader[index] & SEQUENCE_MASK == number and leader[index] > 0
 
         def absent() -> dict[int, str]:
-            return self._culprits(word, ARRIVALS[sequence & 1]) or self._missing()
+            return self._never_came(word, ARRIVALS[sequence & 1]) or self._missing(word)
 
         try:
             self._patience.until(told, absent)
-        except DeadlineExceededError:
+        except DeadlineExceededError as error:
             while not told():
                 if self._leave_leader(word, sequence):
+                    error.withdrawn = True
                     raise
                 # The leader is bound to the call until the other nodes come, or it gives up.
                 self._await_bound(lambda: told() or not self._bound(sequence), absent)
@@ -235,7 +244,8 @@ class Arrival:
         try:
             self._patience.until(ready, absent, _GRACE_SECONDS)
         except DeadlineExceededError as error:
-            error.counted_on = not self._patience.limited
+            # Who limits the wait makes the same call again.
+            error.withdrawn = self._patience.limited
             raise
 
     def _bound(self, sequence: int) -> bool:
@@ -254,6 +264,14 @@ class Arrival:
 def is_here(word: int, number: int) -> bool:
     """Whether it is the word of one who came to the call of that number, and has not left."""
     return word & SEQUENCE_MASK == number and word > SEQUENCE_MASK
+
+
+def _problem(words: memoryview) -> str | None:
+    """Why nothing more can come of a rank with these words, if that is so."""
+    # A rank that has yet to sign in may just be slow.
+    if words[PROCESS] and not is_alive(words[PROCESS]):
+        return "has died"
+    return "can't go on, since an exception ended a call there" if words[ENDED] else None
 
 
 def is_alive(process: int) -> bool:

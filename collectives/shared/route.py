@@ -50,18 +50,24 @@ class Route:
         if nbytes < self._least_bytes or not (self._forced or self._places.worth_asking):
             self._ways[STAGED](NOWHERE, source, target, lengths, root)
             return STAGED
+        try:
+            return self._run_where_they_lie(source, target, nbytes, lengths, root)
+        except BaseException:
+            # The others may copy from and to these arrays as long as they don't know.
+            self._abandoned = (source, target)
+            raise
+
+    def _run_where_they_lie(
+        self, source: Array | None, target: Array, nbytes: int, lengths: Lengths, root: int
+    ) -> str:
+        given = target if source is None else source
         places, nbytes = self._places.exchange(given, target, nbytes)
         if self._attempt is not None and self._attempt(places, source, target, lengths, root):
             return DIRECT
         experience = self._places.experience
         way = experience.choose(self._entry(nbytes, places.in_place))
         start = _clock()
-        try:
-            self._ways[way](places, source, target, lengths, root)
-        except BaseException:
-            # The others may copy from and to these arrays as long as they don't know.
-            self._abandoned = (source, target)
-            raise
+        self._ways[way](places, source, target, lengths, root)
         experience.nanoseconds = _clock() - start
         return way
 

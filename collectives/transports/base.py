@@ -123,12 +123,16 @@ class Transport(Wires):
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
         """Send one message outside all exchanges; return when the buffer may be changed.
 
-        `kind`, below 2^63, goes with it.
+        `kind`, below 2^63, goes with it. A message that exceeds the deadline stays on its way; the
+        same one, sent again, is not sent twice.
         """
 
     @abstractmethod
     def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
-        """Receive one message, and lose what exceeds the buffer; its length in bytes, and kind."""
+        """Receive one message, and lose what exceeds the buffer; its length in bytes, and kind.
+
+        A receive that exceeds the deadline takes nothing that the next one doesn't get.
+        """
 
     @abstractmethod
     def node_leader(self) -> int:

@@ -12,7 +12,6 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.transports.base import (
-    LARGEST_TAG,
     Bytes,
     Message,
     Native,
@@ -21,13 +20,12 @@ from collectives.transports.base import (
     Words,
 )
 from collectives.transports.mpi_mailbox import MpiPost, parts_of
+from collectives.transports.mpi_messages import LAST_TAG, Messages
 from collectives.transports.mpi_native import native
 from collectives.waiting import Patience
 
 _EXCHANGE_TAG = 0
-_FIRST_USER_TAG = 1
-
-_WORDS_TAG = _FIRST_USER_TAG + LARGEST_TAG + 1
+_WORDS_TAG = LAST_TAG + 1
 
 # The machines on which loads and stores of one thread are seen in their order.
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
@@ -49,6 +47,7 @@ class MpiTransport(Transport):
         self.patience = Patience()
         self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
         self._abandoned: list[Any] = []
+        self._messages = Messages(owned, self._wait_for)
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
@@ -68,49 +67,38 @@ class MpiTransport(Transport):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Post everything, wait for everything."""
         comm = self.comm
-        requests = [
-            comm.Irecv(part, peer, _EXCHANGE_TAG)
-            for peer, buffer in receives
-            for part in parts_of(buffer)
-        ]
-        requests += [
-            comm.Isend(part, peer, _EXCHANGE_TAG)
-            for peer, buffer in sends
-            for part in parts_of(buffer)
-        ]
-        self._wait(requests, [peer for peer, _ in receives] or [peer for peer, _ in sends])
-
-    def _wait(self, requests: list[MPI.Request], peers: Sequence[int]) -> None:
-        for _ in range(self.patience.spins):
-            if MPI.Request.Testall(requests):
-                return
+        requests: list[MPI.Request] = []
+        peers = [peer for peer, _ in receives] or [peer for peer, _ in sends]
         try:
-            self.patience.until(
+            requests += [
+                comm.Irecv(part, peer, _EXCHANGE_TAG)
+                for peer, buffer in receives
+                for part in parts_of(buffer)
+            ]
+            requests += [
+                comm.Isend(part, peer, _EXCHANGE_TAG)
+                for peer, buffer in sends
+                for part in parts_of(buffer)
+            ]
+            self.patience.spin_until(
                 lambda: MPI.Request.Testall(requests),
                 lambda: dict.fromkeys(peers, " in the middle of the call"),
             )
         except BaseException:
-            # MPI may still write into their buffers.
-            self._abandoned.append(requests)
+            # MPI may still read from these buffers, and write into them.
+            self._abandoned.append((sends, receives, requests))
             raise
 
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
         """Its length goes ahead, since a receiver can't learn it from a message in parts."""
-        parts = [np.array([len(buffer), kind], np.int64).data.cast("B"), *parts_of(buffer)]
-        requests = [self.comm.Isend(part, peer, _FIRST_USER_TAG + tag) for part in parts]
-        self._wait(requests, [peer])
+        self._messages.send(buffer, peer, tag, kind)
 
     def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
         """Learn the length, then receive all of it, into memory of our own where it is too long."""
-        head = np.empty(2, np.int64)
-        self._wait([self.comm.Irecv(head.data.cast("B"), peer, _FIRST_USER_TAG + tag)], [peer])
-        nbytes, kind = head.tolist()
-        whole = buffer[:nbytes] if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
-        parts = parts_of(whole)
-        self._wait([self.comm.Irecv(part, peer, _FIRST_USER_TAG + tag) for part in parts], [peer])
-        if whole is not buffer and nbytes > len(buffer):
-            buffer[:] = whole[: len(buffer)]
-        return nbytes, kind
+        return self._messages.receive(buffer, peer, tag)
+
+    def _wait_for(self, ready: Callable[[], bool], peer: int) -> None:
+        self.patience.spin_until(ready, lambda: {peer: ""})
 
     def open_words(self) -> Words:
         """A message to everybody for each."""
