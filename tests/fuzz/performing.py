@@ -29,6 +29,19 @@ class Lists:
         return self._kept[key]
 
 
+class Asynchronous:
+    """An asynchronous call, and the wait for it, which may be made again."""
+
+    def __init__(self, begin):
+        self._begin, self._handle = begin, None
+
+    def __call__(self):
+        """Begin it, if that was not done yet, and wait for it."""
+        if self._handle is None:
+            self._handle = self._begin()
+        return self._handle.wait()
+
+
 def shapes_of_many(plan):
     """A few shapes, among them an empty one and a scalar."""
     count = 1 + plan.salt % 5
@@ -93,7 +106,7 @@ def prepare(plan, comm, lists, registered=None):
     positional = [plan.op] if plan.reduces else []
     if plan.asynchronous:
         begin = getattr(comm, f"{plan.collective}_async")
-        return lambda: begin(given, *positional, **named).wait()
+        return Asynchronous(partial(begin, given, *positional, **named))
     given, out = _with_out(plan, given, comm)
     if out is not None:
         named["out"] = out

@@ -66,6 +66,16 @@ class Group:
         """Whether this rank's communicator refuses calls."""
         return self.comm._engine.broken is not None
 
+    def forget_native(self):
+        """Offer no collectives of MPI's own."""
+        engine = self.comm._engine
+        across = None if engine.node is None else engine.node._across
+        between = [across._engine.transport] if across is not None else []
+        for transport in (engine.transport, self.comm._twin, *between):
+            transport.native = lambda collective, op, dtype: None
+        if engine.node is not None:
+            engine.join(engine.node)
+
     def abandon(self):
         """Let go of it without the other ranks, which may not be able to close it."""
         engine = self.comm._engine
@@ -100,15 +110,21 @@ class World:
         """Every rank's, in rank order."""
         return self.control.allgather(thing)
 
-    def group(self, name=None):
-        """One of the communicators; made anew where any rank's is broken."""
+    def group(self, name=None, *, native=True):
+        """One of the communicators; made anew where any rank's is broken.
+
+        Without `native` no call goes by MPI's own collectives, from which no error can be raised:
+        a rank that waits there for one that broke the communicator ends the job.
+        """
         name = name or self.rng.choice(("world", "nodes", "split"))
-        group = self._groups.get(name)
+        group = self._groups.get((name, native))
         if any(self.gather(group is None or group.broken)):
             if group is not None:
                 group.abandon()
             comm = self._make(name)
-            group = self._groups[name] = Group(comm, self.gather(comm.rank))
+            group = self._groups[name, native] = Group(comm, self.gather(comm.rank))
+            if not native:
+                group.forget_native()
         group.comm.deadline = PATIENT
         return group
 

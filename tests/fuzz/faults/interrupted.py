@@ -1,5 +1,7 @@
 """Exceptions and signals inside calls."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from collectives import (
@@ -17,8 +19,10 @@ def _interrupted(world, interrupt, what):
     Either it had not begun, so that the second attempt is the call itself; or the communicator is
     broken, and every rank gets an error by its deadline.
     """
-    group, rng = world.group(), world.rng
+    group, rng = world.group(native=False), world.rng
     plan, odd = world.small(draw(rng, world.size)), rng.randrange(world.size)
+    if plan.algorithm == "native":
+        plan = replace(plan, algorithm=None)
     for _ in range(rng.randrange(3)):
         world.valid_call(group, plan, what="before an interruption")
     group.comm.deadline = 2 * SHORT
@@ -26,7 +30,9 @@ def _interrupted(world, interrupt, what):
     if world.rank == odd:
         first = world.attempt(group, plan, lambda: interrupt(call))
         again = first.is_a(*ALARMS)
-        second = world.attempt(group, plan, world.ready(group, plan)) if again else first
+        # Of an asynchronous call that has begun it is waited for again.
+        repeated = call if plan.asynchronous else world.ready(group, plan)
+        second = world.attempt(group, plan, repeated) if again else first
     else:
         first = second = world.attempt(group, plan, call)
     outcomes = world.gather((first, second, group.broken))
