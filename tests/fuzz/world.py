@@ -73,8 +73,8 @@ class Group:
         between = [across._engine.transport] if across is not None else []
         for transport in (engine.transport, self.comm._twin, *between):
             transport.native = lambda collective, op, dtype: None
-        if engine.node is not None:
-            engine.join(engine.node)
+        engine._paths.clear()
+        engine._chosen.clear()
 
     def abandon(self):
         """Let go of it without the other ranks, which may not be able to close it."""
