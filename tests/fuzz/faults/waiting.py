@@ -131,7 +131,7 @@ def late_message(world):
     outcome, problem = Outcome(), ""
     if world.rank == target:
         comm.deadline = 0.02
-        room = np.zeros(rng.choice((1, 3, 9000)))
+        room = np.zeros(world.own.choice((1, 3, 9000)))
         outcome = world.attempt(
             group, Plan("barrier"), lambda: comm.recv(room, group.numbers[source], tag)
         )
