@@ -18,7 +18,7 @@ import numpy as np
 from collectives.agreement import Agreement
 from collectives.arrays import empty, is_device
 from collectives.devices.path import OnDevices, Request
-from collectives.errors import DeadlineExceededError, RankFailedError
+from collectives.errors import CollectiveError, DeadlineExceededError, RankFailedError
 from collectives.executor import HostMemory, Plans, own_part
 from collectives.node import Node, Path
 from collectives.paths import FORCED, NATIVE, QUICKEST, SHARED
@@ -285,5 +285,10 @@ class Engine:
         return found | (self.node.paths(collective, op, dtype, guarded) if self.node else {})
 
     def _run_guarded(self, native: Native, *arguments: Any) -> None:
-        with self.watchdog:
-            native(*arguments)
+        try:
+            with self.watchdog:
+                native(*arguments)
+        except CollectiveError as error:
+            # The others may be inside the transport's collective, which this rank has left.
+            self.broken = error
+            raise
