@@ -47,7 +47,8 @@ class Communicator(Group):
         algorithm: str | None = None,
     ) -> Any:
         """Fold the ranks' arrays, of equal shape and dtype, into one; every rank gets it, bit for
-        bit.
+        bit. Only where MPI's own reduction runs, by choice or forced ("native"), a NaN may have
+        another sign or payload on another rank: MPI's ranks fold in different orders.
 
         op: a ReduceOp or its name: "sum", "mean", "min", "max", "product". Integer sums wrap; MEAN
         of integers gives float64; NaN on any rank propagates; bool SUM and MAX are or, MIN and

@@ -80,7 +80,19 @@ def fold_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def fold_function(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any]:
     """(first, second, out) → None: as `bind_fold`, done at once."""
-    return plain_fold(op, dtype) or (lambda *pieces: bind_fold(op, *pieces)())
+    plain = plain_fold(op, dtype)
+    if plain is None:
+        return lambda *pieces: bind_fold(op, *pieces)()
+    if not _depends_on_out(op, dtype):
+        return plain
+
+    def fold(first: Array, second: Array, out: Array) -> None:
+        if len(out) == 1:
+            bind_fold(op, first, second, out)()
+        else:
+            plain(first, second, out)
+
+    return fold
 
 
 def _needs_care(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
@@ -88,6 +100,15 @@ def _needs_care(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return dtype in _FLOAT16S
     return op is ReduceOp.PRODUCT and dtype.kind == "c"
+
+
+def _depends_on_out(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Whether NumPy takes another loop for a single number where `out` is an operand.
+
+    It takes that for a reduction along an axis, which rounds a product of complex numbers
+    otherwise, and of two NaNs keeps the other one.
+    """
+    return dtype.kind == "c" or (dtype.kind == "f" and op in (ReduceOp.SUM, ReduceOp.MEAN))
 
 
 def plain_fold(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any] | None:
@@ -111,10 +132,10 @@ def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
     if op in (ReduceOp.SUM, ReduceOp.MEAN) and out.dtype in _FLOAT16S:
         pieces = (_tensor(first), _tensor(second))
         return partial(numkong.add, *pieces, out=_tensor(out))
-    if op is ReduceOp.PRODUCT and out.dtype.kind == "c" and out.size == 1:
-        # NumPy takes another loop, which rounds otherwise, where `out` is the first operand.
-        return lambda: np.copyto(out, first * second)
-    return partial(_UFUNCS[op], first, second, out=out)
+    ufunc = _UFUNCS[op]
+    if out.size == 1 and _depends_on_out(op, out.dtype):
+        return lambda: np.copyto(out, ufunc(first, second))
+    return partial(ufunc, first, second, out=out)
 
 
 def fold_in_order(

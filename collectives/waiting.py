@@ -14,11 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import FrameType
 
 from collectives.errors import DeadlineExceededError
 
 log = logging.getLogger("collectives")
+
+
+@lru_cache(maxsize=64)
+def warn_once(text: str) -> None:
+    """A warning that a process gives no second time."""
+    log.warning("%s", text)
+
 
 DEFAULT_DEADLINE = 300.0
 

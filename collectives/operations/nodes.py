@@ -16,13 +16,14 @@ from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles, make_on_all, numbers_of_all
 from collectives.reduction import Array, ReduceOp
 from collectives.selection import Layout
-from collectives.shared.arena import Arena
+from collectives.shared.arena import ALIGNMENT, Arena
 from collectives.shared.arrival import Arrival
-from collectives.shared.memory import SEGMENT_BYTES, NodeMemory
+from collectives.shared.memory import SEGMENT_BYTES, NodeMemory, clear
 from collectives.shared.steps import Steps
 from collectives.signature import Signature, mismatch
 from collectives.topology import Topology
 from collectives.transports.base import Transport
+from collectives.waiting import warn_once
 
 
 def agree_on_start(
@@ -119,7 +120,12 @@ def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
     leaders = gather_labels(node, engine.transport.node_leader())
     together = len(set(leaders)) == 1
     segments = node.transport.share(SEGMENT_BYTES) if together else None
-    found = numbers_of_all(engine, int(segments is not None), node.size)
+    ready = segments is not None and node.transport.reserve(segments[node.rank])
+    if segments is not None and ready:
+        clear(segments[node.rank], node.transport.fence)
+    elif together and node.transport.shares and node.size > 1 and node.rank == 0:
+        warn_once("no memory is left that ranks can share (/dev/shm): calls go by messages instead")
+    found = numbers_of_all(engine, int(ready), node.size)
     if all(shared for shared, _ in found) and any(size > 1 for _, size in found):
         return segments
     if segments is not None:
@@ -137,9 +143,14 @@ def _join(
     def gather(numbers: list[int]) -> list[list[int]]:
         return gather_pickles(node, pickle.dumps(numbers))
 
+    def reserve_together(memory: memoryview) -> bool:
+        """Each rank a part, which the system then keeps close to its core."""
+        part = -(-len(memory) // (node.size * ALIGNMENT)) * ALIGNMENT
+        return transport.reserve(memory[node.rank * part :][:part])
+
     transport = node.transport
-    arena = Arena(transport.share, transport.free, gather, node.rank)
-    common = Arena(transport.share_one, transport.free, gather, 0)
+    arena = Arena(transport.share, transport.reserve, transport.free, gather, node.rank)
+    common = Arena(transport.share_one, reserve_together, transport.free, gather, 0)
     slices, crowded = min(map(len, _members(where))), engine.layout.crowding > 1
     across = _across(engine, where, slices) if where.nodes > 1 else None
     layout = None if where.nodes == 1 else slices

@@ -14,7 +14,7 @@ from collectives.operations import Operation
 from collectives.operations.objects import numbers_of_all
 from collectives.reduction import Array
 from collectives.signature import Signature, dtype_name
-from collectives.waiting import log
+from collectives.waiting import warn_once
 
 
 def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
@@ -28,8 +28,11 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
         block = None
         if engine.node is not None and nbytes:
             block = engine.node.arena.allocate(nbytes)
-            if block is None:
-                log.warning("no shared memory is left for %d bytes: the array is ordinary", nbytes)
+            if block is None and engine.node.steps.rank == 0:
+                warn_once(
+                    "no memory is left that ranks can share (/dev/shm) for some registered arrays:"
+                    " they are ordinary ones"
+                )
         if block is None:
             return np.empty(dimensions, kind)
         array: Array = block.view(kind).reshape(dimensions)

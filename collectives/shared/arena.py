@@ -17,10 +17,12 @@ import numpy as np
 from collectives.reduction import Array
 
 Share = Callable[[int], list[memoryview] | None]
+Reserve = Callable[[memoryview], bool]
 Free = Callable[[list[memoryview]], None]
 Gather = Callable[[list[int]], list[list[int]]]
 
-_ALIGNMENT = 4096
+ALIGNMENT = 4096
+"""Of the blocks, and of what is reserved."""
 _SMALLEST_WINDOW = 16 << 20
 _OFFSET_BITS = 48
 
@@ -34,6 +36,8 @@ class Window:
         self.own = self.segments[rank]
         self.address: int = self.own.ctypes.data
         self.nbytes = len(self.own)
+        self.reserved = 0
+        """Up to here blocks were taken before; blocks are taken from the beginning on."""
         self._free = [(0, self.nbytes)]
 
     def take(self, nbytes: int) -> int | None:
@@ -64,9 +68,15 @@ class Window:
 class Arena:
     """The registered arrays of one rank; every rank of the node allocates in the same order."""
 
-    def __init__(self, share: Share, free: Free, gather: Gather, rank: int) -> None:
-        """`share` makes a window, `gather` exchanges lists of numbers; all three are collective."""
-        self._share, self._free, self._gather, self._rank = share, free, gather, rank
+    def __init__(
+        self, share: Share, reserve: Reserve, free: Free, gather: Gather, rank: int
+    ) -> None:
+        """`share` makes a window, `reserve` takes the memory behind part of this rank's segment.
+
+        `gather` exchanges lists of numbers. All four are collective.
+        """
+        self._share, self._reserve, self._free = share, reserve, free
+        self._gather, self._rank = gather, rank
         self._windows: list[Window] = []
         self._by_address: list[tuple[int, int]] = []
         self._blocks: dict[int, tuple[Window, int, int]] = {}
@@ -81,11 +91,14 @@ class Arena:
     def allocate(self, nbytes: int) -> Array | None:
         """Bytes of this rank's window, at the same place on all; None where memory is short."""
         self._reclaim()
-        size = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         place = self._take(size) or self._grow(size)
         if place is None:
             return None
         window, start = place
+        if not self._secure(window, start + size):
+            window.give_back(start, size)
+            return None
         number = self._allocated = self._allocated + 1
         self._blocks[number] = (window, start, size)
         block: Array = np.frombuffer(window.own.data, np.uint8, nbytes, start)
@@ -102,8 +115,9 @@ class Arena:
     def _grow(self, nbytes: int) -> tuple[Window, int] | None:
         """A new window, at least as large as all so far, so that there are few."""
         held = sum(window.nbytes for window in self._windows)
-        segments = self._share(max(nbytes, _SMALLEST_WINDOW, held))
-        if segments is None and held > nbytes:
+        wanted = max(nbytes, _SMALLEST_WINDOW, held)
+        segments = self._share(wanted)
+        if segments is None and wanted > nbytes:
             segments = self._share(nbytes)
         if segments is None:
             return None
@@ -114,6 +128,14 @@ class Arena:
         start = window.take(nbytes)
         assert start is not None
         return window, start
+
+    def _secure(self, window: Window, stop: int) -> bool:
+        """Reserve a window's memory up to there; on all ranks or on none."""
+        if stop > window.reserved:
+            if not self._reserve(window.shared[self._rank][window.reserved : stop]):
+                return False
+            window.reserved = stop
+        return True
 
     def _reclaim(self) -> None:
         """Free the blocks that all ranks have let go of."""

@@ -77,6 +77,13 @@ class NodeMemory:
         self.own[index] = value
 
 
+def clear(segment: memoryview, fence: Callable[[], None] | None) -> None:
+    """Zero everything of an own segment that others read before it was written."""
+    segment[:_STAGES_AT] = bytes(_STAGES_AT)
+    if fence is not None:
+        fence()
+
+
 def _stage_places() -> tuple[int, int]:
     return _STAGES_AT, _STAGES_AT + STAGE_BYTES
 

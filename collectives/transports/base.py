@@ -157,17 +157,29 @@ class Transport(Wires):
     def open_post(self) -> Post:
         """A way for messages that nobody asks for. Collective."""
 
+    @property
+    def shares(self) -> bool:
+        """Whether `share` gives memory where there is room for it."""
+        return False
+
     def share(self, nbytes: int) -> list[memoryview] | None:
         """Memory that all ranks see, a segment of `nbytes` bytes for each, in rank order.
 
-        Collective, between ranks of one node. The first 256 KiB of a segment are zero. None where
-        the transport has no such memory, or not so much of it.
+        Collective, between ranks of one node. None where the transport has no such memory, or not
+        so much of it. Nothing may be stored to what isn't reserved.
         """
         return None
 
     def share_one(self, nbytes: int) -> list[memoryview] | None:
-        """As `share`, but a single segment that all ranks see: a list of one. Nothing is zeroed."""
+        """As `share`, but a single segment that all ranks see: a list of one."""
         return None
+
+    def reserve(self, memory: memoryview) -> bool:
+        """Take the memory behind part of a segment; False, on every rank, where it is short.
+
+        Collective: every rank gives a part, of about the same length. The content is not defined.
+        """
+        return True
 
     def free(self, segments: list[memoryview]) -> None:
         """Give back what `share` or `share_one` gave. Collective; no rank may touch it any more."""

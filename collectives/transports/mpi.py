@@ -22,6 +22,7 @@ from collectives.transports.base import (
 from collectives.transports.mpi_mailbox import MpiPost, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, Messages
 from collectives.transports.mpi_native import native
+from collectives.transports.pages import give_pages_back, has_room, take_pages
 from collectives.waiting import Patience
 
 _EXCHANGE_TAG = 0
@@ -29,10 +30,7 @@ _WORDS_TAG = LAST_TAG + 1
 
 # The machines on which loads and stores of one thread are seen in their order.
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
-_CLEARED_BYTES = 256 << 10
 _HANDOVER_SECONDS = 0.2
-# What must stay free of the memory file system beside a window.
-_SHM = "/dev/shm"
 # Which of Open MPI's ways to make windows it may use; all of them if it is not set.
 _WINDOW_COMPONENTS = "OMPI_MCA_osc"
 
@@ -116,17 +114,17 @@ class MpiTransport(Transport):
         window, _ = next(iter(self._windows.values()))
         return lambda: window.Sync()
 
+    @property
+    def shares(self) -> bool:
+        """Unless that could end the process."""
+        return not (self._beside and _windows_may_crash())
+
     def share(self, nbytes: int) -> list[memoryview] | None:
         """A shared window (MPI 4.1, 12.2.3)."""
         window = self._allocate(nbytes, nbytes * self.size)
         if window is None:
             return None
         segments = [_segment(window, rank, nbytes) for rank in range(self.size)]
-        own = segments[self.rank]
-        cleared = min(nbytes, _CLEARED_BYTES)
-        own[:cleared] = bytes(cleared)
-        window.Sync()
-        self.comm.Barrier()
         self._windows[id(segments)] = (window, segments)
         return segments
 
@@ -141,11 +139,7 @@ class MpiTransport(Transport):
 
     def _allocate(self, own_bytes: int, all_bytes: int) -> MPI.Win | None:
         """A window of so many bytes for this rank and for all; None where there is no room."""
-        possible = _has_room(all_bytes) and not (self._beside and _windows_may_crash())
-        # Calls for objects would hold Python's lock while they duplicate the communicator.
-        agreed = np.array([possible], np.intc)
-        self.comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
-        if not agreed[0]:
+        if not self._all(self.shares and has_room(all_bytes)):
             return None
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         window = MPI.Win.Allocate_shared(own_bytes, 1, info, self.comm)
@@ -153,6 +147,22 @@ class MpiTransport(Transport):
         # Access by load and store needs an epoch (MPI 4.1, 12.7).
         window.Lock_all(MPI.MODE_NOCHECK)
         return window
+
+    def _all(self, yes: bool) -> bool:
+        """Whether all ranks say yes."""
+        # Calls for objects would hold Python's lock while they duplicate the communicator.
+        agreed = np.array([yes], np.intc)
+        self.comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
+        return bool(agreed[0])
+
+    def reserve(self, memory: memoryview) -> bool:
+        """Look for room for all ranks' pages before any rank takes its own."""
+        if not self._all(has_room(len(memory) * self.size)):
+            return False
+        reserved = self._all(take_pages(memory))
+        if not reserved:
+            give_pages_back(memory)
+        return reserved
 
     def free(self, segments: list[memoryview]) -> None:
         """Free the window."""
@@ -209,18 +219,6 @@ class MpiTransport(Transport):
 
 def _segment(window: MPI.Win, rank: int, nbytes: int) -> Bytes:
     return memoryview(cast(Any, window.Shared_query(rank)[0])).cast("B")[:nbytes]
-
-
-def _has_room(nbytes: int) -> bool:
-    """Whether the memory file system has that much, where windows lie in one.
-
-    Writing to a window beyond it would end the process (SIGBUS).
-    """
-    try:
-        free = os.statvfs(_SHM)
-    except OSError:
-        return True
-    return free.f_bavail * free.f_frsize > nbytes
 
 
 def _windows_may_crash() -> bool:

@@ -7,18 +7,25 @@ and 16-bit integers in its vector loops, where they must wrap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.errors import CollectiveError
 from collectives.transports.base import Native
 
 Array: TypeAlias = NDArray[Any]
 Lengths: TypeAlias = Sequence[int]
+
+# Before MPI 4 a library counts in 31 bits.
+_COUNTS_ALL = MPI.Get_version() >= (4, 0)
+_LARGEST_COUNT = (1 << 31) - 1
+_LARGEST_UNIT = 1 << 20
 
 # The op and the kinds of dtypes that it is used for.
 _OPS = {
@@ -45,30 +52,68 @@ def _datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
 def native(
     comm: MPI.Intracomm, collective: str, op: str | None, dtype: np.dtype[Any]
 ) -> Native | None:
-    """MPI's collective of that name as a function, or None where MPI can't be asked."""
+    """MPI's collective of that name as a function, or None where MPI can't be asked.
+
+    The function raises ValueError on every rank for a buffer that MPI can't count, CollectiveError
+    where MPI refuses this rank's part: the others may be inside their parts then.
+    """
     if op is None:
-        move = _MOVEMENTS.get(collective)
-        return partial(move, comm) if move else None
-    reduction, mpi_op = _REDUCTIONS.get(collective), _mpi_op(op, dtype)
-    return partial(reduction, comm, mpi_op) if reduction and mpi_op is not None else None
+        found = _MOVEMENTS.get(collective)
+    else:
+        mpi_op, found = _mpi_op(op, dtype), _REDUCTIONS.get(collective)
+        if mpi_op is None:
+            return None
+    if found is None:
+        return None
+    given = (comm,) if op is None else (comm, mpi_op)
+
+    def run(source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
+        if collective != "all_to_all":
+            _check_countable(collective, target, lengths)
+        try:
+            found(*given, source, target, lengths, root)
+        except MPI.Exception as error:
+            reason = " ".join(error.Get_error_string().split())
+            raise CollectiveError(
+                f"MPI refused this rank's part of {collective}: {reason}"
+            ) from error
+
+    return run
+
+
+def _check_countable(collective: str, target: Array, lengths: Lengths) -> None:
+    """ValueError, on every rank, for more bytes in all than the library can count."""
+    nbytes = (sum(lengths) if lengths else len(target)) * target.itemsize
+    if nbytes > _LARGEST_COUNT and not _COUNTS_ALL:
+        raise ValueError(
+            f"algorithm='native': {collective} of {nbytes} bytes: this MPI counts to"
+            f" {_LARGEST_COUNT}, other algorithms know no such limit"
+        )
+
+
+def _apart(buffer: Array) -> Array:
+    """The buffer, or in place of an empty one another, which lies where no other does.
+
+    MPI may refuse a source and a target at one address even where one of them is empty, which
+    only some ranks may have; and some addresses, which an empty array may have, mean something.
+    """
+    return buffer if len(buffer) else np.empty(1, buffer.dtype)[:0]
 
 
 def _all_reduce(
     comm: MPI.Intracomm, op: MPI.Op, source: Array | None, target: Array, _: Lengths, root: int
 ) -> None:
-    datatype = _datatype(target.dtype)
-    given = MPI.IN_PLACE if source is None else [source, datatype]
-    comm.Allreduce(given, [target, datatype], op)
+    comm.Allreduce(MPI.IN_PLACE if source is None else _typed(source), _typed(target), op)
 
 
 def _reduce(
     comm: MPI.Intracomm, op: MPI.Op, source: Array | None, target: Array, _: Lengths, root: int
 ) -> None:
-    datatype, receiving = _datatype(target.dtype), comm.rank == root
-    given: Any = MPI.IN_PLACE if receiving else [target, datatype]
-    if source is not None:
-        given = [source, datatype]
-    comm.Reduce(given, [target, datatype] if receiving else None, op, root)
+    if comm.rank == root:
+        given = MPI.IN_PLACE if source is None else _typed(source)
+        comm.Reduce(given, _typed(target), op, root)
+    else:
+        comm.Reduce(_typed(target if source is None else source), None, op, root)
 
 
 def _reduce_scatter(
@@ -79,8 +124,8 @@ def _reduce_scatter(
     lengths: Lengths,
     root: int,
 ) -> None:
-    datatype = _datatype(target.dtype)
-    comm.Reduce_scatter([source, datatype], [target, datatype], list(lengths), op)
+    assert source is not None
+    comm.Reduce_scatter(_typed(source), _typed(target), list(lengths), op)
 
 
 def _own(comm: MPI.Intracomm, buffer: Array, lengths: Lengths) -> Array:
@@ -89,13 +134,17 @@ def _own(comm: MPI.Intracomm, buffer: Array, lengths: Lengths) -> Array:
     return buffer[start : start + lengths[comm.rank]]
 
 
+def _typed(buffer: Array) -> list[Any]:
+    return [_apart(buffer), _datatype(buffer.dtype)]
+
+
 def _bytes(buffer: Array) -> list[Any]:
-    return [buffer.view(np.uint8), MPI.BYTE]
+    return [_apart(buffer).view(np.uint8), MPI.BYTE]
 
 
-def _parts(buffer: Array, lengths: Lengths) -> list[Any]:
-    counts = [length * buffer.itemsize for length in lengths]
-    return [buffer.view(np.uint8), counts, MPI.BYTE]
+def _parts(buffer: Array, lengths: Lengths, unit: MPI.Datatype = MPI.BYTE) -> list[Any]:
+    counts = [length * buffer.itemsize // unit.size for length in lengths]
+    return [_apart(buffer).view(np.uint8), counts, unit]
 
 
 def _broadcast(
@@ -137,7 +186,17 @@ def _all_to_all(
 ) -> None:
     outgoing, incoming = lengths[: comm.size], lengths[comm.size :]
     middle = sum(outgoing)
-    comm.Alltoallv(_parts(target[:middle], outgoing), _parts(target[middle:], incoming))
+    halves = (target[:middle], outgoing), (target[middle:], incoming)
+    if _COUNTS_ALL or target.nbytes <= _LARGEST_COUNT:
+        comm.Alltoallv(*(_parts(*half) for half in halves))
+        return
+    # Only this rank may have so much: it counts in larger units, which are the same bytes.
+    size = math.gcd(_LARGEST_UNIT, *(length * target.itemsize for length in lengths))
+    unit = MPI.BYTE.Create_contiguous(size).Commit()
+    try:
+        comm.Alltoallv(*(_parts(*half, unit) for half in halves))
+    finally:
+        unit.Free()
 
 
 _REDUCTIONS: dict[str, Callable[..., None]] = {

@@ -236,3 +236,13 @@ def test_the_error_names_round_rank_and_chunk(fault):
     with pytest.raises(ScheduleError) as caught:
         check(collective, rounds, 2, chunks)
     assert message in str(caught.value)
+
+
+def test_ranks_that_fold_in_different_orders():
+    """Each sends its part to all and folds theirs into its own: (0 + 1) + 2, but 1 + (0 + 2)."""
+    steps = []
+    for peer in range(3):
+        others = np.arange(3) != peer
+        steps += [Send(0, peer, when=others), Reduce(0, peer, when=others)]
+    with pytest.raises(ScheduleError, match="round 1, rank 2, chunk 0: folded in another order"):
+        check("all_reduce", [steps], 3, 1)

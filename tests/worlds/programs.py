@@ -21,14 +21,14 @@ def run_program(size, command, *, timeout):
     return run_programs([(size, command)], timeout=timeout)
 
 
-def run_programs(parts, *, timeout, options=()):
+def run_programs(parts, *, timeout, options=(), prefix=()):
     """Run several commands as one world: each (number of ranks, command) in turn.
 
-    `options` are mpirun's.
+    `options` are mpirun's; `prefix` is a command that runs mpirun.
     """
     mpirun = find_mpirun()
     assert mpirun, NO_MPIRUN
-    line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else []), *options]
+    line = [*prefix, mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else []), *options]
     for number, (size, command) in enumerate(parts):
         line += [*([":"] if number else []), "-n", str(size), *command]
     return run_launcher(line, {}, timeout=timeout)

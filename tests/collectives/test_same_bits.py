@@ -1,0 +1,102 @@
+"""Every rank gets the same bits, those of NaNs too, unless MPI's own reduction ran."""
+
+import hashlib
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.algorithms import names
+from collectives.reduction import ReduceOp, bind_fold, fold_function, plain_fold
+
+FLOATS = [np.dtype(name) for name in ("f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16)]
+OURS = ["staged", "single_copy", "shared", "ring", "doubling", "rabenseifner", "circulant"]
+# A single number, a few; and for one dtype one more than a block and a stage hold.
+LENGTHS = [1, 67]
+ONE_BEYOND = 131_073
+
+
+def nans(seed, length, dtype):
+    """NaNs of all signs and payloads, numbers and infinities among them."""
+    chance = np.random.default_rng(seed)
+    part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+    length *= dtype.itemsize // part.itemsize
+    quiet = np.array(np.nan, part).view(f"u{part.itemsize}")
+    sign = np.array(-1, part).view(quiet.dtype) & ~np.array(1, part).view(quiet.dtype)
+    payloads = chance.integers(1, 60, length).astype(quiet.dtype)
+    made = (quiet | payloads | sign * chance.integers(0, 2, length).astype(quiet.dtype)).view(part)
+    numbers = chance.choice([1.5, -0.0, np.inf, -np.inf], length).astype(part)
+    few = chance.random(length) < (0.3 if length > 2 else 0)
+    return np.where(few, numbers, made).view(dtype)
+
+
+def one_nan(array):
+    """The array with the one NaN of NumPy for all of them."""
+    real = array.view(f"f{array.itemsize // 2}") if array.dtype.kind == "c" else array.copy()
+    real = real.astype(np.float64)
+    real[np.isnan(real)] = np.nan
+    return real
+
+
+def pairs():
+    for dtype, op in itertools.product(FLOATS, ReduceOp):
+        if dtype.kind != "c" or op not in (ReduceOp.MIN, ReduceOp.MAX):
+            yield dtype, op
+
+
+@pytest.mark.parametrize("function", [bind_fold, fold_function])
+def test_a_fold_does_not_depend_on_where_it_is_written(function):
+    for (dtype, op), length, seed in itertools.product(pairs(), [1, 2, 33], range(4)):
+        first, second = nans(seed, length, dtype), nans(seed + 1, length, dtype)
+        found = set()
+        for place in range(3):
+            pieces = [first.copy(), second.copy(), np.zeros_like(first)]
+            out = pieces[place]
+            with np.errstate(all="ignore"):
+                if function is bind_fold:
+                    bind_fold(op, *pieces[:2], out)()
+                else:
+                    fold_function(op, dtype)(*pieces[:2], out)
+            found.add(out.tobytes())
+        assert len(found) == 1, (dtype, op, length)
+
+
+def test_what_needs_no_care_has_no_function_around_it():
+    for dtype in (np.dtype("f4"), np.dtype("i8")):
+        assert fold_function(ReduceOp.PRODUCT, dtype) is plain_fold(ReduceOp.PRODUCT, dtype)
+
+
+def digests(comm, algorithms):
+    """What this rank gets of every kind of call, with its output where rank 0's is or elsewhere."""
+    found = {}
+    calls = [*itertools.product(pairs(), LENGTHS), ((FLOATS[2], ReduceOp.SUM), ONE_BEYOND)]
+    for (dtype, op), length in calls:
+        given = nans(comm.rank, length, dtype)
+        there = {None, *names("all_reduce"), *comm._engine.paths("all_reduce", op, dtype)}
+        chosen = [algorithm for algorithm in algorithms if algorithm in there]
+        for algorithm, in_place in itertools.product(chosen, [0, None]):
+            array = given.copy()
+            out = array if comm.rank == in_place else None
+            result = comm.all_reduce(array, op, out=out, algorithm=algorithm)
+            if algorithm in (None, "native"):
+                result = one_nan(result)
+            digest = hashlib.sha1(result.tobytes()).hexdigest()
+            found[dtype.name, op.value, length, algorithm, in_place] = digest
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("nodes", ["one node", "a node each"])
+def test_all_ranks_get_the_same_nans(comm, nodes):
+    """Where MPI's own may have run they get NaN, of whatever bits, in the same places."""
+    from mpi4py import MPI
+
+    node_of = None if nodes == "one node" else list(range(comm.size))
+    with Communicator(MPI.COMM_WORLD, deadline=60, node_of=node_of) as group:
+        every = comm.all_gather_object(digests(group, [*OURS, "native", None]))
+    assert len(every[0]) > 500
+    for call in every[0]:
+        assert len({each[call] for each in every}) == 1, call
