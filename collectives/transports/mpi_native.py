@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, in_step
 from collectives.transports.base import Native
 
 Array: TypeAlias = NDArray[Any]
@@ -85,9 +85,11 @@ def _check_countable(collective: str, target: Array, lengths: Lengths) -> None:
     """ValueError, on every rank, for more bytes in all than the library can count."""
     nbytes = (sum(lengths) if lengths else len(target)) * target.itemsize
     if nbytes > _LARGEST_COUNT and not _COUNTS_ALL:
-        raise ValueError(
-            f"algorithm='native': {collective} of {nbytes} bytes: this MPI counts to"
-            f" {_LARGEST_COUNT}, other algorithms know no such limit"
+        raise in_step(
+            ValueError(
+                f"algorithm='native': {collective} of {nbytes} bytes: this MPI counts to"
+                f" {_LARGEST_COUNT}, other algorithms know no such limit"
+            )
         )
 
 
