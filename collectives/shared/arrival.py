@@ -17,18 +17,18 @@ goes on, and looks once more; who leaves stays if anybody goes on.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
+import time
 from collections.abc import Callable
-from functools import lru_cache
 
 from collectives.errors import DeadlineExceededError, RankFailedError
+from collectives.shared.membarrier import order_all_threads
 from collectives.shared.memory import (
     ARRIVALS,
     COLLECTED,
     COMMITTED,
     ENDED,
+    LEFT_AT,
     MISSING_NODES,
     PROCESS,
     VERDICTS,
@@ -42,8 +42,6 @@ SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 ALIKE, DIFFERENT = 1, 2
 """What the leader of a node says after it has asked the other nodes."""
 
-_MEMBARRIER_NUMBERS = {"x86_64": 324, "aarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356}
-_MEMBARRIER_GLOBAL = 1
 _GRACE_SECONDS = 2.0
 # As many as a word has bits.
 _NODES_NOTED = 64
@@ -70,6 +68,7 @@ class Arrival:
         """
         self.memory, self._patience, self._ranks = memory, patience, ranks
         self._ranks_of = ranks_of
+        self._waits_since = 0
         patience.check_alive = self._check_alive
 
     def come(self, word: int, sequence: int) -> None:
@@ -83,6 +82,7 @@ class Arrival:
         """
         index = ARRIVALS[sequence & 1]
         others, spins = self.memory.others, self._patience.spins
+        self._waits_since = 0
         while True:
             alike = True
             for words in others:
@@ -110,6 +110,7 @@ class Arrival:
     def _await(self, words: memoryview, index: int, word: int, leave: bool) -> bool:
         """Wait until one rank has come; whether its word is ours."""
         number = word & SEQUENCE_MASK
+        self._waits_since = self._waits_since or time.monotonic_ns()
 
         def here() -> bool:
             return is_here(words[index], number)
@@ -129,8 +130,8 @@ class Arrival:
 
     def _leave(self, index: int, word: int) -> bool:
         """Take the word back; False where it stays, since somebody goes on."""
-        self.memory.publish(index, word & SEQUENCE_MASK)
-        if not _order_all_threads():
+        self._take_back(index, word)
+        if not order_all_threads():
             # The others may have seen it. It stays; the same call, made again, goes on from here.
             self.memory.publish(index, word)
             return True
@@ -138,6 +139,10 @@ class Arrival:
             return True
         self.memory.publish(index, word)
         return False
+
+    def _take_back(self, index: int, word: int) -> None:
+        self.memory.own[LEFT_AT] = time.monotonic_ns()
+        self.memory.publish(index, word & SEQUENCE_MASK)
 
     def _bound_by_any(self, word: int) -> bool:
         number = word & SEQUENCE_MASK
@@ -157,12 +162,15 @@ class Arrival:
         return self._never_came(word, index) or self.absent(word, index)
 
     def _never_came(self, word: int, index: int) -> dict[int, str]:
-        """The absent but for those who came and have left."""
+        """The absent but for those who have left since this rank began to wait.
+
+        Who left before that, from a call that counts as not made, is absent from this one.
+        """
         absent, number = self.absent(word, index), word & SEQUENCE_MASK
         left = {
             self._ranks[peer]
             for peer, words in enumerate(self.memory.words)
-            if words[index] == number
+            if words[index] == number and words[LEFT_AT] > self._waits_since
         }
         return {rank: note for rank, note in absent.items() if rank not in left}
 
@@ -218,6 +226,7 @@ class Arrival:
         """As one of the others: wait for it."""
         leader, index = self.memory.words[0], VERDICTS[sequence & 1]
         number = sequence & SEQUENCE_MASK
+        self._waits_since = time.monotonic_ns()
 
         def told() -> bool:
             return leader[index] & SEQUENCE_MASK == number and leader[index] > 0
@@ -254,8 +263,8 @@ class Arrival:
     def _leave_leader(self, word: int, sequence: int) -> bool:
         """Take the word back; whether that came before the leader had counted this rank."""
         index = ARRIVALS[sequence & 1]
-        self.memory.publish(index, word & SEQUENCE_MASK)
-        if _order_all_threads() and not self._bound(sequence):
+        self._take_back(index, word)
+        if order_all_threads() and not self._bound(sequence):
             return True
         self.memory.publish(index, word)
         return False
@@ -283,18 +292,3 @@ def is_alive(process: int) -> bool:
         return False
     except FileNotFoundError:
         return not os.path.isdir("/proc/self")
-
-
-@lru_cache(maxsize=1)
-def _membarrier() -> Callable[[], int] | None:
-    number = _MEMBARRIER_NUMBERS.get(platform.machine())
-    if number is None or platform.system() != "Linux":
-        return None
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    return lambda: int(syscall(number, _MEMBARRIER_GLOBAL, 0, 0))
-
-
-def _order_all_threads() -> bool:
-    """Complete the stores of all threads on the machine, in order; whether that is possible."""
-    barrier = _membarrier()
-    return barrier is not None and barrier() == 0

@@ -143,6 +143,21 @@ def test_another_call_after_the_deadline(patient, record_directory):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_a_rank_that_gave_a_call_up_is_named_when_it_skips_the_next(comm, record_directory):
+    """What it left behind when it gave up does not excuse it from the next attempt."""
+    with Communicator(MPI.COMM_WORLD, deadline=0.2) as group:
+        for waiting, absent in (([0, 1], (2,)), ([0], (1, 2))):
+            if group.rank in waiting:
+                with pytest.raises(collectives.DeadlineExceededError) as caught:
+                    CALLS["small"](group)
+                assert caught.value.absent == absent
+            wait_for_all()
+        group.deadline = PATIENT
+        np.testing.assert_array_equal(CALLS["small"](group), expected(group))
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_ranks_that_come_when_the_others_leave(patient, record_directory):
     deadline, chance = 0.05, random.Random(5)
@@ -185,7 +200,7 @@ def test_all_come_and_leave_at_random(patient, record_directory):
 def test_without_a_way_to_order_stores_the_same_call_goes_on(
     patient, record_directory, monkeypatch
 ):
-    monkeypatch.setattr(arrival, "_order_all_threads", lambda: False)
+    monkeypatch.setattr(arrival, "order_all_threads", lambda: False)
     patient.deadline = 0.1
     if patient.rank != 0:
         with pytest.raises(collectives.DeadlineExceededError):
