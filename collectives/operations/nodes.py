@@ -23,6 +23,9 @@ from collectives.shared.steps import Steps
 from collectives.signature import Signature, mismatch
 from collectives.topology import Topology
 from collectives.transports.base import Transport
+from collectives.uncaught import raised_on_all
+
+_ENDS = ("close", "exit")
 
 
 def agree_on_start(
@@ -37,7 +40,8 @@ def agree_on_start(
         first = given[0][position]
         for rank, each in enumerate(given):
             if each[position] != first:
-                raise ValueError(f"{name}: rank 0 gave {first}, rank {rank} {each[position]}")
+                problem = f"{name}: rank 0 gave {first}, rank {rank} {each[position]}"
+                raise raised_on_all(ValueError(problem), engine.rank)
     return given[0][1]
 
 
@@ -184,7 +188,10 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
     try:
         named = signature._replace(scope=signature.scope or engine.patience.call.scope)
-        return mismatch(gather_pickles(engine, pickle.dumps(named)))
+        called = gather_pickles(engine, pickle.dumps(named))
     except (DeadlineExceededError, RankFailedError) as error:
         engine.broken = error
         raise
+    # The error may reach nobody on a rank that closes because its program ends.
+    going_on = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)
+    return raised_on_all(mismatch(called), engine.rank, next(going_on, 0))

@@ -11,6 +11,7 @@ import numpy as np
 from collectives.engine import Engine
 from collectives.operations import Operation
 from collectives.signature import Signature
+from collectives.uncaught import raised_on_all
 
 
 def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int]]:
@@ -38,7 +39,7 @@ def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) 
     engine.run("broadcast", None, buffer, root=root)
     result, error = pickle.loads(buffer.data)
     if error is not None:
-        raise error
+        raise raised_on_all(error, engine.rank)
     return result
 
 
@@ -61,7 +62,7 @@ def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
         if error is not None:
             if engine.size > 1:
                 error.args = (f"rank {rank}: {error}",)
-            raise error
+            raise raised_on_all(error, engine.rank)
     return [result for result, _ in outcomes]
 
 
