@@ -61,22 +61,23 @@ def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
     launcher = find_launcher(environment)
     if mpi.COMM_WORLD.size > 1 or launcher.size == 1 or environment.get(ALLOW_SINGLETON) == "1":
         return
+    library = library_name(mpi).partition(",")[0]
     raise LaunchError(
         f"{launcher.size} processes were started ({launcher.variable}={launcher.size}), but MPI"
         " sees a world of 1 rank, so each of them would run alone. The launcher does not serve the"
-        f" MPI that this Python uses, {library_name(mpi).partition(",")[0]}. {_advice(mpi, launcher, environment)}"
+        f" MPI that this Python uses, {library}. {_advice(library, launcher, environment)}"
         f" If each process is to run alone, set {ALLOW_SINGLETON}=1."
     )
 
 
-def _advice(mpi: Any, launcher: Launcher, environment: Mapping[str, str]) -> str:
+def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) -> str:
     """What to type instead."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command = f"`{mpirun if mpirun.exists() else 'mpirun'} -n {launcher.size} python …`"
     owner = "" if mpirun.exists() else ", with the mpirun of that MPI"
     if "SLURM_JOB_ID" not in environment:
         return f"Type {command}{owner}."
-    plugin = "pmix" if "Open MPI" in library_name(mpi) else "pmi2"
+    plugin = "pmix" if "Open MPI" in library else "pmi2"
     return f"Type `srun --mpi={plugin} -n {launcher.size} python …`, or {command}{owner}."
 
 
