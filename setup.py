@@ -28,6 +28,7 @@ setup(
         "ml_dtypes>=0.5",
         "numkong>=7.8",
         "safetensors>=0.8",
+        "cloudpickle>=3",
     ],
     extras_require={
         "mpich": mpich,

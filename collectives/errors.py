@@ -9,6 +9,7 @@ CollectiveError(RuntimeError)
 │   └── RootMismatchError
 ├── DeadlineExceededError         (also a TimeoutError) some ranks did not come in time
 ├── RankFailedError               a peer died, or an exception ended a call of it
+├── LaunchError                   the launcher doesn't serve this MPI: n worlds of one rank
 ├── BackendUnavailableError       no MPI, no GPU, no NCCL: the message says what to install
 └── ScheduleError                 an algorithm does not do what its collective promises
 
@@ -90,6 +91,10 @@ class DeadlineExceededError(CollectiveError, TimeoutError):
 
 class RankFailedError(CollectiveError):
     """A peer died, or an exception ended its thread or one of its calls."""
+
+
+class LaunchError(CollectiveError):
+    """The launcher started several processes, but MPI sees one; the message says what to type."""
 
 
 class BackendUnavailableError(CollectiveError):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
+from collectives.uncaught import raised_on_all, raising_on_all
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.devices import nccl_problem, parse_devices
@@ -53,7 +54,8 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         self.membership = join_cluster(communicator, None, validate_for_collective_training)
         group = self.membership.group
-        _check_devices(group, compute_devices, parameter_device)
+        with raising_on_all(group.rank):
+            _check_devices(group, compute_devices, parameter_device)
         super().__init__(
             group,
             cluster_resolver=self.membership.resolver,
@@ -112,7 +114,8 @@ class SharedStorage(Storage):
                 problem = portable(error)
         failed = self._communicator.all_gather(np.array([problem is not None]))
         if failed.any():
-            raise self._communicator.broadcast_object(problem, root=int(failed.argmax()))
+            raised = self._communicator.broadcast_object(problem, root=int(failed.argmax()))
+            raise raised_on_all(raised, self._communicator.rank)
 
     def part_of(self, array: Array) -> Array:
         """The elements that this rank updates, flat."""

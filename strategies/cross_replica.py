@@ -19,6 +19,7 @@ from collectives import Communicator, DtypeMismatchError, OpMismatchError, Shape
 from collectives.arrays import to_array
 from collectives.devices.cuda import on_gpu
 from collectives.scopes import named_scope
+from collectives.uncaught import raising_on_all
 from strategies import nest
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.refusals import RefusedTogether
@@ -73,7 +74,8 @@ def _compared(communicator: Communicator, report: _Report, what: str) -> list[_R
     """Every rank's report; an error where they don't fit together."""
     with named_scope(communicator, what):
         reports = communicator.all_gather_object(report)
-    _check_equal(reports, what)
+    with raising_on_all(communicator.rank):
+        _check_equal(reports, what)
     return reports
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import collectives
 from collectives import BackendUnavailableError, Communicator
+from collectives.uncaught import raising_on_all
 from strategies.cross_device_ops.base import CrossDeviceOps
 from strategies.devices import gpu_problem, parse_devices, use_gpu
 from strategies.strategy import Strategy
@@ -37,8 +38,9 @@ class MirroredStrategy(Strategy):
         communicator: Communicator | None = None,
     ) -> None:
         world = collectives.world() if communicator is None else communicator
-        _refuse_several_nodes(world)
-        named = _agreed_devices(world, devices, cross_device_ops)
+        with raising_on_all(world.rank):
+            _refuse_several_nodes(world)
+            named = _agreed_devices(world, devices, cross_device_ops)
         own = world.split(0, key=world.rank)
         assert own is not None
         super().__init__(own, cross_device_ops=cross_device_ops)

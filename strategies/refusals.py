@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from collectives import Communicator
+from collectives.uncaught import raised_on_all
 
 
 class RefusedTogether:
@@ -39,3 +40,4 @@ class RefusedTogether:
         if self._communicator is not None and isinstance(error, Exception) and not shared:
             name = ".".join(map(str, self._what))
             self._communicator.barrier(f"{name} refused by {type(error).__name__}: {error}")
+            raised_on_all(error, self._communicator.rank)

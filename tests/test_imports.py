@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[1]
 # What the modules of a layer may import of this project; a layer is a module or a package.
 ALLOWED = {
     "collectives.errors": set(),
+    "collectives.uncaught": {"errors"},
+    "collectives.launcher": {"errors"},
     "collectives.paths": set(),
     "collectives.topology": set(),
     "collectives.schedule": set(),

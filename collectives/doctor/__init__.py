@@ -16,11 +16,11 @@ from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
 from collectives.doctor.gpu import report_device_arrays, report_gpu
 from collectives.doctor.gpu_look import Look
-from collectives.doctor.launcher import Launcher, find_launcher
 from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, report_shared_memory
 from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
-from collectives.errors import BackendUnavailableError
+from collectives.errors import BackendUnavailableError, LaunchError
+from collectives.launcher import ALLOW_SINGLETON, Launcher, check_launch, find_launcher
 from collectives.world import world
 
 LIMIT = 30.0
@@ -46,9 +46,9 @@ def main(limit: float = LIMIT) -> int:
         return int(report.speaks)
     report.speaks = report.speaks and mpi.COMM_WORLD.rank == 0
     report_mpi(report, mpi)
-    failures = _check_size(report, launcher, mpi.COMM_WORLD.size) + _examine(
-        report, mpi, look, limit
-    )
+    failures = 1
+    if _serves(report, launcher, mpi):
+        failures = _examine(report, mpi, look, limit)
     _conclude(report, failures)
     return int(report.speaks and failures > 0)
 
@@ -68,14 +68,17 @@ def _start(report: Report, launcher: Launcher) -> Any:
         return None
 
 
-def _check_size(report: Report, launcher: Launcher, size: int) -> int:
-    """1 where MPI sees fewer processes than were started, else 0."""
-    if launcher.size <= size:
-        return 0
-    seen = f"{launcher.size} processes were started, MPI sees a world of {counted(size, 'rank')}"
-    report.row("world", f"FAILED: {seen}")
-    report.row("", "mpirun belongs to another MPI than mpi4py uses: take the one beside python")
-    return 1
+def _serves(report: Report, launcher: Launcher, mpi: Any) -> bool:
+    """Whether the launcher serves this MPI, or need not: else nothing is worth trying."""
+    try:
+        check_launch(mpi, os.environ)
+    except LaunchError as error:
+        report.row("world", f"FAILED: {error}")
+        return False
+    if mpi.COMM_WORLD.size == 1 < launcher.size:
+        report.row("world", "of 1 rank")
+        report.warn(f"each process runs alone, as {ALLOW_SINGLETON}=1 allows")
+    return True
 
 
 def _examine(report: Report, mpi: Any, look: Look, limit: float) -> int:

@@ -10,6 +10,7 @@ from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.packages import versions
 from collectives.doctor.report import Report, counted, ranges, ranks_named
+from collectives.launcher import library_name
 
 _SHARED_MEMORY = "/dev/shm"
 # Docker's default.
@@ -44,18 +45,13 @@ def gather_facts(mpi: Any, comm: Communicator) -> list[RankFacts]:
 
 def report_mpi(report: Report, mpi: Any) -> None:
     """The library, the standard that it follows, and its threads."""
-    report.row("library", _library(mpi))
+    report.row("library", library_name(mpi))
     report.row("standard", "MPI " + ".".join(map(str, mpi.Get_version())))
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     names = {getattr(mpi, f"THREAD_{level}"): level for level in levels}
     report.row("thread level", names[mpi.Query_thread()])
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         report.warn("below MULTIPLE, asynchronous calls run at once, in the calling thread")
-
-
-def _library(mpi: Any) -> str:
-    """The first line, without the blanks that align it with the others."""
-    return " ".join(mpi.Get_library_version().strip("\0\n ").splitlines()[0].split())
 
 
 def report_ranks(report: Report, facts: list[RankFacts]) -> None:

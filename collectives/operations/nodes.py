@@ -10,7 +10,7 @@ from functools import partial
 from collectives import topology
 from collectives.agreement import Agreement, ranks_of
 from collectives.engine import Engine
-from collectives.errors import MismatchError, in_step
+from collectives.errors import MismatchError
 from collectives.node import Node
 from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles, make_on_all, numbers_of_all
@@ -23,7 +23,10 @@ from collectives.shared.steps import Steps
 from collectives.signature import Signature, mismatch
 from collectives.topology import Topology
 from collectives.transports.base import Transport
+from collectives.uncaught import raised_on_all
 from collectives.waiting import warn_once
+
+_ENDS = ("close", "exit")
 
 
 def agree_on_start(
@@ -39,7 +42,7 @@ def agree_on_start(
         for rank, each in enumerate(given):
             if each[position] != first:
                 problem = f"{name}: rank 0 gave {first}, rank {rank} {each[position]}"
-                raise in_step(ValueError(problem))
+                raise raised_on_all(ValueError(problem), engine.rank)
     return given[0][1]
 
 
@@ -195,4 +198,7 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
     named = signature._replace(scope=signature.scope or engine.patience.call.scope)
-    return in_step(mismatch(gather_pickles(engine, pickle.dumps(named))))
+    called = gather_pickles(engine, pickle.dumps(named))
+    # The error may reach nobody on a rank that closes because its program ends.
+    going_on = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)
+    return raised_on_all(mismatch(called), engine.rank, next(going_on, 0))

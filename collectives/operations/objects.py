@@ -13,6 +13,7 @@ from collectives.errors import in_step
 from collectives.operations import Operation
 from collectives.reduction import Array
 from collectives.signature import Signature
+from collectives.uncaught import raised_on_all
 
 # What `pickle` says that it raises for what it can't read.
 _UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError)
@@ -43,7 +44,7 @@ def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) 
     engine.run("broadcast", None, buffer, root=root)
     result, error = _read(buffer)
     if error is not None:
-        raise in_step(error)
+        raise raised_on_all(error, engine.rank)
     return result
 
 
@@ -66,7 +67,7 @@ def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
         if error is not None:
             if engine.size > 1:
                 error.args = (f"rank {rank}: {error}",)
-            raise in_step(error)
+            raise raised_on_all(error, engine.rank)
     return [result for result, _ in outcomes]
 
 

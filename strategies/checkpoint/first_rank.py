@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from collectives import CollectiveError, Communicator
+from collectives.uncaught import raised_on_all
 from strategies.portable_error import portable
 
 Outcome = TypeVar("Outcome")
@@ -20,7 +21,7 @@ def done_by_first(communicator: Communicator, action: Callable[[], Outcome]) -> 
     if communicator.rank:
         outcome, error = communicator.broadcast_object()
         if error is not None:
-            raise error
+            raise raised_on_all(error, communicator.rank)
         return outcome  # type: ignore[no-any-return]
     try:
         done = action()
@@ -60,12 +61,13 @@ def same_everywhere(communicator: Communicator, what: str, names: Sequence[str])
     extra = [sorted(report - everywhere) for report in reports]
     if any(extra):
         lines = [f"  rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(extra)]
-        raise ValueError("\n".join([f"{what}: some ranks have states that others lack", *lines]))
+        text = "\n".join([f"{what}: some ranks have states that others lack", *lines])
+        raise raised_on_all(ValueError(text), communicator.rank)
 
 
 def raised_everywhere(communicator: Communicator, error: Exception | None) -> None:
     """Raise the lowest rank's error on every rank. Collective."""
     errors = communicator.all_gather_object(error and portable(error))
-    for each in errors:
+    for rank, each in enumerate(errors):
         if each is not None:
-            raise each
+            raise raised_on_all(each, communicator.rank, rank)

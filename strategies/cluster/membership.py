@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import collectives
 from collectives import Communicator
+from collectives.uncaught import raising_on_all
 from strategies.cluster.ranks import RankPlace, assign_ranks
 from strategies.cluster.tf_config import TFConfig
 from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
@@ -54,8 +55,9 @@ def join_cluster(
     world = collectives.world() if communicator is None else communicator
     with RefusedTogether(world, "cluster_resolver"):
         text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
-    places = assign_ranks(world.all_gather_object((text, socket.gethostname())))
-    validate(TFConfig(places[0].cluster, places[0].task))
+    with raising_on_all(world.rank):
+        places = assign_ranks(world.all_gather_object((text, socket.gethostname())))
+        validate(TFConfig(places[0].cluster, places[0].task))
     place = places[world.rank]
     group = world.split(_GROUPS.get(place.role, 0), key=place.key)
     assert group is not None

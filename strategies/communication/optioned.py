@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from collectives import Communicator
 from collectives.devices.cuda import on_gpu
 from collectives.operations.reductions import ReduceInput
+from collectives.uncaught import raised_on_all
 from strategies.communication.options import CommunicationImplementation, CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
@@ -108,9 +109,8 @@ def agreed_options(
     texts = [text for text, _ in reports]
     if len(set(texts)) > 1 or not isinstance(given, CommunicationOptions):
         lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-        raise ValueError(
-            "\n".join(["communication_options must be equal CommunicationOptions", *lines])
-        )
+        text = "\n".join(["communication_options must be equal CommunicationOptions", *lines])
+        raise raised_on_all(ValueError(text), communicator.rank)
     lacking = [(rank, problem) for rank, (_, problem) in enumerate(reports) if problem]
     if lacking:
         if communicator.rank == 0:

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from collectives import Communicator
+from collectives.uncaught import raising_on_all
 from strategies.input.failures import check_together
 from strategies.input.options import AutoShardPolicy, InputOptions, as_policy
 from strategies.input.sources import check_iterable, files_of, policy_of, takes_seed
@@ -42,7 +43,8 @@ def agree_on_choice(communicator: Communicator, dataset: Any, options: Any) -> C
     Raises the same TypeError or ValueError on every rank.
     """
     report = check_together(communicator, lambda: report_on(dataset, options))
-    choice, level, text = decide(communicator.all_gather_object(report))
+    with raising_on_all(communicator.rank):
+        choice, level, text = decide(communicator.all_gather_object(report))
     if communicator.rank == 0 and text:
         log.log(level, "%s", text)
     return choice

@@ -11,6 +11,7 @@ import ml_dtypes  # noqa: F401 (gives NumPy the name bfloat16)
 import numpy as np
 
 from collectives import Communicator
+from collectives.uncaught import raised_on_all
 from strategies import nest
 from strategies.input.batches import arrays_of, is_torch
 
@@ -75,7 +76,8 @@ def agree_on_form(communicator: Communicator, first: First | None) -> Form:
         lines = [
             f"  rank {rank}: {first}" for rank, first in enumerate(firsts) if first is not None
         ]
-        raise ValueError("\n".join(["the ranks' first batches differ, * being an array", *lines]))
+        text = "\n".join(["the ranks' first batches differ, * being an array", *lines])
+        raise raised_on_all(ValueError(text), communicator.rank)
     specs = [_common(specs) for specs in zip(*(first.specs for first in known), strict=True)]
     return Form(nest.pack_like(known[0].structure, specs), _empty(first or known[0]))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from collectives import Communicator
+from collectives.uncaught import raised_on_all
 
 Result = TypeVar("Result")
 
@@ -30,7 +31,9 @@ def raise_together(communicator: Communicator, own: Exception | None) -> NoRetur
     texts = communicator.all_gather_object(told)
     if own is not None:
         raise own
-    raise DatasetError("; ".join(dict.fromkeys(text for text in texts if text is not None)))
+    error = DatasetError("; ".join(dict.fromkeys(text for text in texts if text is not None)))
+    failed = next(rank for rank, text in enumerate(texts) if text is not None)
+    raise raised_on_all(error, communicator.rank, failed)
 
 
 def call_together(communicator: Communicator, function: Callable[[], Result]) -> Result:
@@ -58,7 +61,8 @@ def check_together(communicator: Communicator, check: Callable[[], Result]) -> R
         texts = [f"rank {rank}: {text}" for rank, _, text in refused]
         everywhere = len(set(found)) == 1
         kind = TypeError if refused[0][1] else ValueError
-        raise kind(refused[0][2] if everywhere else "; ".join(texts))
+        text = refused[0][2] if everywhere else "; ".join(texts)
+        raise raised_on_all(kind(text), communicator.rank)
     return result  # type: ignore[return-value]
 
 
@@ -73,4 +77,4 @@ def raise_apart(communicator: Communicator, place: tuple[int, int]) -> NoReturn:
         for rank, (number, step) in enumerate(communicator.all_gather_object(place))
     ]
     text = "the ranks' iterations have come apart: must be left by all ranks at the same step"
-    raise DatasetError("\n".join([text, *lines]))
+    raise raised_on_all(DatasetError("\n".join([text, *lines])), communicator.rank)

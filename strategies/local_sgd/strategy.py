@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from collectives.uncaught import raised_on_all
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
@@ -169,4 +170,5 @@ def _refuse_differences(communicator: Communicator, given: str) -> None:
     texts = communicator.all_gather_object(given)
     if len(set(texts)) > 1:
         lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-        raise ValueError("\n".join(["LocalSGDStrategy: the ranks' arguments differ", *lines]))
+        error = ValueError("\n".join(["LocalSGDStrategy: the ranks' arguments differ", *lines]))
+        raise raised_on_all(error, communicator.rank)

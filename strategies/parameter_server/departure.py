@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from collectives import ending
 from collectives.mailbox import Mailbox
-from collectives.world import end_alone
+from collectives.uncaught import end_alone
 
 
 class Leaver(Protocol):

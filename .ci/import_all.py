@@ -1,0 +1,70 @@
+"""Import every module of some packages: `python .ci/import_all.py [--has MPI] PACKAGE …`.
+
+A module that can't be imported is an error, but for those listed here where what they need is
+absent; and these must fail then, so that the list stays true. A folder of scripts counts as a
+package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# Modules that nothing imports before what they are about is asked for.
+NEEDS = {
+    # mpi4py loads the MPI library when its MPI module is imported.
+    "MPI": {
+        "bench.peers.mpi",
+        "collectives.transports.mpi",
+        "collectives.transports.mpi_mailbox",
+        "collectives.transports.mpi_native",
+    },
+    # They are what talks to CuPy.
+    "CuPy": {
+        "bench.gpu.cupy_device",
+        "collectives.devices.cupy_cuda",
+    },
+}
+
+
+def main() -> int:
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--has", action="append", default=[], choices=list(NEEDS))
+    parser.add_argument("packages", nargs="+", metavar="PACKAGE")
+    options = parser.parse_args()
+    # Last, so that what is installed goes before the sources.
+    sys.path += [str(ROOT), str(ROOT / "examples")]
+    names = [name for package in options.packages for name in modules_of(package)]
+    absent = {name for what in NEEDS if what not in options.has for name in NEEDS[what]}
+    problems = [each for name in names if (each := problem(name, expected=name in absent))]
+    print("\n".join([*problems, f"{len(names)} modules, {len(problems)} problems"]))
+    return int(bool(problems))
+
+
+def modules_of(package: str) -> list[str]:
+    """The package's modules, or the names of a folder's scripts."""
+    folder = ROOT / package
+    if not (folder / "__init__.py").exists():
+        return sorted(path.stem for path in folder.glob("*.py"))
+    paths = importlib.import_module(package).__path__
+    walked = pkgutil.walk_packages(paths, f"{package}.", onerror=lambda name: None)
+    return [package, *(module.name for module in walked)]
+
+
+def problem(name: str, *, expected: bool) -> str:
+    """What is wrong with the import of a module; empty where it goes as expected."""
+    try:
+        importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:
+        return "" if expected else f"{name}: {type(error).__name__}: {error}"
+    return f"{name}: listed as needing what is absent, but was imported" if expected else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

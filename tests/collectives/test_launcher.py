@@ -1,0 +1,150 @@
+"""What the launcher's variables say, and worlds of one rank that nobody meant."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.launcher import Launcher, find_launcher
+from tests.worlds.launcher import find_mpirun, is_open_mpi, world_environment
+from tests.worlds.programs import ROOT, run_launcher
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (1, 0)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, (4, 3)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, (2, 1)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "PMIX_RANK": "5"}, (8, 5)),
+        # A batch script: an allocation for eight, and a single process so far.
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, (1, 0)),
+        # mpirun in a batch script.
+        ({"PMI_SIZE": "4", "PMI_RANK": "2", "SLURM_PROCID": "0"}, (4, 2)),
+        ({"PMI_SIZE": "many"}, (1, 0)),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, (4, 2)),
+        # Something else's.
+        ({"WORLD_SIZE": "4"}, (1, 0)),
+        # mpirun with what torch asks for.
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "WORLD_SIZE": "4", "RANK": "3"}, (2, 1)),
+    ],
+)
+def test_what_the_launcher_says(environment, expected):
+    launcher = find_launcher(environment)
+    assert isinstance(launcher, Launcher)
+    assert (launcher.size, launcher.rank) == expected
+
+
+WORLD = [
+    sys.executable,
+    "-c",
+    "import collectives\ncomm = collectives.world()\nprint(comm.rank, comm.size, end=' ')",
+]
+
+
+def run_alone(directory, environment):
+    return subprocess.run(
+        WORLD,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=world_environment(directory) | {"PYTHONPATH": str(ROOT)} | environment,
+    )
+
+
+def foreign_variables(size, rank):
+    """What the mpirun of the MPI that this one isn't gives to its processes."""
+    prefix = "PMI_" if is_open_mpi(find_mpirun()) else "OMPI_COMM_WORLD_"
+    return {f"{prefix}SIZE": str(size), f"{prefix}RANK": str(rank)}
+
+
+def test_a_launcher_that_this_mpi_does_not_understand_is_refused(tmp_path):
+    ended = run_alone(tmp_path, foreign_variables(4, 3))
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    (variable, *_) = foreign_variables(4, 3)
+    error = ended.stderr.splitlines()[-1]
+    assert error.startswith("collectives.errors.LaunchError: 4 processes were started")
+    assert f"({variable}=4), but MPI sees a world of 1 rank" in error
+    beside = Path(sys.executable).with_name("mpirun")
+    assert f"`{beside if beside.exists() else 'mpirun'} -n 4 python …`" in error
+    assert "srun" not in error
+    assert "COLLECTIVES_ALLOW_SINGLETON=1" in error
+
+
+# What every task of a step has, whatever its plugin for MPI.
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+}
+
+
+def test_a_slurm_step_without_the_plugin_of_this_mpi_is_refused(tmp_path):
+    ended = run_alone(tmp_path, STEP)
+    assert ended.returncode == 1
+    plugin = "pmix" if is_open_mpi(find_mpirun()) else "pmi2"
+    assert "2 processes were started (SLURM_STEP_NUM_TASKS=2)" in ended.stderr
+    assert f"`srun --mpi={plugin} -n 2 python …`" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**STEP, "COLLECTIVES_ALLOW_SINGLETON": "1"},
+        # The shell of an allocation for eight, or a batch script.
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"WORLD_SIZE": "4"},
+    ],
+    ids=["allowed", "allocation", "one process", "no rank"],
+)
+def test_a_world_of_one_rank_that_was_meant_is_none_the_worse(environment, tmp_path):
+    ended = run_alone(tmp_path, environment)
+    assert (ended.returncode, ended.stdout) == (0, "0 1 "), ended.stderr
+
+
+def test_a_world_of_several_ranks_is_never_refused():
+    """What other launchers around it say doesn't matter: it was started by one that serves it."""
+    mpirun = find_mpirun()
+    line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else []), "-n", "2", *WORLD]
+    around = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    ended = run_launcher(line, around | {"WORLD_SIZE": "4", "RANK": "0"}, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split()) == ["0", "1", "2", "2"]
+
+
+SPLITS = """
+import collectives
+from mpi4py import MPI
+comm = collectives.Communicator(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank))
+assert comm.size == 1 and collectives.world().size == 2
+"""
+
+
+def test_communicators_of_one_rank_are_not_refused(launch):
+    ended = launch(2, [sys.executable, "-c", SPLITS], timeout=60)
+    assert ended.returncode == 0, ended.stderr
+
+
+def other_mpiruns():
+    """The mpirun commands on the PATH of another MPI than this one."""
+    folders = os.get_exec_path()
+    found = [path for folder in folders if (path := Path(folder) / "mpirun").exists()]
+    return [str(path) for path in found if is_open_mpi(str(path)) != is_open_mpi(find_mpirun())]
+
+
+def test_another_mpis_mpirun_is_refused_for_real():
+    if not (others := other_mpiruns()):
+        pytest.skip("no mpirun of another MPI is on the PATH")
+    line = [others[0], "-n", "2", *WORLD]
+    ended = run_launcher(
+        line, {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}, timeout=60
+    )
+    assert ended.returncode != 0
+    # MPICH itself ends a process that Open MPI's mpirun has started.
+    assert "LaunchError: 2 processes" in ended.stderr or "unsupported PMI version" in ended.stderr

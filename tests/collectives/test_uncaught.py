@@ -1,0 +1,128 @@
+"""Uncaught errors: one traceback where all ranks raise the same, and the end of the job."""
+
+import re
+import sys
+import time
+
+import pytest
+
+START = "import collectives, numpy, sys\ncomm = collectives.world()\nrank = comm.rank\n"
+# What is raised, which world rank shows the traceback, and which ranks leave it to that one.
+ALIKE = {
+    "a mismatch": (
+        "comm.all_reduce(numpy.ones(3 + rank))",
+        "ShapeMismatchError: the ranks called arrays of different shapes",
+        (0, 1, 2),
+    ),
+    "an asynchronous mismatch": (
+        "comm.all_reduce_async(numpy.ones(3 + rank)).wait()",
+        "ShapeMismatchError: the ranks called arrays of different shapes",
+        (0, 1, 2),
+    ),
+    "the root's error": (
+        "comm.scatter(numpy.ones(3) if rank else [{}, 7])",
+        "TypeError: ",
+        (0, 1, 2),
+    ),
+    "a communicator of some ranks, in an order of their own": (
+        "part = comm.split(0 if rank else None, key=-rank)\n"
+        "if part is None: comm.barrier()\n"
+        "part.all_reduce(numpy.ones(3 + rank))",
+        "ShapeMismatchError: the ranks called arrays of different shapes",
+        (2, 1),
+    ),
+    "a program that ends on rank 0": (
+        "if rank == 0: sys.exit()\ncomm.barrier()",
+        "CollectiveMismatchError: the ranks called different collectives",
+        (1, 2),
+    ),
+    "the first world()": (
+        "comm.close()\ncollectives.world(backend='bogus')",
+        "ValueError: rank 0: backend='bogus': must be 'auto', 'mpi' or 'nccl'",
+        (0, 1, 2),
+    ),
+    "a strategy's check": (
+        "import strategies\nstrategies.LocalSGDStrategy(sync_every=1 + rank)",
+        "ValueError: LocalSGDStrategy: the ranks' arguments differ",
+        (0, 1, 2),
+    ),
+    "what all ranks are refused": (
+        "import strategies\n"
+        "strategy = strategies.MultiWorkerMirroredStrategy()\n"
+        "strategy.reduce('sum', {}, axis='x')",
+        "Error: ",
+        (0, 1, 2),
+    ),
+}
+
+
+LEFT = re.compile(r"^rank (\d): (.*) \(raised on all ranks: rank \d of the .*\)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_an_error_that_all_ranks_raise_has_one_traceback(case, launch):
+    program, message, (_, *others) = ALIKE[case]
+    ended = launch(3, [sys.executable, "-c", START + program], timeout=60)
+    assert ended.returncode != 0
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if message in line]
+    left = {int(rank): text for rank, text in LEFT.findall(ended.stderr)}
+    assert sorted(left) == sorted(others), ended.stderr
+    assert all(message in text for text in left.values())
+    assert len(lines) == 1 + len(others)
+
+
+def test_under_mpi4pys_runner_too(launch, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(START + "comm.all_reduce(numpy.ones(3 + rank))\n")
+    ended = launch(2, [sys.executable, "-m", "mpi4py", str(program)], timeout=60)
+    assert ended.returncode != 0
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+    assert [rank for rank, _ in LEFT.findall(ended.stderr)] == ["1"]
+
+
+def test_what_one_rank_alone_knows_of_it_is_shown_there(launch):
+    program = (
+        "import strategies\n"
+        "strategy = strategies.MultiWorkerMirroredStrategy()\n"
+        "strategy.reduce('sum', 1.0, axis='x' if rank == 1 else None)"
+    )
+    ended = launch(3, [sys.executable, "-c", START + program], timeout=60)
+    assert ended.returncode != 0
+    # Rank 1's, and before it that of its own TypeError; the mismatch on rank 0.
+    assert ended.stderr.count("Traceback") == 3, ended.stderr
+    assert "\nTypeError: axis='x'" in ended.stderr
+    assert [rank for rank, _ in LEFT.findall(ended.stderr)] == ["2"]
+
+
+def test_a_dataset_that_fails_is_shown_where_it_fails(launch):
+    program = (
+        "import strategies\n"
+        "strategy = strategies.MultiWorkerMirroredStrategy()\n"
+        "def dataset(context):\n"
+        "    if rank == 2: raise KeyError('no such file')\n"
+        "    return [numpy.ones(3)]\n"
+        "strategy.distribute_datasets_from_function(dataset)"
+    )
+    ended = launch(3, [sys.executable, "-c", START + program], timeout=60)
+    assert ended.returncode != 0
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+    assert "\nKeyError: 'no such file'" in ended.stderr
+    told = "DatasetError: the dataset of rank 2 raised KeyError: 'no such file'"
+    assert sorted(LEFT.findall(ended.stderr)) == [("0", told), ("1", told)]
+
+
+def test_where_the_first_rank_caught_the_error_another_shows_it(launch):
+    program = (
+        "try: comm.all_reduce(numpy.ones(3 + rank))\n"
+        "except collectives.MismatchError:\n"
+        "    if rank: raise\n"
+        "comm.barrier()"
+    )
+    start = time.monotonic()
+    ended = launch(2, [sys.executable, "-c", START + program], timeout=60)
+    assert ended.returncode != 0
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+    assert "in <module>" in ended.stderr
+    # Five seconds for the other rank to show it; the start of two interpreters comes on top.
+    assert 5 < time.monotonic() - start < 20
