@@ -273,7 +273,14 @@ def _wide_close(result, wanted, tolerance):
     return np.isclose(*pair, rtol=tolerance, atol=1e-6, equal_nan=True)
 
 
-def bits(result):
-    """What is compared between ranks."""
-    arrays = result if isinstance(result, list) else [result]
-    return b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+def bits(result, *, any_nan=False):
+    """What is compared between ranks; `any_nan` makes all NaNs alike."""
+    arrays = [np.ascontiguousarray(array) for array in as_list(result)]
+    if any_nan:
+        arrays = [np.where(array != array, array.dtype.type(np.nan), array) for array in arrays]
+    return b"".join(array.tobytes() for array in arrays)
+
+
+def as_list(result):
+    """The arrays of a result."""
+    return result if isinstance(result, list) else [result]

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from collectives import (
-    RankFailedError,
-)
+from collectives import RankFailedError
 from tests.fuzz.faults.registry import fault
 from tests.fuzz.interrupting import ALARMS, alarm_after, raising_at_line
 from tests.fuzz.plans import Plan, draw
