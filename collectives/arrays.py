@@ -10,14 +10,14 @@ there: it is seen as a device array, which can do what is used of NumPy's arrays
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives.devices.cuda import DLPACK_GPU, cuda, is_torch, on_gpu
-from collectives.reduction import BFLOAT16, Array
+from collectives.reduction import Array
+from collectives.tensors import from_torch, refuse_false_gradient, to_torch
 
 # kDLCPU, and kDLCUDAHost: memory of the host that is pinned.
 _DLPACK_CPU = (1, 3)
@@ -65,7 +65,13 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
     elif isinstance(array, np.ndarray):
         converted = array.view(np.ndarray)
     elif is_torch(array):
-        converted = _from_torch(array, argument)
+        converted = from_torch(array, argument)
+    elif array is None:
+        raise TypeError(
+            f"{argument} is None: must be an array. Where it is the gradient of a parameter that"
+            " took no part, give zeros in its place, or leave it out on every rank"
+            " (`torch.zeros_like(p) if p.grad is None else p.grad`)"
+        )
     elif hasattr(array, "__dlpack_device__"):
         _check_on_cpu(array.__dlpack_device__()[0], array, argument)
         converted = _from_dlpack(array)
@@ -123,25 +129,6 @@ def _lends_memory(array: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _from_torch(tensor: Any, argument: str) -> Array:
-    torch = sys.modules["torch"]
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    _check_on_cpu(tensor.__dlpack_device__()[0], tensor, argument)
-    if tensor.dtype == torch.bfloat16:
-        integers: Array = tensor.view(torch.int16).numpy()
-        return integers.view(BFLOAT16)
-    converted: Array = tensor.numpy()
-    return converted
-
-
-def to_torch(array: Array) -> Any:
-    """A tensor that shares the array's memory, where torch has been imported."""
-    torch = sys.modules["torch"]
-    if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def like(original: Any) -> Callable[[Array], Any]:
@@ -232,6 +219,7 @@ def given_output(
         raise TypeError(f"{name} has dtype {view.dtype}: must have the result's, {dtype}")
     if not is_writeable(view, out):
         raise ValueError(f"{name} is read-only: must be an array that can be written")
+    refuse_false_gradient(out, name)
     buffer = view if is_plain(view) else empty(shape, dtype, view)
 
     def deliver() -> Any:

@@ -35,7 +35,8 @@ class Communicator(Group):
     unless stated.
 
     Common errors: ValueError and TypeError for what one rank can see by itself (raised before any
-    message is sent), RuntimeError after `close`.
+    message is sent), such as a torch tensor that requires grad and whose result would lose it: no
+    call is differentiated (`detach()`, `torch.no_grad()`). RuntimeError after `close`.
     """
 
     def all_reduce(
@@ -46,9 +47,8 @@ class Communicator(Group):
         out: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Fold the ranks' arrays, of equal shape and dtype, into one; every rank gets it, bit for
-        bit. Only where MPI's own reduction runs, by choice or forced ("native"), a NaN may have
-        another sign or payload on another rank: MPI's ranks fold in different orders.
+        """Fold the ranks' arrays, of equal shape and dtype, into one, for every rank, bit for bit
+        (where MPI's own reduction runs, "native", but for the signs and payloads of NaNs).
 
         op: a ReduceOp or its name: "sum", "mean", "min", "max", "product". Integer sums wrap; MEAN
         of integers gives float64; NaN on any rank propagates; bool SUM and MAX are or, MIN and

@@ -20,6 +20,7 @@ from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles
 from collectives.reduction import Array
 from collectives.signature import Signature, forced
+from collectives.tensors import refuse_lost_gradient
 
 # Elements begin at a multiple of this, in bytes, which suits every dtype.
 _ALIGNMENT = 64
@@ -73,6 +74,8 @@ def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Opera
             f"arrays has {len(arrays)} entries: must have one for each of {size} ranks"
         )
     given = [to_array(array, f"arrays[{peer}]") for peer, array in enumerate(arrays)]
+    for peer, array in enumerate(arrays):
+        refuse_lost_gradient(array, f"arrays[{peer}]")
     if any(map(is_device, given)):
         return _between_gpus(given, arrays, algorithm)
     blocks = [_Block(array) for array in given]

@@ -125,11 +125,10 @@ class Many:
         """The reductions of many arrays, one collective for each bucket; and its buckets."""
         check_many(arrays, out)
         reduction, limit = as_op(op), self.bucket_bytes(bucket_bytes)
-        given = [ReduceInput(array, reduction) for array in arrays]
+        given = inputs_of(arrays, reduction)
         if any(map(_on_gpu, given)):
             raise TypeError("some of the arrays lie on a GPU, and some on the CPU: must lie on one")
-        outs = out if out is not None else [None] * len(given)
-        outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
+        outputs = outputs_of(given, out)
         kinds = tuple((each.shape, each.dtype) for each in given)
         parts = self.parts(kinds, limit, reduction)
         # Arrays of different dtypes may have means of the same one.
@@ -152,6 +151,19 @@ class Many:
         nbytes = sum(output.buffer.nbytes for output in outputs)
         signature = describe_many("all_reduce_many", reduction, called, limit, nbytes)
         return Operation(signature, perform), parts
+
+
+def inputs_of(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
+    """The arrays, each of which errors name by its position."""
+    return [ReduceInput(array, op, f"arrays[{index}]") for index, array in enumerate(arrays)]
+
+
+def outputs_of(given: list[ReduceInput], out: Sequence[Any] | None) -> list[Output]:
+    """Where the results go: into the arrays of `out` if there are such, else into new ones."""
+    if out is None:
+        return [each.output(None) for each in given]
+    pairs = enumerate(zip(given, out, strict=True))
+    return [each.output(place, f"out[{index}]") for index, (each, place) in pairs]
 
 
 def overlapping(inputs: list[Array], outputs: list[Array]) -> list[int]:

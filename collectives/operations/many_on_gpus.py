@@ -11,7 +11,7 @@ from collectives.devices.cuda import DeviceArray, cuda, on_gpu
 from collectives.engine import Engine
 from collectives.fusion import check_bucket_bytes, check_many
 from collectives.operations import Operation
-from collectives.operations.many import describe_many, reached
+from collectives.operations.many import describe_many, inputs_of, outputs_of, reached
 from collectives.operations.reductions import ReduceInput
 from collectives.reduction import ReduceOp, as_op
 
@@ -49,8 +49,7 @@ class ManyOnGpus:
         check_many(arrays, out)
         reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
         given = _inputs(arrays, reduction)
-        outs = out if out is not None else [None] * len(given)
-        outputs = [each.output(place) for each, place in zip(given, outs, strict=True)]
+        outputs = outputs_of(given, out)
         if self._engine.devices is not None:
             dtypes = {each.dtype for each in given}
             self._engine.devices.check("all_reduce", reduction.value, dtypes)
@@ -63,14 +62,12 @@ class ManyOnGpus:
 
 
 def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
-    given = []
     for index, array in enumerate(arrays):
-        if not on_gpu(array):
+        if array is not None and not on_gpu(array):
             raise TypeError(
                 f"arrays[{index}] lies on the CPU: must lie on a GPU, as arrays[0] does"
             )
-        given.append(ReduceInput(array, op, f"arrays[{index}]"))
-    return given
+    return inputs_of(arrays, op)
 
 
 def _operation(

@@ -26,12 +26,14 @@ from collectives.operations.arguments import Rows
 from collectives.operations.objects import broadcast_pickle, numbers_of_all
 from collectives.schedule import split_lengths
 from collectives.signature import ANY_LENGTH, Signature, dtype_name, forced
+from collectives.tensors import refuse_false_gradient, refuse_lost_gradient
 
 
 def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
     """The root's content in everybody's array."""
     algorithms.check_name("broadcast", algorithm)
     given = to_array(array)
+    refuse_false_gradient(array, "array")
     if on_root:
         # A schedule may write into the root's buffer what is there already.
         output = Output(flat(given if is_writeable(given, array) else given.copy()), lambda: array)
@@ -76,6 +78,8 @@ def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operat
     """All ranks' arrays, joined along the axis in rank order."""
     algorithms.check_name("all_gather", algorithm)
     rows = Rows(to_array(array), axis)
+    if out is None:
+        refuse_lost_gradient(array, "array")
     room = _ANY_ROOM if out is None else _rows_of(out, rows)
 
     def perform(engine: Engine) -> Any:
@@ -104,6 +108,7 @@ def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation
     """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
     algorithms.check_name("gather", algorithm)
     rows = Rows(to_array(array), axis)
+    refuse_lost_gradient(array, "array")
 
     def perform(engine: Engine) -> Any:
         counts = counts_of_all(engine, rows.count)
@@ -139,6 +144,7 @@ def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root:
 
     def look() -> _Scattered:
         rows[:] = [Rows(to_array(array), axis)]
+        refuse_lost_gradient(array, "array")
         on_gpu = is_device(rows[0].flat)
         return _Scattered(rows[0].count, rows[0].rest, rows[0].axis, rows[0].dtype, on_gpu)
 

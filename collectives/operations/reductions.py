@@ -27,13 +27,14 @@ from collectives.reduction import (
     fold_dtype,
 )
 from collectives.signature import Signature, dtype_name, forced
+from collectives.tensors import refuse_lost_gradient
 
 
 class ReduceInput:
     """An array that is to be reduced: flat, in the dtype of the fold."""
 
     def __init__(self, array: Any, op: ReduceOp | str, argument: str = "array") -> None:
-        self.original, self.op = array, as_op(op)
+        self.original, self.op, self.argument = array, as_op(op), argument
         self.array = to_array(array, argument)
         self.on_gpu = is_device(self.array)
         self.shape = self.array.shape
@@ -52,12 +53,13 @@ class ReduceInput:
         op, nbytes = self.op.value, self.array.nbytes
         return Signature(collective, op, dtype, self.shape, root, detail, nbytes)
 
-    def output(self, out: Any) -> Output:
+    def output(self, out: Any, name: str = "out") -> Output:
         """Where a result of the same shape goes."""
         if out is None:
+            refuse_lost_gradient(self.original, self.argument)
             return new_output(self.shape, self.dtype, self.original)
-        output = given_output(out, self.shape, self.dtype)
-        check_same_memory(self.array, output)
+        output = given_output(out, self.shape, self.dtype, name)
+        check_same_memory(self.array, output, name)
         return output
 
     def source_for(self, output: Output) -> Array | None:
@@ -104,6 +106,8 @@ def reduce(
 ) -> Operation:
     """The reduction of all ranks' arrays, on the root alone; None elsewhere."""
     algorithms.check_name("reduce", algorithm)
+    # On every rank alike, though the root alone gets a result.
+    refuse_lost_gradient(array, "array")
     given = ReduceInput(array, op)
     output = given.output(out) if on_root else None
 
@@ -135,6 +139,8 @@ def reduce_scatter(
     """Rank r's block, of `numpy.array_split` along the axis, of the reduction."""
     algorithms.check_name("reduce_scatter", algorithm)
     given = ReduceInput(array, op)
+    if out is None:
+        refuse_lost_gradient(array, "array")
     rows = Rows(given.converted(), axis)
     detail = f"axis={rows.axis}" if algorithm is None else f"axis={rows.axis}, {algorithm=}"
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays import to_numpy, to_torch
+from collectives.arrays import to_numpy
 from collectives.devices.cuda import is_torch
+from collectives.tensors import to_torch
 from strategies import nest
 
 
