@@ -228,8 +228,8 @@ class Communicator(Group):
     def mailbox(self) -> Mailbox:
         """Open a way for messages that the receiver need not ask for. Collective.
 
-        Its own calls are not: any rank sends to any other at any time, beside the communicator's
-        calls. It ends with the communicator, or by its own `close`.
+        Its own calls are not: any rank sends to any other at any time, beside the communicator's.
+        It ends with this, or by `close`. BackendUnavailableError over a transport without such.
         """
         mailbox: Mailbox = self._run(self._keeping(open_mailbox()))
         return mailbox

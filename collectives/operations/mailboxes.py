@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 from collectives.engine import Engine
+from collectives.errors import BackendUnavailableError
 from collectives.mailbox import Mailbox
 from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles
@@ -20,6 +21,9 @@ def open_mailbox() -> Operation:
         processes = Processes(gather_pickles(engine, own), engine.rank)
         with engine.watchdog:
             post = engine.transport.open_post()
+        if post is None:
+            kind = type(engine.transport).__name__
+            raise BackendUnavailableError(f"mailbox(): {kind} carries no such messages (open_post)")
         return Mailbox(post, processes, engine.rank, engine.patience)
 
     return Operation(Signature("mailbox"), perform)

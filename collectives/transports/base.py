@@ -135,18 +135,10 @@ class Transport(Wires):
         """
 
     @abstractmethod
-    def node_leader(self) -> int:
-        """The lowest rank that shares this rank's memory. Collective."""
-
-    @abstractmethod
     def split(self, color: int | None, key: int) -> Transport | None:
-        """A transport between the ranks of equal color, ordered by key; None for color None."""
+        """A transport between the ranks of equal color, ordered by key; None for color None.
 
-    @abstractmethod
-    def begin_duplicate(self) -> Callable[[], Transport]:
-        """Begin to make a second transport between the same ranks, for use by another thread.
-
-        Returns at once with a function that completes it. Collective, in order with exchanges.
+        Collective, in order with exchanges.
         """
 
     @abstractmethod
@@ -154,8 +146,31 @@ class Transport(Wires):
         """A way to tell all ranks numbers; one at a time. Collective."""
 
     @abstractmethod
-    def open_post(self) -> Post:
-        """A way for messages that nobody asks for. Collective."""
+    def close(self) -> None:
+        """Give back what the transport holds. Collective. A second call does nothing."""
+
+    # What a transport need not have.
+
+    def begin_duplicate(self) -> Callable[[], Transport]:
+        """Begin to make a second transport between the same ranks, for use by another thread.
+
+        Returns at once with a function that completes it. Collective, in order with exchanges.
+        """
+
+        def complete() -> Transport:
+            twin = self.split(0, self.rank)
+            assert twin is not None
+            return twin
+
+        return complete
+
+    def open_post(self) -> Post | None:
+        """A way for messages that nobody asks for. Collective; None where there is no such."""
+        return None
+
+    def node_leader(self) -> int:
+        """The lowest rank that shares this rank's memory. Collective."""
+        return self.rank
 
     @property
     def shares(self) -> bool:
@@ -201,8 +216,4 @@ class Transport(Wires):
     """Orders loads and stores in shared memory, where the machine doesn't by itself."""
 
     patience: Patience
-    """How the transport waits; whoever uses it may set another."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what the transport holds. Collective. A second call does nothing."""
+    """How the transport waits; whoever uses it sets it."""
