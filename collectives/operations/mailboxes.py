@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from collectives.engine import Engine
-from collectives.errors import BackendUnavailableError
+from collectives.errors import BackendUnavailableError, in_step
 from collectives.mailbox import Mailbox
 from collectives.operations import Operation
 from collectives.operations.objects import gather_pickles
@@ -23,7 +23,8 @@ def open_mailbox() -> Operation:
             post = engine.transport.open_post()
         if post is None:
             kind = type(engine.transport).__name__
-            raise BackendUnavailableError(f"mailbox(): {kind} carries no such messages (open_post)")
+            problem = f"mailbox(): {kind} carries no such messages (open_post)"
+            raise in_step(BackendUnavailableError(problem))
         return Mailbox(post, processes, engine.rank, engine.patience)
 
     return Operation(Signature("mailbox"), perform)
