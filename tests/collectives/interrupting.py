@@ -54,9 +54,13 @@ class Interruption:
             name = "" if last is None else self._name(frame.f_code, last)
             # Where a function in Python returns, nothing is run, unless C has called it.
             inline, self._returned = self._returned is frame and name == "CALL", None
-            if name.startswith(_AFTER) and not inline:
+            if name.startswith(_AFTER) and not inline and not self._enters(frame):
                 self._pass(frame)
         return self._go_on
+
+    def _enters(self, frame):
+        """Whether a `with` block is about to be entered: no handler is run in front of it."""
+        return self._name(frame.f_code, frame.f_lasti) in ("BEFORE_WITH", "SETUP_WITH")
 
     def _name(self, code, position):
         if code not in self._codes:

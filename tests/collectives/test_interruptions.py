@@ -4,6 +4,7 @@ A rank that catches it and makes the call again gets the call's own result, or a
 the other ranks.
 """
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -269,14 +270,10 @@ def program(route, interruption, deadline):
     def run(transport):
         comm = Communicator(transport, deadline=30)
         made = route(Place(comm, transport.rank, transport.size))
-        first, right = made.before, 0
-        for call in range(first):
-            made.looked_at(made.make(call), call)
-        comm.barrier()
-        comm.deadline = deadline
+        comm.deadline, right = deadline, 0
         try:
-            for call in range(first, first + CALLS):
-                here = transport.rank == INTERRUPTED_RANK and call == first
+            for call in range(made.before + CALLS):
+                here = transport.rank == INTERRUPTED_RANK and call == made.before
                 result = again(interruption, made, call) if here else made.make(call)
                 result, due = made.looked_at(result, call), made.expect(call)
                 right += 1
@@ -325,7 +322,7 @@ def test_an_exception_at_any_moment_of_a_call(route, monkeypatch, tmp_path):
         errors = [error for _, error in ranks]
         assert all(errors) or not any(errors), f"{interruption}: {errors}"
         if not any(errors):
-            assert [right for right, _ in ranks] == [CALLS] * size
+            assert [right for right, _ in ranks] == [route.before + CALLS] * size
         return any(errors)
 
     places = run(None)[0].places
@@ -333,3 +330,104 @@ def test_an_exception_at_any_moment_of_a_call(route, monkeypatch, tmp_path):
     ends = [ended(number) for number in numbers]
     assert not ends[0]
     assert any(ends)
+
+
+SIGNALS = """
+import random, signal, sys, time
+import numpy as np
+import collectives
+from collectives import Communicator
+
+class AlarmError(Exception):
+    pass
+
+def ring(*_):
+    raise AlarmError
+
+signal.signal(signal.SIGALRM, ring)
+collectives.world(deadline=20)
+from mpi4py import MPI
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+chance, ended, alarms = random.Random(5), 0, 0
+
+def call(comm, turn, seconds):
+    global alarms
+    array, result = np.full(length, turn + rank * 1.0), None
+    try:
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        result = comm.all_reduce(array)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except AlarmError:
+        alarms += 1
+    # What has been returned was made.
+    return comm.all_reduce(array) if result is None else result
+
+for length in 1, 2_000, 300_000:
+    for trial in range(6):
+        comm = Communicator(MPI.COMM_WORLD, deadline=20)
+        start = time.perf_counter()
+        for turn in range(10):
+            call(comm, turn, None)
+        taken = (time.perf_counter() - start) / 10
+        try:
+            for turn in range(60):
+                seconds = max(1e-6, chance.random() * taken) if rank == 1 and turn % 3 else None
+                result = call(comm, turn, seconds)
+                assert (result == size * turn + size * (size - 1) / 2).all(), (length, turn, result)
+        except RuntimeError as error:
+            assert "can't go on" in str(error), error
+            ended += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert len(set(MPI.COMM_WORLD.allgather(ended))) == 1
+assert ended
+assert alarms or rank != 1
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_alarm_at_any_moment(size, launch):
+    """At random moments, as a timer gives them."""
+    done = launch(size, [sys.executable, "-c", SIGNALS], timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", ["small", "large"])
+def test_the_others_hear_at_once_of_a_rank_that_was_interrupted(path, launch):
+    body = f"""
+import signal, time
+import numpy as np
+import collectives
+comm = collectives.world(deadline=30)
+def ring(*_):
+    raise ValueError("from a handler")
+signal.signal(signal.SIGALRM, ring)
+array = np.ones({1 if path == "small" else 300_000})
+comm.all_reduce(array)
+if comm.rank == 1:
+    # It has come, and waits for rank 0, which comes later.
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        comm.all_reduce(array)
+    except ValueError as error:
+        assert str(error) == "from a handler"
+    try:
+        comm.all_reduce(array)
+    except RuntimeError as error:
+        assert "ValueError('from a handler') ended a call of this rank" in str(error), error
+    else:
+        raise AssertionError("went on")
+else:
+    time.sleep(0.6)
+    start = time.monotonic()
+    try:
+        for _ in range(2):
+            comm.all_reduce(array)
+    except collectives.RankFailedError as error:
+        assert "rank 1 can't go on, since an exception ended a call there" in str(error), error
+    else:
+        raise AssertionError("went on")
+    assert time.monotonic() - start < 5
+"""
+    done = launch(2, [sys.executable, "-c", body], timeout=60)
+    assert done.returncode == 0, done.stderr
