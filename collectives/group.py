@@ -234,7 +234,9 @@ class Group:
         part = self._run(nodes.split(color, key))
         if part is None:
             return None
-        node_of = nodes.gather_labels(Engine(part), self.node)
+        patience = self._engine.patience.another("split", self.deadline)
+        patience.check_alive = self._engine.patience.check_alive
+        node_of = nodes.gather_labels(Engine(part, patience), self.node)
         return type(self)(part, backend=self.backend, deadline=self.deadline, node_of=node_of)
 
     def _keeping(self, operation: Operation) -> Operation:

@@ -30,11 +30,13 @@ def warn_once(text: str) -> None:
 
 DEFAULT_DEADLINE = 300.0
 
+CHECK_SECONDS = 0.1
+"""How often a wait asks whether the others can still come."""
+
 _SPINS = 1000
 _YIELD_SECONDS = 2e-3
 _PATIENT_YIELD_SECONDS = 20e-6
 _LONGEST_SLEEP = 1e-3
-_CHECK_SECONDS = 0.1
 _PACKAGES = ("collectives", "strategies")
 
 Absent = Callable[[], dict[int, str]]
@@ -118,7 +120,7 @@ class Patience:
         many seconds of grace, are over; warns after a tenth of the deadline.
         """
         start = time.monotonic()
-        warned, next_check = False, _CHECK_SECONDS
+        warned, next_check = False, CHECK_SECONDS
         while not ready():
             waited = time.monotonic() - start
             if waited < self._yield_seconds:
@@ -126,7 +128,7 @@ class Patience:
                 continue
             time.sleep(min(_LONGEST_SLEEP, waited / 20))
             if waited >= next_check:
-                next_check = waited + _CHECK_SECONDS
+                next_check = waited + CHECK_SECONDS
                 self.check_alive()
             if self._limit is not None and waited >= self._limit and not ready():
                 raise DeadlineExceededError("", tuple(absent()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import RankFailedError
 from collectives.transports.base import Bytes, Message, Post, Sending, Transport, Words
-from collectives.waiting import Patience
+from collectives.waiting import CHECK_SECONDS, Patience
 
 Result = TypeVar("Result")
 
@@ -72,10 +74,17 @@ class LocalTransport(Transport):
 
     def _get(self, peer: int, tag: int) -> Any:
         line = self._switchboard.line(self._world, peer, self.rank, tag)
-        try:
-            return self._checked(line.get(timeout=self.patience.deadline))
-        except queue.Empty:
-            raise self.patience.exceeded({peer: " in the middle of the call"}) from None
+        deadline = self.patience.deadline
+        end = math.inf if deadline is None else time.monotonic() + deadline
+        while True:
+            left = max(0.0, end - time.monotonic())
+            try:
+                return self._checked(line.get(timeout=min(CHECK_SECONDS, left)))
+            except queue.Empty:
+                self.patience.check_alive()
+                if time.monotonic() >= end:
+                    absent = {peer: " in the middle of the call"}
+                    raise self.patience.exceeded(absent) from None
 
     def get_now(self, peer: int) -> int | None:
         """A peer's word, if it has come."""

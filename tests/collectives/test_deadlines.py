@@ -113,6 +113,23 @@ def check_error(error, group, late, directory):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(4)
+def test_who_came_and_left_is_not_named(comm, record_directory):
+    """Rank 0 speaks for its node and leaves first, then rank 2, then rank 1."""
+    with Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=[0, 0, 0, 1]) as nodes:
+        nodes.barrier()
+        wait_for_all()
+        nodes.deadline = {0: 0.2, 1: 0.6, 2: 0.4}.get(nodes.rank, PATIENT)
+        if nodes.rank != 3:
+            with pytest.raises(collectives.DeadlineExceededError, match="rank 3") as caught:
+                CALLS["small"](nodes)
+            assert caught.value.absent == (3,)
+        wait_for_all()
+        nodes.deadline = PATIENT
+        np.testing.assert_array_equal(CALLS["small"](nodes), expected(nodes))
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_the_first_asynchronous_call(patient, record_directory):
     late = 0

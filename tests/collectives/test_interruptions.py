@@ -1,0 +1,433 @@
+"""An exception that comes at any moment of a call, as the handlers of signals raise them.
+
+A rank that catches it and makes the call again gets the call's own result, or an error, and so do
+the other ranks.
+"""
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator, waiting
+from collectives.recorder import DIRECTORY_VARIABLE
+from collectives.transports import local
+from tests.collectives.interrupting import Interruption, InterruptionError, share_memory
+
+CALLS, INTERRUPTED_RANK = 3, 1
+
+
+class Place(NamedTuple):
+    """One rank of a world."""
+
+    comm: Communicator
+    rank: int
+    size: int
+
+    def given(self, call, length):
+        return np.arange(length) + 10.0 * call + self.rank
+
+    def total(self, call, length):
+        ranks = self.size * (self.size - 1) / 2
+        return self.size * (np.arange(length) + 10.0 * call) + ranks
+
+
+class Route:
+    """A kind of call: what `make` returns must be what `expect` does, once it was `looked_at`."""
+
+    before = 1
+    """How often the call is made before."""
+    most = 40
+    """How many of its places are tried, about."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def make(self, call):
+        raise NotImplementedError
+
+    def looked_at(self, result, call):
+        return result
+
+    def expect(self, call):
+        return self.at.total(call, 3)
+
+
+class Reduced(Route):
+    length, algorithm, op = 3, None, "sum"
+
+    def make(self, call):
+        array = self.at.given(call, self.length)
+        return self.at.comm.all_reduce(array, self.op, algorithm=self.algorithm)
+
+    def expect(self, call):
+        return self.at.total(call, self.length)
+
+
+class Small(Reduced):
+    most = 1000
+
+
+class SmallAndNew(Reduced):
+    before = 0
+
+
+class Mean(Reduced):
+    op = "mean"
+
+    def expect(self, call):
+        return self.at.total(call, self.length) / self.at.size
+
+
+class OfAList(Route):
+    before = 0
+
+    def make(self, call):
+        return self.at.comm.all_reduce(self.at.given(call, 3).tolist())
+
+
+class IntoStrides(Route):
+    def make(self, call):
+        return self.at.comm.all_reduce(self.at.given(call, 3), out=np.zeros(6)[::2])
+
+
+class Large(Reduced):
+    length = 20_000
+
+
+class Staged(Reduced):
+    length, algorithm = 3000, "staged"
+
+
+class Schedule(Reduced):
+    algorithm = "ring"
+
+
+class Asynchronous(Route):
+    most = 10
+
+    def make(self, call):
+        return self.at.comm.all_reduce_async(self.at.given(call, 3))
+
+    def looked_at(self, result, call):
+        return result.wait()
+
+
+class ToRoot(Route):
+    def make(self, call):
+        return self.at.comm.reduce(self.at.given(call, 3))
+
+    def expect(self, call):
+        return None if self.at.rank else self.at.total(call, 3)
+
+
+class Broadcast(Route):
+    def make(self, call):
+        return self.at.comm.broadcast(self.at.given(call, 3))
+
+    def expect(self, call):
+        return self.at._replace(rank=0).given(call, 3)
+
+
+class Gathered(Route):
+    def make(self, call):
+        return self.at.comm.all_gather(self.at.given(call, 2), out=np.empty(2 * self.at.size))
+
+    def expect(self, call):
+        ranks = range(self.at.size)
+        return np.concatenate([self.at._replace(rank=rank).given(call, 2) for rank in ranks])
+
+
+class Scattered(Route):
+    def make(self, call):
+        return self.at.comm.reduce_scatter(self.at.given(call, 2 * self.at.size), out=np.empty(2))
+
+    def expect(self, call):
+        return self.at.total(call, 2 * self.at.size)[2 * self.at.rank :][:2]
+
+
+class Many(Route):
+    before = 3
+
+    def __init__(self, at):
+        super().__init__(at)
+        self.arrays, self.outs = ([np.empty(3), np.empty(2)] for _ in range(2))
+
+    def make(self, call):
+        for array in self.arrays:
+            array[...] = self.at.given(call, len(array))
+        return self.at.comm.all_reduce_many(self.arrays, out=self.outs)
+
+    def looked_at(self, result, call):
+        return np.concatenate(result)
+
+    def expect(self, call):
+        return np.concatenate([self.at.total(call, 3), self.at.total(call, 2)])
+
+
+class NewMany(Many):
+    before = 0
+
+
+class Fused(Many):
+    before = 1
+
+    def __init__(self, at):
+        super().__init__(at)
+        like = [(each.shape, each.dtype) for each in self.arrays]
+        self.fusion = collectives.Fusion(at.comm, like, bucket_bytes=24)
+        self.arrays = self.fusion.views
+
+    def make(self, call):
+        for array in self.arrays:
+            array[...] = self.at.given(call, len(array))
+        return self.fusion.all_reduce()
+
+
+class MadeFusion(Route):
+    def make(self, call):
+        like = [((3,), float), ((2 + call,), float)]
+        return collectives.Fusion(self.at.comm, like, bucket_bytes=24)
+
+    def looked_at(self, result, call):
+        result.views[1][...] = self.at.given(call, 2 + call)
+        return result.all_reduce()[1]
+
+    def expect(self, call):
+        return self.at.total(call, 2 + call)
+
+
+class Objects(Route):
+    def make(self, call):
+        return self.at.comm.all_gather_object((call, self.at.rank))
+
+    def expect(self, call):
+        return [(call, rank) for rank in range(self.at.size)]
+
+
+class AnObject(Route):
+    def make(self, call):
+        return self.at.comm.broadcast_object((call, self.at.rank))
+
+    def expect(self, call):
+        return call, 0
+
+
+class AllToAll(Route):
+    def make(self, call):
+        ranks = range(self.at.size)
+        return self.at.comm.all_to_all([self.at.given(call, 2) + rank for rank in ranks])
+
+    def expect(self, call):
+        ranks = range(self.at.size)
+        return [self.at._replace(rank=rank).given(call, 2) + self.at.rank for rank in ranks]
+
+
+class Barrier(Route):
+    most = 1000
+
+    def make(self, call):
+        return self.at.comm.barrier(f"number {call}")
+
+    def expect(self, call):
+        return None
+
+
+class Zeros(Route):
+    def make(self, call):
+        return self.at.comm.zeros(10 + call)
+
+    def looked_at(self, result, call):
+        result += self.at.given(call, len(result))
+        return self.at.comm.all_reduce(result)
+
+    def expect(self, call):
+        return self.at.total(call, 10 + call)
+
+
+class Split(Route):
+    most = 10
+
+    def make(self, call):
+        return self.at.comm.split(0)
+
+    def looked_at(self, result, call):
+        return result.all_reduce(self.at.given(call, 3))
+
+
+ROUTES = [
+    *(Small, SmallAndNew, Mean, OfAList, IntoStrides, Large, Staged, Schedule, Asynchronous),
+    *(ToRoot, Broadcast, Gathered, Scattered, Many, NewMany, Fused, MadeFusion),
+    *(Objects, AnObject, AllToAll, Barrier, Zeros, Split),
+]
+
+
+def program(route, interruption, deadline):
+    """What each rank does: how many right results it got, and the error that ended it."""
+
+    def run(transport):
+        comm = Communicator(transport, deadline=30)
+        made = route(Place(comm, transport.rank, transport.size))
+        comm.deadline, right = deadline, 0
+        try:
+            for call in range(made.before + CALLS):
+                here = transport.rank == INTERRUPTED_RANK and call == made.before
+                result = again(interruption, made, call) if here else made.make(call)
+                result, due = made.looked_at(result, call), made.expect(call)
+                right += 1
+                np.testing.assert_equal(result, due, f"call {call}, {interruption}")
+        except RuntimeError as error:
+            return right, error
+        finally:
+            if comm._progress is not None:
+                comm._progress.close()
+        return right, None
+
+    return run
+
+
+def again(interruption, made, call):
+    """Make a call; where an exception comes before it has returned, make it again."""
+    returned = False
+    try:
+        with interruption:
+            result = made.make(call)
+            returned = True
+    except InterruptionError:
+        assert not returned
+        result = made.make(call)
+    return result
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_exception_at_any_moment_of_a_call(route, monkeypatch, tmp_path):
+    memory = share_memory(monkeypatch)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    for module in (waiting, local):
+        monkeypatch.setattr(module, "CHECK_SECONDS", 0.001)
+    # Of these the other ranks wait in calls of another engine, which has not ended.
+    deadline = 0.5 if route in (Asynchronous, Split) else 20
+    size = 3 if issubclass(route, Small) else 2
+
+    def run(number):
+        memory.clear()
+        interruption = Interruption(number)
+        return interruption, local.run(size, program(route, interruption, deadline))
+
+    def ended(number):
+        """Whether the communicator ended, as it must on all ranks or on none."""
+        interruption, ranks = run(number)
+        errors = [error for _, error in ranks]
+        assert all(errors) or not any(errors), f"{interruption}: {errors}"
+        if not any(errors):
+            assert [right for right, _ in ranks] == [route.before + CALLS] * size
+        return any(errors)
+
+    places = run(None)[0].places
+    numbers = range(0, places, max(1, places // route.most))
+    ends = [ended(number) for number in numbers]
+    assert not ends[0]
+    assert any(ends)
+
+
+SIGNALS = """
+import random, signal, sys, time
+import numpy as np
+import collectives
+from collectives import Communicator
+
+class AlarmError(Exception):
+    pass
+
+def ring(*_):
+    raise AlarmError
+
+signal.signal(signal.SIGALRM, ring)
+collectives.world(deadline=20)
+from mpi4py import MPI
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+chance, ended, alarms = random.Random(5), 0, 0
+
+def call(comm, turn, seconds):
+    global alarms
+    array, result = np.full(length, turn + rank * 1.0), None
+    try:
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        result = comm.all_reduce(array)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except AlarmError:
+        alarms += 1
+    # What has been returned was made.
+    return comm.all_reduce(array) if result is None else result
+
+for length in 1, 2_000, 300_000:
+    for trial in range(6):
+        comm = Communicator(MPI.COMM_WORLD, deadline=20)
+        start = time.perf_counter()
+        for turn in range(10):
+            call(comm, turn, None)
+        taken = (time.perf_counter() - start) / 10
+        try:
+            for turn in range(60):
+                seconds = max(1e-6, chance.random() * taken) if rank == 1 and turn % 3 else None
+                result = call(comm, turn, seconds)
+                assert (result == size * turn + size * (size - 1) / 2).all(), (length, turn, result)
+        except RuntimeError as error:
+            assert "can't go on" in str(error), error
+            ended += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert len(set(MPI.COMM_WORLD.allgather(ended))) == 1
+assert ended
+assert alarms or rank != 1
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_alarm_at_any_moment(size, launch):
+    """At random moments, as a timer gives them."""
+    done = launch(size, [sys.executable, "-c", SIGNALS], timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", ["small", "large"])
+def test_the_others_hear_at_once_of_a_rank_that_was_interrupted(path, launch):
+    body = f"""
+import signal, time
+import numpy as np
+import collectives
+comm = collectives.world(deadline=30)
+def ring(*_):
+    raise ValueError("from a handler")
+signal.signal(signal.SIGALRM, ring)
+array = np.ones({1 if path == "small" else 300_000})
+comm.all_reduce(array)
+if comm.rank == 1:
+    # It has come, and waits for rank 0, which comes later.
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        comm.all_reduce(array)
+    except ValueError as error:
+        assert str(error) == "from a handler"
+    try:
+        comm.all_reduce(array)
+    except RuntimeError as error:
+        assert "ValueError('from a handler') ended a call of this rank" in str(error), error
+    else:
+        raise AssertionError("went on")
+else:
+    time.sleep(0.6)
+    start = time.monotonic()
+    try:
+        for _ in range(2):
+            comm.all_reduce(array)
+    except collectives.RankFailedError as error:
+        assert "rank 1 can't go on, since an exception ended a call there" in str(error), error
+    else:
+        raise AssertionError("went on")
+    assert time.monotonic() - start < 5
+"""
+    done = launch(2, [sys.executable, "-c", body], timeout=60)
+    assert done.returncode == 0, done.stderr

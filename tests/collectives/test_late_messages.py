@@ -1,0 +1,139 @@
+"""Messages between two ranks of which one comes late: each arrives once, and in its order."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import collectives
+from collectives import Communicator
+from collectives.recorder import DIRECTORY_VARIABLE
+from collectives.transports import local
+
+PATIENT = 30
+SMALL, LARGE = 3, 1_000_000
+
+
+@pytest.fixture
+def late(comm, tmp_path, monkeypatch):
+    """A communicator to change the deadline of."""
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    with Communicator(MPI.COMM_WORLD, deadline=PATIENT) as other:
+        yield other
+        other.deadline = PATIENT
+
+
+def wait_for_all():
+    request = MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.001)
+
+
+def received(comm, length, tag=0):
+    return comm.recv(np.zeros(length), 0, tag)[[0, -1]].tolist()
+
+
+def give_up_to_receive(comm, length, tag=0):
+    comm.deadline = 0.1
+    out = np.zeros(length)
+    with pytest.raises(collectives.DeadlineExceededError) as caught:
+        comm.recv(out, 0, tag)
+    assert caught.value.absent == (0,)
+    comm.deadline = PATIENT
+    return out
+
+
+def until_it_is_done(call):
+    for _ in range(100):
+        try:
+            return call()
+        except collectives.DeadlineExceededError:
+            continue
+    raise AssertionError("it was never done")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("length", [SMALL, LARGE])
+def test_a_receive_that_was_given_up_takes_no_message(late, length):
+    if late.rank == 1:
+        given_up = [give_up_to_receive(late, length) for _ in range(2)]
+    wait_for_all()
+    if late.rank == 0:
+        for value, tag in ((1, 0), (2, 0), (3, 5), (4, 0)):
+            late.send(np.full(length, value + 0.5), 1, tag)
+    if late.rank == 1:
+        if length == SMALL:
+            # Large ones wait for their receiver, one after the other.
+            assert received(late, length, tag=5) == [3.5] * 2
+        assert received(late, length) == [1.5] * 2
+        # Another length than that which was given up.
+        with pytest.raises(collectives.ShapeMismatchError):
+            late.recv(np.zeros(1), 0)
+        if length == LARGE:
+            assert received(late, length, tag=5) == [3.5] * 2
+        assert received(late, length) == [4.5] * 2
+        assert not any(map(np.any, given_up))
+    assert late.all_gather_object(late.rank) == list(range(late.size))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("length", [SMALL, LARGE])
+def test_messages_that_come_when_the_receive_is_given_up(late, length):
+    chance, deadline = random.Random(3), 0.02
+    for number in range(15):
+        offset = chance.uniform(-0.003, 0.003)
+        wait_for_all()
+        late.deadline = deadline
+        if late.rank == 0:
+            time.sleep(deadline + offset)
+            array = np.full(length, number + 1.0)
+            until_it_is_done(lambda array=array: late.send(array, 1))
+        else:
+            out = np.zeros(length)
+            assert until_it_is_done(lambda out=out: late.recv(out, 0)) is out
+            assert (out == number + 1).all()
+        late.deadline = PATIENT
+    late.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_a_send_that_exceeded_its_deadline_is_not_sent_twice(late):
+    array = np.full(LARGE, 1.0)
+    if late.rank == 0:
+        late.deadline = 0.1
+        for _ in range(2):
+            with pytest.raises(collectives.DeadlineExceededError) as caught:
+                late.send(array, 1)
+            assert caught.value.absent == (1,)
+        late.deadline = PATIENT
+        wait_for_all()
+        late.send(array, 1)
+        late.send(np.full(LARGE, 2.0), 1)
+    else:
+        wait_for_all()
+    if late.rank == 1:
+        assert received(late, LARGE) == [1.0] * 2
+        assert received(late, LARGE) == [2.0] * 2
+    late.barrier()
+
+
+def test_threads_of_one_process(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    together = threading.Barrier(2)
+
+    def program(transport):
+        comm = Communicator(transport, deadline=PATIENT)
+        if comm.rank == 1:
+            give_up_to_receive(comm, SMALL)
+        together.wait()
+        if comm.rank == 0:
+            return [comm.send(np.full(SMALL, value), 1) for value in (1.5, 2.5)]
+        return [received(comm, SMALL)[0] for _ in range(2)]
+
+    assert local.run(2, program)[1] == [1.5, 2.5]
