@@ -169,12 +169,14 @@ class DatasetWorker:
         yield from islice(iterate(self._dataset()), self._ranks.rank, None, self._ranks.size)
 
     def close(self) -> None:
-        """Take no more batches: the data task goes on without this rank. Collective, at the end.
+        """Take no more batches: the data task goes on without this rank. A second call does nothing.
 
-        It returns when all ranks of the program have closed theirs. A second call does nothing.
+        It waits for no other rank, so that ranks may close in any order, or serve meanwhile as a
+        parameter server does. A rank that ends without it has closed thereby.
         """
         if self._servers:
-            self._box.close()
+            # What is on its way is thrown away when the communicator closes.
+            self._box.tell_end()
 
     def __enter__(self) -> DatasetWorker:
         return self
@@ -185,5 +187,4 @@ class DatasetWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
+        self.close()
