@@ -135,6 +135,15 @@ class Checkpoint:
         return next(iter(found.values()), self._made_under)
 
 
+def done_once(checkpoint: Checkpoint, action: Callable[[], Any]) -> Any:
+    """What one rank gets from the action, for all that save and restore together. Collective.
+
+    The outcome should be small; what the action raises is raised on all.
+    """
+    strategy = checkpoint._strategy_of(find_states(checkpoint._things))
+    return strategy.chief_first(lambda: done_by_first(strategy.communicator, action))
+
+
 def _strategy(state: State) -> Strategy | None:
     """The strategy that a state belongs to; None for a process's own, and where it isn't told."""
     strategy = getattr(state.holder, "strategy", None)
