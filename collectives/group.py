@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -74,6 +74,7 @@ class Group:
         self._twin = self._duplicate()
         self._progress: Progress | None = None
         self._mailboxes: list[Mailbox] = []
+        self._due: list[Callable[[], None]] = []
         self._closed = False
         self._short = ShortWays(self._engine, self._check_open)
         self._quick = self._short.known
@@ -160,6 +161,8 @@ class Group:
             return
         if self._engine.forked:
             raise self._engine.refusal()
+        if self._engine.broken is None:
+            self._do_what_is_due()
         self._close("close")
 
     def _close(self, name: str) -> None:
@@ -256,6 +259,20 @@ class Group:
             raise RuntimeError("the communicator is closed")
         if self._engine.broken is not None:
             raise self._engine.refusal()
+        self._do_what_is_due()
+
+    def before_next_call(self, action: Callable[[], None]) -> None:
+        """Do something once, as the next call begins, `close` too. Not collective itself.
+
+        For what other ranks wait for, where this one can't know yet whether its program goes on.
+        """
+        self._due.append(action)
+        # The short ways don't ask whether anything is due.
+        self._quick.clear()
+
+    def _do_what_is_due(self) -> None:
+        while self._due:
+            self._due.pop(0)()
 
     def _run(self, operation: Operation) -> Any:
         self._check_open()

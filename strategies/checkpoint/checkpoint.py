@@ -82,7 +82,7 @@ class Checkpoint:
         require_cross_replica("Checkpoint.save")
         strategy, found = self._found(_saveable_states)
         with named_scope(strategy.communicator, "Checkpoint.save, a call for every rank"):
-            written: str = strategy.chief_first(lambda: _save(found, strategy.communicator, path))
+            written: str = strategy.chief_first(lambda: _save(found, strategy, path))
         # What is wrong here alone, where this rank has only waited for the chief.
         found()
         return written
@@ -166,9 +166,11 @@ def _refuse_stateless(things: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is a {kind} that holds no Variable, nor any other state")
 
 
-def _save(found: Finding, communicator: Communicator, path: str | os.PathLike[str]) -> str:
+def _save(found: Finding, strategy: Strategy, path: str | os.PathLike[str]) -> str:
+    communicator = strategy.communicator
     states = done_by_all(communicator, found)
     same_everywhere(communicator, "Checkpoint.save", list(states))
+    strategy.settle()
     tensors = done_by_all(communicator, lambda: _saved(states))
     return done_by_first(
         communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))

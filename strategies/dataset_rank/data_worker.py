@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from types import TracebackType
@@ -79,7 +80,8 @@ class DatasetWorker:
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
         self._ranks, self._in_sync = strategy.communicator, strategy.num_replicas_in_sync
-        self._steps_together = strategy.steps_together
+        self._strategy = strategy
+        self._loop: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._together = DistributedDataset(strategy.communicator, self._next_epoch)
         membership: Membership | None = getattr(strategy, "membership", None)
         if membership is not None and membership.ranks_of("data"):
@@ -94,7 +96,7 @@ class DatasetWorker:
             raise ValueError("the cluster has tasks of job 'data', but neither chief nor worker")
         self._ranks = membership.world
         # A data task's own strategy counts the data tasks.
-        self._in_sync = len(training) if self._steps_together else 1
+        self._in_sync = len(training) if self._strategy.steps_together else 1
         self._box = membership.world.mailbox()
         self._dealer = Dealer(self._box, training, self._dataset)
         self._dealt = DealtBatches(self._box, self._servers, credits, membership.world)
@@ -160,7 +162,12 @@ class DatasetWorker:
         """
         if self.serves:
             raise RuntimeError(f"rank {self._ranks.rank} is a data task: it calls serve()")
-        return iter(self._together) if self._agreed else self._next_epoch()
+        if self._agreed:
+            return iter(self._together)
+        batches = self._strategy.loop_over(self._next_epoch())
+        # No more than a weak reference: a loop that is left by `break` lets its batches go.
+        self._loop = weakref.ref(batches)
+        return batches
 
     def _next_epoch(self) -> Generator[Any, None, None]:
         return self._dealt.next_epoch() if self._servers else self._own_batches()
@@ -169,11 +176,20 @@ class DatasetWorker:
         yield from islice(iterate(self._dataset()), self._ranks.rank, None, self._ranks.size)
 
     def close(self) -> None:
-        """Take no more batches: the data task goes on without this rank. A second call does nothing.
+        """Take no more batches; the data task goes on without this rank. Again, it does nothing.
 
         It waits for no other rank, so that ranks may close in any order, or serve meanwhile as a
-        parameter server does. A rank that ends without it has closed thereby.
+        parameter server does; only under LocalSGDStrategy, after a loop that this rank has left by
+        `break`, until the other training ranks have left theirs. A rank that ends without it has
+        closed thereby.
         """
+        loop = self._loop()
+        if loop is not None:
+            loop.close()
+        self._strategy.leave_loops()
+        self._take_no_more()
+
+    def _take_no_more(self) -> None:
         if self._servers:
             # What is on its way is thrown away when the communicator closes.
             self._box.tell_end()
@@ -187,4 +203,5 @@ class DatasetWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        # What has failed here may keep this rank from doing what others wait for.
+        (self.close if error is None else self._take_no_more)()

@@ -1,4 +1,4 @@
-"""Evaluation beside asynchronous training: of one checkpoint's values, which nobody else changes."""
+"""Evaluation beside asynchronous training: of the values of one checkpoint."""
 
 import os
 import time
