@@ -75,7 +75,10 @@ class Checkpoint:
 
         The path of rank 0 counts; ".safetensors" is added where it lacks. Rank 0 writes another
         file in the same directory (made if missing), then renames it, so that there is never a
-        half-written file of this name. It holds the whole state twice in memory meanwhile. Raises
+        half-written file of this name. It holds the whole state twice in memory meanwhile. Under
+        `LocalSGDStrategy` the replicas' values are averaged first, as by `synchronize`, unless they
+        are equal already. Under `ParameterServerStrategy` the chief reads one variable after the
+        other while workers go on: those that are read later may hold more of their steps. Raises
         rank 0's OSError on every rank, ValueError where the ranks hold different things, what is
         named holds no state or an ON_READ variable has aggregation NONE, RuntimeError inside `run`.
         """

@@ -66,8 +66,8 @@ class DatasetWorker:
         ahead. `agreed` is for synchronous training: the training ranks agree on the end at every
         step, and a rank without data gets empty batches until all have ended, so that batches are
         nests of arrays with an axis 0, alike but for lengths; without it every rank ends by itself
-        (evaluation, LocalSGDStrategy, asynchronous training). Raises TypeError or ValueError for
-        wrong arguments.
+        (evaluation, asynchronous training), or, under LocalSGDStrategy, takes part in the others'
+        averagings until all have ended. Raises TypeError or ValueError for wrong arguments.
         """
         if not callable(make_dataset):
             kind = type(make_dataset).__name__
@@ -158,7 +158,8 @@ class DatasetWorker:
         Raises DatasetError where a data task's dataset raised or has dealt all its epochs,
         RankFailedError where a data task has ended, DeadlineExceededError where no batch comes
         within the communicator's deadline; if agreed, and this rank alone saw that, the others
-        raise DatasetError at the same step.
+        raise DatasetError at the same step. Under LocalSGDStrategy, if not agreed, the others raise
+        DatasetError after their next averaging where this rank's dataset raised.
         """
         if self.serves:
             raise RuntimeError(f"rank {self._ranks.rank} is a data task: it calls serve()")

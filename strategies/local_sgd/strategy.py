@@ -58,11 +58,22 @@ class LocalSGDStrategy(Strategy):
     `replica_id_in_sync_group` is 0: `communicator.rank` and `InputContext` tell the ranks apart. A
     distributed dataset's batches are meant for one replica: W of them are joined and dealt to the
     W ranks in each step, the last ones of an epoch in equal parts. It agrees on its end at each
-    step as under every strategy; whatever else makes the numbers of steps unequal makes averaging
-    fail (a MismatchError or DeadlineExceededError). Read outside of `run`, a variable has this
-    rank's own value: call `synchronize` at the end of training, and before a checkpoint. `reduce`
-    and `gather` work over all ranks. Assignments by or for all replicas, restored checkpoints among
-    them, change every replica's value, and what was last agreed on, alike.
+    step as under every strategy. A loop over a `DatasetWorker` with `agreed=False` is independent:
+    each rank takes the batches that it gets, be they none. Before the loop ends, a rank whose
+    batches have ended takes part in the others' averagings, in which it counts only where it has
+    taken steps since the last one; when all ranks are through they average once more and leave the
+    loop with equal values. A rank that leaves the loop by `break` does so in its next call of any
+    kind over `communicator`. Within such a loop no rank may make a collective call that another
+    one, whose batches have ended, doesn't make (CollectiveMismatchError on every rank). Whatever
+    else makes the numbers of steps unequal makes averaging fail (a MismatchError or
+    DeadlineExceededError).
+
+    Read outside of `run`, a variable has this rank's own value: call `synchronize` at the end of
+    training. `reduce` and `gather` work over all ranks. Assignments by or for all replicas change
+    every replica's value, and what was last agreed on, alike. `Checkpoint.save` averages first
+    where any replica has taken steps since the last averaging, as `synchronize` does, and changes
+    nothing where none has; an optimizer's slots are the chief's. Name `outer_optimizer` in the
+    checkpoint as well. A restored value is what all replicas have agreed on, and the round goes on.
 
     Raises ValueError unless one of `sync_every` (an integer from 1) and `sync_seconds` (above 0)
     is given, and on every rank where ranks give different ones; TypeError for an outer optimizer
