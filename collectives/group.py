@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from collectives import ending, topology
 from collectives.backends import check_backend, transport_over
 from collectives.devices.backend import Devices
+from collectives.due import Due
 from collectives.engine import Engine
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError
 from collectives.handles import Handle, Progress, run_at_once
@@ -27,7 +28,7 @@ from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
 Entered = TypeVar("Entered", bound="Group")
 
 
-class Group:
+class Group(Due):
     """Ranks that make calls together."""
 
     def __init__(
@@ -74,7 +75,7 @@ class Group:
         self._twin = self._duplicate()
         self._progress: Progress | None = None
         self._mailboxes: list[Mailbox] = []
-        self._due: list[Callable[[], None]] = []
+        super().__init__()
         self._closed = False
         self._short = ShortWays(self._engine, self._check_open)
         self._quick = self._short.known
@@ -260,19 +261,6 @@ class Group:
         if self._engine.broken is not None:
             raise self._engine.refusal()
         self._do_what_is_due()
-
-    def before_next_call(self, action: Callable[[], None]) -> None:
-        """Do something once, as the next call begins, `close` too. Not collective itself.
-
-        For what other ranks wait for, where this one can't know yet whether its program goes on.
-        """
-        self._due.append(action)
-        # The short ways don't ask whether anything is due.
-        self._quick.clear()
-
-    def _do_what_is_due(self) -> None:
-        while self._due:
-            self._due.pop(0)()
 
     def _run(self, operation: Operation) -> Any:
         self._check_open()

@@ -25,6 +25,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from collectives import CollectiveError, Communicator
+from collectives.uncaught import raised_on_all
 from strategies.input import DatasetError
 from strategies.input.failures import as_told
 
@@ -144,4 +145,5 @@ class Loops:
                 text = (
                     "the ranks' loops have come apart: each waits for the others to leave its own"
                 )
-                raise DatasetError("\n".join([text, *lines]))
+                error = DatasetError("\n".join([text, *lines]))
+                raise raised_on_all(error, self._communicator.rank)
