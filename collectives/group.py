@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from collectives import ending, topology
 from collectives.backends import check_backend, transport_over
 from collectives.devices.backend import Devices
+from collectives.due import Due
 from collectives.engine import Engine
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError
 from collectives.handles import Handle, Progress, run_at_once
@@ -27,7 +28,7 @@ from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
 Entered = TypeVar("Entered", bound="Group")
 
 
-class Group:
+class Group(Due):
     """Ranks that make calls together."""
 
     def __init__(
@@ -74,6 +75,7 @@ class Group:
         self._twin = self._duplicate()
         self._progress: Progress | None = None
         self._mailboxes: list[Mailbox] = []
+        super().__init__()
         self._closed = False
         self._short = ShortWays(self._engine, self._check_open)
         self._quick = self._short.known
@@ -160,6 +162,8 @@ class Group:
             return
         if self._engine.forked:
             raise self._engine.refusal()
+        if self._engine.broken is None:
+            self._do_what_is_due()
         self._close("close")
 
     def _close(self, name: str) -> None:
@@ -258,6 +262,7 @@ class Group:
             raise RuntimeError("the communicator is closed")
         if self._engine.broken is not None:
             raise self._engine.refusal()
+        self._do_what_is_due()
 
     def _run(self, operation: Operation) -> Any:
         self._check_open()

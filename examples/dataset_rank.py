@@ -1,7 +1,8 @@
 r"""Some ranks train, another one makes the batches and deals them: a dataset rank.
 
-    python examples/dataset_rank.py                      one process, which makes its own batches
-    mpirun -n 3 python examples/dataset_rank.py          two ranks train, the last one deals
+    python examples/dataset_rank.py                          one process, making its own batches
+    mpirun -n 3 python examples/dataset_rank.py              two ranks train, the last one deals
+    mpirun -n 3 python examples/dataset_rank.py --every 5    they train on their own, and average
 
 Or with a TF_CONFIG per process, in which the job `data` deals (the addresses are only names):
 
@@ -20,7 +21,13 @@ from itertools import count
 import numpy as np
 from train_digits import Batches, Model, cross_entropy, load_data
 
-from strategies import DatasetWorker, MultiWorkerMirroredStrategy, ReduceOp, optimizers
+from strategies import (
+    DatasetWorker,
+    LocalSGDStrategy,
+    MultiWorkerMirroredStrategy,
+    ReduceOp,
+    optimizers,
+)
 
 BATCH_SIZE = 32  # of one replica
 
@@ -45,7 +52,7 @@ def train(strategy, data, options) -> None:
     with strategy.scope():
         model = Model(test_images.shape[1], np.random.default_rng(options.seed))
         optimizer = optimizers.Adam(0.003)
-    replicas = strategy.num_replicas_in_sync
+    replicas = strategy.communicator.size
 
     def say(text):
         if strategy.is_chief:
@@ -55,7 +62,7 @@ def train(strategy, data, options) -> None:
         hidden, logits = model(images)
         losses, logits_gradient = cross_entropy(logits, labels)
         # A replica that has no batch, since others took the last ones, adds nothing.
-        share = logits_gradient / np.float32(BATCH_SIZE * replicas)
+        share = logits_gradient / np.float32(BATCH_SIZE * strategy.num_replicas_in_sync)
         gradients = model.gradients(images, hidden, share)
         optimizer.apply_gradients(zip(gradients, model.variables, strict=True))
         return losses.sum()
@@ -89,8 +96,16 @@ def of_each_replica(strategy, numbers):
 def main() -> None:
     """Train or deal."""
     options = parse_options()
-    strategy = MultiWorkerMirroredStrategy(DatasetWorker.resolver(options.data_tasks))
-    with DatasetWorker(strategy, lambda context: NumberedBatches(context, options.seed)) as data:
+    resolver = DatasetWorker.resolver(options.data_tasks)
+    if options.every:
+        strategy = LocalSGDStrategy(options.every, cluster_resolver=resolver)
+    else:
+        strategy = MultiWorkerMirroredStrategy(resolver)
+    with DatasetWorker(
+        strategy,
+        lambda context: NumberedBatches(context, options.seed),
+        agreed=not options.every,
+    ) as data:
         if data.serves:
             print(f"dealt {data.serve()} epochs", flush=True)
         else:
@@ -102,6 +117,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Training ranks that are dealt their batches.")
     parser.add_argument("--data-tasks", type=int, default=1, help="ranks that deal; see TF_CONFIG")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument(
+        "--every", type=int, help="train independently, average every so many steps"
+    )
     parser.add_argument("--numbers", action="store_true", help="tell the number of every batch")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

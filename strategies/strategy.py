@@ -32,6 +32,7 @@ from strategies.input import (
     make_numpy_dataset,
 )
 from strategies.older_names import OlderNames
+from strategies.pace import InStep
 from strategies.reduce_op import ReduceOp
 from strategies.run_options import RunOptions
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, first_slices, reduce_slices
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from strategies.variables.variable import Variable
 
 
-class Strategy(OlderNames):
+class Strategy(InStep, OlderNames):
     """Base of the strategies: replicas are the ranks of `communicator`.
 
     `cross_device_ops` reduce where they are given, else `collectives` does by the options.
@@ -276,13 +277,6 @@ class Strategy(OlderNames):
     def joined(self, array: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """The replicas' arrays joined along the axis, for all. Collective."""
         return self._collectives.all_gather(array, axis, options)
-
-    def chief_first(self, action: Callable[[], Any]) -> Any:
-        """What the action gives, which all ranks take together.
-
-        Where replicas aren't in step, the chief acts alone, and the others wait for its outcome.
-        """
-        return action()
 
     @property
     def steps_together(self) -> bool:

@@ -75,14 +75,17 @@ class Checkpoint:
 
         The path of rank 0 counts; ".safetensors" is added where it lacks. Rank 0 writes another
         file in the same directory (made if missing), then renames it, so that there is never a
-        half-written file of this name. It holds the whole state twice in memory meanwhile. Raises
+        half-written file of this name. It holds the whole state twice in memory meanwhile. Under
+        `LocalSGDStrategy` the replicas' values are averaged first, as by `synchronize`, unless they
+        are equal already. Under `ParameterServerStrategy` the chief reads one variable after the
+        other while workers go on: those that are read later may hold more of their steps. Raises
         rank 0's OSError on every rank, ValueError where the ranks hold different things, what is
         named holds no state or an ON_READ variable has aggregation NONE, RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.save")
         strategy, found = self._found(_saveable_states)
         with named_scope(strategy.communicator, "Checkpoint.save, a call for every rank"):
-            written: str = strategy.chief_first(lambda: _save(found, strategy.communicator, path))
+            written: str = strategy.chief_first(lambda: _save(found, strategy, path))
         # What is wrong here alone, where this rank has only waited for the chief.
         found()
         return written
@@ -135,6 +138,15 @@ class Checkpoint:
         return next(iter(found.values()), self._made_under)
 
 
+def done_once(checkpoint: Checkpoint, action: Callable[[], Any]) -> Any:
+    """What one rank gets from the action, for all that save and restore together. Collective.
+
+    The outcome should be small; what the action raises is raised on all.
+    """
+    strategy = checkpoint._strategy_of(find_states(checkpoint._things))
+    return strategy.chief_first(lambda: done_by_first(strategy.communicator, action))
+
+
 def _strategy(state: State) -> Strategy | None:
     """The strategy that a state belongs to; None for a process's own, and where it isn't told."""
     strategy = getattr(state.holder, "strategy", None)
@@ -157,9 +169,11 @@ def _refuse_stateless(things: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is a {kind} that holds no Variable, nor any other state")
 
 
-def _save(found: Finding, communicator: Communicator, path: str | os.PathLike[str]) -> str:
+def _save(found: Finding, strategy: Strategy, path: str | os.PathLike[str]) -> str:
+    communicator = strategy.communicator
     states = done_by_all(communicator, found)
     same_everywhere(communicator, "Checkpoint.save", list(states))
+    strategy.settle()
     tensors = done_by_all(communicator, lambda: _saved(states))
     return done_by_first(
         communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))

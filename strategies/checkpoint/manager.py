@@ -7,9 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint
+from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint, done_once
 from strategies.checkpoint.directory import find_checkpoints
-from strategies.checkpoint.first_rank import done_by_first
 from strategies.checkpoint.tensor_file import PARTIAL
 
 
@@ -17,8 +16,9 @@ class CheckpointManager:
     """Saves a checkpoint again and again, as `tf.train.CheckpointManager`.
 
     The files are `directory/{checkpoint_name}-{step}.safetensors`; the latest `max_to_keep` remain
-    (None or 0: all). Only one program at a time may write to the directory, which rank 0 looks
-    through when the manager is made. That is collective.
+    (None or 0: all). Only one program at a time may write to the directory, which rank 0 (the
+    chief, where parameter servers hold the variables) looks through when the manager is made. That
+    is collective.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class CheckpointManager:
             raise ValueError(f"max_to_keep={max_to_keep}: must be None or from 0 up")
         self.checkpoint, self.max_to_keep = checkpoint, max_to_keep
         self._name = checkpoint_name
-        self.directory, self._steps = done_by_first(
-            checkpoint.communicator, lambda: (os.fspath(directory), self._found(directory))
+        self.directory, self._steps = done_once(
+            checkpoint, lambda: (os.fspath(directory), self._found(directory))
         )
 
     def _found(self, directory: str | os.PathLike[str]) -> list[int]:
@@ -75,7 +75,7 @@ class CheckpointManager:
         self._steps = [*(each for each in self._steps if each != step), step]
         surplus = len(self._steps) - (self.max_to_keep or len(self._steps))
         dropped, self._steps = self._steps[: max(surplus, 0)], self._steps[max(surplus, 0) :]
-        done_by_first(self.checkpoint.communicator, lambda: self._sweep(dropped))
+        done_once(self.checkpoint, lambda: self._sweep(dropped))
         return path
 
     def _sweep(self, dropped: list[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from types import TracebackType
@@ -65,8 +66,8 @@ class DatasetWorker:
         ahead. `agreed` is for synchronous training: the training ranks agree on the end at every
         step, and a rank without data gets empty batches until all have ended, so that batches are
         nests of arrays with an axis 0, alike but for lengths; without it every rank ends by itself
-        (evaluation, LocalSGDStrategy, asynchronous training). Raises TypeError or ValueError for
-        wrong arguments.
+        (evaluation, asynchronous training), or, under LocalSGDStrategy, takes part in the others'
+        averagings until all have ended. Raises TypeError or ValueError for wrong arguments.
         """
         if not callable(make_dataset):
             kind = type(make_dataset).__name__
@@ -79,7 +80,8 @@ class DatasetWorker:
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
         self._ranks, self._in_sync = strategy.communicator, strategy.num_replicas_in_sync
-        self._steps_together = strategy.steps_together
+        self._strategy = strategy
+        self._loop: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._together = DistributedDataset(strategy.communicator, self._next_epoch)
         membership: Membership | None = getattr(strategy, "membership", None)
         if membership is not None and membership.ranks_of("data"):
@@ -94,7 +96,7 @@ class DatasetWorker:
             raise ValueError("the cluster has tasks of job 'data', but neither chief nor worker")
         self._ranks = membership.world
         # A data task's own strategy counts the data tasks.
-        self._in_sync = len(training) if self._steps_together else 1
+        self._in_sync = len(training) if self._strategy.steps_together else 1
         self._box = membership.world.mailbox()
         self._dealer = Dealer(self._box, training, self._dataset)
         self._dealt = DealtBatches(self._box, self._servers, credits, membership.world)
@@ -156,11 +158,17 @@ class DatasetWorker:
         Raises DatasetError where a data task's dataset raised or has dealt all its epochs,
         RankFailedError where a data task has ended, DeadlineExceededError where no batch comes
         within the communicator's deadline; if agreed, and this rank alone saw that, the others
-        raise DatasetError at the same step.
+        raise DatasetError at the same step. Under LocalSGDStrategy, if not agreed, the others raise
+        DatasetError after their next averaging where this rank's dataset raised.
         """
         if self.serves:
             raise RuntimeError(f"rank {self._ranks.rank} is a data task: it calls serve()")
-        return iter(self._together) if self._agreed else self._next_epoch()
+        if self._agreed:
+            return iter(self._together)
+        batches = self._strategy.loop_over(self._next_epoch())
+        # No more than a weak reference: a loop that is left by `break` lets its batches go.
+        self._loop = weakref.ref(batches)
+        return batches
 
     def _next_epoch(self) -> Generator[Any, None, None]:
         return self._dealt.next_epoch() if self._servers else self._own_batches()
@@ -169,12 +177,23 @@ class DatasetWorker:
         yield from islice(iterate(self._dataset()), self._ranks.rank, None, self._ranks.size)
 
     def close(self) -> None:
-        """Take no more batches: the data task goes on without this rank. Collective, at the end.
+        """Take no more batches; the data task goes on without this rank. Again, it does nothing.
 
-        It returns when all ranks of the program have closed theirs. A second call does nothing.
+        It waits for no other rank, so that ranks may close in any order, or serve meanwhile as a
+        parameter server does; only under LocalSGDStrategy, after a loop that this rank has left by
+        `break`, until the other training ranks have left theirs. A rank that ends without it has
+        closed thereby.
         """
+        loop = self._loop()
+        if loop is not None:
+            loop.close()
+        self._strategy.leave_loops()
+        self._take_no_more()
+
+    def _take_no_more(self) -> None:
         if self._servers:
-            self._box.close()
+            # What is on its way is thrown away when the communicator closes.
+            self._box.tell_end()
 
     def __enter__(self) -> DatasetWorker:
         return self
@@ -185,5 +204,5 @@ class DatasetWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
+        # What has failed here may keep this rank from doing what others wait for.
+        (self.close if error is None else self._take_no_more)()

@@ -75,8 +75,11 @@ def evaluate_checkpoints(
     out; one that is replaced is a new one. What a checkpoint holds beyond the model's is ignored.
 
     strategy: that of the evaluating ranks, all of which make this call (default: the one in force).
-    On an evaluator of `MultiWorkerMirroredStrategy` that is the evaluator alone. Rank 0 looks at
-    the directory, every `poll_seconds`. It ends after the last checkpoint, once `training_ends`
+    On an evaluator of `MultiWorkerMirroredStrategy` that is the evaluator alone. A worker of
+    `ParameterServerStrategy` evaluates by itself, as an evaluator does: what `model_fn` makes is
+    its own and holds what the file holds, whatever the others push; the variables on the servers
+    can be neither read nor changed meanwhile (RuntimeError). Rank 0 looks at the directory, every
+    `poll_seconds`. It ends after the last checkpoint, once `training_ends`
     has told of the end: in the run named `run`, else in any that ended since this process began.
     After `idle_seconds` (None: never) without a new checkpoint it warns (RuntimeWarning) and ends;
     it warns as well where there never was one.
@@ -86,19 +89,20 @@ def evaluate_checkpoints(
     """
     patience = Patience(poll_seconds, idle_seconds)
     strategy = get_strategy() if strategy is None else strategy
-    with strategy.scope():
+    with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
     for path, step in _new_checkpoints(strategy, os.fspath(directory), run, patience):
-        if not _restored(checkpoint, strategy, path):
-            continue
-        evaluations.append(Evaluation(path, step, evaluate()))
+        with strategy.evaluating():
+            if not _restored(checkpoint, path):
+                continue
+            evaluations.append(Evaluation(path, step, evaluate()))
         if on_result is not None:
             on_result(evaluations[-1])
     return evaluations
 
 
-def _restored(checkpoint: Checkpoint, strategy: Strategy, path: str) -> bool:
+def _restored(checkpoint: Checkpoint, path: str) -> bool:
     """Whether the checkpoint was still there. Collective."""
     try:
         checkpoint.restore(path, expect_partial=True)

@@ -51,8 +51,9 @@ def train_and_evaluate(
     is one, must have exactly one chief. `train_fn` saves its checkpoints in `directory`; `eval_fn`
     is the `model_fn` of `evaluate_checkpoints`, which explains it and the other arguments. In a
     world without an evaluator the training ranks evaluate all that lies in the directory together,
-    after training. (Estimator alternates there.) A ps task serves meanwhile: only
-    `ParameterServerStrategy` has such, which is shut down at the end.
+    after training. (Estimator alternates there.) A ps task serves until they have trained: only
+    `ParameterServerStrategy` has such. Its workers leave the servers as soon as they have trained,
+    and evaluate each by itself, so that every worker has a result of every checkpoint.
 
     strategy_fn: called as `strategy_fn(communicator=…)` with all ranks. All ranks make this call.
     Raises ValueError for a cluster that won't do, on every rank; where training fails, its error,
@@ -74,13 +75,14 @@ def train_and_evaluate(
     if isinstance(strategy, ParameterServerStrategy) and _role(strategy) == "ps":
         strategy.serve()
         return TrainedAndEvaluated(None, [])
-    try:
-        with training_ends(directory, run=run, writes=strategy.is_chief):
+    with training_ends(directory, run=run, writes=strategy.is_chief):
+        try:
             trained = train_fn(strategy)
-        return TrainedAndEvaluated(trained, [] if "evaluator" in roles else evaluate())
-    finally:
-        if isinstance(strategy, ParameterServerStrategy):
-            strategy.shutdown()
+        finally:
+            # Now, since others may not run further ahead of a worker that evaluates.
+            if isinstance(strategy, ParameterServerStrategy):
+                strategy.shutdown()
+    return TrainedAndEvaluated(trained, [] if "evaluator" in roles else evaluate())
 
 
 def _joined(

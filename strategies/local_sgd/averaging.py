@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.optimizers import Optimizer
-from strategies.variables.storage import Change, LocalStorage
+from strategies.variables.storage import Change, LocalStorage, assign
 
 Array = NDArray[Any]
 
@@ -65,9 +65,14 @@ class ReplicaStorage(LocalStorage):
         self.touched = True
 
     def change(self, change: Change, *operands: Any) -> None:
-        """Change the array, and likewise what was agreed on, since all replicas do so."""
+        """Change the array, and likewise what was agreed on, since all replicas do so.
+
+        Where they replace it, as by a restored checkpoint, they agree again.
+        """
         super().change(change, *operands)
-        if self._agreed is not None:
+        if change is assign:
+            self.settle()
+        elif self._agreed is not None:
             change(self._agreed, *operands)
 
     def update(self, change: Change, *operands: Any) -> None:
@@ -84,6 +89,23 @@ class ReplicaStorage(LocalStorage):
         self.touched, self._agreed = False, None
 
 
+class Told(NamedTuple):
+    """What the ranks tell each other before they average."""
+
+    numbers: list[list[int]]
+    """Each rank's numbers."""
+    flags: Array
+    """Of each rank and value, in the order of `held`, what is known of it there."""
+    held: list[ReplicaStorage | None]
+    """This rank's values; None where it has forgotten one."""
+
+    @property
+    def touched(self) -> list[bool]:
+        """Of each rank, whether its optimizers have changed anything since the last averaging."""
+        flags: list[bool] = (self.flags == _TOUCHED).any(axis=1).tolist()
+        return flags
+
+
 class Averaging:
     """The values that the replicas average, and how."""
 
@@ -95,32 +117,51 @@ class Averaging:
         """Average this one as well, as long as every replica has it. All ranks add it."""
         self._known.append(weakref.ref(value))
 
-    def average(self, proposal: int) -> list[int]:
-        """Average what any replica's optimizer changed; every rank's proposal. Collective."""
+    def tell(self, *numbers: int) -> Told:
+        """What every rank tells: so many numbers, and what is to be averaged. Collective."""
         held = [known() for known in self._known]
         flags = [_UNKNOWN if each is None else _UNTOUCHED + each.touched for each in held]
-        told = self._communicator.all_gather(np.array([[proposal, *flags]], np.int64))
-        everywhere = told[:, 1:].min(axis=0) > _UNKNOWN
-        changed = everywhere & (told[:, 1:].max(axis=0) == _TOUCHED)
+        row = np.array([[*numbers, *flags]], np.int64)
+        told = self._communicator.all_gather(row)
+        return Told(told[:, : len(numbers)].tolist(), told[:, len(numbers) :], held)
+
+    def average(self, told: Told, counted: Sequence[bool]) -> None:
+        """Average what any replica's optimizer changed, over the ranks that count. Collective."""
+        everywhere = told.flags.min(axis=0) > _UNKNOWN
+        changed = everywhere & (told.flags.max(axis=0) == _TOUCHED)
         values = [
-            each for each, wanted in zip(held, changed, strict=True) if wanted and each is not None
+            each
+            for each, wanted in zip(told.held, changed, strict=True)
+            if wanted and each is not None
         ]
         if values:
-            self._bring_together(values)
+            self._bring_together(values, counted)
         self._known = [known for known, there in zip(self._known, everywhere, strict=True) if there]
-        proposals: list[int] = told[:, 0].tolist()
-        return proposals
 
-    def _bring_together(self, values: list[ReplicaStorage]) -> None:
+    def _bring_together(self, values: list[ReplicaStorage], counted: Sequence[bool]) -> None:
         arrays = [value.view() for value in values]
-        if self._outer is None:
-            self._communicator.all_reduce_many(arrays, "mean", out=arrays)
-        else:
-            means = self._communicator.all_reduce_many(arrays, "mean")
+        if self._outer is not None:
+            means = self._means(arrays, counted)
             for value in values:
                 value.return_to_agreed()
             # The outer gradient points from the replicas' mean to where they began.
             gradients = [array - mean for array, mean in zip(arrays, means, strict=True)]
             self._outer.update_stored(gradients, values)
+        elif all(counted):
+            self._communicator.all_reduce_many(arrays, "mean", out=arrays)
+        else:
+            for array, mean in zip(arrays, self._means(arrays, counted), strict=True):
+                array[...] = mean
         for value in values:
             value.settle()
+
+    def _means(self, arrays: list[Array], counted: Sequence[bool]) -> list[Array]:
+        if all(counted):
+            return self._communicator.all_reduce_many(arrays, "mean")
+        # Divided before, since a sum of 16-bit floats may be too large for them.
+        share = 1 / sum(counted) if counted[self._communicator.rank] else None
+        shares = [
+            np.zeros_like(each) if share is None else np.asarray(each * each.dtype.type(share))
+            for each in arrays
+        ]
+        return self._communicator.all_reduce_many(shares)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from collectives.scopes import named_scope
 from collectives.uncaught import raised_on_all
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
@@ -23,7 +25,8 @@ from strategies.cluster_resolver import ClusterResolver
 from strategies.contexts import require_cross_replica
 from strategies.input import InputContext, InputOptions
 from strategies.input.joining import join_batches
-from strategies.local_sgd.averaging import Averaging, ReplicaStorage, Rounds
+from strategies.local_sgd.averaging import Averaging, ReplicaStorage, Rounds, Told
+from strategies.local_sgd.loops import Loops, Part, Reason
 from strategies.optimizers import Optimizer
 from strategies.strategy import Strategy
 from strategies.variables.indexed_slices import Gradient
@@ -31,6 +34,12 @@ from strategies.variables.storage import Storage
 
 if TYPE_CHECKING:
     from strategies.variables.variable import Variable
+
+_TEXTS = {
+    Reason.ROUND_ENDS: "the end of a round",
+    Reason.SYNCHRONIZE: "synchronize",
+    Reason.SAVE: "Checkpoint.save",
+}
 
 
 class LocalSGDStrategy(Strategy):
@@ -49,11 +58,22 @@ class LocalSGDStrategy(Strategy):
     `replica_id_in_sync_group` is 0: `communicator.rank` and `InputContext` tell the ranks apart. A
     distributed dataset's batches are meant for one replica: W of them are joined and dealt to the
     W ranks in each step, the last ones of an epoch in equal parts. It agrees on its end at each
-    step as under every strategy; whatever else makes the numbers of steps unequal makes averaging
-    fail (a MismatchError or DeadlineExceededError). Read outside of `run`, a variable has this
-    rank's own value: call `synchronize` at the end of training, and before a checkpoint. `reduce`
-    and `gather` work over all ranks. Assignments by or for all replicas, restored checkpoints among
-    them, change every replica's value, and what was last agreed on, alike.
+    step as under every strategy. A loop over a `DatasetWorker` with `agreed=False` is independent:
+    each rank takes the batches that it gets, be they none. Before the loop ends, a rank whose
+    batches have ended takes part in the others' averagings, in which it counts only where it has
+    taken steps since the last one; when all ranks are through they average once more and leave the
+    loop with equal values. A rank that leaves the loop by `break` does so in its next call of any
+    kind over `communicator`. Within such a loop no rank may make a collective call that another
+    one, whose batches have ended, doesn't make (CollectiveMismatchError on every rank). Whatever
+    else makes the numbers of steps unequal makes averaging fail (a MismatchError or
+    DeadlineExceededError).
+
+    Read outside of `run`, a variable has this rank's own value: call `synchronize` at the end of
+    training. `reduce` and `gather` work over all ranks. Assignments by or for all replicas change
+    every replica's value, and what was last agreed on, alike. `Checkpoint.save` averages first
+    where any replica has taken steps since the last averaging, as `synchronize` does, and changes
+    nothing where none has; an optimizer's slots are the chief's. Name `outer_optimizer` in the
+    checkpoint as well. A restored value is what all replicas have agreed on, and the round goes on.
 
     Raises ValueError unless one of `sync_every` (an integer from 1) and `sync_seconds` (above 0)
     is given, and on every rank where ranks give different ones; TypeError for an outer optimizer
@@ -90,6 +110,7 @@ class LocalSGDStrategy(Strategy):
         self._keeps_agreed = outer_optimizer is not None
         self._averaging = Averaging(self.communicator, outer_optimizer)
         self._rounds = Rounds(every, seconds)
+        self._loops = Loops(self.communicator, self._average)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -117,16 +138,51 @@ class LocalSGDStrategy(Strategy):
         own = [each.copy() if isinstance(each, np.ndarray) else each for each in gradients]
         optimizer.update(own, variables)
         if self._rounds.step():
-            self._average("the end of a round")
+            self._average(Part(Reason.ROUND_ENDS))
 
     def synchronize(self) -> None:
         """Average now, and begin a new round. Collective; RuntimeError inside `run`."""
         require_cross_replica("LocalSGDStrategy.synchronize")
-        self._average("synchronize")
+        self._average(Part(Reason.SYNCHRONIZE))
 
-    def _average(self, why: str) -> None:
-        self.meet(why)
-        self._rounds.begin(self._averaging.average(self._rounds.proposal()))
+    def settle(self) -> None:
+        """Average and begin a new round, where any replica has taken steps since the last one."""
+        self._average(Part(Reason.SAVE))
+
+    def _average(self, part: Part) -> None:
+        """Take part in an averaging, for a reason that all ranks give alike. Collective.
+
+        A rank whose loop is over may take part in any, and counts where it has taken steps.
+        """
+        told, parts = self._told_by_all(part)
+        counts = [
+            each.reason.in_loop or touched
+            for each, touched in zip(parts, told.touched, strict=True)
+        ]
+        # A save changes nothing where nothing has to be brought together.
+        if any(told.touched) or all(each.reason is not Reason.SAVE for each in parts):
+            self._averaging.average(told, counts)
+            self._rounds.begin([proposal for _, _, proposal in told.numbers])
+        self._loops.note(parts)
+
+    def _told_by_all(self, part: Part) -> tuple[Told, list[Part]]:
+        waits = not part.reason.in_loop
+        text = "the other ranks' averagings, after the end of this rank's batches"
+        with named_scope(self.communicator, text) if waits else nullcontext():
+            self.meet("averaging")
+            told = self._averaging.tell(*part, self._rounds.proposal())
+            parts = [Part(Reason(reason), loop) for reason, loop, _ in told.numbers]
+            if len({each.reason for each in parts if each.reason.in_loop}) > 1:
+                self.meet(_TEXTS.get(part.reason, "the end of a loop"))
+        return told, parts
+
+    def loop_over(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """As they are; a rank without batches averages with the others until all have none."""
+        return self._loops.over(batches)
+
+    def leave_loops(self) -> None:
+        """Average with the others until they are through with loops that this rank has left."""
+        self._loops.finish()
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -55,6 +55,7 @@ class Correspondence:
         self._under_way: deque[tuple[Sent, list[Array]]] = deque()
         self._bytes_under_way = 0
         self.has_left = False
+        self._refusal: str | None = None
         self._next_look = [0.0] * len(cast.servers)
         self.lock = threading.RLock()
         """Held by whoever speaks with the servers: one thread at a time."""
@@ -183,7 +184,18 @@ class Correspondence:
             name = self._cast.name(rank)
             raise RankFailedError(f"nothing can be sent to {name}: {error}") from error
 
+    @contextlib.contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Within it whatever speaks with the servers raises RuntimeError, but for `leave`."""
+        before, self._refusal = self._refusal, reason
+        try:
+            yield
+        finally:
+            self._refusal = before
+
     def _check_here(self) -> None:
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
         if self.has_left:
             raise RuntimeError("this worker has left the parameter servers: see `shutdown`")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class ParameterServerStrategy(Strategy):
         nodes = world.all_gather_object(world.node)
         self._server: Server | None = None
         self._worker: Worker | None = None
-        self._serves_chief = False
+        self._serves_chief = self._evaluates = False
         self.link = open_link(self.membership)
         """Between the chief, where the cluster has that job, and the workers that serve it."""
         survive_deaths(self._mailbox)
@@ -105,6 +105,11 @@ class ParameterServerStrategy(Strategy):
                 " a ps task calls `strategy.serve()` instead"
             )
         return self._worker
+
+    @property
+    def _keeps_its_own(self) -> bool:
+        """Whether variables are this process's own: on an evaluator, and while it evaluates."""
+        return self._evaluates or (self._server is None and self._worker is None)
 
     def serve(self) -> None:
         """As a parameter server: answer until every worker has called `shutdown`, left or died.
@@ -178,7 +183,7 @@ class ParameterServerStrategy(Strategy):
 
         Raises ShapeMismatchError or DtypeMismatchError where the chief's variable is another.
         """
-        if self._server is None and self._worker is None:
+        if self._keeps_its_own:
             return super().store(value, what)
         return self.worker.store(value, what)
 
@@ -189,6 +194,8 @@ class ParameterServerStrategy(Strategy):
 
     def beside(self, variable: Variable) -> AbstractContextManager[None]:
         """Within it variables are put onto the server of this one (of its first part), unsplit."""
+        if self._keeps_its_own:
+            return super().beside(variable)
         return self.worker.beside(variable.storage)
 
     def apply_gradients(
@@ -212,11 +219,25 @@ class ParameterServerStrategy(Strategy):
         """What the chief gets from the action, on every worker that calls this; small, picklable.
 
         The chief alone acts, without waiting for the others; they wait for it. Workers call it in
-        the same order. What the action raises is raised on all of them. An evaluator acts alone.
+        the same order. What the action raises is raised on all of them. Who evaluates acts alone.
         """
-        if self.membership.place.role == "evaluator":
+        if self._keeps_its_own:
             return action()
         return self.worker.chief_first(action)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it a worker acts as an evaluator does: its variables are its own.
+
+        The other workers train on, or evaluate another checkpoint: what lies on the servers can be
+        neither read nor changed (RuntimeError).
+        """
+        before, self._evaluates = self._evaluates, True
+        try:
+            with contextlib.nullcontext() if self._worker is None else self._worker.apart():
+                yield
+        finally:
+            self._evaluates = before
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
@@ -233,9 +254,10 @@ class ParameterServerStrategy(Strategy):
         """The dataset that `dataset_fn` makes for this worker, which is told its number.
 
         As in TensorFlow 1 its context has a pipeline for each worker, and one replica in sync. On
-        workers that serve a chief there is one pipeline, as in TensorFlow 2: none gets a part.
+        workers that serve a chief there is one pipeline, as in TensorFlow 2: none gets a part. So
+        it is for who evaluates.
         """
-        if self._serves_chief:
+        if self._serves_chief or self._keeps_its_own:
             return super().distribute_datasets_from_function(dataset_fn, *options)
         workers = self.cast.workers
         own = InputContext(len(workers), workers.index(self.membership.world.rank), 1)

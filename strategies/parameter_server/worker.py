@@ -100,6 +100,13 @@ class Worker:
         self._registry.announce("action", (outcome, None))
         return outcome
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Within it nothing is asked of the servers, nor read in their memory: RuntimeError."""
+        return self._mail.refusing(
+            "while a worker evaluates, variables on the parameter servers can't be read or changed:"
+            " must be made by model_fn, in which they are the worker's own"
+        )
+
     def begin_serving(self) -> None:
         """Make no variables any more, and hear no more of the chief's than what it schedules."""
         self._registry.stop_listening()

@@ -430,3 +430,34 @@ def test_the_choice_is_visible(comm):
         assert "ring" in comm.explain("reduce_scatter", 4096)
     assert comm.empty((2, 3)).dtype == np.float32
     assert not comm.zeros(4, "int8").any()
+
+
+def test_what_is_to_come_before_the_next_call_does_whatever_the_call_is(comm):
+    """Also where the call's short way is known; once."""
+    part = comm.split(0)
+    array, out, everything = np.zeros(2), np.zeros(2), np.zeros(2 * comm.size)
+    ring = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    calls = {
+        "all_reduce": lambda: part.all_reduce(array),
+        "all_reduce out": lambda: part.all_reduce(array, out=out),
+        "all_reduce_many": lambda: part.all_reduce_many([array, out]),
+        "broadcast": lambda: part.broadcast(array),
+        "all_gather": lambda: part.all_gather(array, out=everything),
+        "reduce_scatter": lambda: part.reduce_scatter(everything, out=out),
+        "barrier": part.barrier,
+        "objects": lambda: part.all_gather_object(None),
+        "async": lambda: part.all_reduce_async(array).wait(),
+        "messages": lambda: comm.size > 1 and (part.send(out, ring[0]), part.recv(out, ring[1])),
+        "registered": lambda: part.zeros(2),
+        "close": part.close,
+    }
+    for name, call in calls.items():
+        for _ in range(2 if name != "close" else 0):
+            call()
+        done = []
+        part.before_next_call(lambda done=done: done.append(part.all_gather_object(comm.rank)))
+        assert not done
+        call()
+        call()
+        called = comm.size > 1 or name != "messages"
+        assert done == [list(range(comm.size))] * called, name

@@ -21,6 +21,7 @@ WAYS = {
     "1 rank": (lambda: on_ranks(1, COMMAND), 1, 0, []),
     "2 ranks": (lambda: on_ranks(2, COMMAND), 1, 0, [1]),
     "3 ranks": (lambda: on_ranks(3, COMMAND), 2, 0, [2]),
+    "independent": (lambda: on_ranks(3, [*COMMAND, "--every", "5"]), 2, 0, [2]),
     "2 deal": (lambda: on_ranks(4, [*COMMAND, "--data-tasks", "2"]), 2, 0, [2, 3]),
     "TF_CONFIG": (lambda: with_tasks(CLUSTER, TASKS, COMMAND), 2, 2, [0]),
 }

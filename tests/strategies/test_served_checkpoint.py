@@ -2,11 +2,20 @@
 
 import os
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from strategies import Checkpoint, CheckpointError, FixedShardsPartitioner, Variable, optimizers
+from strategies import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    FixedShardsPartitioner,
+    Variable,
+    optimizers,
+)
+from strategies.checkpoint.tensor_file import PARTIAL
 from tests.strategies.parameter_servers import number_of, run_workers
 from tests.strategies.support import refusal
 
@@ -155,4 +164,34 @@ def test_what_one_worker_cannot_find(comm, path, call, wrong):
 
     before, comm.deadline = comm.deadline, 5
     assert set(run_workers(comm, 1, work)) == {"next"}
+    comm.deadline = before
+
+
+@pytest.mark.ranks(3, 4)
+def test_managers_begin_with_what_the_chief_found(comm, path):
+    """A worker that comes late neither restores what was saved since, nor sweeps it away."""
+    directory = os.path.dirname(path)
+
+    def work(strategy):
+        *_, checkpoint = make()
+        late = not strategy.is_chief
+        if late:
+            strategy.membership.group.barrier()
+        manager = CheckpointManager(checkpoint, directory)
+        began = manager.restore_or_initialize()
+        saved = manager.save()
+        if not late:
+            # As while the next one is being written.
+            half = Path(directory, f".ckpt-2.safetensors.1{PARTIAL}")
+            half.touch()
+            strategy.membership.group.barrier()
+        strategy.membership.group.barrier()
+        assert os.path.basename(saved) == "ckpt-1.safetensors"
+        assert manager.checkpoints == [saved]
+        return began, sorted(os.listdir(directory))
+
+    before, comm.deadline = comm.deadline, 10
+    names = [f".ckpt-2.safetensors.1{PARTIAL}", "ckpt-1.safetensors"]
+    results = run_workers(comm, 1, work)
+    assert results == [(None, names)] * len(results)
     comm.deadline = before

@@ -1,0 +1,170 @@
+"""A dataset rank beside parameter servers: nobody's end waits for another's."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+
+from strategies import ClusterSpec, DatasetWorker, ParameterServerStrategy, Variable, optimizers
+from strategies.cluster_resolver import SimpleClusterResolver
+
+BATCHES = 9
+DEADLINE = 15
+
+
+def resolver_of(rank, size, data_tasks=1):
+    """The ps first, then the workers, the data tasks last."""
+    workers = size - 1 - data_tasks
+    cluster = {"ps": ["s"], "worker": ["w"] * workers, "data": ["d"] * data_tasks}
+    roles = [(job, index) for job, tasks in cluster.items() for index in range(len(tasks))]
+    job, index = roles[rank]
+    return SimpleClusterResolver(ClusterSpec(cluster), task_type=job, task_id=index)
+
+
+def dataset(context):
+    first = 100 * context.input_pipeline_id
+    return [np.full(2, first + number) for number in range(BATCHES)]
+
+
+def train(strategy, data, limit=100):
+    """The numbers of the batches that this worker took; no more than `limit`."""
+    with strategy.scope():
+        total, optimizer = Variable(0.0), optimizers.SGD(1.0)
+    taken = []
+    for batch in data:
+        strategy.run(optimizer.apply_gradients, ([(-float(batch[0]), total)],))
+        taken.append(int(batch[0]))
+        if len(taken) == limit:
+            break
+    return taken
+
+
+def leaving_the_block(strategy, data):
+    with data:
+        taken = serve_or(strategy, data, lambda: train(strategy, data))
+    strategy.shutdown()
+    return taken
+
+
+def shutdown_inside_the_block(strategy, data):
+    with data:
+        taken = serve_or(strategy, data, lambda: train(strategy, data))
+        strategy.shutdown()
+    return taken
+
+
+def close_before_shutdown(strategy, data):
+    taken = serve_or(strategy, data, lambda: train(strategy, data))
+    data.close()
+    strategy.shutdown()
+    return taken
+
+
+def close_after_shutdown(strategy, data):
+    taken = serve_or(strategy, data, lambda: train(strategy, data))
+    strategy.shutdown()
+    data.close()
+    data.close()
+    return taken
+
+
+def the_servers_outside_of_the_block(strategy, data):
+    """As a script does that branches on its role first."""
+    if strategy.cluster_resolver.task_type == "ps":
+        strategy.serve()
+        return []
+    return leaving_the_block(strategy, data)
+
+
+def one_worker_leaves_early(strategy, data):
+    """By `break`; the others get what it gives back."""
+    limit = 1 if strategy.is_chief else 100
+    with data:
+        taken = serve_or(strategy, data, lambda: train(strategy, data, limit))
+    strategy.shutdown()
+    return taken
+
+
+def an_error_ends_the_block(strategy, data):
+    """One worker's, which it catches: its dataset ends there, and the others' goes on."""
+    taken = []
+
+    def fail():
+        taken.extend(train(strategy, data, 1))
+        raise KeyError("bad batch")
+
+    try:
+        with data:
+            if strategy.cluster_resolver.task_type == "worker" and strategy.is_chief:
+                fail()
+            taken = serve_or(strategy, data, lambda: train(strategy, data))
+    except KeyError:
+        assert data._box.closed
+    strategy.shutdown()
+    return taken
+
+
+def serve_or(strategy, data, work):
+    """What this rank's role does until the workers have no more for it."""
+    if strategy.cluster_resolver.task_type == "ps":
+        strategy.serve()
+        return []
+    if data.serves:
+        data.serve()
+        return []
+    return work()
+
+
+FORMS = [
+    leaving_the_block,
+    shutdown_inside_the_block,
+    close_before_shutdown,
+    close_after_shutdown,
+    the_servers_outside_of_the_block,
+    one_worker_leaves_early,
+    an_error_ends_the_block,
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 4, 5)
+def test_every_order_of_ends_comes_to_an_end(comm):
+    before, comm.deadline = comm.deadline, DEADLINE
+    for data_tasks, form in itertools.product(range(1, min(2, comm.size - 2) + 1), FORMS):
+        resolver = resolver_of(comm.rank, comm.size, data_tasks)
+        strategy = ParameterServerStrategy(resolver, communicator=comm)
+        data = DatasetWorker(strategy, dataset, agreed=False)
+        taken = form(strategy, data)
+        numbers = sorted(itertools.chain(*comm.all_gather_object(taken)))
+        wanted = [100 * task + number for task in range(data_tasks) for number in range(BATCHES)]
+        if form in (one_worker_leaves_early, an_error_ends_the_block):
+            # What it held is nobody's, where the others have been told the end before.
+            assert set(numbers) <= set(wanted), (data_tasks, form.__name__)
+            assert len(numbers) == len(set(numbers)), (data_tasks, form.__name__)
+        else:
+            assert numbers == wanted, (data_tasks, form.__name__)
+    comm.deadline = before
+
+
+PROGRAM = """
+import sys
+import collectives, strategies
+from tests.strategies.test_data_worker_with_servers import dataset, resolver_of, serve_or, train
+world = collectives.world(deadline=10)
+strategy = strategies.ParameterServerStrategy(resolver_of(world.rank, world.size))
+data = strategies.DatasetWorker(strategy, dataset, agreed=False)
+def work():
+    train(strategy, data, 2 if world.rank == 1 else 100)
+    if world.rank == 1:
+        sys.exit()
+serve_or(strategy, data, work)
+print("ended", flush=True)
+"""
+
+
+def test_nobody_has_to_close_or_to_shut_down(launch):
+    """One worker ends in the middle of its data, the other one after it."""
+    ended = launch(4, [sys.executable, "-c", PROGRAM], timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("ended") == 3

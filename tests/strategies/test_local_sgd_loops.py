@@ -1,0 +1,342 @@
+"""Loops over unequal numbers of batches under LocalSGDStrategy: they end together, and agree."""
+
+import itertools
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from collectives import CollectiveMismatchError, Communicator
+from collectives.transports import local
+from strategies import DatasetError, LocalSGDStrategy, ReduceOp, Variable, metrics, optimizers
+from strategies.dataset_rank.data_worker import DatasetWorker
+from tests.strategies.support import limited, refusal
+
+DEADLINE = 15
+
+
+class Numbered:
+    """A dataset whose batch i holds i, the first number of each data task a multiple of 1,000."""
+
+    def __init__(self, count, context, fails=False):
+        self.count, self.first, self.fails = count, 1000 * context.input_pipeline_id, fails
+
+    def __iter__(self):
+        for number in range(self.count):
+            yield np.full(2, self.first + number)
+        if self.fails:
+            raise OSError("the disk is gone")
+
+
+@contextmanager
+def training(comm, count, *arguments, data_tasks=1, fails=False):
+    """A LocalSGDStrategy and a dataset of so many batches, dealt to the ranks as they ask."""
+    before, comm.deadline = comm.deadline, DEADLINE
+    resolver = DatasetWorker.resolver(data_tasks, communicator=comm)
+    strategy = LocalSGDStrategy(*arguments, cluster_resolver=resolver, communicator=comm)
+    dataset = lambda context: Numbered(count, context, fails)  # noqa: E731
+    with DatasetWorker(strategy, dataset, agreed=False) as data:
+        yield strategy, data
+    strategy.communicator.close()
+    comm.deadline = before
+
+
+class Model:
+    """A variable that counts batches, and a metric of their numbers."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+        with strategy.scope():
+            self.total, self.optimizer = Variable(np.zeros(3)), optimizers.SGD(1.0, momentum=0.5)
+            self.mean = metrics.Mean()
+        self.taken = []
+
+    def step(self, batch):
+        self.taken.append(int(batch[0]))
+        gradient = -np.full(3, 1.0 + self.strategy.communicator.rank)
+        self.optimizer.apply_gradients([(gradient, self.total)])
+        self.mean.update_state(batch)
+
+    def run(self, batch):
+        self.strategy.run(self.step, (batch,))
+
+    def check(self, numbers):
+        """All training ranks hold the same bits, and together took each of the numbers once."""
+        comm = self.strategy.communicator
+        assert len(set(comm.all_gather_object(self.total.numpy().tobytes()))) == 1
+        assert sorted(itertools.chain(*comm.all_gather_object(self.taken))) == sorted(numbers)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 4, 5)
+@pytest.mark.parametrize("arguments", [(4,), (None, 0.02), (3, None, optimizers.SGD(0.7, 0.9))])
+def test_every_batch_once_and_equal_parameters_after_each_loop(comm, arguments):
+    """Whether the ranks are alike, or one is slow; whatever follows the loop matches up."""
+    for count, slow in ((23, 0), (24, 0.003), (1, 0), (0, 0)):
+        with training(comm, count, *arguments) as (strategy, data):
+            if data.serves:
+                assert data.serve() in (3, 2)
+                continue
+            model, rank = Model(strategy), strategy.communicator.rank
+            for _ in range(2):
+                model.taken.clear()
+                for batch in data:
+                    model.run(batch)
+                    time.sleep(slow * (rank == 0))
+                number = strategy.reduce(ReduceOp.SUM, len(model.taken), axis=None)
+                assert number == count
+                model.check(range(count))
+            strategy.synchronize()
+            assert float(model.mean.result()) == (pytest.approx((count - 1) / 2) if count else 0)
+            model.check(range(count))
+
+
+def reduce_after(model):
+    return float(model.strategy.reduce(ReduceOp.SUM, 1, axis=None))
+
+
+def metric_after(model):
+    return model.mean.result()
+
+
+def synchronize_after(model):
+    model.strategy.synchronize()
+
+
+def raw_after(model):
+    model.strategy.communicator.barrier()
+
+
+def variable_after(model):
+    with model.strategy.scope():
+        return Variable(1.0)
+
+
+def nothing_after(model):
+    return None
+
+
+AFTER = [
+    reduce_after,
+    metric_after,
+    synchronize_after,
+    raw_after,
+    variable_after,
+    nothing_after,
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 4, 5)
+@pytest.mark.parametrize("where", ["the same step", "a step of its own", "its end"])
+def test_breaking_out_of_the_loop(comm, where):
+    """Some ranks may have come to the end before; whatever follows the loop comes next on all."""
+    workers = comm.size - 1
+    for after in AFTER:
+        with training(comm, 10 * workers, 3) as (strategy, data):
+            if data.serves:
+                data.serve()
+                continue
+            model, rank = Model(strategy), strategy.communicator.rank
+            last = {"the same step": 10, "a step of its own": 4 + 3 * rank}.get(
+                where, 10 + 90 * rank
+            )
+            for _ in range(2):
+                for step, batch in enumerate(data, 1):
+                    model.run(batch)
+                    time.sleep(0.002 * (rank == 1))
+                    if step == last:
+                        break
+                after(model)
+            data.close()
+            values = strategy.communicator.all_gather_object(model.total.numpy().tobytes())
+            assert len(set(values)) == 1, after.__name__
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 4, 5)
+def test_an_endless_dataset_that_every_rank_leaves_at_a_step_of_its_own(comm):
+    with training(comm, 1 << 60, 5) as (strategy, data):
+        if data.serves:
+            assert data.serve(2) == 2
+        else:
+            model, rank = Model(strategy), strategy.communicator.rank
+            for _ in range(2):
+                for step, batch in enumerate(data):
+                    model.run(batch)
+                    if step == 3 + 4 * rank:
+                        break
+            strategy.synchronize()
+            assert len(model.taken) == 2 * (4 + 4 * rank)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(4, 5)
+def test_several_data_tasks(comm):
+    with training(comm, 11, 4, data_tasks=2) as (strategy, data):
+        if data.serves:
+            data.serve()
+        else:
+            model = Model(strategy)
+            for batch in data:
+                model.run(batch)
+            model.check([1000 * task + number for task in range(2) for number in range(11)])
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 4, 5)
+def test_an_error_of_the_dataset_is_raised_on_all_ranks_which_go_on_together(comm):
+    with training(comm, 7, 2, fails=True) as (strategy, data):
+        if data.serves:
+            refusal(OSError, "the disk is gone", data.serve)
+        else:
+            model = Model(strategy)
+            told = f"the dataset of rank {comm.size - 1} raised OSError: the disk is gone"
+
+            def train():
+                for batch in data:
+                    model.run(batch)
+                    time.sleep(0.005 * strategy.communicator.rank)
+
+            for _ in range(2):
+                assert refusal(DatasetError, None, train) == told
+                assert reduce_after(model) == strategy.communicator.size
+            strategy.synchronize()
+            assert len(set(strategy.communicator.all_gather_object(model.total[0]))) == 1
+        comm.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_a_call_that_only_a_training_rank_makes_is_refused_on_both(comm):
+    """Within the loop, where the other one has no batch; what comes after the loop works."""
+    with training(comm, 1, 9) as (strategy, data):
+        if data.serves:
+            data.serve()
+        else:
+            model, training_ranks = Model(strategy), strategy.communicator
+
+            def train():
+                if training_ranks.rank == 1:
+                    training_ranks.recv(np.empty(1), 0)
+                for batch in data:
+                    model.run(batch)
+                    training_ranks.send(np.zeros(1), 1)
+                    reduce_after(model)
+
+            match = (
+                r"(?s)rank 0: reduce: all_gather_object.*rank 1: the other ranks' averagings,"
+                r" after the end of this rank's batches: barrier\(averaging\)"
+            )
+            refusal(CollectiveMismatchError, match, train)
+            assert reduce_after(model) == 2
+            model.check([0])
+
+
+# --- each rank with batches of its own -----------------------------------------------------------
+
+
+def on_threads(size, body):
+    """Call `body(comm)` on threads; the results in rank order."""
+
+    def one_rank(transport):
+        with limited(transport):
+            return body(Communicator(transport, deadline=25))
+
+    return local.run(size, one_rank)
+
+
+def simulated(counts, every, outer):
+    """The value after a loop over so many batches on each rank, whose steps add rank + 1."""
+    velocity = agreed = 0.0
+    left = list(counts)
+    while any(left):
+        steps = [min(each, every) for each in left]
+        left = [each - taken for each, taken in zip(left, steps, strict=True)]
+        mean = np.mean([taken * (rank + 1) for rank, taken in enumerate(steps) if taken])
+        velocity = 0.5 * velocity + 0.7 * mean
+        agreed += velocity if outer else mean
+    return agreed
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("counts", [(5, 9), (0, 7), (4, 0, 13), (0, 0), (3, 3, 3)])
+def test_a_rank_without_batches_neither_counts_nor_holds_up_the_others(counts, outer):
+    """What is averaged is the mean of those that took steps."""
+    every = 4
+
+    def body(comm):
+        rate = optimizers.SGD(0.7, momentum=0.5) if outer else None
+        strategy = LocalSGDStrategy(every, None, rate, communicator=comm)
+        with strategy.scope():
+            value, optimizer = Variable(np.float16(0)), optimizers.SGD(1.0)
+            wide = Variable(0.0)
+        gradient = -(comm.rank + 1.0)
+        for _ in strategy.loop_over(None for _ in range(counts[comm.rank])):
+            strategy.run(optimizer.apply_gradients, ([(gradient, value), (gradient, wide)],))
+        return float(value), float(wide)
+
+    wanted = simulated(counts, every, outer)
+    for narrow, wide in on_threads(len(counts), body):
+        assert wide == pytest.approx(wanted)
+        assert narrow == pytest.approx(wanted, rel=3e-3)
+
+
+def test_an_error_on_one_rank_alone_is_raised_in_the_others_loops():
+    def body(comm):
+        strategy = LocalSGDStrategy(2, communicator=comm)
+        model = Model(strategy)
+
+        class Failing:
+            def __iter__(self):
+                yield np.zeros(1)
+                if comm.rank == 1:
+                    raise OSError("rank 1 can't read")
+                yield from [np.zeros(1)] * 9
+
+        # Without a data task each takes every third batch of its own dataset.
+        data = DatasetWorker(strategy, lambda context: Failing(), agreed=False)
+
+        def train():
+            for batch in data:
+                model.run(batch)
+
+        error, match = DatasetError, "the dataset of rank 1 raised OSError: rank 1 can't read"
+        refusal(*((OSError, "rank 1 can't read") if comm.rank == 1 else (error, match)), train)
+        return float(strategy.reduce("sum", comm.rank, axis=None)), model.total.numpy().tolist()
+
+    results = on_threads(3, body)
+    assert [number for number, _ in results] == [3.0] * 3
+    assert len({tuple(values) for _, values in results}) == 1
+
+
+def test_loops_that_have_come_apart_raise_on_all_ranks():
+    """Rank 0 is through with a loop within the loop in which rank 1 is through."""
+
+    def body(comm):
+        strategy = LocalSGDStrategy(2, communicator=comm)
+
+        def train():
+            for _ in strategy.loop_over(None for _ in range(1 - comm.rank)):
+                list(strategy.loop_over(None for _ in range(3)))
+
+        text = refusal(DatasetError, r"the ranks' loops have come apart", train)
+        assert text.endswith("rank 0: loop 2\n  rank 1: loop 1")
+        return float(strategy.reduce("sum", comm.rank + 1, axis=None))
+
+    assert on_threads(2, body) == [3.0] * 2
+
+
+def test_loops_within_loops_that_are_alike():
+    def body(comm):
+        strategy = LocalSGDStrategy(3, communicator=comm)
+        model, seen = Model(strategy), []
+        for _ in strategy.loop_over(None for _ in range(2)):
+            for _ in strategy.loop_over(None for _ in range(2 + comm.rank)):
+                model.run(np.zeros(1))
+            seen.append(model.total[0])
+        return [float(each) for each in seen]
+
+    first, *others = on_threads(3, body)
+    assert others == [first] * 2
