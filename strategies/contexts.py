@@ -229,7 +229,7 @@ def scope_of(strategy: Strategy) -> Iterator[None]:
 
 def foreign_kept_out(strategy: Strategy) -> AbstractContextManager[None]:
     """A context that raises TypeError for a framework's model made in it, where ranks train it."""
-    return nullcontext() if strategy.trains_alone else foreign.kept_out(type(strategy).__name__)
+    return nullcontext() if strategy.trains_alone else foreign.KeptOut(type(strategy).__name__)
 
 
 def call_as_replica(

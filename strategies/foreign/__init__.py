@@ -7,13 +7,13 @@ rank. Nothing here imports a framework; what isn't loaded isn't looked for.
 from strategies.foreign.call import call_guarded
 from strategies.foreign.known import any_loaded, framework_of
 from strategies.foreign.refusal import refused_by_checkpoint, refused_for_variable
-from strategies.foreign.scope import kept_out
+from strategies.foreign.scope import KeptOut
 
 __all__ = [
+    "KeptOut",
     "any_loaded",
     "call_guarded",
     "framework_of",
-    "kept_out",
     "refused_by_checkpoint",
     "refused_for_variable",
 ]

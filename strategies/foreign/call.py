@@ -7,7 +7,7 @@ from typing import Any
 
 from strategies.foreign.reach import training_within
 from strategies.foreign.refusal import refused
-from strategies.foreign.scope import steps_refused
+from strategies.foreign.scope import StepsRefused
 
 
 def call_guarded(
@@ -21,5 +21,5 @@ def call_guarded(
     found = training_within(fn, args, kwargs)
     if found is not None:
         raise refused(found, f"is reached by what {where} calls")
-    with steps_refused(where):
+    with StepsRefused(where):
         return fn(*args, **kwargs)

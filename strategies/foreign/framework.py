@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -30,10 +30,15 @@ class Framework(ABC):
     reading: ClassVar[str] = ""
     """How a model is marked that is only read; nothing where there is no mark."""
 
+    def __init__(self) -> None:
+        self._loaded = False
+
     @property
     def loaded(self) -> bool:
         """Whether the program has imported it, to the end."""
-        return self.module in sys.modules and self.find(self.classes[-1]) is not None
+        if not self._loaded and self.module in sys.modules:
+            self._loaded = self.find(self.classes[-1]) is not None
+        return self._loaded
 
     def find(self, path: str) -> Any:
         """What the package has under a dotted name; None where it isn't there, or not yet."""
@@ -52,6 +57,10 @@ class Framework(ABC):
     @abstractmethod
     def trains(self, thing: Any) -> bool:
         """Whether one of its objects changes by training: frozen ones don't, optimizers do."""
+
+    def held(self, thing: Any) -> Sequence[Any]:
+        """What the object is made of in another framework, and speaks for."""
+        return ()
 
     @abstractmethod
     def extent(self, thing: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -48,6 +48,10 @@ class Keras(Framework):
         builds = next(each for each in kind.__mro__ if "build" in vars(each))
         plain = builds in (self.find("layers.Layer"), self.find("Model"), self.find("Sequential"))
         return not plain and not builds.__module__.startswith(_WEIGHTLESS)
+
+    def held(self, thing: Any) -> Sequence[Any]:
+        """A variable's value, a variable of the backend: it doesn't learn that it is frozen."""
+        return (thing.value,) if isinstance(thing, self.find("Variable")) else ()
 
     def extent(self, thing: Any) -> int:
         """The number of layers."""

@@ -45,7 +45,7 @@ _steps = Watches(lambda framework: framework.watch_steps(_refuse_step))
 _creation = Watches(lambda framework: framework.watch_creation(_note))
 
 
-class steps_refused:  # noqa: N801 - a context manager
+class StepsRefused:
     """A context in which this thread's steps of foreign optimizers raise TypeError."""
 
     __slots__ = ("_known", "_where")
@@ -64,7 +64,7 @@ class steps_refused:  # noqa: N801 - a context manager
         _steps.leave(self._known)
 
 
-class kept_out:  # noqa: N801 - a context manager
+class KeptOut:
     """A context for a scope: TypeError when it is left, for a model made in it that trains.
 
     An exception that leaves the context is left alone. A framework that was imported within is
@@ -80,7 +80,7 @@ class kept_out:  # noqa: N801 - a context manager
         """Begin to note."""
         self._known = loaded()
         with ExitStack() as entered:
-            entered.enter_context(steps_refused(self._where))
+            entered.enter_context(StepsRefused(self._where))
             _creation.enter(self._known)
             entered.callback(_creation.leave, self._known)
             for framework in self._known:
@@ -101,9 +101,11 @@ class kept_out:  # noqa: N801 - a context manager
             return
         imported = [framework for framework in loaded() if framework not in self._known]
         made = self._made + (_objects_of(imported) if imported else [])
+        by_framework = [(framework_of(thing), thing) for thing in made]
+        held = {id(each) for owner, thing in by_framework if owner for each in owner.held(thing)}
         for framework in loaded():
-            own = [thing for thing in made if framework_of(thing) is framework]
-            training = [thing for thing in own if framework.trains(thing)]
+            own = [thing for owner, thing in by_framework if owner is framework]
+            training = [each for each in own if id(each) not in held and framework.trains(each)]
             if training:
                 raise refused(max(training, key=framework.extent), f"was made in the {self._where}")
 

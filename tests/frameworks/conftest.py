@@ -5,6 +5,7 @@ import os
 import pytest
 
 import strategies
+from tests.strategies.support import lone_strategy
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +38,11 @@ def keras(request):
     if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow":
         request.getfixturevalue("tf")
     return imported("keras")
+
+
+@pytest.fixture
+def strategy():
+    """As of one of several ranks, though nobody else is there: what is refused is so locally."""
+    strategy = lone_strategy()
+    strategy.trains_alone = False
+    return strategy

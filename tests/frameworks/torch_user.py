@@ -43,13 +43,14 @@ with refused("training in the scope"), strategy.scope():
 with refused("run"):
     strategy.run(train, args=(batches, model, loss_fn, optimizer))
 
-with refused("a model of its own in run"):
-    strategy.run(lambda: train(batches, *make()))
-
 
 def make():
     own = NeuralNetwork()
     return own, nn.CrossEntropyLoss(), torch.optim.Adam(own.parameters())
+
+
+with refused("a model of its own in run"):
+    strategy.run(lambda: train(batches, *make()))
 
 
 with refused("apply_gradients"):
