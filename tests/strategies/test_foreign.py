@@ -19,9 +19,10 @@ from strategies import (
     get_replica_context,
     optimizers,
 )
+from strategies.coordinator import ClusterCoordinator
 from strategies.foreign.reach import training_within
 from tests.strategies.imagined_framework import Model, Optimizer, imagined, load, unloaded
-from tests.strategies.parameter_servers import run_workers
+from tests.strategies.parameter_servers import run_workers, strategy_on
 from tests.strategies.support import (
     as_replicas,
     lone_strategy,
@@ -98,6 +99,19 @@ def test_so_do_workers_of_parameter_servers(comm, imagined):
         return refusal(TypeError, STEPPED.format("scope of " + name), Optimizer().step)
 
     assert len(set(run_workers(comm, 1, work))) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_so_do_functions_that_a_chief_schedules(comm, imagined):
+    with strategy_on(comm, 1, chief=True) as strategy:
+        if comm.rank == 2:
+            coordinator, net = ClusterCoordinator(strategy), Model("net")
+            coordinator.schedule(lambda: net)
+            refusal(TypeError, REACHED.format(name_of(strategy)), coordinator.join)
+            strategy.shutdown()
+        else:
+            strategy.serve()
 
 
 def test_the_default_strategy_and_one_device_are_one_replica(imagined):
