@@ -128,8 +128,8 @@ class Strategy(OlderNames):
         contexts.require_cross_replica("Strategy.run", self)
         if not isinstance(args, list | tuple):
             raise ValueError(f"args={args!r}: must be a tuple or list of positional arguments")
-        replica, local = contexts.ReplicaContext(self), values.local
-        return contexts.call_as_replica(replica, fn, local(args), local(kwargs or {}))
+        local = values.local(args), values.local(kwargs or {})
+        return contexts.call_as_replica(contexts.ReplicaContext(self), fn, *local)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
         """Fold each replica's value, a nest of arrays, into one result that every replica gets.
@@ -200,8 +200,7 @@ class Strategy(OlderNames):
     ) -> ArraysDataset:
         """The slices of a nest of arrays along axis 0, to be shuffled, batched and distributed.
 
-        `session` is accepted for old scripts' sake. Raises ValueError where the arrays lack an
-        axis 0 or their lengths differ.
+        `session` is ignored. ValueError where the arrays lack an axis 0 or their lengths differ.
         """
         return make_numpy_dataset(numpy_input)
 
