@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strategies import nest, values
+from strategies import foreign, nest, values
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.refusals import RefusedTogether
 from strategies.variables.indexed_slices import IndexedSlices, map_apart, refuse_slices
@@ -31,6 +31,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.permanent = 0
+        self.kept_out = ExitStack()
 
 
 _stack = _Stack()
@@ -222,19 +223,45 @@ def require_scope_allowed(strategy: Strategy) -> None:
 def scope_of(strategy: Strategy) -> Iterator[None]:
     """The strategy in force, in cross-replica context; refused where that isn't allowed."""
     require_scope_allowed(strategy)  # where it is entered, which may not be where it was made
-    with entered(strategy, None):
+    with entered(strategy, None), foreign_kept_out(strategy):
         yield
+
+
+def foreign_kept_out(strategy: Strategy) -> AbstractContextManager[None]:
+    """A context that raises TypeError for a framework's model made in it, where ranks train it."""
+    return nullcontext() if strategy.trains_alone else foreign.KeptOut(type(strategy).__name__)
+
+
+def call_as_replica(
+    replica: ReplicaContext, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function as that replica.
+
+    TypeError where it would train a model of a framework on this rank apart from the others.
+    """
+    strategy = replica.strategy
+    with entered(strategy, replica):
+        if not foreign.any_loaded() or strategy.trains_alone:
+            return fn(*args, **kwargs)
+        return foreign.call_guarded(type(strategy).__name__, fn, args, kwargs)
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Put a strategy in force until the next call (None: the default one), without a `with`.
 
-    Raises RuntimeError inside a scope or `run`.
+    Raises RuntimeError inside a scope or `run`; TypeError as `Strategy.scope()` does when it is
+    left, once the other strategy is in force.
     """
     if len(_stack.frames) > _stack.permanent:
         raise RuntimeError("experimental_set_strategy must not be called inside a strategy's scope")
+    before, _stack.kept_out = _stack.kept_out, ExitStack()
     if strategy is None or strategy is _default():
         _stack.frames.clear()
     else:
         _stack.frames[:] = [_Frame(strategy, None)]
     _stack.permanent = len(_stack.frames)
+    try:
+        before.close()
+    finally:
+        if _stack.frames:
+            _stack.kept_out.enter_context(foreign_kept_out(get_strategy()))

@@ -74,6 +74,8 @@ class Strategy(InStep, OlderNames):
         options = communication_options or CommunicationOptions()
         self._collectives = OptionedCollectives(communicator, options)
         self._plain = cross_device_ops is None and options.leave_it_to_collectives
+        self.trains_alone = communicator.size == 1
+        """Whether no other rank trains with this one."""
         self.variable_numbers = count()
         """By which ranks tell each other which variable they mean: the order of creation."""
 
@@ -99,16 +101,14 @@ class Strategy(InStep, OlderNames):
 
     @property
     def reduces_plainly(self) -> bool:
-        """Whether `collectives` alone decides how values are reduced.
-
-        Where it does, arrays may be reduced where they lie, past `totals_of`.
-        """
+        """Whether `collectives` alone decides: arrays may be reduced where they lie then."""
         return self._plain
 
     def scope(self) -> AbstractContextManager[None]:
         """A context in which the strategy is in force and variables are mirrored when created.
 
-        Raises RuntimeError inside `run`, and inside the scope of another strategy.
+        Raises RuntimeError inside `run` and another strategy's scope. Where several ranks train,
+        leaving it raises TypeError for a trainable model of torch, Keras or TensorFlow made in it.
         """
         contexts.require_scope_allowed(self)
         return contexts.scope_of(self)
@@ -123,13 +123,14 @@ class Strategy(InStep, OlderNames):
         """Call `fn(*args, **kwargs)` as one replica, and return its result.
 
         Raises ValueError where args is neither a tuple nor a list, RuntimeError inside `run` and
-        inside the scope of another strategy.
+        another strategy's scope. Where several ranks train, TypeError for a trainable model of
+        torch, Keras or TensorFlow that the function reaches, and for a step of its optimizer.
         """
         contexts.require_cross_replica("Strategy.run", self)
         if not isinstance(args, list | tuple):
             raise ValueError(f"args={args!r}: must be a tuple or list of positional arguments")
-        with contexts.entered(self, contexts.ReplicaContext(self)):
-            return fn(*values.local(args), **values.local(kwargs or {}))
+        local = values.local(args), values.local(kwargs or {})
+        return contexts.call_as_replica(contexts.ReplicaContext(self), fn, *local)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
         """Fold each replica's value, a nest of arrays, into one result that every replica gets.
@@ -200,8 +201,7 @@ class Strategy(InStep, OlderNames):
     ) -> ArraysDataset:
         """The slices of a nest of arrays along axis 0, to be shuffled, batched and distributed.
 
-        `session` is accepted for old scripts' sake. Raises ValueError where the arrays lack an
-        axis 0 or their lengths differ.
+        `session` is ignored. ValueError where the arrays lack an axis 0 or their lengths differ.
         """
         return make_numpy_dataset(numpy_input)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
+from strategies import foreign
 from strategies.checkpoint.optimizer_state import OptimizerState
 from strategies.checkpoint.states import Saveable, SaveableState, State, VariableState
 from strategies.optimizers import Optimizer
@@ -37,9 +38,11 @@ def find_states(things: Mapping[str, Any]) -> dict[str, State]:
     path, or that which comes first when keys are sorted. Numbers, arrays, texts, functions and
     strategies inside of things are left alone. Raises TypeError where a thing named is itself one
     of those, for keys that are neither texts nor integers, and for a state in a set, which has no
-    order; ValueError for a dictionary with keys such as 1 and "1".
+    order; ValueError for a dictionary with keys such as 1 and "1". TypeError for a model, variable
+    or optimizer of torch, Keras or TensorFlow; where it isn't named itself, only if it trains.
     """
     for name, thing in things.items():
+        _refuse_foreign(name, thing, named=True)
         if not _has_state(thing) and not _is_walked(thing):
             kind = type(thing).__name__
             raise TypeError(f"{name} is a {kind}: must be a Variable, or hold such")
@@ -64,6 +67,13 @@ def _has_state(thing: Any) -> bool:
     return isinstance(thing, Variable | Saveable) and not isinstance(thing, type)
 
 
+def _refuse_foreign(path: str, thing: Any, *, named: bool = False) -> None:
+    """Else a file would be written without it, and nobody would know."""
+    refused = foreign.refused_by_checkpoint(thing, path, named=named)
+    if refused is not None and not _has_state(thing):
+        raise refused
+
+
 def _state(path: str, thing: Any, variables: Mapping[str, Variable]) -> State:
     if isinstance(thing, Optimizer):
         return OptimizerState(path, thing, variables)
@@ -73,6 +83,8 @@ def _state(path: str, thing: Any, variables: Mapping[str, Variable]) -> State:
 def _is_walked(thing: Any) -> bool:
     if isinstance(thing, Mapping | list | tuple | set | frozenset):
         return True
+    if foreign.framework_of(thing) is not None:
+        return False
     return not isinstance(thing, _OPAQUE) and (hasattr(thing, "__dict__") or bool(_slots(thing)))
 
 
@@ -105,6 +117,7 @@ def _named(prefix: str, children: Mapping[Any, Any]) -> Iterator[tuple[str, Any]
     names: dict[str, Any] = {}
     for key, child in children.items():
         if not (_has_state(child) or _is_walked(child)):
+            _refuse_foreign(f"{prefix}{key}", child)
             continue
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise TypeError(f"{prefix} has the key {key!r}: must be a text or an integer")

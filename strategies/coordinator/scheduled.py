@@ -23,8 +23,7 @@ def call_scheduled(
     strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Call a scheduled function in its context."""
-    with contexts.entered(strategy, ScheduledContext(strategy)):
-        return fn(*args, **kwargs)
+    return contexts.call_as_replica(ScheduledContext(strategy), fn, args, kwargs)
 
 
 def across_replicas(strategy: Strategy) -> AbstractContextManager[None]:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Fusion
-from strategies.contexts import get_replica_context, has_strategy
+from strategies.contexts import get_replica_context
+from strategies.optimizers.pairs import check_variable, checked_pairs, told_absent
 from strategies.optimizers.update_rules import AdaptiveMomentsRule, DescentRule, UpdateRule
 from strategies.reduce_op import ReduceOp
 from strategies.refusals import RefusedTogether
@@ -21,7 +22,7 @@ from strategies.variables.storage import Storage, assign
 from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from strategies.strategy import Strategy
+    pass
 
 Array = NDArray[Any]
 
@@ -50,6 +51,8 @@ class Optimizer(ABC):
         """
         if not variables:
             raise ValueError("variables has no variable")
+        for position, variable in enumerate(variables):
+            check_variable(variable, position)
         kinds = [(variable.shape, variable.dtype) for variable in variables]
         fusion = Fusion(variables[0].strategy.communicator, kinds)
         self._fused = list(variables), fusion
@@ -61,9 +64,12 @@ class Optimizer(ABC):
         A gradient is an array of its variable's shape, or an `IndexedSlices` of its rows, on every
         rank alike.
 
-        A pair whose gradient is None is left out. Raises RuntimeError in cross-replica context and
-        for a variable of another strategy than that of `run`, TypeError for one of integers,
-        ValueError where a gradient's shape isn't its variable's or where every gradient is None.
+        A pair whose gradient is None is left out, on all ranks alike: where a loss depends on a
+        variable on some ranks only, the others give zeros. Raises RuntimeError in cross-replica
+        context and for a variable of another strategy than that of `run`; TypeError for one of
+        integers, for what is no Variable, such as a parameter of torch, and for a gradient that
+        can't be read; ValueError where a gradient's shape isn't its variable's or where every
+        gradient is None.
         """
         replica = get_replica_context()
         if replica is None:
@@ -71,7 +77,10 @@ class Optimizer(ABC):
         strategy = replica.strategy
         others = strategy.communicator if strategy.steps_together else None
         with RefusedTogether(others, "apply_gradients"):
-            gradients, variables = _checked_pairs(grads_and_vars, strategy)
+            pairs = list(enumerate(grads_and_vars))
+            gradients, variables = checked_pairs(pairs, strategy)
+        if len(variables) < len(pairs) and strategy.steps_together:
+            strategy.meet(told_absent(pairs))
         strategy.apply_gradients(self, gradients, variables)
 
     def sum_over_replicas(
@@ -217,39 +226,6 @@ def _check_slot(name: str, restored: Array | None, value: Storage) -> None:
         f" {value.dtype} of shape {value.shape}: name the variables in the checkpoint, too, or"
         " update them first in the order in which the program did that saved it"
     )
-
-
-def _checked_pairs(
-    grads_and_vars: Iterable[tuple[Any, Variable]], strategy: Strategy
-) -> tuple[list[Gradient], list[Variable]]:
-    pairs = [(grad, variable) for grad, variable in grads_and_vars if grad is not None]
-    if not pairs:
-        raise ValueError("grads_and_vars has no gradient: every one is None, or there are none")
-    for _, variable in pairs:
-        _check_updatable(variable, strategy)
-    return [_checked(*pair) for pair in pairs], [variable for _, variable in pairs]
-
-
-def _check_updatable(variable: Variable, strategy: Strategy) -> None:
-    if variable.strategy is not strategy:
-        wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
-        if not has_strategy():
-            raise RuntimeError(f"{wrong} outside of its `run`: call it inside")
-        raise RuntimeError(
-            f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
-            " of the strategy that runs"
-        )
-    if variable.dtype.kind in "biu":
-        raise TypeError(f"{variable} holds integers: an optimizer needs floating-point numbers")
-
-
-def _checked(gradient: Any, variable: Variable) -> Gradient:
-    if isinstance(gradient, IndexedSlices):
-        return gradient.fitted(variable.shape, variable.dtype, variable)
-    array = np.asarray(gradient, variable.dtype)
-    if array.shape != variable.shape:
-        raise ValueError(f"a gradient has shape {array.shape}: {variable} has {variable.shape}")
-    return array
 
 
 class SGD(Optimizer):

@@ -91,6 +91,7 @@ class ParameterServerStrategy(Strategy):
             cluster_resolver=self.membership.resolver,
             is_chief=self.membership.place.is_chief,
         )
+        self.trains_alone = self.membership.place.role == "evaluator"
 
     @property
     def _name(self) -> str:

@@ -1,0 +1,114 @@
+"""What is made in a strategy's scope, and trained while a strategy is in force.
+
+Objects that are made are noted, and judged when the scope is left: by then they may have been
+frozen, and layers that are built later can be told from those without weights. Steps of optimizers
+raise at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from strategies.foreign.framework import Framework
+from strategies.foreign.known import framework_of, loaded
+from strategies.foreign.refusal import refused
+from strategies.foreign.watches import Watches
+
+
+class _Here(threading.local):
+    """What this thread is in: scopes with what was made in them, and strategies in force."""
+
+    def __init__(self) -> None:
+        self.made: list[list[Any]] = []
+        self.in_force: list[str] = []
+
+
+_here = _Here()
+
+
+def _note(thing: Any) -> None:
+    if _here.made:
+        _here.made[-1].append(thing)
+
+
+def _refuse_step(optimizer: Any) -> None:
+    if _here.in_force:
+        raise refused(optimizer, f"was to change variables inside the {_here.in_force[-1]}")
+
+
+_steps = Watches(lambda framework: framework.watch_steps(_refuse_step))
+_creation = Watches(lambda framework: framework.watch_creation(_note))
+
+
+class StepsRefused:
+    """A context in which this thread's steps of foreign optimizers raise TypeError."""
+
+    __slots__ = ("_known", "_where")
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._known = _steps.enter(loaded())
+        _here.in_force.append(self._where)
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        _here.in_force.pop()
+        _steps.leave(self._known)
+
+
+class KeptOut:
+    """A context for a scope: TypeError when it is left, for a model made in it that trains.
+
+    An exception that leaves the context is left alone. A framework that was imported within is
+    searched for when the context is left, by looking at every object of the program once.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._where = f"scope of {strategy}"
+        self._exits = ExitStack()
+        self._made: list[Any] = []
+
+    def __enter__(self) -> None:
+        """Begin to note."""
+        self._known = loaded()
+        with ExitStack() as entered:
+            entered.enter_context(StepsRefused(self._where))
+            _creation.enter(self._known)
+            entered.callback(_creation.leave, self._known)
+            for framework in self._known:
+                entered.enter_context(framework.creation_noted(_note))
+            _here.made.append(self._made)
+            entered.callback(_here.made.pop)
+            self._exits = entered.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Judge what was made."""
+        self._exits.__exit__(kind, error, traceback)
+        if kind is not None:
+            return
+        imported = [framework for framework in loaded() if framework not in self._known]
+        made = self._made + (_objects_of(imported) if imported else [])
+        by_framework = [(framework_of(thing), thing) for thing in made]
+        held = {id(each) for owner, thing in by_framework if owner for each in owner.held(thing)}
+        for framework in loaded():
+            own = [thing for owner, thing in by_framework if owner is framework]
+            training = [each for each in own if id(each) not in held and framework.trains(each)]
+            if training:
+                raise refused(max(training, key=framework.extent), f"was made in the {self._where}")
+
+
+def _objects_of(frameworks: Sequence[Framework | None]) -> list[Any]:
+    return [thing for thing in gc.get_objects() if framework_of(thing) in frameworks]

@@ -1,0 +1,48 @@
+"""Fixtures for tests with real frameworks, each skipped where the framework isn't installed."""
+
+import os
+
+import pytest
+
+import strategies
+from tests.strategies.support import lone_strategy
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    yield
+    assert not strategies.has_strategy()
+
+
+def imported(name):
+    return pytest.importorskip(name, reason=f"{name} isn't installed: it can't be tested with")
+
+
+@pytest.fixture(scope="session")
+def torch():
+    return imported("torch")
+
+
+@pytest.fixture(scope="session")
+def tf():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return imported("tensorflow")
+
+
+@pytest.fixture(scope="session")
+def keras(request):
+    """Keras on the backend that KERAS_BACKEND names, else on TensorFlow."""
+    if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow":
+        request.getfixturevalue("tf")
+    return imported("keras")
+
+
+@pytest.fixture
+def strategy():
+    """As of one of several ranks, though nobody else is there: what is refused is so locally."""
+    strategy = lone_strategy()
+    strategy.trains_alone = False
+    return strategy

@@ -1,0 +1,89 @@
+"""A framework that is imagined, so that strategies can be tested with models that aren't theirs."""
+
+import sys
+import types
+
+import pytest
+
+from strategies.foreign import known, reach
+from strategies.foreign.framework import Framework
+
+
+class Model:
+    """Something that trains, unless it is frozen."""
+
+    def __init__(self, name="model", frozen=False):
+        self.name, self.frozen = name, frozen
+        for hook in list(HOOKS["made"]):
+            hook(self)
+
+
+class Optimizer:
+    name = "Descent"
+    frozen = False
+
+    def step(self):
+        for hook in list(HOOKS["steps"]):
+            hook(self)
+
+
+HOOKS = {"made": [], "steps": []}
+
+
+class Imagined(Framework):
+    name = "Imagined"
+    module = "imagined"
+    classes = ("Model", "Optimizer")
+    instead = "do it by hand"
+    reading = "model.frozen = True"
+
+    def trains(self, thing):
+        return not thing.frozen
+
+    def extent(self, thing):
+        return len(thing.name)
+
+    def told(self, thing):
+        return f"{type(thing).__name__} {thing.name!r}"
+
+    def watch_steps(self, refuse):
+        return hooked("steps", refuse)
+
+    def watch_creation(self, note):
+        return hooked("made", note)
+
+
+def hooked(kind, hook):
+    HOOKS[kind].append(hook)
+    return lambda: HOOKS[kind].remove(hook)
+
+
+def load():
+    """Import it, so to speak."""
+    module = types.ModuleType("imagined")
+    module.Model, module.Optimizer = Model, Optimizer
+    sys.modules["imagined"] = module
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """The imagined framework alone is known, and not imported yet."""
+    monkeypatch.setattr(known, "FRAMEWORKS", (Imagined(),))
+    monkeypatch.setattr(known, "_MODULES", frozenset(["imagined"]))
+    forget()
+    yield
+    sys.modules.pop("imagined", None)
+    forget()
+    assert HOOKS == {"made": [], "steps": []}
+
+
+@pytest.fixture
+def imagined(unloaded):
+    """The imagined framework alone is known, and imported."""
+    load()
+
+
+def forget():
+    """What is remembered of classes, which were others' until now."""
+    known.owner_of.cache_clear()
+    reach._look.cache_clear()
