@@ -16,7 +16,7 @@ from collectives.operations.reductions import ReduceInput
 from strategies.communication.options import CommunicationImplementation, CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
-from strategies.cross_replica import agree
+from strategies.consensus import Report, agree
 from strategies.devices import nccl_problem
 from strategies.reduce_op import ReduceOp
 
@@ -51,7 +51,8 @@ class OptionedCollectives:
         reduce = partial(self._ring if self._rings(options) else self._over_nccl, op)
         inputs = [ReduceInput(each, op.value) for each in arrays]
         call = f"all_reduce({op.value}, {options})"
-        agree(self._communicator, [each.array for each in inputs], "all_reduce", call)
+        report = Report(call).of([each.array for each in inputs])
+        agree(self._communicator, report, "all_reduce")
         return reduce_packed(inputs, by_bytes(inputs, options.bytes_per_pack), reduce)
 
     def _ring(self, op: ReduceOp, pack: NDArray[Any]) -> None:

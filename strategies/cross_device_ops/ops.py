@@ -25,7 +25,7 @@ from strategies.cross_device_ops.packing import (
     reduce_apart,
     reduce_packed,
 )
-from strategies.cross_replica import agree
+from strategies.consensus import Report, agree
 from strategies.devices import nccl_problem, parse_device
 from strategies.reduce_op import ReduceOp
 
@@ -67,7 +67,8 @@ class PackedAllReduce(CrossDeviceOps, ABC):
         """What the ranks hold is compared first: packs no longer tell their arrays' shapes."""
         inputs = [ReduceInput(array, reduce_op.value) for array in arrays]
         call = f"{self!r}.batch_reduce({reduce_op.value})"
-        agree(self.communicator, [each.array for each in inputs], "batch_reduce", call)
+        report = Report(call).of([each.array for each in inputs])
+        agree(self.communicator, report, "batch_reduce")
         groups = self.groups_of(inputs)
         reduction = Reduction[reduce_op.name]
         return reduce_packed(
