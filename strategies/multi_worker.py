@@ -25,7 +25,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     communication_options: which way reductions and gathers go, how large their messages are and how
     long they wait (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError
-    is raised on every rank. NCCL is RING on all ranks where one of them lacks it, which rank 0
+    is raised on every rank. NCCL is AUTO on all ranks where one of them lacks it, which rank 0
     says in the log.
     """
 

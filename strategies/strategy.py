@@ -19,8 +19,8 @@ from strategies import contexts, values
 from strategies.cluster_resolver import ClusterResolver
 from strategies.communication.optioned import OptionedCollectives
 from strategies.communication.options import CommunicationOptions
-from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
 from strategies.consensus import Report, agree
+from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
 from strategies.cross_replica import gather_nest, reduce_nest
 from strategies.extended import StrategyExtended
 from strategies.input import (

@@ -16,7 +16,7 @@ RING = CommunicationImplementation.RING
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
-    "given", [(RING,), ("ring",), (experimental.CollectiveCommunication.NCCL,)]
+    "given", [(RING,), ("ring",), (experimental.CollectiveCommunication.RING,)]
 )
 def test_the_communication_comes_first(comm, given):
     strategy = experimental.MultiWorkerMirroredStrategy(*given, communicator=comm)

