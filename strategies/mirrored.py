@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import collectives
 from collectives import BackendUnavailableError, Communicator
 from strategies.cross_device_ops.base import CrossDeviceOps
 from strategies.devices import gpu_problem, parse_devices, use_gpu
 from strategies.strategy import Strategy
+from strategies.world import world_of
 
 
 class MirroredStrategy(Strategy):
@@ -36,7 +36,7 @@ class MirroredStrategy(Strategy):
         *,
         communicator: Communicator | None = None,
     ) -> None:
-        world = collectives.world() if communicator is None else communicator
+        world = world_of(communicator)
         _refuse_several_nodes(world)
         named = _agreed_devices(world, devices, cross_device_ops)
         own = world.split(0, key=world.rank)

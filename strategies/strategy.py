@@ -37,6 +37,7 @@ from strategies.reduce_op import ReduceOp
 from strategies.run_options import RunOptions
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, first_slices, reduce_slices
 from strategies.variables.storage import LocalStorage, Storage
+from strategies.world import world_of
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
@@ -67,7 +68,7 @@ class Strategy(OlderNames):
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        self.communicator = communicator
+        self.communicator = world_of(communicator)
         self._cluster_resolver = cluster_resolver
         self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         self._cross_device_ops = cross_device_ops
@@ -236,9 +237,8 @@ class Strategy(OlderNames):
 
     def total_of(self, value: NDArray[Any], op: ReduceOp) -> NDArray[Any]:
         """The replicas' values folded into one, for all. Collective."""
-        (total,) = self.totals_of([value], op, batch=False)
-        own: NDArray[Any] = total
-        return own
+        total: NDArray[Any] = self.totals_of([value], op, batch=False)[0]
+        return total
 
     def rows_of_all(self, slices: IndexedSlices, op: ReduceOp | None) -> IndexedSlices:
         """The replicas' rows joined, for all; the first replica's where op is None. Collective."""
@@ -297,5 +297,5 @@ class Strategy(OlderNames):
         optimizer.update(optimizer.sum_over_replicas(gradients, variables), variables)
 
     def __repr__(self) -> str:
-        size = self.communicator.size
-        return f"<{type(self).__name__} replica {self.communicator.rank} of {size}>"
+        rank, size = self.communicator.rank, self.communicator.size
+        return f"<{type(self).__name__} replica {rank} of {size}>"

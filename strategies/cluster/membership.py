@@ -7,12 +7,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import collectives
 from collectives import Communicator
 from strategies.cluster.ranks import RankPlace, assign_ranks
 from strategies.cluster.tf_config import TFConfig
 from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
 from strategies.refusals import RefusedTogether
+from strategies.world import world_of
 
 # Ranks of different groups train, evaluate, feed data or hold parameters apart from each other.
 _GROUPS = {"chief": 0, "worker": 0, "evaluator": 1, "data": 2, "ps": 3}
@@ -51,7 +51,7 @@ def join_cluster(
     The cluster comes from the resolver, else from `TF_CONFIG`, else every rank is a worker. Raises
     the same ValueError on every rank where they don't fit together, and what `validate` raises.
     """
-    world = collectives.world() if communicator is None else communicator
+    world = world_of(communicator)
     with RefusedTogether(world, "cluster_resolver"):
         text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
     places = assign_ranks(world.all_gather_object((text, socket.gethostname())))
