@@ -58,6 +58,11 @@ class ReplicaContext:
         """The number of replicas whose updates are aggregated."""
         return self.strategy.num_replicas_in_sync
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices on which this replica runs: one."""
+        return (self.strategy.device,)
+
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
