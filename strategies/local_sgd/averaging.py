@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.optimizers import Optimizer
+from strategies.refusals import RefusedTogether
 from strategies.variables.storage import Change, LocalStorage
 
 Array = NDArray[Any]
@@ -84,6 +85,13 @@ class ReplicaStorage(LocalStorage):
         self.touched, self._agreed = False, None
 
 
+def _agree_on_step(communicator: Communicator, outer: Optimizer) -> None:
+    """A MismatchError on every rank where the outer optimizers would take different steps."""
+    with RefusedTogether(communicator, "outer_optimizer"):
+        step = f"outer step {outer.iterations + 1} of {outer.settings}"
+    communicator.barrier(step)
+
+
 class Averaging:
     """The values that the replicas average, and how."""
 
@@ -116,6 +124,7 @@ class Averaging:
         if self._outer is None:
             self._communicator.all_reduce_many(arrays, "mean", out=arrays)
         else:
+            _agree_on_step(self._communicator, self._outer)
             means = self._communicator.all_reduce_many(arrays, "mean")
             for value in values:
                 value.return_to_agreed()

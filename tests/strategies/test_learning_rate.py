@@ -123,6 +123,11 @@ def test_replicas_that_train_alone_count_their_own_steps(comm):
     steps_of(strategy, own, variable, 2)
     mean = (comm.size + 1) / 2
     np.testing.assert_allclose(variable, [-mean * (1 + 0.5 * 0.5)], rtol=1e-6)
+    if comm.size > 1:
+        outer.learning_rate = lambda step: step + min(comm.rank, 1)
+        text = refusal(MismatchError, "outer step 3", steps_of, strategy, own, variable, 1)
+        assert "rank 1: barrier(outer step 3 of DescentRule(learning_rate=3.0" in text
+        assert set(comm.all_gather_object(text)) == {text}
     strategy.communicator.close()
 
 
