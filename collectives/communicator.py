@@ -46,6 +46,7 @@ class Communicator(Group):
         *,
         out: Any = None,
         algorithm: str | None = None,
+        what: str | None = None,
     ) -> Any:
         """Fold the ranks' arrays, of equal shape and dtype, into one, for every rank, bit for bit
         (where MPI's own reduction runs, "native", but for the signs and payloads of NaNs).
@@ -53,13 +54,14 @@ class Communicator(Group):
         op: a ReduceOp or its name: "sum", "mean", "min", "max", "product". Integer sums wrap; MEAN
         of integers gives float64; NaN on any rank propagates; bool SUM and MAX are or, MIN and
         PRODUCT are and. `out` is where the result goes (`array` itself: in place); `algorithm`
-        forces one. Raises ValueError for an unknown op or algorithm or an `out` of another shape or
-        that is read-only, TypeError for a dtype that can't be reduced so or an `out` of another
-        dtype.
+        forces one; `what` is a text that must be equal on all ranks, as in `barrier`. Raises
+        ValueError for an unknown op or algorithm or an `out` of another shape or that is read-only,
+        TypeError for a dtype that can't be reduced so or an `out` of another dtype.
         """
         if algorithm is None and type(array) is np.ndarray:
+            kind = op, array.dtype, array.shape
             try:
-                quick = self._quick.get((op, array.dtype, array.shape))
+                quick = self._quick.get(kind if what is None else (*kind, what))
             except TypeError:  # an op that can't be looked up is none: the general way says so
                 quick = None
             if quick is not None:
@@ -67,10 +69,10 @@ class Communicator(Group):
                 if result is not PASS:
                     return result
         if algorithm is None:
-            result = self._short.all_reduce(array, op, out)
+            result = self._short.all_reduce(array, op, out, what)
             if result is not PASS:
                 return result
-        return self._run(reductions.all_reduce(array, op, out, algorithm))
+        return self._run(reductions.all_reduce(array, op, out, algorithm, what))
 
     def reduce(
         self,

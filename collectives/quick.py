@@ -40,7 +40,9 @@ AllReduce = Callable[[Array, Any], Any]
 Fold = Callable[[Array, Array, Array], Any]
 
 
-def quick_all_reduce(engine: Engine, given: ReduceInput) -> AllReduce | None:
+def quick_all_reduce(
+    engine: Engine, given: ReduceInput, what: str | None = None
+) -> AllReduce | None:
     """The function (array, out) → result for arrays like this one, if there is one."""
     node, agreement = engine.node, engine.agreement
     if node is None or agreement is None or not node.memory_is_all:
@@ -48,10 +50,10 @@ def quick_all_reduce(engine: Engine, given: ReduceInput) -> AllReduce | None:
     nbytes = given.array.size * given.dtype.itemsize
     fold = _small_fold(engine, given.op, given.dtype, nbytes)
     if fold is not None:
-        return _small(engine, agreement, given, fold)
+        return _small(engine, agreement, given, fold, what)
     paths = engine.paths("all_reduce", given.op, given.dtype)
     chosen = engine.choose("all_reduce", nbytes, paths)
-    return _large(engine, given, paths[chosen]) if chosen in paths else None
+    return _large(engine, given, paths[chosen], what) if chosen in paths else None
 
 
 def takes_one_step(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> bool:
@@ -69,10 +71,10 @@ def _small_fold(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int)
     return plain_fold(op, dtype) if small and not registered else None
 
 
-def _large(engine: Engine, given: ReduceInput, path: Path) -> AllReduce:
+def _large(engine: Engine, given: ReduceInput, path: Path, what: str | None) -> AllReduce:
     """Contiguous arrays, by a path that isn't a schedule."""
     shape, dtype, op, size = given.shape, given.dtype, given.op, engine.size
-    signature = given.signature("all_reduce")
+    signature = given.signature("all_reduce", detail=what)
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     mean, ndarray, empty = op is ReduceOp.MEAN, np.ndarray, np.empty
     overlap = np.may_share_memory
@@ -108,7 +110,9 @@ def _large(engine: Engine, given: ReduceInput, path: Path) -> AllReduce:
     return all_reduce
 
 
-def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold) -> AllReduce:
+def _small(
+    engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold, what: str | None
+) -> AllReduce:
     """Each lays its elements down beside its arrival and folds everybody's for itself: one wait."""
     assert engine.node is not None
     memory, rank, size = engine.node.steps.memory, engine.rank, engine.size
@@ -117,7 +121,7 @@ def _small(engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold)
     slots = [[slot[:nbytes].view(dtype).reshape(shape) for slot in each] for each in memory.slots]
     own_slots, firsts, seconds = slots[rank], slots[0], slots[1]
     rest = slots[2:]
-    signature = given.signature("all_reduce")
+    signature = given.signature("all_reduce", detail=what)
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     own, others, arrivals = memory.own, memory.others, ARRIVALS
     peer = others[0]

@@ -31,17 +31,18 @@ class ShortWays:
         self.known: dict[Any, Callable[..., Any]] = {}
         """By (op, dtype, shape) those of `all_reduce`, by longer keys the others."""
 
-    def all_reduce(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
+    def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
         """Of arguments of any kind; PASS, before anything was done, where there is no short way."""
         if on_gpu(array):
-            return self._all_reduce_on_gpu(array, op, out)
+            return PASS if what is not None else self._all_reduce_on_gpu(array, op, out)
         given = ReduceInput(array, op)
         output = given.output(out)
         self._check_open()
-        quick = quick_all_reduce(self._engine, given)
+        quick = quick_all_reduce(self._engine, given, what)
         if quick is None:
             return PASS
-        self._remember((op, given.array.dtype, given.shape), quick)
+        key = op, given.array.dtype, given.shape
+        self._remember(key if what is None else (*key, what), quick)
         return self._engine.whole(_make, quick, given, output)
 
     def _all_reduce_on_gpu(self, array: Any, op: ReduceOp | str, out: Any) -> Any:

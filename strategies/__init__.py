@@ -48,6 +48,8 @@ from strategies.extended import StrategyExtended
 from strategies.input import (
     AutoShardPolicy,
     DatasetError,
+    DistributedDataset,
+    DistributedIterator,
     FileDataset,
     InputContext,
     InputOptions,
@@ -94,6 +96,8 @@ __all__ = [
     "DatasetError",
     "DatasetWorker",
     "DefaultStrategy",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "Evaluation",
     "FileDataset",

@@ -16,6 +16,7 @@ from strategies.cluster.ranks import ordered_tasks, worker_cluster
 from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
 from strategies.cluster.spec import ClusterSpec, Task, read_index
 from strategies.cluster.tf_config import TFConfig, parse_tf_config
+from strategies.world import world_of
 
 
 class Communicator(Protocol):
@@ -121,10 +122,8 @@ class MPIClusterResolver(ClusterResolver):
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:
-        if communicator is None:
-            import collectives  # here, so that MPI starts only where it is asked for
-
-            communicator = collectives.world()
+        if communicator is None or not hasattr(communicator, "all_gather_object"):
+            communicator = world_of(communicator)
         self._cluster = worker_cluster(communicator.all_gather_object(socket.gethostname()))
         self.task_type = "worker"
         self.task_id = communicator.rank

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from strategies import foreign, nest, values
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.refusals import RefusedTogether
@@ -57,6 +59,11 @@ class ReplicaContext:
         """The number of replicas whose updates are aggregated."""
         return self.strategy.num_replicas_in_sync
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices on which this replica runs: one."""
+        return (self.strategy.device,)
+
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -100,14 +107,15 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Join each array of a nest along the axis, in the order of the replicas.
 
-        Lengths along the axis may differ. Raises as `collectives.Communicator.all_gather`, a
-        MismatchError on every replica where the nests differ or one of them can't be gathered, and
-        RuntimeError outside of this context.
+        Lengths along the axis may differ. Raises as `collectives.Communicator.all_gather`,
+        ValueError for a number, which has no axis, a MismatchError on every replica where the nests
+        differ or one of them can't be gathered, and RuntimeError outside of this context.
         """
         self._require_in_force("all_gather")
         with RefusedTogether(self.strategy.communicator, "all_gather"):
             leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
             refuse_slices(leaves, "all_gather")
+            refuse_numbers(leaves, "all_gather")
             self._compare("all_gather", value, leaves, options)
             joined = [self.strategy.joined(leaf, axis, options) for leaf in leaves]
         return nest.pack_like(value, joined)
@@ -138,6 +146,12 @@ class ReplicaContext:
                 f"ReplicaContext.{what} must be called as that replica of {self.strategy}, inside"
                 f" `run`, but the context is {'another' if current else 'cross-replica'}"
             )
+
+
+def refuse_numbers(leaves: Sequence[Any], what: str) -> None:
+    """ValueError where a leaf has no axis to be gathered along."""
+    if any(np.ndim(leaf) == 0 for leaf in leaves):
+        raise ValueError(f"{what} takes arrays of at least one axis: make an array of one element")
 
 
 def _told(value: Any, leaves: Sequence[Any]) -> str:
@@ -202,12 +216,14 @@ def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
 
     The default strategy's context will do.
     """
-    if has_strategy() and not in_cross_replica_context():
+    if not has_strategy():
+        return
+    if not in_cross_replica_context():
         raise RuntimeError(
             f"{what} requires a cross-replica context, but was called inside `run`: call it after"
             " `run`, with what the replicas returned"
         )
-    if strategy is not None and has_strategy() and get_strategy() is not strategy:
+    if strategy is not None and get_strategy() is not strategy:
         raise RuntimeError(
             f"Mixing different strategies: {what} of {strategy} was called inside the scope of"
             f" {get_strategy()}"

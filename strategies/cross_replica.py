@@ -1,26 +1,20 @@
-"""Reductions for all replicas, agreed on before anything is sent.
-
-TensorFlow's collectives stay broken for the rest of the process after one mismatch; here every rank
-first tells what it holds, so that all raise the same error and the next call works.
-"""
+"""Reductions and gathers of nests for all replicas, agreed on before anything is sent."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
+from collectives import Communicator, MismatchError
 from collectives.arrays import to_array
 from collectives.devices.cuda import on_gpu
-from collectives.scopes import named_scope
-from collectives.uncaught import raising_on_all
-from strategies import nest
+from strategies import nest, values
+from strategies.consensus import Report, agree, explained
 from strategies.reduce_op import ReduceOp, as_reduce_op
 from strategies.refusals import RefusedTogether
 from strategies.variables.indexed_slices import (
@@ -35,67 +29,11 @@ Array = NDArray[Any]
 AllReduce: TypeAlias = Callable[[Sequence[Any], ReduceOp], list[Any]]
 """The arrays, folded over the replicas one by one."""
 
+_NUMBERS = "biufc"
+_BARE = frozenset({np.ndarray, np.float64, np.float32, float, int})
 
-@dataclass(frozen=True)
-class _Report:
-    """What a rank asks for, the nest it holds, and of its arrays the shapes, the dtypes and the
-    lengths summed over; or what is wrong.
-    """
-
-    call: str = ""
-    structure: str = ""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    dtypes: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()
-    problem: str | None = None
-
-    def __str__(self) -> str:
-        if self.problem:
-            return self.problem
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return (
-            ", ".join(f"{dtype} of shape {shape}" for shape, dtype in pairs)
-            or self.call
-            or "no arrays"
-        )
-
-
-def agree(communicator: Communicator, arrays: Sequence[Array], what: str, call: str = "") -> None:
-    """The same MismatchError on every rank where shapes, dtypes or calls differ. Collective."""
-    _compared(communicator, _described(arrays, call), what)
-
-
-def _described(arrays: Sequence[Array], call: str = "", structure: str = "") -> _Report:
-    shapes = tuple(array.shape for array in arrays)
-    return _Report(call, structure, shapes, tuple(array.dtype.name for array in arrays))
-
-
-def _compared(communicator: Communicator, report: _Report, what: str) -> list[_Report]:
-    """Every rank's report; an error where they don't fit together."""
-    with named_scope(communicator, what):
-        reports = communicator.all_gather_object(report)
-    with raising_on_all(communicator.rank):
-        _check_equal(reports, what)
-    return reports
-
-
-def _check_equal(reports: Sequence[_Report], what: str) -> None:
-    if len({report.call for report in reports}) > 1:
-        asked = tuple(report.call for report in reports)
-        same = len({call.partition("(")[0] for call in asked}) == 1
-        differ = f"{what}: the ranks' arguments differ" if same else "the ranks' calls differ"
-        raise OpMismatchError(differ, asked)
-    calls = tuple(str(report) for report in reports)
-    if any(report.problem for report in reports):
-        lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]
-        raise ValueError("\n".join([f"{what}: not every rank's value will do", *lines]))
-    if len({report.structure for report in reports}) > 1:
-        nests = tuple(report.structure for report in reports)
-        raise ShapeMismatchError(f"{what}: the ranks' nests differ, * being an array", nests)
-    if len({report.shapes for report in reports}) > 1:
-        raise ShapeMismatchError(f"{what}: the ranks' shapes differ", calls)
-    if len({report.dtypes for report in reports}) > 1:
-        raise DtypeMismatchError(f"{what}: the ranks' dtypes differ", calls)
+_NAMES = {name: op.value for op in ReduceOp for name in (op, op.value, op.value.lower())}
+_BARE_REPORTS = {op.value: Report(f"reduce({op.value}, axis=None)", "*") for op in ReduceOp}
 
 
 def reduce_nest(
@@ -103,40 +41,61 @@ def reduce_nest(
     reduce_op: ReduceOp | str,
     value: Any,
     axis: Any,
-    all_reduce: AllReduce | None = None,
+    all_reduce: AllReduce,
+    *,
+    plainly: bool,
 ) -> Any:
-    """`Strategy.reduce`, between the ranks of the communicator, by its all-reduce or another."""
-    fold = all_reduce or _all_reduce_of(communicator)
+    """`Strategy.reduce`, between the ranks of the communicator, by the strategy's `all_reduce`.
+
+    `plainly`: a single array may be reduced by the communicator itself, on all ranks alike.
+    """
+    if plainly and axis is None and type(value) in _BARE and isinstance(reduce_op, str | ReduceOp):
+        name, array = _NAMES.get(reduce_op), np.asarray(value)
+        if name is not None and array.dtype.kind in _NUMBERS:
+            return _fold_at_once(communicator, array, name, _BARE_REPORTS[name])
     with RefusedTogether(communicator, "reduce"):
-        op = as_reduce_op(reduce_op)
+        op, value = as_reduce_op(reduce_op), values.local(value)
         given = _own_values(nest.leaves(value))
         axes = None if axis is None else _check_axis(axis)
-        refuse_slices(given if axes is not None else (), "reduce over an axis")
-        arrays = [_seen(leaf) for leaf in given]
         if axes is not None:
+            refuse_slices(given, "reduce over an axis")
             _refuse_gpus(given)
-    call, structure = f"reduce({op.value}, axis={axes})", _structure(value, given)
-    if axes is None:
+        arrays = [_seen(leaf) for leaf in given]
+    report = Report(f"reduce({op.value}, axis={axes})", _structure(value, given))
+    if axes is not None:
+        totals = _reduce_over(communicator, arrays, axes, op, report, all_reduce)
+    elif plainly and _goes_at_once(given, arrays):
+        leaf = given[0] if hasattr(given[0], "__dlpack__") else arrays[0]
+        totals = [_fold_at_once(communicator, leaf, op.value, report)]
+    else:
         heads = [_rows_alone(leaf, array) for leaf, array in zip(given, arrays, strict=True)]
-        report = _described(heads, call, structure)
-        _compared(communicator, report, "reduce")
-        folded = map_apart(
+        agree(communicator, report.of(heads), "reduce")
+        totals = map_apart(
             given,
-            lambda arrays: fold(arrays, op),
+            lambda leaves: all_reduce(leaves, op),
             lambda slices: reduce_slices(communicator, slices, op),
         )
-        return nest.pack_like(value, folded)
-    sums, report = _sum_over(arrays, axes, op, _described(arrays, call, structure))
-    reports = _compared(communicator, report, "reduce")
-    totals = fold(sums, ReduceOp.SUM)
-    if op is ReduceOp.MEAN:
-        lengths = np.sum([report.lengths for report in reports], axis=0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            totals = [
-                np.asarray(total / length, total.dtype)
-                for total, length in zip(totals, lengths, strict=True)
-            ]
     return nest.pack_like(value, totals)
+
+
+def _fold_at_once(communicator: Communicator, array: Any, op: str, report: Report) -> Any:
+    """The total of one array, whose shape and dtype every all_reduce compares. Collective.
+
+    The rest of the report travels with it as a text, so that there is no call before it.
+    """
+    try:
+        return communicator.all_reduce(array, op, what=report.text)
+    except MismatchError as error:
+        raise explained(communicator, report.of([to_array(array)]), "reduce", error) from None
+
+
+def _goes_at_once(given: Sequence[Any], arrays: Sequence[Any]) -> bool:
+    """Whether it is a single array of numbers that `all_reduce` takes by itself."""
+    return (
+        len(given) == 1
+        and arrays[0].dtype.kind in _NUMBERS
+        and not isinstance(given[0], IndexedSlices)
+    )
 
 
 def _seen(leaf: Any) -> Array:
@@ -167,29 +126,24 @@ def _rows_alone(leaf: Any, array: Array) -> Array:
     return array[:0] if isinstance(leaf, IndexedSlices) else array
 
 
-def _all_reduce_of(communicator: Communicator) -> AllReduce:
-    return lambda arrays, op: communicator.all_reduce_many(arrays, op.value)
-
-
 def gather_nest(
-    communicator: Communicator,
-    value: Any,
-    axis: int,
-    all_gather: Callable[[Any, int], Any] | None = None,
+    communicator: Communicator, value: Any, axis: int, all_gather: Callable[[Any, int], Any]
 ) -> Any:
-    """`Strategy.gather`, between the ranks of the communicator, by its all-gather or another."""
-    join = all_gather or (lambda leaf, place: communicator.all_gather(leaf, axis=place))
+    """`Strategy.gather`, between the ranks of the communicator, by the strategy's `all_gather`."""
     with RefusedTogether(communicator, "gather"):
         given = _own_values(nest.leaves(value))
         (place,) = _check_axis((axis,))
         refuse_slices(given, "gather")
         shapes = [np.shape(leaf) for leaf in given]
-    lacking = any(not -max(len(shape), 1) <= place < max(len(shape), 1) for shape in shapes)
-    problem = f"no axis {place} in arrays of shapes {shapes}" if lacking else None
-    report = _Report(f"gather(axis={place})", nest.structure(value), problem=problem)
-    _compared(communicator, report, "gather")
+    problem = None
+    if () in shapes:
+        problem = f"gather takes arrays of at least one axis, not of shapes {shapes}"
+    elif any(not -len(shape) <= place < len(shape) for shape in shapes):
+        problem = f"no axis {place} in arrays of shapes {shapes}"
+    report = Report(f"gather(axis={place})", nest.structure(value), problem=problem)
+    agree(communicator, report, "gather")
     with RefusedTogether(communicator, "gather"):
-        return nest.pack_like(value, [join(leaf, place) for leaf in given])
+        return nest.pack_like(value, [all_gather(leaf, place) for leaf in given])
 
 
 def _own_values(given: Sequence[Any]) -> list[Any]:
@@ -210,16 +164,33 @@ def _check_axis(axis: Any) -> tuple[int, ...]:
         raise TypeError(f"axis={axis!r}: must be None, an integer or a tuple of integers") from None
 
 
-def _sum_over(
-    arrays: Sequence[Array], axes: tuple[int, ...], op: ReduceOp, given: _Report
-) -> tuple[list[Array], _Report]:
-    """This replica's sums, and what it reports; a missing axis is reported, not raised."""
+def _reduce_over(
+    communicator: Communicator,
+    arrays: Sequence[Array],
+    axes: tuple[int, ...],
+    op: ReduceOp,
+    report: Report,
+    all_reduce: AllReduce,
+) -> list[Any]:
+    """The totals over the axes, too; a missing axis is reported, not raised."""
+    report = report.of(arrays)
+    sums: list[Array] = []
     try:
         sums = [_sum(array, axes, op) for array in arrays]
-        lengths = tuple(math.prod(array.shape[axis] for axis in axes) for array in arrays)
+        lengths = [math.prod(array.shape[axis] for axis in axes) for array in arrays]
+        report = report._replace(shapes=tuple(total.shape for total in sums))
     except (np.exceptions.AxisError, IndexError, TypeError, ValueError) as error:
-        return [], replace(given, problem=f"{error}, in {given}")
-    return sums, replace(given, shapes=tuple(total.shape for total in sums), lengths=lengths)
+        report = report._replace(problem=f"{error}, in {report}")
+    agree(communicator, report, "reduce")
+    totals = all_reduce(sums, ReduceOp.SUM)
+    if op is ReduceOp.SUM or not totals:
+        return totals
+    counts = communicator.all_reduce(np.array(lengths, np.int64))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return [
+            np.asarray(total / count, total.dtype)
+            for total, count in zip(totals, counts, strict=True)
+        ]
 
 
 def _sum(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:

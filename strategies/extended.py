@@ -51,9 +51,9 @@ class StrategyExtended:
         Raises as `Strategy.reduce` without an axis, on every rank alike.
         """
         self._require("reduce_to")
-        local = values.local(value)
         by = partial(self._strategy.totals_of, options=options, batch=False)
-        return reduce_nest(self._strategy.communicator, reduce_op, local, None, by)
+        strategy, plainly = self._strategy, options is None and self._strategy.reduces_plainly
+        return reduce_nest(strategy.communicator, reduce_op, value, None, by, plainly=plainly)
 
     def batch_reduce_to(
         self,
@@ -66,7 +66,7 @@ class StrategyExtended:
         given = [values.local(value) for value, _ in value_destination_pairs]
         by = partial(self._strategy.totals_of, options=options)
         communicator = self._strategy.communicator
-        reduced: list[Any] = reduce_nest(communicator, reduce_op, given, None, by)
+        reduced: list[Any] = reduce_nest(communicator, reduce_op, given, None, by, plainly=False)
         return reduced
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

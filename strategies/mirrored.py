@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import collectives
 from collectives import BackendUnavailableError, Communicator
 from collectives.uncaught import raising_on_all
 from strategies.cross_device_ops.base import CrossDeviceOps
 from strategies.devices import gpu_problem, parse_devices, use_gpu
 from strategies.strategy import Strategy
+from strategies.world import world_of
 
 
 class MirroredStrategy(Strategy):
@@ -37,7 +37,7 @@ class MirroredStrategy(Strategy):
         *,
         communicator: Communicator | None = None,
     ) -> None:
-        world = collectives.world() if communicator is None else communicator
+        world = world_of(communicator)
         with raising_on_all(world.rank):
             _refuse_several_nodes(world)
             named = _agreed_devices(world, devices, cross_device_ops)

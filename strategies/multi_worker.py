@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collectives
 from collectives import Communicator
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
@@ -10,6 +9,7 @@ from strategies.cluster_resolver import ClusterResolver
 from strategies.communication.optioned import agreed_options
 from strategies.communication.options import CommunicationOptions
 from strategies.strategy import Strategy
+from strategies.world import world_of
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -25,7 +25,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     communication_options: which way reductions and gathers go, how large their messages are and how
     long they wait (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError
-    is raised on every rank. NCCL is RING on all ranks where one of them lacks it, which rank 0
+    is raised on every rank. NCCL is AUTO on all ranks where one of them lacks it, which rank 0
     says in the log.
     """
 
@@ -36,7 +36,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         communicator: Communicator | None = None,
     ) -> None:
-        world = collectives.world() if communicator is None else communicator
+        world = world_of(communicator)
         options = agreed_options(world, communication_options)
         self.membership = join_cluster(world, cluster_resolver, validate_for_collective_training)
         super().__init__(

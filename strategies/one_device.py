@@ -6,6 +6,7 @@ from collectives import BackendUnavailableError, Communicator
 from collectives.transports.local import alone
 from strategies.devices import gpu_problem, parse_device, use_gpu
 from strategies.strategy import Strategy
+from strategies.world import world_of
 
 
 class OneDeviceStrategy(Strategy):
@@ -26,5 +27,7 @@ class OneDeviceStrategy(Strategy):
             if problem is not None:
                 raise BackendUnavailableError(f"OneDeviceStrategy({device!r}): {problem}")
             use_gpu(number)
+        if communicator is not None:
+            world_of(communicator)
         super().__init__(Communicator(alone()))
         self.device = f"/device:{kind}:{number}"

@@ -13,7 +13,7 @@ class RefusedTogether:
 
     Where a check raises an ordinary error (TypeError, ValueError, …) on this rank, the rank meets
     the others in another call than theirs, so that none of them waits for it: all raise the same
-    CollectiveMismatchError, in which this rank's own error stands. Where all ranks raise the same,
+    MismatchError, in which this rank's own error stands. Where all ranks raise the same,
     it is raised as it is. Without an error it costs nothing: what the call is, the parts of its
     name, is only then put into words. communicator None: checks by oneself.
     """

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from strategies.attributes import refuse_change
+
 
 class RunOptions(NamedTuple):
-    """What TensorFlow tells its compiler for TPUs. Nothing is compiled here."""
+    """What TensorFlow tells its compiler for TPUs. Nothing is compiled here.
+
+    Raises AttributeError where an attribute is assigned.
+    """
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_change(self, name, self._fields)

@@ -19,8 +19,9 @@ from strategies import contexts, values
 from strategies.cluster_resolver import ClusterResolver
 from strategies.communication.optioned import OptionedCollectives
 from strategies.communication.options import CommunicationOptions
+from strategies.consensus import Report, agree
 from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
-from strategies.cross_replica import agree, gather_nest, reduce_nest
+from strategies.cross_replica import gather_nest, reduce_nest
 from strategies.extended import StrategyExtended
 from strategies.input import (
     ArraysDataset,
@@ -37,6 +38,7 @@ from strategies.reduce_op import ReduceOp
 from strategies.run_options import RunOptions
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, first_slices, reduce_slices
 from strategies.variables.storage import LocalStorage, Storage
+from strategies.world import world_of
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
@@ -67,7 +69,7 @@ class Strategy(InStep, OlderNames):
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        self.communicator = communicator
+        self.communicator = world_of(communicator)
         self._cluster_resolver = cluster_resolver
         self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         self._cross_device_ops = cross_device_ops
@@ -141,19 +143,19 @@ class Strategy(InStep, OlderNames):
         kept, and divided for MEAN. Raises, on every rank alike and before anything is reduced,
         ShapeMismatchError (also of nests), DtypeMismatchError or OpMismatchError (also of axes)
         where the replicas don't fit together, ValueError where an axis doesn't exist; TypeError for
-        a list as axis, ValueError for an op that is neither SUM nor MEAN (CollectiveMismatchError
-        where not all ranks give these); RuntimeError inside `run` or another strategy's scope.
+        a list as axis, ValueError for an op that is neither SUM nor MEAN (MismatchError where not
+        all ranks give these); RuntimeError inside `run` or another strategy's scope.
         """
         contexts.require_cross_replica("Strategy.reduce", self)
         by = partial(self.totals_of, batch=False)
-        return reduce_nest(self.communicator, reduce_op, values.local(value), axis, by)
+        return reduce_nest(self.communicator, reduce_op, value, axis, by, plainly=self._plain)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Join each array of a nest along the axis, in the order of the replicas, for all of them.
 
-        Raises as `Communicator.all_gather`, on every rank alike (CollectiveMismatchError where not
-        all ranks would), NotImplementedError for `IndexedSlices`; RuntimeError inside `run` and
-        inside the scope of another strategy.
+        Raises as `Communicator.all_gather`, on every rank alike (MismatchError where not all ranks
+        would), ValueError for a number, which has no axis, NotImplementedError for `IndexedSlices`;
+        RuntimeError inside `run` and inside the scope of another strategy.
         """
         contexts.require_cross_replica("Strategy.gather", self)
         return gather_nest(self.communicator, values.local(value), axis, self.joined)
@@ -211,7 +213,7 @@ class Strategy(InStep, OlderNames):
         Raises the same MismatchError on every rank where shapes, dtypes or what they are differ.
         """
         self.meet(what)
-        agree(self.communicator, [value], what)
+        agree(self.communicator, Report(what).of([value]), what)
         mirrored: NDArray[Any] = self.communicator.broadcast(value)
         return mirrored
 
@@ -236,10 +238,7 @@ class Strategy(InStep, OlderNames):
 
     def total_of(self, value: NDArray[Any], op: ReduceOp) -> NDArray[Any]:
         """The replicas' values folded into one, for all. Collective."""
-        if self._plain:
-            total: NDArray[Any] = self.communicator.all_reduce(value, op.value)
-            return total
-        (total,) = self.totals_of([value], op, batch=False)
+        total: NDArray[Any] = self.totals_of([value], op, batch=False)[0]
         return total
 
     def rows_of_all(self, slices: IndexedSlices, op: ReduceOp | None) -> IndexedSlices:
@@ -261,6 +260,8 @@ class Strategy(InStep, OlderNames):
         Cross-device ops reduce them as a batch; a single one alone where `batch` is false. Raises a
         MismatchError on every rank where the arrays differ.
         """
+        if self._plain and options is None and len(arrays) == 1:
+            return [self.communicator.all_reduce(arrays[0], op.value)]
         ops, collectives = self._cross_device_ops, self._collectives
         if ops is None:
             return collectives.all_reduce(arrays, op, options)
@@ -290,5 +291,5 @@ class Strategy(InStep, OlderNames):
         optimizer.update(optimizer.sum_over_replicas(gradients, variables), variables)
 
     def __repr__(self) -> str:
-        size = self.communicator.size
-        return f"<{type(self).__name__} replica {self.communicator.rank} of {size}>"
+        rank, size = self.communicator.rank, self.communicator.size
+        return f"<{type(self).__name__} replica {rank} of {size}>"

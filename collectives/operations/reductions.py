@@ -80,7 +80,9 @@ class ReduceInput:
         return self.array if self.array.dtype == self.dtype else self.array.astype(self.dtype)
 
 
-def all_reduce(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Operation:
+def all_reduce(
+    array: Any, op: ReduceOp | str, out: Any, algorithm: str | None, what: str | None = None
+) -> Operation:
     """The reduction of all ranks' arrays, on every rank."""
     algorithms.check_name("all_reduce", algorithm)
     given = ReduceInput(array, op)
@@ -92,7 +94,8 @@ def all_reduce(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) 
         engine.finish(given.op, output.buffer)
         return output.deliver()
 
-    signature = given.signature("all_reduce", detail=forced(algorithm))
+    details = [each for each in (forced(algorithm), what) if each is not None]
+    signature = given.signature("all_reduce", detail=", ".join(details) or None)
     return Operation(signature, perform, given.on_gpu)
 
 

@@ -7,13 +7,13 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import collectives
 from collectives import Communicator
 from collectives.uncaught import raising_on_all
 from strategies.cluster.ranks import RankPlace, assign_ranks
 from strategies.cluster.tf_config import TFConfig
 from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
 from strategies.refusals import RefusedTogether
+from strategies.world import world_of
 
 # Ranks of different groups train, evaluate, feed data or hold parameters apart from each other.
 _GROUPS = {"chief": 0, "worker": 0, "evaluator": 1, "data": 2, "ps": 3}
@@ -52,7 +52,7 @@ def join_cluster(
     The cluster comes from the resolver, else from `TF_CONFIG`, else every rank is a worker. Raises
     the same ValueError on every rank where they don't fit together, and what `validate` raises.
     """
-    world = collectives.world() if communicator is None else communicator
+    world = world_of(communicator)
     with RefusedTogether(world, "cluster_resolver"):
         text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
     with raising_on_all(world.rank):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ from collectives.operations.reductions import ReduceInput
 from collectives.uncaught import raised_on_all
 from strategies.communication.options import CommunicationImplementation, CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
+from strategies.consensus import Report, agree
 from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
-from strategies.cross_replica import agree
 from strategies.devices import nccl_problem
 from strategies.reduce_op import ReduceOp
 
@@ -46,14 +46,17 @@ class OptionedCollectives:
     def _all_reduce_hosts(
         self, op: ReduceOp, options: CommunicationOptions, arrays: Sequence[Any]
     ) -> list[Any]:
-        if options.implementation is CommunicationImplementation.AUTO:
-            limit = options.bytes_per_pack or None
-            return self._communicator.all_reduce_many(arrays, op.value, bucket_bytes=limit)
-        reduce = partial(self._ring if self._rings(options) else self._over_nccl, op)
+        way = self._way(options)
+        if way == self._automatically and not options.bytes_per_pack:
+            return self._communicator.all_reduce_many(arrays, op.value)
         inputs = [ReduceInput(each, op.value) for each in arrays]
         call = f"all_reduce({op.value}, {options})"
-        agree(self._communicator, [each.array for each in inputs], "all_reduce", call)
-        return reduce_packed(inputs, by_bytes(inputs, options.bytes_per_pack), reduce)
+        report = Report(call).of([each.array for each in inputs])
+        agree(self._communicator, report, "all_reduce")
+        return reduce_packed(inputs, by_bytes(inputs, options.bytes_per_pack), partial(way, op))
+
+    def _automatically(self, op: ReduceOp, pack: NDArray[Any]) -> None:
+        self._communicator.all_reduce(pack, op.value, out=pack)
 
     def _ring(self, op: ReduceOp, pack: NDArray[Any]) -> None:
         self._communicator.all_reduce(pack, op.value, out=pack, algorithm="ring")
@@ -65,7 +68,8 @@ class OptionedCollectives:
     def all_gather(self, array: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """The ranks' arrays joined along the axis."""
         with self.deadline(options):
-            rings = not on_gpu(array) and self._rings(self.options.merge(options))
+            chosen = self.options.merge(options).implementation
+            rings = chosen is CommunicationImplementation.RING and not on_gpu(array)
             algorithm = "ring" if rings else None
             return self._communicator.all_gather(array, axis=axis, algorithm=algorithm)
 
@@ -82,10 +86,12 @@ class OptionedCollectives:
         finally:
             self._communicator.deadline = before
 
-    def _rings(self, options: CommunicationOptions) -> bool:
-        """Whether the ring is asked for, or NCCL and there is none. Collective the first time."""
-        if options.implementation is not CommunicationImplementation.NCCL:
-            return options.implementation is CommunicationImplementation.RING
+    def _way(self, options: CommunicationOptions) -> Callable[[ReduceOp, NDArray[Any]], None]:
+        """How a pack is reduced in place. Collective the first time that NCCL is asked for."""
+        if options.implementation is CommunicationImplementation.RING:
+            return self._ring
+        if options.implementation is CommunicationImplementation.AUTO:
+            return self._automatically
         if not self._looked:
             found = find_nccl(self._communicator)
             self._looked = True
@@ -93,13 +99,13 @@ class OptionedCollectives:
                 self._nccl = found
             elif self._communicator.rank == 0:
                 tell_fallback(found)
-        return self._nccl is None
+        return self._automatically if self._nccl is None else self._over_nccl
 
 
 def agreed_options(
     communicator: Communicator, options: CommunicationOptions | None
 ) -> CommunicationOptions:
-    """The options that all ranks give, NCCL being RING where any rank lacks it. Collective.
+    """The options that all ranks give, NCCL being AUTO where any rank lacks it. Collective.
 
     Raises the same ValueError on every rank, with what each gave, where they differ or aren't
     `CommunicationOptions`.
@@ -115,8 +121,7 @@ def agreed_options(
     if lacking:
         if communicator.rank == 0:
             tell_fallback("rank {}: {}".format(*lacking[0]))
-        ring = CommunicationImplementation.RING
-        return CommunicationOptions(given.bytes_per_pack, given.timeout_seconds, ring)
+        return CommunicationOptions(given.bytes_per_pack, given.timeout_seconds)
     if communicator.rank == 0:
         log.debug("communication: %r; AUTO goes the way that Communicator.explain tells", given)
     return given
@@ -129,5 +134,5 @@ def _lacks(options: Any) -> str | None:
 
 
 def tell_fallback(problem: str) -> None:
-    """Say that the ring is taken."""
-    log.warning("CommunicationImplementation.NCCL: all ranks take RING instead. %s", problem)
+    """Say that NCCL is not used."""
+    log.warning("CommunicationImplementation.NCCL: all ranks take AUTO instead. %s", problem)

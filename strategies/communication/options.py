@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import operator
-from typing import Any
+from typing import Any, ClassVar, cast
+
+from strategies.attributes import CheckedAttributes, Checks
 
 
 class CommunicationImplementation(enum.Enum):
@@ -14,7 +16,7 @@ class CommunicationImplementation(enum.Enum):
     its bytes, ranks, nodes and dtype (`communicator.explain` tells), the same on every rank. RING
     is the ring of Patarasuk and Yuan (2009). NCCL reduces on the ranks' GPUs, to which packs are
     copied, and from which they return; what is gathered goes as under AUTO. It is a hint: where a
-    rank lacks NCCL, or a GPU of its own, all take RING.
+    rank lacks NCCL, or a GPU of its own, all take AUTO.
 
     They are for arrays of the host. An array on a GPU stays there, and goes over NCCL where the
     ranks have it, whatever is chosen here.
@@ -28,19 +30,58 @@ class CommunicationImplementation(enum.Enum):
 CollectiveCommunication = CommunicationImplementation
 
 
-class CommunicationOptions:
+def _checked_bytes(given: Any) -> int:
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"bytes_per_pack={given!r}: must be an integer of at least 0")
+    return number
+
+
+def _checked_seconds(given: Any) -> float | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+        raise ValueError(f"timeout_seconds={given!r}: must be seconds, 0 (no deadline) or None")
+    return float(given)
+
+
+def _checked_implementation(given: Any) -> CommunicationImplementation:
+    if isinstance(given, CommunicationImplementation):
+        return given
+    if isinstance(given, str) and given.upper() in CommunicationImplementation.__members__:
+        return CommunicationImplementation[given.upper()]
+    allowed = ", ".join(CommunicationImplementation.__members__)
+    raise ValueError(
+        f"implementation={given!r}: must be a CommunicationImplementation or one of {allowed}"
+    )
+
+
+class CommunicationOptions(CheckedAttributes):
     """Options of collectives, for a strategy or for a single call.
 
-    bytes_per_pack: how many bytes are sent as one message; 0 leaves it to `collectives`, and is one
-    message per dtype under RING. Arrays are packed in their order, per dtype, as long as they fit:
-    it is the largest size of a pack, except that a larger array is a pack of its own. (TensorFlow
-    packs on until the size is exceeded, so that there it is the smallest one.)
+    bytes_per_pack: how many bytes are sent as one message, at least: arrays are packed per dtype,
+    the last one first, and a pack that has more than that is full. 0: no pack is ever full, and
+    under AUTO it is left to `collectives`.
     timeout_seconds: how long a call waits for ranks that don't come, before it raises
     DeadlineExceededError; None leaves the communicator's deadline, 0 is no deadline.
     implementation: a `CommunicationImplementation` or its name in any case.
 
-    Raises ValueError for anything else. As `tf.distribute.experimental.CommunicationOptions`.
+    Raises ValueError for anything else, also where it is assigned, AttributeError for other
+    attributes. As `tf.distribute.experimental.CommunicationOptions`.
     """
+
+    checks: ClassVar[Checks] = {
+        "bytes_per_pack": _checked_bytes,
+        "timeout_seconds": _checked_seconds,
+        "implementation": _checked_implementation,
+    }
+
+    bytes_per_pack: int
+    timeout_seconds: float | None
+    implementation: CommunicationImplementation
 
     def __init__(
         self,
@@ -48,9 +89,8 @@ class CommunicationOptions:
         timeout_seconds: float | None = None,
         implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
     ) -> None:
-        self.bytes_per_pack = _checked_bytes(bytes_per_pack)
-        self.timeout_seconds = _checked_seconds(timeout_seconds)
-        self.implementation = _checked_implementation(implementation)
+        self.bytes_per_pack, self.timeout_seconds = bytes_per_pack, timeout_seconds
+        self.implementation = cast(CommunicationImplementation, implementation)
 
     @property
     def leave_it_to_collectives(self) -> bool:
@@ -84,32 +124,3 @@ class CommunicationOptions:
             f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack},"
             f" timeout_seconds={self.timeout_seconds}, implementation={self.implementation.name})"
         )
-
-
-def _checked_bytes(given: Any) -> int:
-    try:
-        number = operator.index(given)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"bytes_per_pack={given!r}: must be an integer of at least 0")
-    return number
-
-
-def _checked_seconds(given: Any) -> float | None:
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
-        raise ValueError(f"timeout_seconds={given!r}: must be seconds, 0 (no deadline) or None")
-    return float(given)
-
-
-def _checked_implementation(given: Any) -> CommunicationImplementation:
-    if isinstance(given, CommunicationImplementation):
-        return given
-    if isinstance(given, str) and given.upper() in CommunicationImplementation.__members__:
-        return CommunicationImplementation[given.upper()]
-    allowed = ", ".join(CommunicationImplementation.__members__)
-    raise ValueError(
-        f"implementation={given!r}: must be a CommunicationImplementation or one of {allowed}"
-    )

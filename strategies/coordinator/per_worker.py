@@ -9,7 +9,18 @@ from typing import Any, NoReturn
 from strategies.coordinator.letters import Packed
 
 
-class PerWorkerDataset:
+class PerWorkerValue:
+    """Base of what stands for a value that each worker has of its own.
+
+    As `tf.distribute.coordinator.PerWorkerValue`; for `isinstance`. Programs don't make one
+    themselves: TypeError.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        raise TypeError("a PerWorkerValue is made by ClusterCoordinator.create_per_worker_dataset")
+
+
+class PerWorkerDataset(PerWorkerValue):
     """A dataset on each worker, made there when it is first needed.
 
     Made by `ClusterCoordinator.create_per_worker_dataset`. `iter` gives what stands for an iterator
@@ -24,11 +35,11 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._number, next(self._iterators))
 
 
-class PerWorkerIterator:
+class PerWorkerIterator(PerWorkerValue):
     """Stands for an iterator on each worker: a scheduled function gets that of its worker.
 
     There, after the dataset's end, `next` raises StopIteration as usual; where that leaves the
-    function, it is an `OutOfRangeError`. As `tf.distribute.coordinator.PerWorkerValues`.
+    function, it is an `OutOfRangeError`.
     """
 
     def __init__(self, dataset: int, number: int) -> None:

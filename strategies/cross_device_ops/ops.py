@@ -17,15 +17,15 @@ from collectives.operations.reductions import ReduceInput
 from collectives.reduction import finish
 from strategies.communication.options import CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
+from strategies.consensus import Report, agree
 from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
 from strategies.cross_device_ops.packing import (
     Groups,
-    by_dtype,
+    by_bytes,
     one_by_one,
     reduce_apart,
     reduce_packed,
 )
-from strategies.cross_replica import agree
 from strategies.devices import nccl_problem, parse_device
 from strategies.reduce_op import ReduceOp
 
@@ -67,7 +67,8 @@ class PackedAllReduce(CrossDeviceOps, ABC):
         """What the ranks hold is compared first: packs no longer tell their arrays' shapes."""
         inputs = [ReduceInput(array, reduce_op.value) for array in arrays]
         call = f"{self!r}.batch_reduce({reduce_op.value})"
-        agree(self.communicator, [each.array for each in inputs], "batch_reduce", call)
+        report = Report(call).of([each.array for each in inputs])
+        agree(self.communicator, report, "batch_reduce")
         groups = self.groups_of(inputs)
         reduction = Reduction[reduce_op.name]
         return reduce_packed(
@@ -76,7 +77,7 @@ class PackedAllReduce(CrossDeviceOps, ABC):
 
     def groups_of(self, inputs: Sequence[ReduceInput]) -> Groups:
         """Which arrays are joined."""
-        return by_dtype(inputs) if self.num_packs else one_by_one(inputs)
+        return by_bytes(inputs, 0) if self.num_packs else one_by_one(inputs)
 
     @abstractmethod
     def all_reduce_pack(self, pack: Array, op: Reduction) -> None:

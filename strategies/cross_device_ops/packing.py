@@ -6,7 +6,7 @@ that a pack holds arrays of one dtype, where TensorFlow fails on several.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.devices.cuda import on_gpu
-from collectives.fusion import make_plan
 from collectives.operations.reductions import ReduceInput
 
 Array = NDArray[Any]
@@ -27,18 +26,22 @@ Groups: TypeAlias = list[list[int]]
 
 
 def by_bytes(inputs: Sequence[ReduceInput], bytes_per_pack: int) -> Groups:
-    """Arrays of one dtype joined as long as they fit into so many bytes; 0 is no limit."""
-    kinds = tuple((each.shape, each.dtype) for each in inputs)
-    plan = make_plan(kinds, bytes_per_pack or sys.maxsize)
-    return [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+    """Arrays of one dtype joined, the last one first: gradients come in that order.
 
-
-def by_dtype(inputs: Sequence[ReduceInput]) -> Groups:
-    """All arrays of a dtype joined, the last one first: gradients come in that order."""
-    groups: dict[np.dtype[Any], list[int]] = {}
+    A group that has more than `bytes_per_pack` bytes takes no further array; 0: all of a dtype are
+    one group.
+    """
+    groups: Groups = []
+    filling: dict[np.dtype[Any], tuple[list[int], int]] = {}
     for index in reversed(range(len(inputs))):
-        groups.setdefault(inputs[index].dtype, []).append(index)
-    return list(groups.values())
+        given = inputs[index]
+        group, nbytes = filling.get(given.dtype, ([], 0))
+        if not group or nbytes > (bytes_per_pack or math.inf):
+            group, nbytes = [], 0
+            groups.append(group)
+        group.append(index)
+        filling[given.dtype] = group, nbytes + given.array.size * given.dtype.itemsize
+    return groups
 
 
 def one_by_one(inputs: Sequence[ReduceInput]) -> Groups:

@@ -14,7 +14,6 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-import collectives
 from collectives import Communicator
 from strategies.cluster.membership import Membership
 from strategies.cluster.spec import ClusterSpec
@@ -28,6 +27,7 @@ from strategies.dataset_rank.dealt import DealtBatches
 from strategies.input import DistributedDataset, InputContext
 from strategies.input.sources import check_iterable, iterate
 from strategies.strategy import Strategy
+from strategies.world import world_of
 
 MakeDataset = Callable[[InputContext], Iterable[Any]]
 
@@ -110,7 +110,7 @@ class DatasetWorker:
         """
         if os.environ.get("TF_CONFIG"):
             return TFConfigClusterResolver()
-        world = collectives.world() if communicator is None else communicator
+        world = world_of(communicator)
         if data_tasks < 1 or data_tasks >= max(world.size, 2):
             allowed = (
                 f"from 1 to {max(world.size - 1, 1)}, so that one of {world.size} ranks trains"

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import collectives
 from collectives import Communicator
 from strategies.cluster.tf_config import parse_tf_config, validate_for_train_and_evaluate
 from strategies.evaluation.end_marker import training_ends
@@ -17,6 +16,7 @@ from strategies.input.failures import check_together
 from strategies.multi_worker import MultiWorkerMirroredStrategy
 from strategies.parameter_server.strategy import ParameterServerStrategy
 from strategies.strategy import Strategy
+from strategies.world import world_of
 
 
 class TrainedAndEvaluated(NamedTuple):
@@ -89,7 +89,7 @@ def _joined(
     strategy_fn: Callable[..., Strategy], communicator: Communicator | None
 ) -> tuple[Strategy, str, list[str | None]]:
     """This rank's strategy, the run's name, and the roles of all ranks. Collective."""
-    world = collectives.world() if communicator is None else communicator
+    world = world_of(communicator)
     strategy = strategy_fn(communicator=world)
     check_together(world, lambda: _validate(strategy))
     run = world.broadcast_object(uuid.uuid4().hex)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from strategies.attributes import CheckedAttributes, Checks, FixedAttributes
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -31,8 +33,8 @@ class InputReplicationMode(enum.Enum):
     PER_REPLICA = "PER_REPLICA"
 
 
-@dataclass(frozen=True)
-class InputOptions:
+@dataclass(unsafe_hash=True)
+class InputOptions(FixedAttributes):
     """How a dataset is distributed, as `tf.distribute.InputOptions`, and more.
 
     experimental_per_replica_buffer_size: so many batches are read ahead by a thread. 0 (the
@@ -43,7 +45,8 @@ class InputOptions:
     batches are cut as under OFF.
 
     The rest is accepted for the sake of scripts and changes nothing, since there are no devices
-    to place data on. Raises ValueError for what isn't allowed.
+    to place data on. Raises ValueError for what isn't allowed; AttributeError where an attribute is
+    assigned.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -82,14 +85,34 @@ def as_policy(value: Any) -> AutoShardPolicy:
 
 
 @dataclass
-class DistributeOptions:
-    """As `tf.data.experimental.DistributeOptions`."""
+class DistributeOptions(CheckedAttributes):
+    """As `tf.data.experimental.DistributeOptions`. Policies go by name and number as well.
+
+    Raises ValueError for what is no policy, AttributeError for other attributes.
+    """
+
+    checks: ClassVar[Checks] = {"auto_shard_policy": as_policy}
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
 
+def _distribute_options(given: Any) -> DistributeOptions:
+    if not isinstance(given, DistributeOptions):
+        kind = type(given).__name__
+        raise TypeError(f"experimental_distribute is a {kind}: must be DistributeOptions")
+    return given
+
+
 @dataclass
-class Options:
-    """As `tf.data.Options`, of which the policy alone matters: for `Dataset.with_options`."""
+class Options(CheckedAttributes):
+    """As `tf.data.Options`, of which the policy alone matters: for `Dataset.with_options`.
+
+        options = Options()
+        options.experimental_distribute.auto_shard_policy = AutoShardPolicy.FILE
+
+    Raises AttributeError for other attributes, TypeError for another value.
+    """
+
+    checks: ClassVar[Checks] = {"experimental_distribute": _distribute_options}
 
     experimental_distribute: DistributeOptions = field(default_factory=DistributeOptions)

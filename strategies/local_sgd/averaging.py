@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.optimizers import Optimizer
+from strategies.refusals import RefusedTogether
 from strategies.variables.storage import Change, LocalStorage, assign
 
 Array = NDArray[Any]
@@ -106,6 +107,13 @@ class Told(NamedTuple):
         return flags
 
 
+def _agree_on_step(communicator: Communicator, outer: Optimizer) -> None:
+    """A MismatchError on every rank where the outer optimizers would take different steps."""
+    with RefusedTogether(communicator, "outer_optimizer"):
+        step = f"outer step {outer.iterations + 1} of {outer.settings}"
+    communicator.barrier(step)
+
+
 class Averaging:
     """The values that the replicas average, and how."""
 
@@ -141,6 +149,7 @@ class Averaging:
     def _bring_together(self, values: list[ReplicaStorage], counted: Sequence[bool]) -> None:
         arrays = [value.view() for value in values]
         if self._outer is not None:
+            _agree_on_step(self._communicator, self._outer)
             means = self._means(arrays, counted)
             for value in values:
                 value.return_to_agreed()

@@ -97,7 +97,7 @@ class LocalSGDStrategy(Strategy):
             cluster_resolver=self.membership.resolver,
             is_chief=self.membership.place.is_chief,
         )
-        outer = getattr(outer_optimizer, "rule", outer_optimizer)
+        outer = getattr(outer_optimizer, "settings", outer_optimizer)
         # Before they are checked, so that what one rank alone gave wrong is told to all.
         _refuse_differences(
             self.communicator,

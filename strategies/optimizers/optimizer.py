@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from collectives import Fusion
 from strategies.contexts import get_replica_context
+from strategies.optimizers.clipping import check_limits, clip, limits_as_text
+from strategies.optimizers.learning_rate import LearningRate, Rate
 from strategies.optimizers.pairs import check_variable, checked_pairs, told_absent
-from strategies.optimizers.update_rules import AdaptiveMomentsRule, DescentRule, UpdateRule
+from strategies.optimizers.update_rules import UpdateRule
 from strategies.reduce_op import ReduceOp
 from strategies.refusals import RefusedTogether
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, map_apart
@@ -28,15 +30,41 @@ Array = NDArray[Any]
 
 
 class Optimizer(ABC):
-    """Base of the optimizers. `learning_rate` may be changed between steps."""
+    """Base of the optimizers.
 
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
+    learning_rate: a number, or a function of the step's number, from 0, called once a step.
+    clipnorm, global_clipnorm: the largest norm of each gradient, or of all together; longer ones
+    are scaled down, as in Keras: the sums over the replicas, the same bits on all of them. Where
+    each replica takes steps of its own (ParameterServerStrategy, LocalSGDStrategy), its own
+    gradients are clipped, and its own steps are counted.
+
+    All may be changed between steps, alike on all replicas: each step compares them, a function by
+    the value it gives. Raises ValueError for a limit that isn't above 0, and for both limits.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        clipnorm: float | None = None,
+        global_clipnorm: float | None = None,
+    ) -> None:
+        check_limits(clipnorm, global_clipnorm)
+        self._rate = LearningRate(learning_rate)
+        self.clipnorm, self.global_clipnorm = clipnorm, global_clipnorm
         self.iterations = 0
         # By the storage's id, which stays its own as long as the storage is kept.
         self._slots: dict[int, tuple[Storage, dict[str, Storage]]] = {}
         self._restored: dict[str, Array] = {}
         self._fused: tuple[list[Variable], Fusion] | None = None
+
+    @property
+    def learning_rate(self) -> Any:
+        """The rate of the next step; a number, or a function of the step, may be assigned."""
+        return self._rate.at(self.iterations)
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Rate) -> None:
+        self._rate = LearningRate(learning_rate)
 
     @property
     @abstractmethod
@@ -67,9 +95,9 @@ class Optimizer(ABC):
         A pair whose gradient is None is left out, on all ranks alike: where a loss depends on a
         variable on some ranks only, the others give zeros. Raises RuntimeError in cross-replica
         context and for a variable of another strategy than that of `run`; TypeError for one of
-        integers, for what is no Variable, such as a parameter of torch, and for a gradient that
-        can't be read; ValueError where a gradient's shape isn't its variable's or where every
-        gradient is None.
+        integers, for what is no Variable, such as a parameter of torch, for a gradient that can't
+        be read and for a learning rate that gives no number; ValueError where a gradient's shape
+        isn't its variable's or where every gradient is None.
         """
         replica = get_replica_context()
         if replica is None:
@@ -79,6 +107,9 @@ class Optimizer(ABC):
         with RefusedTogether(others, "apply_gradients"):
             pairs = list(enumerate(grads_and_vars))
             gradients, variables = checked_pairs(pairs, strategy)
+            check_limits(self.clipnorm, self.global_clipnorm)
+            self._rate.forget()
+            _ = self.rule
         if len(variables) < len(pairs) and strategy.steps_together:
             strategy.meet(told_absent(pairs))
         strategy.apply_gradients(self, gradients, variables)
@@ -108,7 +139,12 @@ class Optimizer(ABC):
             f"{variable.number}{' sparse' * isinstance(gradient, IndexedSlices)}"
             for gradient, variable in pairs
         )
-        return f"step {self.iterations + 1} of {self.rule}, gradients of variables {numbers}"
+        return f"step {self.iterations + 1} of {self.settings}, gradients of variables {numbers}"
+
+    @property
+    def settings(self) -> str:
+        """The numbers of the next step, as a text."""
+        return f"{self.rule}{limits_as_text(self.clipnorm, self.global_clipnorm)}"
 
     def _sum_dense(
         self, gradients: Sequence[Array], variables: Sequence[Variable]
@@ -138,8 +174,16 @@ class Optimizer(ABC):
 
     def update_stored(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
         """As `update`, of values that no variable needs to have: each process changes its part."""
-        self.iterations += 1
+        self.update_clipped(self.clipped(gradients), values)
+
+    def clipped(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """A step's gradients within their limit, if there is one; none is overwritten."""
+        return clip(gradients, self.clipnorm, self.global_clipnorm)
+
+    def update_clipped(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
+        """As `update_stored`, of gradients that `clipped` gave."""
         rule = self.rule
+        self.iterations += 1
         for gradient, value in zip(gradients, values, strict=True):
             if isinstance(gradient, IndexedSlices):
                 self._apply_rows(rule, gradient, value)
@@ -209,9 +253,12 @@ class Optimizer(ABC):
         return tensors | self._restored | kept
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
-        """Take back what `saved_tensors` gave; slots that don't exist yet when they are made."""
+        """Take back what `saved_tensors` gave, but for a learning rate that is a function; slots
+        that don't exist yet when they are made.
+        """
         self.iterations = int(tensors["iterations"])
-        self.learning_rate = float(tensors["learning_rate"])
+        if not self._rate.scheduled:
+            self.learning_rate = float(tensors["learning_rate"])
         self._restored = {name: each for name, each in tensors.items() if name.startswith("slots/")}
         for name, slot in self._numbered_slots().items():
             # What was saved before the first step has no slots: they begin anew.
@@ -226,39 +273,3 @@ def _check_slot(name: str, restored: Array | None, value: Storage) -> None:
         f" {value.dtype} of shape {value.shape}: name the variables in the checkpoint, too, or"
         " update them first in the order in which the program did that saved it"
     )
-
-
-class SGD(Optimizer):
-    """Gradient descent, with momentum, also Nesterov's (Sutskever et al. 2013)."""
-
-    def __init__(
-        self, learning_rate: float = 0.01, momentum: float = 0.0, nesterov: bool = False
-    ) -> None:
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum={momentum!r}: must be from 0 to 1")
-        super().__init__(learning_rate)
-        self.momentum, self.nesterov = momentum, nesterov
-
-    @property
-    def rule(self) -> DescentRule:
-        """With the numbers of now."""
-        return DescentRule(self.learning_rate, self.momentum, self.nesterov)
-
-
-class Adam(Optimizer):
-    """Adaptive moments (Kingma and Ba 2015, arXiv:1412.6980)."""
-
-    def __init__(
-        self,
-        learning_rate: float = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
-
-    @property
-    def rule(self) -> AdaptiveMomentsRule:
-        """With the numbers of now."""
-        return AdaptiveMomentsRule(self.learning_rate, self.beta_1, self.beta_2, self.epsilon)

@@ -15,10 +15,17 @@ from strategies.variables.variable import Variable
 class ShardedVariable(Variable):
     """What a variable becomes that a partitioner splits by rows over parameter servers.
 
-    As `tf.distribute.experimental.ShardedVariable`: it reads, assigns and computes as a whole;
-    `variables` are its parts. Programs don't make one themselves: they make a `Variable` in the
-    scope of a strategy that has a partitioner.
+    As TensorFlow's `ShardedVariable`: it reads, assigns and computes as a whole; `variables` are
+    its parts. Programs don't make one themselves (TypeError): they make a `Variable` in the scope
+    of a strategy that has a partitioner.
     """
+
+    def __init__(self, *variables: Any, **named: Any) -> None:
+        raise TypeError(
+            "a ShardedVariable isn't made of variables: make a Variable in the scope of a"
+            " ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2)), which splits"
+            " it"
+        )
 
     _parts: list[Variable] | None = None
 

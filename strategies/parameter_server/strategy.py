@@ -203,14 +203,16 @@ class ParameterServerStrategy(Strategy):
         self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
     ) -> None:
         """Push the gradients; the servers apply them. With `staleness` it waits for the slowest."""
-        pairs = list(zip(gradients, (each.storage for each in variables), strict=True))
+        # All of a step's gradients, before servers and this worker part them.
+        clipped = optimizer.clipped(gradients)
+        pairs = list(zip(clipped, (each.storage for each in variables), strict=True))
         served = [(grad, value) for grad, value in pairs if isinstance(value, ServedStorage)]
         own = [(grad, value) for grad, value in pairs if not isinstance(value, ServedStorage)]
         if served:
             self.worker.push_gradients(optimizer, served)
         if own:
             # ON_READ variables: each worker has its own.
-            optimizer.update_stored([grad for grad, _ in own], [value for _, value in own])
+            optimizer.update_clipped([grad for grad, _ in own], [value for _, value in own])
         else:
             optimizer.iterations += 1
         if self.staleness is not None:

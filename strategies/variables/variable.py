@@ -18,6 +18,7 @@ from strategies.variables import aggregation as rules
 from strategies.variables import scatter
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
 from strategies.variables.indexed_slices import IndexedSlices, check_rows
+from strategies.variables.initial import as_initial, fits
 from strategies.variables.storage import (
     Change,
     LocalStorage,
@@ -41,6 +42,9 @@ class Variable(NDArrayOperatorsMixin):
     initial_value: an array, a number, or a function that gives one; the chief's counts, on every
     rank, and names, shapes and dtypes must agree (MismatchError, ShapeMismatchError,
     DtypeMismatchError on every rank). Creating a variable in a strategy's scope is collective.
+    dtype: None is the array's own; numbers of Python alone, and lists of them, are float32 or int32
+    (int64 where that is too small), as in TensorFlow. TypeError where fractions or imaginary parts
+    would be lost.
 
     ON_WRITE (the default): an assignment inside `run` aggregates the replicas' values first; with
     aggregation NONE it raises ValueError. ON_READ: `run` reads and writes the replica's own value,
@@ -58,6 +62,7 @@ class Variable(NDArrayOperatorsMixin):
         name: str | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        dtype: Any = None,
     ) -> None:
         self.name, self.trainable = name, trainable
         self.synchronization, self.aggregation = synchronization, aggregation
@@ -66,7 +71,7 @@ class Variable(NDArrayOperatorsMixin):
         what = f"Variable {name!r}" if name else "Variable"
         with made_together(what):
             _check_rules(synchronization, aggregation)
-            local = _initial(initial_value)
+            local = as_initial(initial_value, dtype)
         self._storage: Storage = (
             LocalStorage(self.strategy.mirrored(local, what))
             if self.on_read
@@ -112,6 +117,10 @@ class Variable(NDArrayOperatorsMixin):
             return self._storage.read()
         return rules.read_for_all(self)
 
+    def value(self) -> Array:
+        """As `read_value`."""
+        return self.read_value()
+
     def numpy(self) -> Array:
         """As `read_value`."""
         return self.read_value()
@@ -146,7 +155,7 @@ class Variable(NDArrayOperatorsMixin):
             return array
 
     def _check_dtype(self, given: np.dtype[Any]) -> None:
-        if not _fits(given, self.dtype):
+        if not fits(given, self.dtype):
             raise TypeError(f"value has dtype {given}, which {self} can't hold: convert it first")
 
     def sparse_read(self, indices: Any) -> Array:
@@ -268,15 +277,3 @@ def _check_rules(synchronization: Any, aggregation: Any) -> None:
         )
     if not isinstance(aggregation, VariableAggregation):
         raise ValueError(f"aggregation={aggregation!r}: must be of VariableAggregation")
-
-
-def _initial(initial_value: Any) -> Array:
-    array = np.array(initial_value() if callable(initial_value) else initial_value)
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether numbers of one dtype become another's without losing fractions or imaginary parts."""
-    if given.kind == "c":
-        return wanted.kind == "c"
-    return given.kind in "biu" or wanted.kind not in "biu"

@@ -56,6 +56,16 @@ CASES = {
         lambda comm: summed(comm, LARGE, op="sum"),
         collectives.OpMismatchError,
     ),
+    "small for this or that": (
+        lambda comm: summed(comm, SMALL, what="this"),
+        lambda comm: summed(comm, SMALL, what="that"),
+        collectives.MismatchError,
+    ),
+    "large for this or nothing": (
+        lambda comm: summed(comm, LARGE, what="this"),
+        lambda comm: summed(comm, LARGE),
+        collectives.MismatchError,
+    ),
     "root 0 or 1 of a broadcast": (
         lambda comm: comm.broadcast(np.ones(SMALL), root=1),
         lambda comm: comm.broadcast(np.ones(SMALL), root=0),

@@ -91,9 +91,9 @@ def test_the_numbers_are_those_of_the_host(size, op, way):
 @pytest.mark.parametrize(
     ("options", "ops", "expected"),
     [
-        ((0, None, "NCCL"), None, [8, 2]),
-        ((24, None, "NCCL"), None, [5, 3, 2]),
-        ((1, None, "NCCL"), None, [5, 3, 2]),
+        ((0, None, "NCCL"), None, [2, 8]),
+        ((12, None, "NCCL"), None, [2, 8]),
+        ((11, None, "NCCL"), None, [2, 3, 5]),
         (None, 1, [2, 8]),
         (None, 3, [2, 2, 2, 4]),
         (None, 0, [2, 3, 5]),
@@ -185,7 +185,7 @@ LACKING = pytest.mark.parametrize("kind", ["no NCCL", "no GPU", "one GPU"])
 
 @LACKING
 @pytest.mark.parametrize("by", ["strategy", "call"])
-def test_the_hint_falls_back_to_the_ring_on_all_ranks(kind, by, caplog):
+def test_the_hint_falls_back_to_auto_on_all_ranks(kind, by, caplog):
     def program(comm, cuda):
         nccl = (0, None, "NCCL")
         strategy = strategy_of(comm, *(nccl if by == "strategy" else ()))
@@ -198,7 +198,7 @@ def test_the_hint_falls_back_to_the_ring_on_all_ranks(kind, by, caplog):
         run(3, program, gpus=cuda)
         assert not nccl.comms
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "all ranks take RING" in said
+    assert "all ranks take AUTO" in said
     assert text in said
 
 

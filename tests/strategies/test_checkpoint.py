@@ -160,7 +160,7 @@ def test_nothing_is_changed_where_one_tensor_does_not_fit(comm, strategy, path):
         first, second = Variable(7.0), Variable([7.0, 7.0, 7.0])
     checkpoint = Checkpoint(a=first, b=second)
     text = same_refusal(comm, CheckpointError, "does not fit", checkpoint.restore, path)
-    assert text == f"{path} does not fit:\n  b: float64 of shape (2,), wanted float64 of shape (3,)"
+    assert text == f"{path} does not fit:\n  b: float32 of shape (2,), wanted float32 of shape (3,)"
     assert (float(first), second.numpy().tolist()) == (7.0, [7.0] * 3)
 
 
@@ -293,15 +293,15 @@ def test_where_there_is_no_checkpoint_nothing_changes(size, tmp_path):
         ({"a": Variable(1.0), "b": Variable(1)}, "b: is missing"),
         (
             {"a": Variable(1), "b": [Variable(1)]},
-            "a: float64 of shape (), wanted int64 of shape ()",
+            "a: float32 of shape (), wanted int32 of shape ()",
         ),
         (
             {"a": Variable([1.0]), "b": [Variable(1)]},
-            "a: float64 of shape (), wanted float64 of shape (1,)",
+            "a: float32 of shape (), wanted float32 of shape (1,)",
         ),
         (
-            {"a": Variable(np.float32(1)), "b": [Variable(1)]},
-            "a: float64 of shape (), wanted float32 of shape ()",
+            {"a": Variable(np.float64(1)), "b": [Variable(1)]},
+            "a: float32 of shape (), wanted float64 of shape ()",
         ),
     ],
 )

@@ -44,6 +44,16 @@ def test_implementations_go_by_name_as_well(name):
     assert CommunicationOptions(implementation=name).implementation is RING
 
 
+def test_what_is_assigned_is_checked_as_what_is_given():
+    options = CommunicationOptions()
+    options.implementation = "ring"
+    assert options.implementation is RING
+    text = "CommunicationOptions has no attribute 'bytes_per_packs': it has bytes_per_pack, timeout"
+    refusal(AttributeError, text, setattr, options, "bytes_per_packs", 5)
+    refusal(ValueError, "bytes_per_pack=-1", setattr, options, "bytes_per_pack", -1)
+    assert options == CommunicationOptions(implementation="RING")
+
+
 def test_equal_options_are_equal():
     made = [CommunicationOptions(np.int64(5), 1, "nccl"), CommunicationOptions(5, 1.0, NCCL)]
     assert made[0] == made[1]
@@ -112,31 +122,54 @@ def strategy_with(comm, *options):
     return MultiWorkerMirroredStrategy(None, CommunicationOptions(*options), communicator=comm)
 
 
-# The elements of the packs. The mean of integers is float64: these two join the others that fit.
-SUMS = {0: [6, 2], 24: [3, 3, 2], 47: [3, 3, 2], 48: [6, 2], 1: [3, 3, 2]}
-MEANS = {0: [8], 24: [3, 3, 2], 47: [3, 5], 48: [6, 2], 1: [3, 3, 2]}
+# The elements of the packs, the last array first: a pack is full that has more than the limit. The
+# mean of integers is float64: these two are joined with the others.
+SUMS = {0: [2, 6], 1: [2, 3, 3], 23: [2, 3, 3], 24: [2, 6], 48: [2, 6]}
+MEANS = {0: [8], 1: [2, 3, 3], 15: [2, 3, 3], 16: [5, 3], 39: [5, 3], 40: [8]}
 
 
 @in_a_world
-@pytest.mark.parametrize("nbytes", SUMS)
 @pytest.mark.parametrize("by", ["strategy", "call"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_the_ring_and_its_packs(comm, nbytes, by, op):
-    options = (nbytes, None, "ring")
-    strategy = strategy_with(comm, *(options if by == "strategy" else ()))
-    calls = all_reduced(strategy, None if by == "strategy" else CommunicationOptions(*options), op)
-    packs = (SUMS if op == "sum" else MEANS)[nbytes]
-    assert calls == [Call("all_reduce", comm.size, "ring", each) for each in packs]
+@pytest.mark.parametrize("implementation", ["ring", "auto"])
+def test_packs_have_at_least_so_many_bytes(comm, by, op, implementation):
+    """As in TensorFlow; a limit of 0 leaves them to `collectives`, but for the ring."""
+    algorithm = "ring" if implementation == "ring" else None
+    for nbytes, packs in (SUMS if op == "sum" else MEANS).items():
+        if not nbytes and implementation == "auto":
+            continue
+        options = (nbytes, None, implementation)
+        strategy = strategy_with(comm, *(options if by == "strategy" else ()))
+        own = None if by == "strategy" else CommunicationOptions(*options)
+        calls = all_reduced(strategy, own, op)
+        assert calls == [Call("all_reduce", comm.size, algorithm, each) for each in packs], nbytes
+        strategy.communicator.close()
+
+
+@in_a_world
+def test_packs_of_tensorflows_own_test(comm):
+    """`group_by_size` of 128, 32, 800 and 4 bytes, of which gradients are the reverse."""
+    lengths = [4, 800, 32, 128]
+    strategy = strategy_with(comm, 200)
+
+    def replica():
+        arrays = [np.full(length, comm.rank, np.int8) for length in lengths]
+        return get_replica_context().all_reduce("sum", arrays)
+
+    with recorded() as calls:
+        totals = strategy.run(replica)
+    assert [call.elements for call in calls] == [128 + 32 + 800, 4]
+    assert [len(total) for total in totals] == lengths
+    assert all((total == sum(range(comm.size))).all() for total in totals)
     strategy.communicator.close()
 
 
 @in_a_world
-@pytest.mark.parametrize("nbytes", [0, 24])
-@pytest.mark.parametrize("by", ["strategy", "call"])
-def test_auto_leaves_it_to_collectives(comm, nbytes, by):
-    strategy = strategy_with(comm, *((nbytes,) if by == "strategy" else ()))
-    calls = all_reduced(strategy, None if by == "strategy" else CommunicationOptions(nbytes))
-    assert calls == [Call("all_reduce_many", comm.size, nbytes or None, 8)]
+@pytest.mark.parametrize("given", [(), (CommunicationOptions(),)])
+def test_auto_leaves_it_to_collectives(comm, given):
+    strategy = strategy_with(comm)
+    calls = all_reduced(strategy, *given)
+    assert calls == [Call("all_reduce_many", comm.size, None, 8)]
     strategy.communicator.close()
 
 
@@ -151,8 +184,9 @@ def test_the_ring_gathers_and_reduces_too(comm):
         assert strategy.reduce("mean", rows, axis=0)[0] == pytest.approx(np.mean(expected))
         inside = strategy.run(lambda: get_replica_context().all_gather([rows], axis=0))
         assert inside[0][:, 1].tolist() == expected
-    assert [call.algorithm for call in calls] == ["ring"] * 4
-    assert [call.name for call in calls] == ["all_gather", "all_reduce", "all_reduce", "all_gather"]
+    # The third call of all_reduce adds up the lengths that the mean is divided by.
+    assert [call.algorithm for call in calls] == ["ring", "ring", "ring", None, "ring"]
+    assert [call.name for call in calls] == ["all_gather", *["all_reduce"] * 3, "all_gather"]
     strategy.communicator.close()
 
 
@@ -206,7 +240,7 @@ def test_a_call_waits_no_longer_than_its_timeout(comm, implementation):
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_who_decides_how_values_are_reduced(comm):
-    plain = {(): True, (0, 5): True, (9,): False, (0, None, "RING"): False, (0, 5, "NCCL"): False}
+    plain = {(): True, (0, 5): True, (9,): False, (0, None, "RING"): False, (9, 5, "NCCL"): False}
     for options, expected in plain.items():
         strategy = strategy_with(comm, *options)
         assert strategy.reduces_plainly is expected
@@ -219,27 +253,26 @@ def test_who_decides_how_values_are_reduced(comm):
 
 
 @in_a_world
-def test_nccl_falls_back_to_the_ring_and_says_so_once(comm, caplog):
+def test_nccl_falls_back_to_auto_and_says_so_once(comm, caplog):
     with caplog.at_level(logging.INFO, "strategies"):
         strategy = strategy_with(comm, 0, None, "NCCL")
         for _ in range(2):
-            calls = all_reduced(strategy)
-            assert calls == [Call("all_reduce", comm.size, "ring", each) for each in (6, 2)]
+            assert all_reduced(strategy) == [Call("all_reduce_many", comm.size, None, 8)]
     said = [record.getMessage() for record in caplog.records if "NCCL" in record.getMessage()]
     assert len(said) == (1 if comm.rank == 0 else 0)
     if said:
-        assert "all ranks take RING" in said[0]
+        assert "all ranks take AUTO" in said[0]
         assert "pip install 'mpi-collectives[cuda12]'" in said[0]
     strategy.communicator.close()
 
 
 @in_a_world
-def test_a_call_that_asks_for_nccl_takes_the_ring_as_well(comm, caplog):
+def test_a_call_that_asks_for_nccl_takes_auto_as_well(comm, caplog):
     strategy = strategy_with(comm)
     with caplog.at_level(logging.INFO, "strategies"):
         for _ in range(2):
             calls = all_reduced(strategy, CommunicationOptions(implementation="NCCL"))
-            assert {call.algorithm for call in calls} == {"ring"}
+            assert calls == [Call("all_reduce_many", comm.size, None, 8)]
     assert len(caplog.records) == (1 if comm.rank == 0 else 0)
     strategy.communicator.close()
 
@@ -250,7 +283,7 @@ def test_one_rank_without_nccl_is_enough(comm, monkeypatch):
     problem = None if comm.rank == 0 else "no GPU here"
     monkeypatch.setattr(optioned, "nccl_problem", lambda: problem)
     strategy = strategy_with(comm, 0, None, "NCCL")
-    assert {call.algorithm for call in all_reduced(strategy)} == {"ring"}
+    assert all_reduced(strategy) == [Call("all_reduce_many", comm.size, None, 8)]
     strategy.communicator.close()
 
 

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 import strategies
@@ -142,7 +143,7 @@ CALLS = {
     "scope": lambda strategy: strategy.scope(),
     "run": lambda strategy: strategy.run(here),
     "reduce": lambda strategy: strategy.reduce("sum", 1, axis=None),
-    "gather": lambda strategy: strategy.gather([1], axis=0),
+    "gather": lambda strategy: strategy.gather([np.ones(1)], axis=0),
 }
 
 

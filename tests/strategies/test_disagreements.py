@@ -175,8 +175,10 @@ def test_the_users_own_calls_are_named(comm, tmp_path):
         mean = metrics.Mean()
     data = strategy.experimental_distribute_dataset([np.ones((4, 1))])
     calls = {
-        "reduce: all_gather_object()": lambda: strategy.reduce("sum", 1.0, axis=None),
-        "gather: all_gather_object()": lambda: strategy.gather(np.ones(2), axis=0),
+        "all_reduce(sum, float64[], agreeing on reduce(SUM, axis=None)": lambda: strategy.reduce(
+            "sum", 1.0, axis=None
+        ),
+        "barrier(agreeing on gather(axis=0)": lambda: strategy.gather(np.ones(2), axis=0),
         "the next batch of a distributed dataset: all_reduce(max": lambda: next(iter(data)),
         "Checkpoint.save, a call for every rank: ": lambda: Checkpoint(m=mean).save(tmp_path / "c"),
         "metric 'mean': all_reduce": mean.result,

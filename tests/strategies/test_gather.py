@@ -75,6 +75,9 @@ def test_a_variable_is_gathered_by_its_value(strategy, gather):
     np.testing.assert_array_equal(result, [1.0, 2.0] * strategy.num_replicas_in_sync)
 
 
+ONE = np.ones(1)
+
+
 def on_rank_1(strategy, there, elsewhere):
     return there if strategy.communicator.rank == 1 else elsewhere
 
@@ -88,12 +91,24 @@ def on_rank_1(strategy, there, elsewhere):
         (np.ones(2), np.ones((2, 2)), 1, ValueError, r"rank 1: no axis 1 in .* \[\(2,\)\]"),
         (np.ones(2), np.ones((2, 2)), -2, ValueError, "rank 1: no axis -2"),
         ([np.ones(2)], [np.ones(2)] * 2, 0, ShapeMismatchError, "gather: the ranks' nests differ"),
-        ({"a": [1]}, {"b": [1]}, 0, ShapeMismatchError, r"rank 1: \{'a': \[\*\]\}"),
+        ({"a": [ONE]}, {"b": [ONE]}, 0, ShapeMismatchError, r"rank 1: \{'a': \[\*\]\}"),
     ],
 )
 def test_what_can_not_be_gathered(comm, strategy, there, elsewhere, axis, error, match):
     value = on_rank_1(strategy, there, elsewhere)
     same_refusal(comm, error, match, strategy.gather, value, axis)
+    np.testing.assert_array_equal(strategy.gather(np.array([comm.rank]), 0), np.arange(comm.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_numbers_have_no_axis_to_be_gathered_along(comm, strategy):
+    for value in (1.5, np.float32(comm.rank), {"a": np.ones(2), "b": np.array(3)}):
+        arguments = (strategy.gather, value, 0)
+        same_refusal(comm, ValueError, "at least one axis, not of shapes", *arguments)
+        text = "all_gather takes arrays of at least one axis"
+        refusal(ValueError, text, WAYS["all_gather"], strategy, value, 0)
+    only_here = on_rank_1(strategy, np.array(3), np.ones(1))
+    same_refusal(comm, ValueError, "rank 1: .* at least one axis", strategy.gather, only_here, 0)
     np.testing.assert_array_equal(strategy.gather(np.array([comm.rank]), 0), np.arange(comm.size))
 
 

@@ -13,7 +13,8 @@ from strategies.input import (
     Options,
     ValueContext,
 )
-from strategies.input.options import as_policy
+from strategies.input.options import DistributeOptions, as_policy
+from strategies.run_options import RunOptions
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 
@@ -42,6 +43,37 @@ def test_options_in_tensorflows_order():
     assert options.experimental_per_replica_buffer_size == 3
     assert InputOptions(experimental_prefetch_to_device=False).auto_shard_policy is None
     assert Options().experimental_distribute.auto_shard_policy is AutoShardPolicy.AUTO
+
+
+def test_attributes_that_there_are_not():
+    """A policy that is assigned a level too high is not left out in silence."""
+    options = Options()
+    refusal(
+        AttributeError,
+        "^Options has no attribute 'auto_shard_policy': it has experimental_distribute$",
+        *(setattr, options, "auto_shard_policy", AutoShardPolicy.FILE),
+    )
+    nested = options.experimental_distribute
+    text = "DistributeOptions has no attribute 'policy': it has auto_shard_policy"
+    refusal(AttributeError, text, setattr, nested, "policy", AutoShardPolicy.FILE)
+    refusal(ValueError, "must be one of OFF", setattr, nested, "auto_shard_policy", "FILES")
+    text = "experimental_distribute is a AutoShardPolicy: must be DistributeOptions"
+    refusal(TypeError, text, setattr, options, "experimental_distribute", AutoShardPolicy.FILE)
+    assert nested.auto_shard_policy is AutoShardPolicy.AUTO
+    nested.auto_shard_policy = "file"
+    assert nested.auto_shard_policy is AutoShardPolicy.FILE
+    assert nested == DistributeOptions(AutoShardPolicy.FILE) == DistributeOptions("FILE")
+
+
+@pytest.mark.parametrize("kind", [InputOptions, RunOptions])
+def test_options_that_can_not_be_changed(kind):
+    (name, *_), given = kind.__annotations__, kind()
+    text = f"^{kind.__name__} has no attribute 'auto_shard': it has {name}, "
+    refusal(AttributeError, text, setattr, given, "auto_shard", "FILE")
+    text = rf"{kind.__name__}\.{name} can't be changed: make a new one, {kind.__name__}\({name}=…\)"
+    refusal(AttributeError, text, setattr, given, name, True)
+    assert given == kind()
+    assert len({given, kind()}) == 1
 
 
 @pytest.mark.parametrize(

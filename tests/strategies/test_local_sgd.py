@@ -182,7 +182,7 @@ def test_what_no_optimizer_changed_is_left_alone(size):
         rank = strategy.communicator.rank
         with strategy.scope():
             count = Variable(7, aggregation=VariableAggregation.ONLY_FIRST_REPLICA)
-            untouched, trained = Variable(0.1), Variable(np.float32(0))
+            untouched, trained = Variable(np.float64(0.1)), Variable(np.float32(0))
             optimizer = optimizers.SGD(1.0)
         strategy.run(optimizer.apply_gradients, ([(float(rank), trained)],))
         return int(count), float(untouched), float(trained)

@@ -1,5 +1,7 @@
 """The older names of the source documents work as the newer ones."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ RING = CommunicationImplementation.RING
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
-    "given", [(RING,), ("ring",), (experimental.CollectiveCommunication.NCCL,)]
+    "given", [(RING,), ("ring",), (experimental.CollectiveCommunication.RING,)]
 )
 def test_the_communication_comes_first(comm, given):
     strategy = experimental.MultiWorkerMirroredStrategy(*given, communicator=comm)
@@ -46,6 +48,42 @@ def test_names():
     assert experimental.CommunicationOptions is CommunicationOptions
     make = experimental.MultiWorkerMirroredStrategy
     refusal(ValueError, "implementation='GLOO'", make, "GLOO")
+
+
+def test_names_of_other_modules():
+    """Also as `from strategies.experimental.partitioners import MinSizePartitioner`."""
+    for name in (
+        "FixedShardsPartitioner",
+        "MaxSizePartitioner",
+        "MinSizePartitioner",
+        "Partitioner",
+    ):
+        module = importlib.import_module("strategies.experimental.partitioners")
+        assert getattr(module, name) is getattr(experimental.partitioners, name)
+        assert getattr(module, name) is getattr(strategies, name)
+    older = importlib.import_module("strategies.experimental.coordinator")
+    assert older is experimental.coordinator
+    assert older.ClusterCoordinator is strategies.coordinator.ClusterCoordinator
+    assert older.RemoteValue is strategies.RemoteValue
+    assert older.PerWorkerValues is strategies.coordinator.PerWorkerValue
+    refusal(TypeError, "create_per_worker_dataset", strategies.coordinator.PerWorkerValue, [1])
+    dataset = strategies.coordinator.PerWorkerDataset(3)
+    for value in (dataset, iter(dataset)):
+        assert isinstance(value, strategies.coordinator.PerWorkerValue)
+
+
+def test_distributed_datasets_are_known_by_their_class():
+    dataset = lone_strategy().experimental_distribute_dataset([np.zeros(2)])
+    assert isinstance(dataset, strategies.DistributedDataset)
+    assert isinstance(iter(dataset), strategies.DistributedIterator)
+
+
+def test_a_replica_knows_its_devices():
+    assert strategies.get_replica_context().devices == ("/device:CPU:0",)
+    for device in ("CPU:0", "/job:worker/task:0/device:CPU:1"):
+        strategy = strategies.OneDeviceStrategy(device)
+        replica = strategy.run(strategies.get_replica_context)
+        assert replica.devices == (strategy.device,) == strategy.extended.worker_devices
 
 
 @pytest.mark.parametrize("name", ["CentralStorageStrategy", "ParameterServerStrategy"])

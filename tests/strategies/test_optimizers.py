@@ -189,7 +189,7 @@ def test_the_callers_gradient_is_not_changed(make):
 
 def test_integers_are_refused_rather_than_left_as_they_are():
     arguments = (optimizers.SGD(0.5).apply_gradients, [(1.0, Variable(3))])
-    refusal(TypeError, r"<Variable int64\[\]> holds integers", *arguments)
+    refusal(TypeError, r"<Variable int32\[\]> holds integers", *arguments)
 
 
 # --- where ---------------------------------------------------------------------------------------

@@ -1,12 +1,19 @@
 """`Strategy.reduce` between MPI ranks: §2.1 of tf_semantics.md."""
 
+import sys
 from collections import namedtuple
 
 import numpy as np
 import pytest
 
-from collectives import DtypeMismatchError, OpMismatchError, ShapeMismatchError
-from strategies import ReduceOp, Variable, VariableAggregation, VariableSynchronization
+from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
+from strategies import (
+    PerReplica,
+    ReduceOp,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from tests.strategies.support import refusal, same_refusal
 
 pytestmark = pytest.mark.mpi
@@ -171,6 +178,95 @@ def test_axis_has_no_default(strategy):
 
 def on_rank_1(strategy, there, elsewhere):
     return there if strategy.communicator.rank == 1 else elsewhere
+
+
+@several_ranks
+def test_ranks_that_agree_exchange_arrays_alone(strategy, monkeypatch):
+    """Texts are gathered only where something differs, and one array is reduced in one call."""
+    rank, size = strategy.communicator.rank, strategy.communicator.size
+    made = []
+    for name in ("all_gather_object", "barrier", "all_reduce", "all_reduce_many"):
+        original = getattr(Communicator, name)
+
+        def called(self, *arguments, original=original, name=name, **named):
+            made.append(name)
+            return original(self, *arguments, **named)
+
+        monkeypatch.setattr(Communicator, name, called)
+    value = np.full(3, rank, np.float32)
+    own = {"array": value, "number": 1.5, "nest": {"a": [value]}, "variable": PerReplica([value])}
+    for each in own.values():
+        strategy.reduce("sum", each, axis=None)
+        strategy.extended.reduce_to("mean", each, destinations=None)
+    assert made == ["all_reduce"] * 8
+    strategy.reduce("sum", [value, value], axis=None)
+    strategy.reduce("mean", value, axis=0)
+    strategy.gather(value, axis=0)
+    assert made[8:] == [
+        "barrier",
+        "all_reduce_many",
+        "barrier",
+        "all_reduce",
+        "all_reduce",
+        "barrier",
+    ]
+    same(strategy.reduce("sum", {"a": value}, None)["a"], [size * (size - 1) / 2] * 3, np.float32)
+
+
+@two_ranks
+def test_a_reduction_takes_few_steps(strategy):
+    """In Python's own calls, which a machine's load doesn't change: today 10 and 11."""
+    array = np.ones(256, np.float32)
+    cases = {
+        "1 KB": (lambda: strategy.reduce("sum", array, axis=None), 20),
+        "number": (lambda: strategy.reduce("mean", 1.5, axis=None), 20),
+        "nest": (lambda: strategy.reduce("sum", {"a": array}, axis=None), 80),
+    }
+    for name, (reduce, limit) in cases.items():
+        # A rank that waits for the other one looks for it again and again.
+        fewest = min(calls_of(reduce) for _ in range(100))
+        assert fewest <= limit, name
+
+
+def calls_of(function):
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    function()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class Torchlike:
+    """An array of another library, which speaks DLPack."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **named):
+        return self._array.__dlpack__(**named)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self._array, dtype)
+
+
+@several_ranks
+@pytest.mark.parametrize("kind", [Torchlike, np.asfortranarray, lambda each: each[::-1][::-1]])
+def test_ranks_may_hold_arrays_of_other_kinds(strategy, kind):
+    rank, size = strategy.communicator.rank, strategy.num_replicas_in_sync
+    value = np.full((2, 3), rank + 1.0)
+    total = strategy.reduce("sum", kind(value) if rank == 0 else value, axis=None)
+    np.testing.assert_array_equal(np.asarray(total), np.full((2, 3), size * (size + 1) / 2))
 
 
 @several_ranks

@@ -12,6 +12,7 @@ from strategies.communication.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from strategies.experimental import coordinator, partitioners
 from strategies.multi_worker import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
 from strategies.tpu import TPUStrategy
 
@@ -21,6 +22,8 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "TPUStrategy",
+    "coordinator",
+    "partitioners",
 ]
 
 # Those of `strategies` itself, which imports this module.

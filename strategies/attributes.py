@@ -1,0 +1,44 @@
+"""Attributes of options: only those that a class declares, so that a misspelt one is no option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
+"""By an attribute's name what makes its value of a given one, or raises."""
+
+
+def refuse_unknown(owner: object, name: str, allowed: Iterable[str]) -> NoReturn:
+    """Raise AttributeError for an attribute that the owner doesn't have."""
+    kind = type(owner).__name__
+    raise AttributeError(f"{kind} has no attribute {name!r}: it has {', '.join(allowed)}")
+
+
+def refuse_change(owner: object, name: str, allowed: Iterable[str]) -> NoReturn:
+    """Raise AttributeError for an attribute of an owner whose attributes can't be set."""
+    if name not in allowed:
+        refuse_unknown(owner, name, allowed)
+    kind = type(owner).__name__
+    raise AttributeError(f"{kind}.{name} can't be changed: make a new one, {kind}({name}=…)")
+
+
+class CheckedAttributes:
+    """Base of options that may be changed: what is assigned is checked as in the constructor."""
+
+    checks: ClassVar[Checks]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.checks:
+            refuse_unknown(self, name, self.checks)
+        object.__setattr__(self, name, self.checks[name](value))
+
+
+class FixedAttributes:
+    """Base of dataclasses of options that can't be changed: each attribute is set once."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        allowed = type(self).__annotations__
+        if name in vars(self) or name not in allowed:
+            refuse_change(self, name, allowed)
+        object.__setattr__(self, name, value)

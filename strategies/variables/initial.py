@@ -1,0 +1,55 @@
+"""What a variable begins with: its first value, and so its dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_OF_PYTHON: dict[Any, Any] = {float: np.float32, int: np.int32}
+
+
+def as_initial(initial_value: Any, dtype: Any) -> Array:
+    """An array of its own of the value, or of what the function gives, in the dtype.
+
+    dtype None: as TensorFlow chooses it. Raises TypeError where fractions or imaginary parts would
+    be lost, OverflowError for an integer of Python that the dtype can't hold.
+    """
+    value = initial_value() if callable(initial_value) else initial_value
+    array = np.array(value)
+    if dtype is not None:
+        wanted = np.dtype(_OF_PYTHON.get(dtype) or getattr(dtype, "as_numpy_dtype", dtype))
+    else:
+        wanted = _small(array) if _of_python(value) else array.dtype
+    if not fits(array.dtype, wanted):
+        raise TypeError(f"initial_value has dtype {array.dtype}, not {wanted}: convert it first")
+    given = np.array(value, wanted) if _of_python(value) else array
+    return given.astype(wanted.newbyteorder("="), copy=False)
+
+
+def _of_python(value: Any) -> bool:
+    """Whether it is a number of Python, or made of such alone: NumPy's float64 is a float, too."""
+    if isinstance(value, list | tuple):
+        return all(map(_of_python, value))
+    return type(value) in (bool, float, int)
+
+
+def _small(array: Array) -> np.dtype[Any]:
+    """The dtype that TensorFlow gives such numbers."""
+    if array.dtype.kind == "f":
+        return np.dtype(np.float32)
+    if array.dtype.kind == "i":
+        limits = np.iinfo(np.int32)
+        if limits.min <= array.min() and array.max() <= limits.max:
+            return np.dtype(np.int32)
+    return array.dtype
+
+
+def fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether numbers of one dtype become another's without losing fractions or imaginary parts."""
+    if given.kind == "c":
+        return wanted.kind == "c"
+    return given.kind in "biu" or wanted.kind not in "biu"
