@@ -82,7 +82,7 @@ def _draw_turn(rng, size):
     return turn
 
 
-@fault(60)
+@fault(30)
 def other_arguments(world):
     """A burst of calls: some ranks make other ones, or such as are refused at once.
 

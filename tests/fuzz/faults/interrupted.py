@@ -56,7 +56,7 @@ def _refuses(world, group, text):
         group.comm._engine.broken = RankFailedError("another rank's communicator is broken")
 
 
-@fault(4, least=2)
+@fault(8, least=2)
 def exception_at_a_line(world):
     """An exception at any line of the product."""
     line, kind = int(2 ** world.rng.uniform(0, 9)), world.rng.choice(ALARMS)
@@ -68,7 +68,7 @@ def exception_at_a_line(world):
     return _interrupted(world, interrupt, f"{kind.__name__} at line {line}")
 
 
-@fault(4, least=2)
+@fault(8, least=2)
 def exception_from_a_signal(world):
     """An exception from a signal's handler at any moment of a call."""
     seconds, kind = 10 ** world.rng.uniform(-6, -2.5), world.rng.choice(ALARMS)
