@@ -182,8 +182,8 @@ class Communicator(Group):
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send the array's elements to one rank, which receives them with `recv`.
 
-        After DeadlineExceededError the message is still on its way: the array must not be changed
-        before the same `send`, made again, has returned. It sends nothing twice.
+        After DeadlineExceededError the message is still on its way: don't change the array before
+        the same `send`, made again, has returned, which sends nothing twice.
         """
         self._check_open()
         messages.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
@@ -192,8 +192,7 @@ class Communicator(Group):
         """Receive elements from one rank into `out`, and return it.
 
         Raises ShapeMismatchError where another number of bytes came than `out` holds. After
-        DeadlineExceededError the message that was waited for goes to the next `recv` of the same
-        rank and tag.
+        DeadlineExceededError the message goes to the next `recv` of the same rank and tag.
         """
         self._check_open()
         return messages.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)

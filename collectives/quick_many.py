@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter, setitem
+from operator import attrgetter, itemgetter, setitem
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -42,14 +42,17 @@ class Same:
     """
 
     def __init__(self, arrays: list[Array]) -> None:
-        self._references = [weakref.ref(array) for array in arrays]
+        self._freed: list[Any] = []
+        # Another array may get the number of one that was freed, which is noted before that.
+        self._references = [weakref.ref(array, self._freed.append) for array in arrays]
+        self._numbers = list(map(id, arrays))
         self._dtypes, self._shapes = list(map(_dtypes, arrays)), list(map(_shapes, arrays))
 
     def fits(self, arrays: list[Any]) -> bool:
         """Whether these are the same objects, of the same dtypes and shapes as then."""
         return (
-            len(arrays) == len(self._references)
-            and all(map(is_, [reference() for reference in self._references], arrays))
+            not self._freed
+            and list(map(id, arrays)) == self._numbers
             and list(map(_dtypes, arrays)) == self._dtypes
             and list(map(_shapes, arrays)) == self._shapes
         )
