@@ -152,8 +152,8 @@ def test_a_mirrored_variable_counts_once_per_replica(strategy):
         variable = Variable([1.0, 2.0])
         total = strategy.reduce("sum", {"v": variable}, axis=None)["v"]
     size = strategy.num_replicas_in_sync
-    same(total, [1.0 * size, 2.0 * size])
-    same(strategy.reduce("mean", variable, axis=0), 1.5)
+    same(total, [1.0 * size, 2.0 * size], np.float32)
+    same(strategy.reduce("mean", variable, axis=0), 1.5, np.float32)
 
 
 # --- what is refused -----------------------------------------------------------------------------
