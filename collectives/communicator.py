@@ -278,9 +278,8 @@ class Communicator(Group):
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last 256 calls of every rank, on one clock, to a file on rank 0. Collective.
 
-        It is JSON for chrome://tracing or ui.perfetto.dev: a process for each rank, with a thread
-        for its blocking calls and one for its asynchronous ones. Every rank raises the OSError of a
-        file that can't be written.
+        It is JSON for chrome://tracing or ui.perfetto.dev: a process for each rank, a thread each
+        for blocking and asynchronous calls. A file that can't be written: OSError on every rank.
         """
         self._run(trace(path, [] if self._progress is None else self._progress.entries()))
 
