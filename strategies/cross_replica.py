@@ -100,7 +100,10 @@ def _goes_at_once(given: Sequence[Any], arrays: Sequence[Any]) -> bool:
 
 def _seen(leaf: Any) -> Array:
     """An array of the host as NumPy, one on a GPU where it is."""
-    return to_array(leaf) if on_gpu(leaf) else np.asarray(getattr(leaf, "values", leaf))
+    content = leaf.values if isinstance(leaf, IndexedSlices) else leaf
+    # NumPy's own way to a tensor of torch would make its storage unresizable.
+    foreign = hasattr(content, "__dlpack__") and not isinstance(content, np.ndarray)
+    return to_array(content) if foreign or on_gpu(content) else np.asarray(content)
 
 
 def _refuse_gpus(given: Sequence[Any]) -> None:
