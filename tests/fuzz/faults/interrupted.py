@@ -1,7 +1,5 @@
 """Exceptions and signals inside calls."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from collectives import RankFailedError
@@ -18,9 +16,8 @@ def _interrupted(world, interrupt, what):
     broken, and every rank gets an error by its deadline.
     """
     group, rng = world.group(native=False), world.rng
-    plan, odd = world.small(draw(rng, world.size)), rng.randrange(world.size)
-    if plan.algorithm == "native":
-        plan = replace(plan, algorithm=None)
+    plan = world.any_but_native(world.small(draw(rng, world.size)))
+    odd = rng.randrange(world.size)
     for _ in range(rng.randrange(3)):
         world.valid_call(group, plan, what="before an interruption")
     group.comm.deadline = 2 * SHORT
