@@ -18,7 +18,7 @@ from tests.fuzz.world import PATIENT, SHORT, Outcome
 STOP_SECONDS = 0.05
 
 
-@fault(6, least=2)
+@fault(5, least=2)
 def skipped(world):
     """Some ranks skip a call: the others' error names them; the next call is right."""
     group, rng = world.group(), world.rng
@@ -58,7 +58,7 @@ def late(world):
     return 1
 
 
-@fault(4, least=2)
+@fault(2, least=2)
 def too_late(world):
     """One rank comes after the others' deadline, and they make the call again: it is right."""
     group, rng = world.group(), world.rng
