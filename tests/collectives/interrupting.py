@@ -79,9 +79,9 @@ def share_memory(monkeypatch):
     lock, made = threading.Lock(), {}
 
     def share(self, nbytes, count=None):
-        self.shares = getattr(self, "shares", 0) + 1
+        self.times_shared = getattr(self, "times_shared", 0) + 1
         with lock:
-            key = (self._switchboard, self._world, self.shares)
+            key = (self._switchboard, self._world, self.times_shared)
             if key not in made:
                 made[key] = [memoryview(bytearray(nbytes)) for _ in range(count or self.size)]
             return made[key]
