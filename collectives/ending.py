@@ -27,6 +27,9 @@ class Closable(Protocol):
     def deadline(self) -> float | None:
         """How long it may wait for the others."""
 
+    def finish(self) -> None:
+        """Do what other ranks may still wait for."""
+
     def leave(self, seconds: float) -> bool:
         """Close it; False if the others did not do so within that time."""
 
@@ -83,6 +86,17 @@ def _close_all() -> None:
         seconds = max(_SHORTEST_TURN, turn)
     complete_all()
     _prepare()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """Do what is due, before `_close_all`, which also follows where this raises.
+
+    Not after an exception that nobody caught: it may keep this rank from what the others wait for.
+    """
+    if not hasattr(sys, "last_value"):
+        for group in list(reversed(_open.values())):
+            group.finish()
 
 
 def _begin_child() -> None:

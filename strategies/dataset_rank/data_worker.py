@@ -165,6 +165,7 @@ class DatasetWorker:
             raise RuntimeError(f"rank {self._ranks.rank} is a data task: it calls serve()")
         if self._agreed:
             return iter(self._together)
+        self._end_loop()
         batches = self._strategy.loop_over(self._next_epoch())
         # No more than a weak reference: a loop that is left by `break` lets its batches go.
         self._loop = weakref.ref(batches)
@@ -184,11 +185,14 @@ class DatasetWorker:
         `break`, until the other training ranks have left theirs. A rank that ends without it has
         closed thereby.
         """
+        self._end_loop()
+        self._strategy.leave_loops()
+        self._take_no_more()
+
+    def _end_loop(self) -> None:
         loop = self._loop()
         if loop is not None:
             loop.close()
-        self._strategy.leave_loops()
-        self._take_no_more()
 
     def _take_no_more(self) -> None:
         if self._servers:

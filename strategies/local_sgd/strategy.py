@@ -26,7 +26,7 @@ from strategies.contexts import require_cross_replica
 from strategies.input import InputContext, InputOptions
 from strategies.input.joining import join_batches
 from strategies.local_sgd.averaging import Averaging, ReplicaStorage, Rounds, Told
-from strategies.local_sgd.loops import Loops, Part, Reason
+from strategies.local_sgd.loops import Loops, Part, Reason, without_left
 from strategies.optimizers import Optimizer
 from strategies.strategy import Strategy
 from strategies.variables.indexed_slices import Gradient
@@ -63,10 +63,12 @@ class LocalSGDStrategy(Strategy):
     batches have ended takes part in the others' averagings, in which it counts only where it has
     taken steps since the last one; when all ranks are through they average once more and leave the
     loop with equal values. A rank that leaves the loop by `break` does so in its next call of any
-    kind over `communicator`. Within such a loop no rank may make a collective call that another
-    one, whose batches have ended, doesn't make (CollectiveMismatchError on every rank). Whatever
-    else makes the numbers of steps unequal makes averaging fail (a MismatchError or
-    DeadlineExceededError).
+    kind over `communicator` or the one that it was made from, or when its program ends. A loop
+    whose iterator is kept in a variable is over where the rank synchronizes or saves while others
+    end a round; taking its next batch raises RuntimeError then. Within such a loop no rank may make
+    a collective call that another one, whose batches have ended, doesn't make
+    (CollectiveMismatchError on every rank). Whatever else makes the numbers of steps unequal makes
+    averaging fail (a MismatchError or DeadlineExceededError).
 
     Read outside of `run`, a variable has this rank's own value: call `synchronize` at the end of
     training. `reduce` and `gather` work over all ranks. Assignments by or for all replicas change
@@ -110,7 +112,7 @@ class LocalSGDStrategy(Strategy):
         self._keeps_agreed = outer_optimizer is not None
         self._averaging = Averaging(self.communicator, outer_optimizer)
         self._rounds = Rounds(every, seconds)
-        self._loops = Loops(self.communicator, self._average)
+        self._loops = Loops(self.communicator, self.membership.world, self._average)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -143,11 +145,11 @@ class LocalSGDStrategy(Strategy):
     def synchronize(self) -> None:
         """Average now, and begin a new round. Collective; RuntimeError inside `run`."""
         require_cross_replica("LocalSGDStrategy.synchronize")
-        self._average(Part(Reason.SYNCHRONIZE))
+        self._average(Part(Reason.SYNCHRONIZE, self._loops.current))
 
     def settle(self) -> None:
         """Average and begin a new round, where any replica has taken steps since the last one."""
-        self._average(Part(Reason.SAVE))
+        self._average(Part(Reason.SAVE, self._loops.current))
 
     def _average(self, part: Part) -> None:
         """Take part in an averaging, for a reason that all ranks give alike. Collective.
@@ -164,6 +166,9 @@ class LocalSGDStrategy(Strategy):
             self._averaging.average(told, counts)
             self._rounds.begin([proposal for _, _, proposal in told.numbers])
         self._loops.note(parts)
+        if parts[self.communicator.rank].reason is not part.reason:
+            self._loops.leave_all()
+            self._average(Part(part.reason))
 
     def _told_by_all(self, part: Part) -> tuple[Told, list[Part]]:
         waits = not part.reason.in_loop
@@ -171,7 +176,8 @@ class LocalSGDStrategy(Strategy):
         with named_scope(self.communicator, text) if waits else nullcontext():
             self.meet("averaging")
             told = self._averaging.tell(*part, self._rounds.proposal())
-            parts = [Part(Reason(reason), loop) for reason, loop, _ in told.numbers]
+            given = [Part(Reason(reason), loop) for reason, loop, _ in told.numbers]
+            parts = without_left(given)
             if len({each.reason for each in parts if each.reason.in_loop}) > 1:
                 self.meet(_TEXTS.get(part.reason, "the end of a loop"))
         return told, parts

@@ -1,6 +1,7 @@
 """Loops over unequal numbers of batches under LocalSGDStrategy: they end together, and agree."""
 
 import itertools
+import sys
 import time
 from contextlib import contextmanager
 
@@ -226,7 +227,7 @@ def test_a_call_that_only_a_training_rank_makes_is_refused_on_both(comm):
                     reduce_after(model)
 
             match = (
-                r"(?s)rank 0: reduce: all_gather_object.*rank 1: the other ranks' averagings,"
+                r"(?s)rank 0: .*agreeing on reduce.*rank 1: the other ranks' averagings,"
                 r" after the end of this rank's batches: barrier\(averaging\)"
             )
             refusal(CollectiveMismatchError, match, train)
@@ -340,3 +341,126 @@ def test_loops_within_loops_that_are_alike():
 
     first, *others = on_threads(3, body)
     assert others == [first] * 2
+
+
+# --- loops that ranks leave in other ways --------------------------------------------------------
+
+
+def none_taken(data, model):
+    """No batch was taken at all."""
+    for _ in itertools.islice(data, 0):
+        pass
+
+
+def kept(data, model):
+    """The iterator is kept in a variable."""
+    batches = model.kept = iter(data)
+    for step, batch in enumerate(batches):
+        model.run(batch)
+        if step == 1:
+            break
+
+
+def left(data, model):
+    for step, batch in enumerate(data):
+        model.run(batch)
+        if step == 1:
+            break
+
+
+def to_its_end(data, model):
+    for batch in data:
+        model.run(batch)
+
+
+def save_after(model):
+    model.strategy.settle()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("leave", [none_taken, kept, left])
+def test_one_rank_leaves_its_loop_and_all_go_on_together(comm, leave):
+    """The strategy's calls, another loop, and a call of the communicator that it was made from."""
+
+    def parent_after(model):
+        comm.barrier()
+
+    def loop_after(model):
+        to_its_end(data, model)
+
+    before, comm.deadline = comm.deadline, DEADLINE
+    for after in (synchronize_after, save_after, loop_after, parent_after):
+        if leave is kept and after is parent_after:
+            continue  # nothing says that the loop was left
+        strategy = LocalSGDStrategy(2, communicator=comm)
+        model = Model(strategy)
+        make = lambda context: [np.full(2, i) for i in range(6 * comm.size)]  # noqa: E731
+        data = DatasetWorker(strategy, make, agreed=False)
+        for _ in range(2):
+            (to_its_end if comm.rank else leave)(data, model)
+            after(model)
+        values = strategy.communicator.all_gather_object(model.total.numpy().tobytes())
+        assert len(set(values)) == 1, after.__name__
+        if leave is kept and comm.rank == 0:
+            if after is loop_after:
+                assert list(model.kept) == []
+            else:
+                refusal(RuntimeError, "the loop is over on this rank", next, model.kept)
+        strategy.communicator.close()
+    comm.deadline = before
+
+
+def test_ranks_that_synchronize_in_their_loops_stay_in_them():
+    """After the same number of steps; one whose batches have ended takes part."""
+    counts = (2, 4, 6)
+
+    def body(comm):
+        strategy = LocalSGDStrategy(2, communicator=comm)
+        model = Model(strategy)
+        for batch in strategy.loop_over(np.zeros(1) for _ in range(counts[comm.rank])):
+            model.run(batch)
+            strategy.synchronize()
+        return len(model.taken), model.total.numpy().tolist()
+
+    results = on_threads(3, body)
+    assert tuple(count for count, _ in results) == counts
+    assert len({tuple(values) for _, values in results}) == 1
+
+
+ENDING = """
+import sys
+import numpy as np
+import collectives, strategies
+from collectives.uncaught import end_alone
+from strategies.dataset_rank.data_worker import DatasetWorker
+world = collectives.world(deadline=20)
+strategy = strategies.LocalSGDStrategy(2)
+with strategy.scope():
+    value, optimizer = strategies.Variable(np.zeros(2)), strategies.optimizers.SGD(1.0)
+data = DatasetWorker(strategy, lambda context: [np.ones(2)] * 18, agreed=False)
+if world.rank == 0 and sys.argv[1] == "raises":
+    end_alone()
+batches, taken = iter(data) if sys.argv[1] == "kept" else data, 0
+for batch in batches:
+    strategy.run(optimizer.apply_gradients, ([(-batch, value)],))
+    taken += 1
+    if world.rank == 0 and taken == 3:
+        break
+print("took", taken, flush=True)
+if world.rank == 0 and sys.argv[1] == "raises":
+    raise OSError("rank 0 fails after its loop")
+"""
+
+
+@pytest.mark.parametrize("how", ["left", "kept", "raises"])
+def test_a_program_that_ends_after_a_loop_that_one_rank_has_left(how, launch):
+    """The others train to their ends, unless an exception that nobody caught ended it."""
+    ended = launch(3, [sys.executable, "-c", ENDING, how], timeout=60)
+    if how == "raises":
+        assert ended.returncode != 0
+        assert "OSError: rank 0 fails after its loop" in ended.stderr
+        assert "CollectiveMismatchError" in ended.stderr
+        return
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.stdout.count("took 3"), ended.stdout.count("took 6")) == (1, 2)
