@@ -58,6 +58,10 @@ class Framework(ABC):
     def trains(self, thing: Any) -> bool:
         """Whether one of its objects changes by training: frozen ones don't, optimizers do."""
 
+    def is_input(self, thing: Any) -> bool:
+        """Whether it may be reached by `run` though it trains: what gradients are taken for."""
+        return False
+
     def held(self, thing: Any) -> Sequence[Any]:
         """What the object is made of in another framework, and speaks for."""
         return ()

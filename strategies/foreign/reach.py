@@ -44,7 +44,7 @@ def training_within(fn: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> 
             seen[id(thing)] = thing
             if look is _of_framework:
                 framework = framework_of(thing)
-                if framework is not None and framework.trains(thing):
+                if framework and framework.trains(thing) and not framework.is_input(thing):
                     return thing
             elif len(further) <= left:
                 further.extend(look(thing))

@@ -1,14 +1,15 @@
 """What is made in a strategy's scope, and trained while a strategy is in force.
 
-Objects that are made are noted, and judged when the scope is left: by then they may have been
-frozen, and layers that are built later can be told from those without weights. Steps of optimizers
-raise at once.
+Objects that are made are noted by weak references, and those that still exist are judged when the
+scope is left: by then they may have been frozen, and layers that are built later can be told from
+those without weights. Steps of optimizers raise at once.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -24,7 +25,7 @@ class _Here(threading.local):
     """What this thread is in: scopes with what was made in them, and strategies in force."""
 
     def __init__(self) -> None:
-        self.made: list[list[Any]] = []
+        self.made: list[list[weakref.ref[Any]]] = []
         self.in_force: list[str] = []
 
 
@@ -33,7 +34,7 @@ _here = _Here()
 
 def _note(thing: Any) -> None:
     if _here.made:
-        _here.made[-1].append(thing)
+        _here.made[-1].append(weakref.ref(thing))
 
 
 def _refuse_step(optimizer: Any) -> None:
@@ -65,7 +66,7 @@ class StepsRefused:
 
 
 class KeptOut:
-    """A context for a scope: TypeError when it is left, for a model made in it that trains.
+    """A context for a scope: TypeError when it is left, for what was made in it and trains.
 
     An exception that leaves the context is left alone. A framework that was imported within is
     searched for when the context is left, by looking at every object of the program once.
@@ -74,7 +75,7 @@ class KeptOut:
     def __init__(self, strategy: str) -> None:
         self._where = f"scope of {strategy}"
         self._exits = ExitStack()
-        self._made: list[Any] = []
+        self._made: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> None:
         """Begin to note."""
@@ -99,15 +100,26 @@ class KeptOut:
         self._exits.__exit__(kind, error, traceback)
         if kind is not None:
             return
+        if self._training() is None:
+            return
+        gc.collect()  # else what nothing refers to would be there on some ranks only
+        found = self._training()
+        if found is not None:
+            raise refused(found, f"was made in the {self._where}")
+
+    def _training(self) -> Any:
+        """The largest of what was made, still exists and trains; None where there is none."""
         imported = [framework for framework in loaded() if framework not in self._known]
-        made = self._made + (_objects_of(imported) if imported else [])
+        made = [thing for reference in self._made if (thing := reference()) is not None]
+        made += _objects_of(imported) if imported else []
         by_framework = [(framework_of(thing), thing) for thing in made]
         held = {id(each) for owner, thing in by_framework if owner for each in owner.held(thing)}
         for framework in loaded():
             own = [thing for owner, thing in by_framework if owner is framework]
             training = [each for each in own if id(each) not in held and framework.trains(each)]
             if training:
-                raise refused(max(training, key=framework.extent), f"was made in the {self._where}")
+                return max(training, key=framework.extent)
+        return None
 
 
 def _objects_of(frameworks: Sequence[Framework | None]) -> list[Any]:

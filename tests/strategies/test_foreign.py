@@ -1,6 +1,7 @@
 """Models of frameworks are refused where several ranks would train them apart."""
 
 import functools
+import gc
 import sys
 import threading
 import timeit
@@ -141,6 +142,24 @@ def test_what_is_frozen_when_the_scope_is_left_may_be_made_in_it(imagined):
     assert in_scopes(body) == ["net", "net"]
 
 
+def test_what_is_gone_when_the_scope_is_left_may_have_been_made_in_it(imagined):
+    """Though the garbage collector hasn't yet come to it."""
+
+    def body(strategy):
+        gc.disable()
+        try:
+            with strategy.scope():
+                initial = len(Model("temporary").name)
+                circular = Model("circular")
+                circular.itself = circular
+                del circular
+                return initial
+        finally:
+            gc.enable()
+
+    assert in_scopes(body) == [9, 9]
+
+
 def test_the_largest_is_named(imagined):
     def body(strategy):
         return refusal(TypeError, "Model 'largest'", made_in_scope, strategy, "a", "largest", "b")
@@ -210,11 +229,12 @@ def test_a_strategy_put_in_force_without_a_scope(imagined):
     def body(strategy):
         experimental_set_strategy(strategy)
         try:
-            Model("net")
+            kept = Model("net")
             refusal(TypeError, STEPPED.format("scope of " + SYNCED), Optimizer().step)
         finally:
             text = refusal(TypeError, MADE.format(SYNCED), experimental_set_strategy, None)
         assert not strategies.has_strategy()
+        assert not kept.frozen
         Optimizer().step()
         return text
 
