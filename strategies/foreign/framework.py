@@ -79,7 +79,7 @@ class Framework(ABC):
         """Have `refuse` called with every optimizer before it changes variables."""
 
     def watch_creation(self, note: Note) -> Undo:
-        """Have `note` called with whatever is made that might train, in any thread."""
+        """Have `note` called with models, layers and variables as they are made, in any thread."""
         return lambda: None
 
     def creation_noted(self, note: Note) -> AbstractContextManager[Any]:

@@ -2,7 +2,8 @@
 
 Objects that are made are noted by weak references, and those that still exist are judged when the
 scope is left: by then they may have been frozen, and layers that are built later can be told from
-those without weights. Steps of optimizers raise at once.
+those without weights. Steps of optimizers raise at once. Not noted are parameters of torch outside
+of every module.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from strategies.foreign.framework import Framework
 from strategies.foreign.known import framework_of, loaded
-from strategies.foreign.refusal import refused
+from strategies.foreign.refusal import refused_here
 from strategies.foreign.watches import Watches
 
 
@@ -26,7 +27,7 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.made: list[list[weakref.ref[Any]]] = []
-        self.in_force: list[str] = []
+        self.in_force: list[tuple[str, int]] = []
 
 
 _here = _Here()
@@ -39,7 +40,8 @@ def _note(thing: Any) -> None:
 
 def _refuse_step(optimizer: Any) -> None:
     if _here.in_force:
-        raise refused(optimizer, f"was to change variables inside the {_here.in_force[-1]}")
+        where, rank = _here.in_force[-1]
+        raise refused_here(optimizer, f"was to change variables inside the {where}", rank)
 
 
 _steps = Watches(lambda framework: framework.watch_steps(_refuse_step))
@@ -51,8 +53,8 @@ class StepsRefused:
 
     __slots__ = ("_known", "_where")
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, where: str, rank: int) -> None:
+        self._where = where, rank
 
     def __enter__(self) -> None:
         """Begin."""
@@ -72,8 +74,8 @@ class KeptOut:
     searched for when the context is left, by looking at every object of the program once.
     """
 
-    def __init__(self, strategy: str) -> None:
-        self._where = f"scope of {strategy}"
+    def __init__(self, strategy: str, rank: int) -> None:
+        self._where, self._rank = f"scope of {strategy}", rank
         self._exits = ExitStack()
         self._made: list[weakref.ref[Any]] = []
 
@@ -81,7 +83,7 @@ class KeptOut:
         """Begin to note."""
         self._known = loaded()
         with ExitStack() as entered:
-            entered.enter_context(StepsRefused(self._where))
+            entered.enter_context(StepsRefused(self._where, self._rank))
             _creation.enter(self._known)
             entered.callback(_creation.leave, self._known)
             for framework in self._known:
@@ -105,7 +107,7 @@ class KeptOut:
         gc.collect()  # else what nothing refers to would be there on some ranks only
         found = self._training()
         if found is not None:
-            raise refused(found, f"was made in the {self._where}")
+            raise refused_here(found, f"was made in the {self._where}", self._rank)
 
     def _training(self) -> Any:
         """The largest of what was made, still exists and trains; None where there is none."""
