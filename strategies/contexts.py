@@ -245,7 +245,9 @@ def scope_of(strategy: Strategy) -> Iterator[None]:
 
 def foreign_kept_out(strategy: Strategy) -> AbstractContextManager[None]:
     """A context that raises TypeError for a framework's model made in it, where ranks train it."""
-    return nullcontext() if strategy.trains_alone else foreign.KeptOut(type(strategy).__name__)
+    if strategy.trains_alone:
+        return nullcontext()
+    return foreign.KeptOut(type(strategy).__name__, strategy.communicator.rank)
 
 
 def call_as_replica(
@@ -259,7 +261,8 @@ def call_as_replica(
     with entered(strategy, replica):
         if not foreign.any_loaded() or strategy.trains_alone:
             return fn(*args, **kwargs)
-        return foreign.call_guarded(type(strategy).__name__, fn, args, kwargs)
+        name, rank = type(strategy).__name__, strategy.communicator.rank
+        return foreign.call_guarded(name, rank, fn, args, kwargs)
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:

@@ -6,20 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strategies.foreign.reach import training_within
-from strategies.foreign.refusal import refused
+from strategies.foreign.refusal import refused_here
 from strategies.foreign.scope import StepsRefused
 
 
 def call_guarded(
-    strategy: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: str,
+    rank: int,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Call the function, if neither it nor its arguments hold what would train apart.
 
-    Raises TypeError otherwise, and where it makes a foreign optimizer's step by other ways.
+    `rank` is this one's in the strategy's communicator. Raises TypeError otherwise, and where the
+    function makes a foreign optimizer's step by other ways.
     """
     where = f"run of {strategy}"
     found = training_within(fn, args, kwargs)
     if found is not None:
-        raise refused(found, f"is reached by what {where} calls")
-    with StepsRefused(where):
+        raise refused_here(found, f"is reached by what {where} calls", rank)
+    with StepsRefused(where, rank):
         return fn(*args, **kwargs)

@@ -58,6 +58,10 @@ class Framework(ABC):
     def trains(self, thing: Any) -> bool:
         """Whether one of its objects changes by training: frozen ones don't, optimizers do."""
 
+    def is_input(self, thing: Any) -> bool:
+        """Whether it may be reached by `run` though it trains: what gradients are taken for."""
+        return False
+
     def held(self, thing: Any) -> Sequence[Any]:
         """What the object is made of in another framework, and speaks for."""
         return ()
@@ -75,7 +79,7 @@ class Framework(ABC):
         """Have `refuse` called with every optimizer before it changes variables."""
 
     def watch_creation(self, note: Note) -> Undo:
-        """Have `note` called with whatever is made that might train, in any thread."""
+        """Have `note` called with models, layers and variables as they are made, in any thread."""
         return lambda: None
 
     def creation_noted(self, note: Note) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from collectives.uncaught import raised_on_all
 from strategies.foreign.framework import Framework
 from strategies.foreign.known import framework_of
 
@@ -20,6 +21,14 @@ def refused(thing: Any, what: str) -> TypeError:
         f" since strategies keep only strategies.Variable in step; adapters for {framework.name}"
         f" are not there yet.\n  Instead: {framework.instead}.{reading}"
     )
+
+
+def refused_here(thing: Any, what: str, rank: int) -> TypeError:
+    """As `refused`, found on this rank by itself, which all ranks do that run the same program.
+
+    `rank` is this one's number in the strategy's communicator. Rank 0 shows the traceback.
+    """
+    return raised_on_all(refused(thing, what), rank)
 
 
 def refused_for_variable(thing: Any, position: int) -> TypeError | None:

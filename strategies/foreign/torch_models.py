@@ -28,6 +28,11 @@ class Torch(Framework):
             return bool(thing.requires_grad and thing.is_leaf)
         return True
 
+    def is_input(self, thing: Any) -> bool:
+        """Leaves that are no parameters: a copy of a strategy's variable, for torch.autograd."""
+        parameter = self.find("nn.Parameter")
+        return isinstance(thing, self.find("Tensor")) and not isinstance(thing, parameter)
+
     def extent(self, thing: Any) -> int:
         """The number of parameters."""
         return len(list(thing.parameters())) if isinstance(thing, self.find("nn.Module")) else 0

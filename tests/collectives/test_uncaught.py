@@ -56,6 +56,22 @@ ALIKE = {
 }
 
 
+# As of a framework that strategies refuse.
+FOREIGN = """
+import strategies
+from strategies.foreign import known
+from tests.strategies import imagined_framework as imagined
+known.FRAMEWORKS, known._MODULES = (imagined.Imagined(),), frozenset(["imagined"])
+imagined.load()
+strategy, model = strategies.MultiWorkerMirroredStrategy(), None
+"""
+for way, use in {
+    "scope": "with strategy.scope(): model = imagined.Model('net')",
+    "run": "model = imagined.Model('net')\nstrategy.run(lambda: model)",
+    "step": "strategy.run(lambda: imagined.Optimizer().step())",
+}.items():
+    ALIKE[f"a model in {way}"] = FOREIGN + use, "TypeError: the Imagined ", (0, 1, 2)
+
 LEFT = re.compile(r"^rank (\d): (.*) \(raised on all ranks: rank \d of the .*\)$", re.MULTILINE)
 
 

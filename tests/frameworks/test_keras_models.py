@@ -139,6 +139,17 @@ def fails(strategy):
         raise KeyError("mine")
 
 
+def test_a_temporary_layer_for_initial_values(keras, strategy):
+    def initial():
+        layer = keras.layers.Dense(2)
+        layer.build((None, 3))
+        return Variable(np.zeros(layer.kernel.shape))
+
+    with strategy.scope():
+        variable = initial()
+    assert variable.shape == (3, 2)
+
+
 def test_a_constructor_that_fails(keras, strategy):
     with strategy.scope():
         refusal(ValueError, "units", keras.layers.Dense, -1)

@@ -48,10 +48,31 @@ def test_what_does_not_train(torch, strategy, what):
 def test_leaves_that_require_gradients_and_batches(torch, strategy):
     leaf, batch = torch.zeros(3, requires_grad=True), torch.ones(3)
     derived = leaf * 2
-    refusal(TypeError, "^the torch Tensor is reached", strategy.run, lambda: leaf)
+    parameter = torch.nn.Parameter(leaf)
+    refusal(TypeError, "^the torch Parameter is reached", strategy.run, lambda: parameter)
     loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
     read = strategy.run(lambda given: [len(loader), derived.sum().item(), *given.tolist()], [batch])
     assert read == [2, 0, 1, 1, 1]
+    refusal(TypeError, "^leaves/0 is the torch Tensor", Checkpoint, leaves=[leaf])
+
+
+def test_autograd_for_a_strategys_variable(torch, strategy):
+    with strategy.scope():
+        variable = Variable(np.ones(2, np.float32))
+    optimizer = optimizers.SGD(0.25)
+
+    def step(leaf):
+        (gradient,) = torch.autograd.grad((leaf**2).sum(), [leaf])
+        optimizer.apply_gradients([(gradient.numpy(), variable)])
+
+    strategy.run(step, [torch.tensor(variable.numpy(), requires_grad=True)])
+    np.testing.assert_array_equal(variable, [0.5, 0.5])
+
+
+def test_a_temporary_layer_for_initial_values(torch, strategy):
+    with strategy.scope():
+        variable = Variable(torch.nn.Linear(3, 2).weight.detach().numpy())
+    assert variable.shape == (2, 3)
 
 
 def test_a_step_is_refused_wherever_the_optimizer_comes_from(torch, strategy):

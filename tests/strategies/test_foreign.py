@@ -1,7 +1,11 @@
 """Models of frameworks are refused where several ranks would train them apart."""
 
 import functools
+import gc
+import sys
 import threading
+import timeit
+from collections import deque
 
 import numpy as np
 import pytest
@@ -138,6 +142,24 @@ def test_what_is_frozen_when_the_scope_is_left_may_be_made_in_it(imagined):
     assert in_scopes(body) == ["net", "net"]
 
 
+def test_what_is_gone_when_the_scope_is_left_may_have_been_made_in_it(imagined):
+    """Though the garbage collector hasn't yet come to it."""
+
+    def body(strategy):
+        gc.disable()
+        try:
+            with strategy.scope():
+                initial = len(Model("temporary").name)
+                circular = Model("circular")
+                circular.itself = circular
+                del circular
+                return initial
+        finally:
+            gc.enable()
+
+    assert in_scopes(body) == [9, 9]
+
+
 def test_the_largest_is_named(imagined):
     def body(strategy):
         return refusal(TypeError, "Model 'largest'", made_in_scope, strategy, "a", "largest", "b")
@@ -207,11 +229,12 @@ def test_a_strategy_put_in_force_without_a_scope(imagined):
     def body(strategy):
         experimental_set_strategy(strategy)
         try:
-            Model("net")
+            kept = Model("net")
             refusal(TypeError, STEPPED.format("scope of " + SYNCED), Optimizer().step)
         finally:
             text = refusal(TypeError, MADE.format(SYNCED), experimental_set_strategy, None)
         assert not strategies.has_strategy()
+        assert not kept.frozen
         Optimizer().step()
         return text
 
@@ -282,6 +305,24 @@ def decorated(function):
     return wrapper
 
 
+class Settings:
+    net = Model("shared")
+
+
+class Derived(Settings):
+    pass
+
+
+def uses_class():
+    return Settings.net
+
+
+def uses_module():
+    return this.GLOBAL
+
+
+this = sys.modules[__name__]
+
 REACHING = {
     "argument": ("x", lambda batch: batch, [Model("x")]),
     "nested argument": ("x", lambda batch: batch, [{"a": (0, [Model("x")])}]),
@@ -298,6 +339,10 @@ REACHING = {
     "partial": ("x", functools.partial(Trainer.step, Trainer(Model("x"))), []),
     "partial's function": ("global", functools.partial(uses_global, 1), []),
     "decorated": ("global", decorated(uses_global), []),
+    "a class's attribute": ("shared", uses_class, []),
+    "the class of an object": ("shared", lambda given: given.net, [Derived()]),
+    "deque": ("x", lambda given: given[0], [deque([Model("x")])]),
+    "a module's attribute": ("global", uses_module, []),
     "the model itself": ("x", Model("x"), []),
 }
 
@@ -328,6 +373,40 @@ def test_what_is_not_reached(imagined):
     assert training_within(step, arguments, {"x": Variable(1.0)}) is None
     assert training_within(waits, [], {}) is None
     never = 0
+
+
+# Their names are attributes of other objects in the functions below.
+net, elements = Model("unrelated"), [Model("unrelated")]
+
+
+def attributes(given):
+    elements = given.elements
+    given.net = elements
+    return np.sum(given.net), this.unknown.net, [each.net for each in elements]
+
+
+def test_names_of_attributes_are_no_globals(imagined):
+    assert training_within(attributes, [np.ones(3)], {}) is None
+    # Methods that the function doesn't call.
+    assert training_within(lambda given: given, [Uncalled()], {}) is None
+
+
+class Uncalled:
+    def evaluate(self):
+        return GLOBAL
+
+
+def test_large_data_costs_little(imagined):
+    """Of what is too far away nothing is looked at, in whichever order a set gives it."""
+    data = [[Slotted(number) for number in range(64)] for _ in range(64)]
+    seconds = min(timeit.repeat(lambda: training_within(lambda: data, [], {}), number=1, repeat=50))
+    assert seconds < 1e-3  # about 50 µs, and more than 10 ms if all were looked at
+    far = {Slotted(Slotted(number)) for number in range(63)} | {Slotted(Slotted(Model("far")))}
+    wide = [far, *({Slotted(Slotted(number)) for number in range(64)} for _ in range(9))]
+    large = {Model(str(number)) for number in range(65)}  # ranks would see other ones first
+    for too_much in (wide, large):
+        assert training_within(lambda given=too_much: given, [], {}) is None
+    assert training_within(lambda: far, [], {}).name == "far"
 
 
 def test_run_says_nothing_of_what_it_may_call(imagined):
