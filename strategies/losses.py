@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.contexts import get_strategy, in_cross_replica_context
+from strategies.refusals import WrongContextError
 
 
 def _require_replica_context(what: str) -> None:
     if in_cross_replica_context():
-        raise RuntimeError(f"{what} must be called as a replica, inside `run`")
+        raise WrongContextError(f"{what} must be called as a replica, inside `run`")
 
 
 def compute_average_loss(
