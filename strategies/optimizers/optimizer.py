@@ -32,7 +32,8 @@ Array = NDArray[Any]
 class Optimizer(ABC):
     """Base of the optimizers.
 
-    learning_rate: a number, or a function of the step's number, from 0, called once a step.
+    learning_rate: a number, or a function of the step's number, from 0, called at least once a
+    step.
     clipnorm, global_clipnorm: the largest norm of each gradient, or of all together; longer ones
     are scaled down, as in Keras: the sums over the replicas, the same bits on all of them. Where
     each replica takes steps of its own (ParameterServerStrategy, LocalSGDStrategy), its own
