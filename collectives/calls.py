@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from collectives.agreement import Agreement
-from collectives.errors import DeadlineExceededError, RankFailedError, is_in_step
+from collectives.errors import DeadlineExceededError, RankFailedError, UnusableError, is_in_step
 from collectives.watchdog import Watchdog
 
 Result = TypeVar("Result")
@@ -71,8 +71,8 @@ class Calls:
         if self.agreement is not None and not waited:
             self.agreement.end()
 
-    def refusal(self) -> RuntimeError:
+    def refusal(self) -> UnusableError:
         """Why no call can be made any more."""
         known = isinstance(self.broken, RuntimeError)
         reason = self.broken if known else f"{self.broken!r} ended a call of this rank"
-        return RuntimeError(f"the communicator can't go on: {reason}")
+        return UnusableError(f"the communicator can't go on: {reason}")

@@ -93,6 +93,10 @@ class RankFailedError(CollectiveError):
     """A peer died, or an exception ended its thread or one of its calls."""
 
 
+class UnusableError(RuntimeError):
+    """The communicator is closed or can't go on: no call was begun. No part of the interface."""
+
+
 class LaunchError(CollectiveError):
     """The launcher started several processes, but MPI sees one; the message says what to type."""
 

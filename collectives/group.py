@@ -11,7 +11,12 @@ from collectives.backends import check_backend, transport_over
 from collectives.devices.backend import Devices
 from collectives.due import Due
 from collectives.engine import Engine
-from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError
+from collectives.errors import (
+    CollectiveError,
+    DeadlineExceededError,
+    MismatchError,
+    UnusableError,
+)
 from collectives.handles import Handle, Progress, run_at_once
 from collectives.mailbox import Mailbox
 from collectives.operations import Operation, nodes
@@ -259,7 +264,7 @@ class Group(Due):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the communicator is closed")
+            raise UnusableError("the communicator is closed")
         if self._engine.broken is not None:
             raise self._engine.refusal()
         self._do_what_is_due()

@@ -1,12 +1,24 @@
-"""Attributes of options: only those that a class declares, so that a misspelt one is no option."""
+"""Attributes of options: only those that a class declares, so that a misspelt one is no option.
+
+A subclass declares its own by annotations in the class, as a dataclass does.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
 """By an attribute's name what makes its value of a given one, or raises."""
+
+
+def declared(kind: type) -> list[str]:
+    """The names of the attributes that a class of options and its bases annotate."""
+    classes = reversed(kind.__mro__)
+    names = dict.fromkeys(name for each in classes for name in inspect.get_annotations(each))
+    names.pop("checks", None)
+    return list(names)
 
 
 def refuse_unknown(owner: object, name: str, allowed: Iterable[str]) -> NoReturn:
@@ -29,16 +41,17 @@ class CheckedAttributes:
     checks: ClassVar[Checks]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.checks:
-            refuse_unknown(self, name, self.checks)
-        object.__setattr__(self, name, self.checks[name](value))
+        check = self.checks.get(name)
+        if check is None and name not in declared(type(self)):
+            refuse_unknown(self, name, declared(type(self)))
+        object.__setattr__(self, name, check(value) if check else value)
 
 
 class FixedAttributes:
     """Base of dataclasses of options that can't be changed: each attribute is set once."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        allowed = type(self).__annotations__
+        allowed = declared(type(self))
         if name in vars(self) or name not in allowed:
             refuse_change(self, name, allowed)
         object.__setattr__(self, name, value)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from collectives import Communicator, MismatchError
 from collectives.arrays import to_array
 from collectives.devices.cuda import on_gpu
+from collectives.tensors import refuse_lost_gradient
 from strategies import nest, values
 from strategies.consensus import Report, agree, explained
 from strategies.reduce_op import ReduceOp, as_reduce_op
@@ -101,9 +102,10 @@ def _goes_at_once(given: Sequence[Any], arrays: Sequence[Any]) -> bool:
 def _seen(leaf: Any) -> Array:
     """An array of the host as NumPy, one on a GPU where it is."""
     content = leaf.values if isinstance(leaf, IndexedSlices) else leaf
-    # NumPy's own way to a tensor of torch would make its storage unresizable.
-    foreign = hasattr(content, "__dlpack__") and not isinstance(content, np.ndarray)
-    return to_array(content) if foreign or on_gpu(content) else np.asarray(content)
+    if not on_gpu(content):
+        return values.as_array(content, "value")
+    refuse_lost_gradient(content, "value")
+    return to_array(content, "value")
 
 
 def _refuse_gpus(given: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from collectives.transports.local import alone
 from strategies import contexts, values
 from strategies.input import InputContext, InputOptions
 from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.refusals import WrongContextError
 from strategies.strategy import Strategy
 
 
@@ -21,7 +22,9 @@ class DefaultStrategy(Strategy):
     def scope(self) -> AbstractContextManager[None]:
         """Change nothing; RuntimeError inside another strategy's scope."""
         if contexts.has_strategy():
-            raise RuntimeError("Must not nest strategy scopes: the default strategy's is outermost")
+            raise WrongContextError(
+                "Must not nest strategy scopes: the default strategy's is outermost"
+            )
         return nullcontext()
 
     def run(

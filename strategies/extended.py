@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from strategies import contexts, values
 from strategies.cross_replica import reduce_nest
 from strategies.reduce_op import ReduceOp
@@ -73,7 +71,7 @@ class StrategyExtended:
         """The first replica's array, of equal shape and dtype on all, for all. Collective."""
         self._require("broadcast_to")
         with RefusedTogether(self._strategy.communicator, "broadcast_to"):
-            return self._strategy.first_of(np.asarray(values.local(tensor)))
+            return self._strategy.first_of(values.as_array(values.local(tensor), "tensor"))
 
     def update(
         self,

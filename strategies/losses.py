@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.contexts import get_strategy, in_cross_replica_context
+from strategies.refusals import WrongContextError
+from strategies.values import as_array
 
 
 def _require_replica_context(what: str) -> None:
     if in_cross_replica_context():
-        raise RuntimeError(f"{what} must be called as a replica, inside `run`")
+        raise WrongContextError(f"{what} must be called as a replica, inside `run`")
 
 
 def compute_average_loss(
@@ -31,7 +33,7 @@ def compute_average_loss(
     axis, weights that don't fit or a negative size, TypeError for a size that isn't an integer.
     """
     _require_replica_context("compute_average_loss")
-    losses = np.asarray(per_example_loss)
+    losses = as_array(per_example_loss, "per_example_loss")
     if losses.ndim == 0:
         raise ValueError("per_example_loss is a single number: must have one loss per example")
     if sample_weight is not None:
@@ -55,7 +57,8 @@ def _checked_size(global_batch_size: Any) -> int:
 
 def broadcast_weights(sample_weight: Any, losses: NDArray[Any]) -> NDArray[Any]:
     """One weight for each loss: missing trailing axes are added, those of length one dropped."""
-    weights = np.asarray(sample_weight, None if losses.dtype.kind in "biu" else losses.dtype)
+    dtype = None if losses.dtype.kind in "biu" else losses.dtype
+    weights = as_array(sample_weight, "sample_weight", dtype)
     while weights.ndim > losses.ndim and weights.shape[-1] == 1:
         weights = weights[..., 0]
     missing = losses.ndim - weights.ndim
@@ -74,5 +77,5 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     Raises RuntimeError in cross-replica context.
     """
     _require_replica_context("scale_regularization_loss")
-    loss = np.asarray(regularization_loss)
+    loss = as_array(regularization_loss, "regularization_loss")
     return loss.sum(dtype=loss.dtype) / loss.dtype.type(get_strategy().num_replicas_in_sync)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from collectives.scopes import named_scope
 from strategies.losses import broadcast_weights
+from strategies.values import as_array
 from strategies.variables.variable import (
     Variable,
     VariableAggregation,
@@ -94,7 +95,7 @@ class Sum(Metric):
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add values of any shape; weights as in `Mean`. Empty batches change nothing."""
-        array = np.asarray(values, np.float64)
+        array = as_array(values, "values", np.float64)
         if sample_weight is not None:
             array = array * broadcast_weights(sample_weight, array)
         self.total.assign_add(array.sum())
@@ -116,7 +117,7 @@ class _Average(Metric):
         return [self.total, self.count]
 
     def _take_in(self, values: Any, sample_weight: Any) -> None:
-        array = np.asarray(values, np.float64)
+        array = as_array(values, "values", np.float64)
         if array.size and sample_weight is not None and not np.ndim(sample_weight):
             array = array.mean()
         weights = broadcast_weights(1.0 if sample_weight is None else sample_weight, array)
@@ -155,7 +156,8 @@ class Accuracy(_Average):
 
         Raises ValueError for other shapes. Weights as in `Mean`.
         """
-        true, predicted = _of_one_shape(np.asarray(labels), np.asarray(predictions))
+        given = as_array(labels, "labels"), as_array(predictions, "predictions")
+        true, predicted = _of_one_shape(*given)
         self._take_in(true == predicted, sample_weight)
 
 
@@ -168,10 +170,10 @@ class SparseCategoricalAccuracy(_Average):
         Axes between are allowed in both. Of equal predictions the first counts. Raises ValueError
         for other shapes. Weights as in `Mean`.
         """
-        scores = np.asarray(predictions)
+        scores = as_array(predictions, "predictions")
         if not scores.ndim or not scores.shape[-1]:
             raise ValueError(f"predictions have shape {scores.shape}: must end with the classes")
-        true, predicted = _of_one_shape(np.asarray(labels), scores.argmax(axis=-1))
+        true, predicted = _of_one_shape(as_array(labels, "labels"), scores.argmax(axis=-1))
         self._take_in(true == predicted, sample_weight)
 
 

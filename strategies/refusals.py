@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from collectives import Communicator
+from collectives import BackendUnavailableError, CollectiveError, Communicator
+from collectives.errors import UnusableError, is_in_step
 from collectives.uncaught import raised_on_all
+
+
+class WrongContextError(RuntimeError):
+    """A call in a context where it isn't allowed: all ranks run the same program, and raise it.
+
+    No part of the interface, where it is a RuntimeError.
+    """
 
 
 class RefusedTogether:
     """A context for checks that come before a collective call, which the other ranks make.
 
-    Where a check raises an ordinary error (TypeError, ValueError, …) on this rank, the rank meets
-    the others in another call than theirs, so that none of them waits for it: all raise the same
-    MismatchError, in which this rank's own error stands. Where all ranks raise the same,
-    it is raised as it is. Without an error it costs nothing: what the call is, the parts of its
-    name, is only then put into words. communicator None: checks by oneself.
+    Where a check raises an error that this rank alone may have, the rank makes another call than
+    the others, so that none of them waits for it: all raise the same MismatchError, which has this
+    rank's own error in its text. Where all ranks raise the same, it is raised as it is. Without an
+    error it costs nothing: the call's name is joined from its parts only then. communicator None:
+    checks of this rank alone.
     """
 
     __slots__ = ("_communicator", "_what")
@@ -32,12 +40,22 @@ class RefusedTogether:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tell the others, except of what all ranks have alike.
-
-        Such are the errors of collectives, and those of the wrong context: RuntimeErrors.
-        """
-        shared = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-        if self._communicator is not None and isinstance(error, Exception) and not shared:
-            name = ".".join(map(str, self._what))
+        """Tell the others, except of what all ranks have alike or learn otherwise."""
+        if self._communicator is None or not isinstance(error, Exception) or _is_shared(error):
+            return
+        name = ".".join(map(str, self._what))
+        try:
             self._communicator.barrier(f"{name} refused by {type(error).__name__}: {error}")
-            raised_on_all(error, self._communicator.rank)
+        except UnusableError:
+            return  # The error itself ended the communicator, and so the others' calls.
+        raised_on_all(error, self._communicator.rank)
+
+
+def _is_shared(error: Exception) -> bool:
+    """Whether all ranks raise the error, or the others can't be told of it.
+
+    A missing library for GPUs is the only error of collectives that one rank finds by itself.
+    """
+    if is_in_step(error) or isinstance(error, UnusableError | WrongContextError):
+        return True
+    return isinstance(error, CollectiveError) and not isinstance(error, BackendUnavailableError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from strategies.attributes import refuse_change
+from strategies.attributes import declared, refuse_change
 
 
 class RunOptions(NamedTuple):
@@ -18,4 +18,7 @@ class RunOptions(NamedTuple):
     experimental_xla_options: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_change(self, name, self._fields)
+        allowed = declared(type(self))
+        if name in self._fields or name not in allowed or name in vars(self):
+            refuse_change(self, name, allowed)
+        object.__setattr__(self, name, value)

@@ -10,6 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arrays import to_numpy
+from collectives.devices.cuda import on_gpu
+from collectives.tensors import refuse_lost_gradient
 from strategies import nest
 
 
@@ -45,3 +51,18 @@ def local(value: Any) -> Any:
 
 def _unwrapped(leaf: Any) -> Any:
     return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
+
+
+def as_array(value: Any, name: str, dtype: Any = None) -> NDArray[Any]:
+    """What was given as `name`, as NumPy, sharing its memory where that is possible.
+
+    Tensors of torch keep their storages resizable, which NumPy's own way to them would end. Raises
+    ValueError for one that requires grad, TypeError for what lies on another device than the CPU.
+    """
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return np.asarray(value, dtype)
+    refuse_lost_gradient(value, name)
+    if on_gpu(value):
+        kind = type(value).__name__
+        raise TypeError(f"{name} is a {kind} on a GPU: must lie on the CPU here")
+    return np.asarray(to_numpy(value, name), dtype)

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 from numpy.typing import NDArray
 
+from strategies.values import as_array
 from strategies.variables.variable import Variable
 
 Array = NDArray[Any]
@@ -107,7 +107,7 @@ class SaveableState(State):
 
     def save(self) -> Mapping[str, Array]:
         """What the object gives."""
-        return {name: np.asarray(each) for name, each in self.saveable.saved_tensors().items()}
+        return {name: as_array(each, name) for name, each in self.saveable.saved_tensors().items()}
 
     def problems(self, tensors: Mapping[str, Array]) -> list[str]:
         """What the object says itself, or where its present tensors differ."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from strategies import nest
 from strategies.input.batches import length_of
 from strategies.input.dataset import Dataset, Place, Transformed
+from strategies.values import as_array
 
 
 def make_numpy_dataset(numpy_input: Any) -> ArraysDataset:
@@ -20,7 +19,7 @@ def make_numpy_dataset(numpy_input: Any) -> ArraysDataset:
     Each element is the nest with one slice along axis 0 of each array. Raises ValueError where
     an array has no axis 0, or their lengths differ.
     """
-    arrays = nest.map_leaves(np.asarray, numpy_input)
+    arrays = nest.map_leaves(lambda leaf: as_array(leaf, "numpy_input"), numpy_input)
     return ArraysDataset(_Numbers(length_of(arrays)), arrays)
 
 

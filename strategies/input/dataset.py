@@ -18,6 +18,7 @@ import numpy as np
 
 from strategies import nest
 from strategies.input.options import Options
+from strategies.values import as_array
 
 Place = tuple[int, ...]  # the numbers of the iteration and of the repeats inside of it
 Self = TypeVar("Self", bound="Dataset")
@@ -231,4 +232,5 @@ def _stacked(rows: list[Any]) -> Any:
     if isinstance(rows[0], int):
         return np.array(rows)
     columns = zip(*map(nest.leaves, rows), strict=True)
-    return nest.pack_like(rows[0], [np.stack([np.asarray(leaf) for leaf in c]) for c in columns])
+    stacks = [np.stack([as_array(leaf, "an element") for leaf in column]) for column in columns]
+    return nest.pack_like(rows[0], stacks)

@@ -9,7 +9,7 @@ Rate: TypeAlias = float | Callable[[int], float]
 
 
 class LearningRate:
-    """What was given as learning rate, and its value at a step, which a function gives once."""
+    """What was given as learning rate, and its value at a step."""
 
     def __init__(self, given: Rate) -> None:
         self.given = given

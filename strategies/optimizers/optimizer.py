@@ -17,7 +17,7 @@ from strategies.optimizers.learning_rate import LearningRate, Rate
 from strategies.optimizers.pairs import check_variable, checked_pairs, told_absent
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.reduce_op import ReduceOp
-from strategies.refusals import RefusedTogether
+from strategies.refusals import RefusedTogether, WrongContextError
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, map_apart
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.storage import Storage, assign
@@ -32,7 +32,8 @@ Array = NDArray[Any]
 class Optimizer(ABC):
     """Base of the optimizers.
 
-    learning_rate: a number, or a function of the step's number, from 0, called once a step.
+    learning_rate: a number, or a function of the step's number, from 0, called at least once a
+    step.
     clipnorm, global_clipnorm: the largest norm of each gradient, or of all together; longer ones
     are scaled down, as in Keras: the sums over the replicas, the same bits on all of them. Where
     each replica takes steps of its own (ParameterServerStrategy, LocalSGDStrategy), its own
@@ -101,7 +102,7 @@ class Optimizer(ABC):
         """
         replica = get_replica_context()
         if replica is None:
-            raise RuntimeError("apply_gradients must be called as a replica, inside `run`")
+            raise WrongContextError("apply_gradients must be called as a replica, inside `run`")
         strategy = replica.strategy
         others = strategy.communicator if strategy.steps_together else None
         with RefusedTogether(others, "apply_gradients"):

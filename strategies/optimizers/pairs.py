@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from strategies import foreign
 from strategies.contexts import has_strategy
+from strategies.refusals import WrongContextError
+from strategies.values import as_array
 from strategies.variables.indexed_slices import Gradient, IndexedSlices
 from strategies.variables.variable import Variable
 
@@ -57,7 +57,7 @@ def _check_updatable(variable: Variable, strategy: Strategy) -> None:
     if variable.strategy is not strategy:
         wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
         if not has_strategy():
-            raise RuntimeError(f"{wrong} outside of its `run`: call it inside")
+            raise WrongContextError(f"{wrong} outside of its `run`: call it inside")
         raise RuntimeError(
             f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
             " of the strategy that runs"
@@ -70,8 +70,8 @@ def _checked(position: int, gradient: Any, variable: Variable) -> Gradient:
     if isinstance(gradient, IndexedSlices):
         return gradient.fitted(variable.shape, variable.dtype, variable)
     try:
-        array = np.asarray(gradient, variable.dtype)
-    except RuntimeError as error:  # as torch raises for a tensor that requires a gradient
+        array = as_array(gradient, "gradient", variable.dtype)
+    except (RuntimeError, ValueError) as error:
         raise TypeError(
             f"the gradient at position {position}, a {type(gradient).__name__} for {variable},"
             f" can't be read as an array: {error}"

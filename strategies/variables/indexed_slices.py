@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.reduce_op import ReduceOp
+from strategies.values import as_array
 
 Array = NDArray[Any]
 
@@ -23,7 +24,7 @@ class IndexedSlices:
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
-        self.values = np.asarray(values)
+        self.values = as_array(values, "values")
         self.indices = _integers(indices, "indices")
         self.dense_shape = None if dense_shape is None else tuple(dense_shape)
         if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
@@ -80,7 +81,7 @@ def check_rows(indices: Array, count: int, what: object) -> None:
 
 
 def _integers(indices: Any, name: str) -> Array:
-    array = np.asarray(indices)
+    array = as_array(indices, name)
     if not array.size:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from strategies.values import as_array
+
 Array = NDArray[Any]
 
 _OF_PYTHON: dict[Any, Any] = {float: np.float32, int: np.int32}
@@ -15,15 +17,18 @@ _OF_PYTHON: dict[Any, Any] = {float: np.float32, int: np.int32}
 def as_initial(initial_value: Any, dtype: Any) -> Array:
     """An array of its own of the value, or of what the function gives, in the dtype.
 
-    dtype None: as TensorFlow chooses it. Raises TypeError where fractions or imaginary parts would
-    be lost, OverflowError for an integer of Python that the dtype can't hold.
+    dtype None: as TensorFlow chooses it for numbers of Python and lists, tuples and ranges of them;
+    otherwise NumPy's. (Of a list of NumPy's scalars TensorFlow takes the first one's, into which
+    the others may not fit.) Raises TypeError where fractions or imaginary parts would be lost,
+    ValueError for numbers after a bool, OverflowError for an integer of Python that the dtype can't
+    hold.
     """
     value = initial_value() if callable(initial_value) else initial_value
-    array = np.array(value)
+    array = np.array(as_array(value, "initial_value"))
     if dtype is not None:
         wanted = np.dtype(_OF_PYTHON.get(dtype) or getattr(dtype, "as_numpy_dtype", dtype))
     else:
-        wanted = _small(array) if _of_python(value) else array.dtype
+        wanted = _small(value, array) if _of_python(value) else array.dtype
     if not fits(array.dtype, wanted):
         raise TypeError(f"initial_value has dtype {array.dtype}, not {wanted}: convert it first")
     given = np.array(value, wanted) if _of_python(value) else array
@@ -34,11 +39,13 @@ def _of_python(value: Any) -> bool:
     """Whether it is a number of Python, or made of such alone: NumPy's float64 is a float, too."""
     if isinstance(value, list | tuple):
         return all(map(_of_python, value))
-    return type(value) in (bool, float, int)
+    return isinstance(value, range) or type(value) in (bool, float, int)
 
 
-def _small(array: Array) -> np.dtype[Any]:
-    """The dtype that TensorFlow gives such numbers."""
+def _small(value: Any, array: Array) -> np.dtype[Any]:
+    """The dtype that TensorFlow gives such numbers, of which `array` is made."""
+    if array.dtype.kind != "b" and array.size and _first(value) is bool:
+        raise ValueError("initial_value has numbers after a bool: give numbers or bools alone")
     if array.dtype.kind == "f":
         return np.dtype(np.float32)
     if array.dtype.kind == "i":
@@ -46,6 +53,13 @@ def _small(array: Array) -> np.dtype[Any]:
         if limits.min <= array.min() and array.max() <= limits.max:
             return np.dtype(np.int32)
     return array.dtype
+
+
+def _first(value: Any) -> type:
+    """The type of the first of such numbers."""
+    while isinstance(value, list | tuple | range):
+        value = value[0]
+    return type(value)
 
 
 def fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from strategies.contexts import get_strategy, has_strategy
 from strategies.refusals import RefusedTogether
+from strategies.values import as_array
 from strategies.variables import aggregation as rules
 from strategies.variables import scatter
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
@@ -42,9 +43,9 @@ class Variable(NDArrayOperatorsMixin):
     initial_value: an array, a number, or a function that gives one; the chief's counts, on every
     rank, and names, shapes and dtypes must agree (MismatchError, ShapeMismatchError,
     DtypeMismatchError on every rank). Creating a variable in a strategy's scope is collective.
-    dtype: None is the array's own; numbers of Python alone, and lists of them, are float32 or int32
-    (int64 where that is too small), as in TensorFlow. TypeError where fractions or imaginary parts
-    would be lost.
+    dtype: None is the array's own; numbers of Python alone, and lists and ranges of them, are
+    float32 or int32 (int64 where that is too small), as in TensorFlow. TypeError where fractions or
+    imaginary parts would be lost, ValueError for a list of numbers after a bool.
 
     ON_WRITE (the default): an assignment inside `run` aggregates the replicas' values first; with
     aggregation NONE it raises ValueError. ON_READ: `run` reads and writes the replica's own value,
@@ -148,8 +149,8 @@ class Variable(NDArrayOperatorsMixin):
 
     def _checked(self, value: Any, method: str) -> Array:
         with rules.refused_together(self, method):
-            self._check_dtype(np.asarray(value).dtype)
-            array = np.asarray(value, self.dtype)
+            self._check_dtype(as_array(value, "value").dtype)
+            array = as_array(value, "value", self.dtype)
             if array.shape != self.shape:
                 raise ValueError(f"value has shape {array.shape}: {self} has shape {self.shape}")
             return array
@@ -165,7 +166,7 @@ class Variable(NDArrayOperatorsMixin):
         """
         whole = self.on_read and not rules.inside_run(self)
         with RefusedTogether(self.strategy.communicator if whole else None, self, "sparse_read"):
-            places = np.asarray(indices)
+            places = as_array(indices, "indices")
             check_rows(places, len(self), self)
         return self.read_value()[places] if whole else self._storage.rows(places)
 

@@ -1,11 +1,13 @@
 """InputOptions, AutoShardPolicy and values per replica."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from strategies import get_strategy
+from strategies.communication.options import CommunicationOptions
 from strategies.input import (
     AutoShardPolicy,
     InputOptions,
@@ -43,6 +45,34 @@ def test_options_in_tensorflows_order():
     assert options.experimental_per_replica_buffer_size == 3
     assert InputOptions(experimental_prefetch_to_device=False).auto_shard_policy is None
     assert Options().experimental_distribute.auto_shard_policy is AutoShardPolicy.AUTO
+
+
+def test_subclasses_of_options():
+    """They have what their base has, and the attributes that they declare themselves."""
+    for base in (InputOptions, DistributeOptions, Options, CommunicationOptions, RunOptions):
+
+        class Plain(base):
+            pass
+
+        class Own(base):
+            mine: int
+
+        assert repr(Plain()).partition("(")[2] == repr(base()).partition("(")[2]
+        own = Own()
+        own.mine = 3
+        assert own.mine == 3
+        for options in (Plain(), own):
+            text = refusal(AttributeError, "no attribute 'mone'", setattr, options, "mone", 1)
+            assert ("mine" in text) == (options is own)
+
+    @dataclass(unsafe_hash=True)
+    class Wide(InputOptions):
+        mine: int = 7
+
+    options = Wide(sharding="seed_offset", mine=8)
+    assert (options.sharding, options.mine, Wide().mine) == ("seed_offset", 8, 7)
+    refusal(AttributeError, "^Wide.mine can't be changed", setattr, options, "mine", 9)
+    refusal(ValueError, "sharding='x'", Wide, sharding="x")
 
 
 def test_attributes_that_there_are_not():

@@ -266,6 +266,59 @@ def test_one_ranks_wrong_gradient(comm, kind):
     strategy.communicator.close()
 
 
+def refuse_by_itself(message):
+    raise RuntimeError(message)
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_ranks_own_runtime_error(strategy):
+    """As torch raises them, or a schedule that reads a file; nobody steps without that rank."""
+    size = strategy.communicator.size
+    with strategy.scope():
+        variable, optimizer = Variable(np.zeros(1)), optimizers.SGD(1.0)
+
+    def pairs(failing):
+        yield np.ones(1), variable
+        if failing:
+            refuse_by_itself("no more gradients")
+
+    def step(failing):
+        optimizer.apply_gradients(pairs(failing))
+
+    text = same_error_at_once(strategy, strategy.run, step, [last(strategy)])[1]
+    refused = "barrier(apply_gradients refused by RuntimeError"
+    assert f"rank {size - 1}: {refused}: no more gradients" in text
+    fails = last(strategy)
+    optimizer.learning_rate = lambda step: refuse_by_itself("no file") if fails else 1.0
+    text = same_error_at_once(strategy, strategy.run, step, [False])[1]
+    assert f"rank {size - 1}: {refused}: no file" in text
+    assert optimizer.iterations == 0
+    np.testing.assert_array_equal(variable, [0.0])
+
+
+@pytest.mark.ranks(2)
+def test_what_all_ranks_raise_or_cannot_be_told_is_raised_as_it_is(comm):
+    strategy = MultiWorkerMirroredStrategy(communicator=comm)
+
+    def in_a_scope():
+        strategy.scope()
+
+    with strategy.scope():
+        variable = Variable(np.zeros(1))
+
+    def step():
+        optimizers.SGD(lambda number: in_a_scope()).apply_gradients([(np.ones(1), variable)])
+
+    kind, text = same_error_at_once_of(RuntimeError, strategy, strategy.run, step)
+    assert not issubclass(kind, MismatchError)
+    assert "requires a cross-replica context" in text
+    strategy.communicator.close()
+    with pytest.raises(RuntimeError, match="the communicator is closed"):
+        strategy.reduce("SUM", [np.ones(1)], axis=None)
+    with pytest.raises(TypeError, match="must be None, an integer"):
+        strategy.reduce("SUM", [np.ones(1), len], axis=object())
+
+
 # --- rows of larger arrays -----------------------------------------------------------------------
 
 

@@ -22,6 +22,11 @@ CHOSEN = [
     (1 << 31, "int64"),
     (-(1 << 31), "int32"),
     ([1, 1 << 40], "int64"),
+    (range(3), "int32"),
+    ([range(1 << 31, (1 << 31) + 2)], "int64"),
+    ([True, False], "bool"),
+    ([1, True], "int32"),
+    ([1.0, True], "float32"),
     (np.float64(1), "float64"),
     (np.float32(1), "float32"),
     (np.int64(5), "int64"),
@@ -35,7 +40,7 @@ CHOSEN = [
 ]
 
 # Here TensorFlow goes by the first number of a list, and so loses what the others have.
-KEPT = [([1.0, np.float64(2)], "float64"), ([np.int64(1 << 20)], "int64"), ([True, 1], "int32")]
+KEPT = [([1.0, np.float64(2)], "float64"), ([np.int64(1 << 20)], "int64")]
 
 GIVEN = [
     (1.0, np.float64, "float64"),
@@ -78,6 +83,8 @@ def test_what_a_dtype_would_lose_is_refused():
     for value, dtype in ((-1, np.uint8), (300, np.uint8), ([1, 1 << 40], np.int32)):
         refusal(OverflowError, "out of bounds", Variable, value, dtype=dtype)
     refusal(TypeError, "not understood", Variable, 1, dtype="nonsense")
+    for value in ([True, 1], ([True], [1.0])):
+        refusal(ValueError, "initial_value has numbers after a bool", Variable, value)
 
 
 def test_value_is_a_copy():
