@@ -35,8 +35,10 @@ class Optimizer(ABC):
     learning_rate: a number, or a function of the step's number, from 0, called at least once a
     step.
     clipnorm, global_clipnorm: the largest norm of each gradient, or of all together; longer ones
-    are scaled down, as in Keras: the sums over the replicas, the same bits on all of them. Where
-    each replica takes steps of its own (ParameterServerStrategy, LocalSGDStrategy), its own
+    are scaled down. That is done to the sums over the replicas, the same bits on all of them, so
+    that several replicas take the step that Keras takes in one process with the whole batch. (Under
+    tf.distribute Keras clips each replica's gradients before the sum, which is another step.)
+    Where each replica takes steps of its own (ParameterServerStrategy, LocalSGDStrategy), its own
     gradients are clipped, and its own steps are counted.
 
     All may be changed between steps, alike on all replicas: each step compares them, a function by

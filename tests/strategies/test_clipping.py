@@ -1,4 +1,4 @@
-"""`clipnorm` and `global_clipnorm`: Keras's limits, on the sums over the replicas."""
+"""`clipnorm` and `global_clipnorm`: limits of Keras in one process, on the sums over replicas."""
 
 import numpy as np
 import pytest
