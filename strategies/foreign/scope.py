@@ -31,6 +31,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
+# While a thread collects, another one's `gc.collect` returns at once.
+_collecting = threading.RLock()
 
 
 def _note(thing: Any) -> None:
@@ -104,7 +106,8 @@ class KeptOut:
             return
         if self._training() is None:
             return
-        gc.collect()  # else what nothing refers to would be there on some ranks only
+        with _collecting:
+            gc.collect()  # else what nothing refers to would be there on some ranks only
         found = self._training()
         if found is not None:
             raise refused_here(found, f"was made in the {self._where}", self._rank)
