@@ -447,7 +447,9 @@ for batch in batches:
     taken += 1
     if world.rank == 0 and taken == 3:
         break
-print("took", taken, flush=True)
+# In one piece, since what ranks print may be mixed.
+sys.stdout.write(f"took {taken};")
+sys.stdout.flush()
 if world.rank == 0 and sys.argv[1] == "raises":
     raise OSError("rank 0 fails after its loop")
 """
@@ -463,4 +465,4 @@ def test_a_program_that_ends_after_a_loop_that_one_rank_has_left(how, launch):
         assert "CollectiveMismatchError" in ended.stderr
         return
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert (ended.stdout.count("took 3"), ended.stdout.count("took 6")) == (1, 2)
+    assert (ended.stdout.count("took 3;"), ended.stdout.count("took 6;")) == (1, 2)
