@@ -232,7 +232,7 @@ class Communicator(Group):
         Its own calls are not: any rank sends to any other at any time, beside the communicator's.
         It ends with this, or by `close`. BackendUnavailableError over a transport without such.
         """
-        mailbox: Mailbox = self._run(self._keeping(open_mailbox()))
+        mailbox: Mailbox = self._run(open_mailbox().then(self._keep))
         return mailbox
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
@@ -241,11 +241,11 @@ class Communicator(Group):
         It lies in memory that the node's ranks share, where there is such, and is valid until
         nothing refers to it. Raises a MismatchError where the ranks ask for different ones.
         """
-        return self._run(self._forgetting(registered.empty(shape, dtype)))
+        return self._run(registered.empty(shape, dtype).then(self._forget))
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `empty`, filled with zeros."""
-        return self._run(self._forgetting(registered.zeros(shape, dtype)))
+        return self._run(registered.zeros(shape, dtype).then(self._forget))
 
     def empty_shared(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """One array for all ranks of a node, uninitialised. Collective.
@@ -272,7 +272,7 @@ class Communicator(Group):
         MPI and layout of ranks load them; where it can't be written there is a warning. Returns
         what was measured, for people to read.
         """
-        text: str = self._run(self._forgetting(tuning.tune(save=save)))
+        text: str = self._run(tuning.tune(save=save).then(self._forget))
         return text
 
     def trace(self, path: str | os.PathLike[str]) -> None:

@@ -228,16 +228,10 @@ class Group(Due):
             mailbox.abandon(seconds)
         self._mailboxes.clear()
 
-    def _forgetting(self, operation: Operation) -> Operation:
-        """The operation, after which calls may go other ways than those that were looked up."""
-
-        def run(engine: Engine) -> Any:
-            result = operation.run(engine)
-            self._quick.clear()
-            self._many.forget()
-            return result
-
-        return Operation(operation.signature, run)
+    def _forget(self, _: object) -> None:
+        """Let calls go other ways than those that were looked up."""
+        self._quick.clear()
+        self._many.forget()
 
     def _split(self: Entered, color: int | None, key: int) -> Entered | None:
         part = self._run(nodes.split(color, key))
@@ -248,16 +242,10 @@ class Group(Due):
         node_of = nodes.gather_labels(Engine(part, patience), self.node)
         return type(self)(part, backend=self.backend, deadline=self.deadline, node_of=node_of)
 
-    def _keeping(self, operation: Operation) -> Operation:
-        """The operation, which opens a mailbox that ends with the communicator."""
-
-        def run(engine: Engine) -> Mailbox:
-            opened: Mailbox = operation.run(engine)
-            kept = [each for each in self._mailboxes if not each.given_back]
-            self._mailboxes = [*kept, opened]
-            return opened
-
-        return Operation(operation.signature, run)
+    def _keep(self, mailbox: Mailbox) -> None:
+        """Let the mailbox end with the communicator."""
+        kept = [each for each in self._mailboxes if not each.given_back]
+        self._mailboxes = [*kept, mailbox]
 
     def _root(self, root: int) -> int:
         return check_index("root", root, self.size)

@@ -20,3 +20,13 @@ class Operation(NamedTuple):
     run: Callable[[Engine], Any]
     on_gpu: bool = False
     """Whether its arrays lie on a GPU."""
+
+    def then(self, action: Callable[[Any], None]) -> Operation:
+        """The same call, at whose end `action` is given the result."""
+
+        def run(engine: Engine) -> Any:
+            result = self.run(engine)
+            action(result)
+            return result
+
+        return self._replace(run=run)
