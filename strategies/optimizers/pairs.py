@@ -58,7 +58,7 @@ def _check_updatable(variable: Variable, strategy: Strategy) -> None:
         wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
         if not has_strategy():
             raise wrong_context(f"{wrong} outside of its `run`: call it inside")
-        raise RuntimeError(
+        raise wrong_context(
             f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
             " of the strategy that runs"
         )
