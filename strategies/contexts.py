@@ -16,7 +16,7 @@ import numpy as np
 
 from strategies import foreign, nest, values
 from strategies.reduce_op import ReduceOp, as_reduce_op
-from strategies.refusals import RefusedTogether, WrongContextError
+from strategies.refusals import RefusedTogether, wrong_context
 from strategies.variables.indexed_slices import IndexedSlices, map_apart, refuse_slices
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class ReplicaContext:
     def _require_in_force(self, what: str) -> None:
         current = get_replica_context()
         if current is None or current.strategy is not self.strategy:
-            raise WrongContextError(
+            raise wrong_context(
                 f"ReplicaContext.{what} must be called as that replica of {self.strategy}, inside"
                 f" `run`, but the context is {'another' if current else 'cross-replica'}"
             )
@@ -219,12 +219,12 @@ def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
     if not has_strategy():
         return
     if not in_cross_replica_context():
-        raise WrongContextError(
+        raise wrong_context(
             f"{what} requires a cross-replica context, but was called inside `run`: call it after"
             " `run`, with what the replicas returned"
         )
     if strategy is not None and get_strategy() is not strategy:
-        raise WrongContextError(
+        raise wrong_context(
             f"Mixing different strategies: {what} of {strategy} was called inside the scope of"
             f" {get_strategy()}"
         )
@@ -272,7 +272,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     left, once the other strategy is in force.
     """
     if len(_stack.frames) > _stack.permanent:
-        raise WrongContextError(
+        raise wrong_context(
             "experimental_set_strategy must not be called inside a strategy's scope"
         )
     before, _stack.kept_out = _stack.kept_out, ExitStack()

@@ -12,7 +12,7 @@ from collectives.transports.local import alone
 from strategies import contexts, values
 from strategies.input import InputContext, InputOptions
 from strategies.reduce_op import ReduceOp, as_reduce_op
-from strategies.refusals import WrongContextError
+from strategies.refusals import wrong_context
 from strategies.strategy import Strategy
 
 
@@ -22,7 +22,7 @@ class DefaultStrategy(Strategy):
     def scope(self) -> AbstractContextManager[None]:
         """Change nothing; RuntimeError inside another strategy's scope."""
         if contexts.has_strategy():
-            raise WrongContextError(
+            raise wrong_context(
                 "Must not nest strategy scopes: the default strategy's is outermost"
             )
         return nullcontext()

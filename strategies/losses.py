@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.contexts import get_strategy, in_cross_replica_context
-from strategies.refusals import WrongContextError
+from strategies.refusals import wrong_context
 from strategies.values import as_array
 
 
 def _require_replica_context(what: str) -> None:
     if in_cross_replica_context():
-        raise WrongContextError(f"{what} must be called as a replica, inside `run`")
+        raise wrong_context(f"{what} must be called as a replica, inside `run`")
 
 
 def compute_average_loss(

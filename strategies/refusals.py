@@ -5,15 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator
-from collectives.errors import UnusableError, is_in_step
+from collectives.errors import UnusableError, in_step, is_in_step
 from collectives.uncaught import raised_on_all
 
 
-class WrongContextError(RuntimeError):
-    """A call in a context where it isn't allowed: all ranks run the same program, and raise it.
-
-    No part of the interface, where it is a RuntimeError.
-    """
+def wrong_context(message: str) -> RuntimeError:
+    """The error of a call where it isn't allowed: all ranks run the same program, and raise it."""
+    return in_step(RuntimeError(message))
 
 
 class RefusedTogether:
@@ -56,6 +54,6 @@ def _is_shared(error: Exception) -> bool:
 
     A missing library for GPUs is the only error of collectives that one rank finds by itself.
     """
-    if is_in_step(error) or isinstance(error, UnusableError | WrongContextError):
+    if is_in_step(error) or isinstance(error, UnusableError):
         return True
     return isinstance(error, CollectiveError) and not isinstance(error, BackendUnavailableError)

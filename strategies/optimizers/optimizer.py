@@ -17,7 +17,7 @@ from strategies.optimizers.learning_rate import LearningRate, Rate
 from strategies.optimizers.pairs import check_variable, checked_pairs, told_absent
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.reduce_op import ReduceOp
-from strategies.refusals import RefusedTogether, WrongContextError
+from strategies.refusals import RefusedTogether, wrong_context
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, map_apart
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.storage import Storage, assign
@@ -104,7 +104,7 @@ class Optimizer(ABC):
         """
         replica = get_replica_context()
         if replica is None:
-            raise WrongContextError("apply_gradients must be called as a replica, inside `run`")
+            raise wrong_context("apply_gradients must be called as a replica, inside `run`")
         strategy = replica.strategy
         others = strategy.communicator if strategy.steps_together else None
         with RefusedTogether(others, "apply_gradients"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies import foreign
 from strategies.contexts import has_strategy
-from strategies.refusals import WrongContextError
+from strategies.refusals import wrong_context
 from strategies.values import as_array
 from strategies.variables.indexed_slices import Gradient, IndexedSlices
 from strategies.variables.variable import Variable
@@ -57,8 +57,8 @@ def _check_updatable(variable: Variable, strategy: Strategy) -> None:
     if variable.strategy is not strategy:
         wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
         if not has_strategy():
-            raise WrongContextError(f"{wrong} outside of its `run`: call it inside")
-        raise RuntimeError(
+            raise wrong_context(f"{wrong} outside of its `run`: call it inside")
+        raise wrong_context(
             f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
             " of the strategy that runs"
         )
