@@ -82,6 +82,7 @@ class DatasetWorker:
         self._ranks, self._in_sync = strategy.communicator, strategy.num_replicas_in_sync
         self._strategy = strategy
         self._loop: Callable[[], Generator[Any, None, None] | None] = lambda: None
+        self._joint = False
         self._together = DistributedDataset(strategy.communicator, self._next_epoch)
         membership: Membership | None = getattr(strategy, "membership", None)
         if membership is not None and membership.ranks_of("data"):
@@ -165,8 +166,12 @@ class DatasetWorker:
             raise RuntimeError(f"rank {self._ranks.rank} is a data task: it calls serve()")
         if self._agreed:
             return iter(self._together)
-        self._end_loop()
-        batches = self._strategy.loop_over(self._next_epoch())
+        if self._joint:
+            self._end_loop()
+        epoch = self._next_epoch()
+        batches = self._strategy.loop_over(epoch)
+        # What no other rank waits for raises by itself where a later iteration has begun.
+        self._joint = batches is not epoch
         # No more than a weak reference: a loop that is left by `break` lets its batches go.
         self._loop = weakref.ref(batches)
         return batches
