@@ -83,7 +83,7 @@ def test_within_a_round_the_replicas_are_averaged_first(tmp_path, size, kind):
             program.checkpoint.save(tmp_path / "saved")
             held, still = restored(tmp_path / "saved.safetensors")
             np.testing.assert_array_equal(program.value.numpy(), held)
-            assert still == 0.1
+            assert still == np.float32(0.1)
         else:
             program.strategy.synchronize()
         assert (own != program.value.numpy()).all()
