@@ -59,6 +59,18 @@ class Calls:
         if not is_in_step(error):
             self.break_off(error)
 
+    def unlock(self, error: BaseException, inside: bool, made: bool) -> None:
+        """Note what came when the lock had just been taken, or just been given back.
+
+        For who takes it by `acquire`: `inside` says whether it got to what it does under the lock,
+        `made` whether it came to the end of that.
+        """
+        # Who waits for the lock and is interrupted has not got it; nobody waits for one's own.
+        if not inside and self.lock._is_owned():  # type: ignore[attr-defined]
+            self.lock.release()
+        if made:
+            self.break_off(error)
+
     def break_off(self, error: BaseException) -> None:
         """Make no further call: nobody knows what the other ranks have, or wait for."""
         if self.broken is not None:

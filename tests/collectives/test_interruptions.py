@@ -364,14 +364,14 @@ def call(comm, turn, seconds):
     return comm.all_reduce(array) if result is None else result
 
 for length in 1, 2_000, 300_000:
-    for trial in range(6):
+    for trial in range(4):
         comm = Communicator(MPI.COMM_WORLD, deadline=20)
         start = time.perf_counter()
         for turn in range(10):
             call(comm, turn, None)
         taken = (time.perf_counter() - start) / 10
         try:
-            for turn in range(60):
+            for turn in range(40):
                 seconds = max(1e-6, chance.random() * taken) if rank == 1 and turn % 3 else None
                 result = call(comm, turn, seconds)
                 assert (result == size * turn + size * (size - 1) / 2).all(), (length, turn, result)
@@ -388,7 +388,7 @@ assert alarms or rank != 1
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_alarm_at_any_moment(size, launch):
     """At random moments, as a timer gives them."""
-    done = launch(size, [sys.executable, "-c", SIGNALS], timeout=60)
+    done = launch(size, [sys.executable, "-c", SIGNALS], timeout=120)
     assert done.returncode == 0, done.stderr
 
 
