@@ -17,7 +17,7 @@ with refused("tutorial"):
     model.fit(inputs, targets, epochs=2, batch_size=10)
 
 with refused("built later"), mirrored_strategy.scope():
-    keras.Sequential([keras.layers.Dense(1)])
+    later = keras.Sequential([keras.layers.Dense(1)])
 
 with refused("all of it in the scope"), mirrored_strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -25,7 +25,7 @@ with refused("all of it in the scope"), mirrored_strategy.scope():
     model.fit(inputs, targets, epochs=1000, batch_size=10, verbose=0)
 
 with refused("a variable"), mirrored_strategy.scope():
-    keras.Variable(np.ones(3, "float32"), name="own")
+    own = keras.Variable(np.ones(3, "float32"), name="own")
 
 with refused("helpers"), mirrored_strategy.scope():
     helpers = [
