@@ -228,7 +228,9 @@ def test_every_method_that_communicates_is_tried():
     tried = {part for name in TRIALS for part in name.split(", ")}
     methods = {name for name, _ in inspect.getmembers(Communicator, inspect.isfunction)}
     public = {name for name in methods if not name.startswith("_")}
-    assert tried == public - {"explain", "close", "leave", "forbid"}
+    # For what is to be done later.
+    later = {"before_next_call", "at_end", "do_what_is_due", "finish"}
+    assert tried == public - later - {"explain", "close", "leave", "forbid"}
 
 
 def wrong(result):
