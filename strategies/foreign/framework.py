@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any, ClassVar
 
 Undo = Callable[[], None]
@@ -93,3 +94,17 @@ def replaced(owner: Any, method: str, make: Callable[[Any], Any]) -> Undo:
     original = vars(defining)[method]
     setattr(defining, method, make(original))
     return lambda: setattr(defining, method, original)
+
+
+def preceded(owner: Any, method: str, note: Note) -> Undo:
+    """Have `note` called with the object before each call of a method."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        @wraps(original)
+        def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
+            note(thing)
+            return original(thing, *args, **kwargs)
+
+        return call
+
+    return replaced(owner, method, make)

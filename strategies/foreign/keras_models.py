@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from strategies.foreign.framework import Framework, Note, Undo, replaced
+from strategies.foreign.framework import Framework, Note, Undo, preceded, replaced
 
 # Layers of these families have no weights, though they define `build`.
 _WEIGHTLESS = ("keras.src.layers.preprocessing.", "keras.src.layers.merging.")
@@ -68,16 +68,7 @@ class Keras(Framework):
 
     def watch_steps(self, refuse: Note) -> Undo:
         """By the method that every way of applying gradients calls."""
-
-        def make(original: Any) -> Callable[..., Any]:
-            @wraps(original)
-            def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                refuse(optimizer)
-                return original(optimizer, *args, **kwargs)
-
-            return apply
-
-        return replaced(self.find("optimizers.Optimizer"), "apply", make)
+        return preceded(self.find("optimizers.Optimizer"), "apply", refuse)
 
     def watch_creation(self, note: Note) -> Undo:
         """By the constructors of layers, which are built later, and of variables."""

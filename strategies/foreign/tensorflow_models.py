@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 from typing import Any
 
-from strategies.foreign.framework import Framework, Note, Undo, replaced
+from strategies.foreign.framework import Framework, Note, Undo, preceded
 
 
 class TensorFlow(Framework):
@@ -43,16 +42,7 @@ class TensorFlow(Framework):
 
     def watch_steps(self, refuse: Note) -> Undo:
         """By the one method in which TensorFlow 1's optimizers change variables."""
-
-        def make(original: Any) -> Callable[..., Any]:
-            @wraps(original)
-            def apply_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                refuse(optimizer)
-                return original(optimizer, *args, **kwargs)
-
-            return apply_gradients
-
-        return replaced(self.find("compat.v1.train.Optimizer"), "apply_gradients", make)
+        return preceded(self.find("compat.v1.train.Optimizer"), "apply_gradients", refuse)
 
     def creation_noted(self, note: Note) -> AbstractContextManager[Any]:
         """TensorFlow's own scope for those who make variables their own way."""
