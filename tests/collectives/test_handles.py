@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.collectives.oracle import reduced, value, values
+from tests.worlds.programs import errors_of
 
 
 @pytest.mark.mpi
@@ -171,7 +172,7 @@ print("ended well")
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_first_calls_of_several_communicators_in_another_order_on_every_rank(size, launch):
     ended = launch(size, [sys.executable, "-c", FIRST_CALLS], timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, errors_of(ended)) == (0, "")
     assert ended.stdout.count("ended well") == size
 
 

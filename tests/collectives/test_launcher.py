@@ -40,7 +40,8 @@ def test_what_the_launcher_says(environment, expected):
 WORLD = [
     sys.executable,
     "-c",
-    "import collectives\ncomm = collectives.world()\nprint(comm.rank, comm.size, end=' ')",
+    "import collectives, sys\ncomm = collectives.world()\n"
+    "sys.stdout.write(f'{comm.rank} {comm.size} ')",
 ]
 
 

@@ -13,6 +13,7 @@ from collectives.transports import local
 from strategies import DatasetError, LocalSGDStrategy, ReduceOp, Variable, metrics, optimizers
 from strategies.dataset_rank.data_worker import DatasetWorker
 from tests.strategies.support import limited, refusal
+from tests.worlds.programs import errors_of
 
 DEADLINE = 15
 
@@ -464,5 +465,5 @@ def test_a_program_that_ends_after_a_loop_that_one_rank_has_left(how, launch):
         assert "OSError: rank 0 fails after its loop" in ended.stderr
         assert "CollectiveMismatchError" in ended.stderr
         return
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, errors_of(ended)) == (0, "")
     assert (ended.stdout.count("took 3;"), ended.stdout.count("took 6;")) == (1, 2)

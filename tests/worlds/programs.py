@@ -1,5 +1,6 @@
 """Running an ordinary program on a world of ranks, as a user does."""
 
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,6 +15,11 @@ from tests.worlds.launcher import (
 )
 
 ROOT = Path(__file__).parents[2]
+
+
+def errors_of(ended):
+    """What a program wrote on stderr, without the reports of slow ranks of a busy machine."""
+    return re.sub(r"^.* has waited .* for .*\n", "", ended.stderr, flags=re.MULTILINE)
 
 
 def run_program(size, command, *, timeout):
