@@ -144,6 +144,7 @@ def _small(
             return PASS
         # As `Calls.whole`, with a lock that is taken and given back in half of the time.
         inside = made = False
+        sequence = -1
         try:
             acquire()
             try:

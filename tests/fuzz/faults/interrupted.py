@@ -22,14 +22,13 @@ def _interrupted(world, interrupt, what):
         world.valid_call(group, plan, what="before an interruption")
     group.comm.deadline = 2 * SHORT
     call = world.ready(group, plan)
-    if world.rank == odd:
-        first = world.attempt(group, plan, lambda: interrupt(call))
-        again = first.is_a(*ALARMS)
+    attempt = call if world.rank != odd else lambda: interrupt(call)
+    first = second = world.attempt(group, plan, attempt)
+    # What it raised while the root's array was looked at is raised on every rank: all try again.
+    if first.is_a(*ALARMS):
         # Of an asynchronous call that has begun it is waited for again.
         repeated = call if plan.asynchronous else world.ready(group, plan)
-        second = world.attempt(group, plan, repeated) if again else first
-    else:
-        first = second = world.attempt(group, plan, call)
+        second = world.attempt(group, plan, repeated)
     outcomes = world.gather((first, second, group.broken))
     first, second = [each for each, *_ in outcomes], [each for _, each, _ in outcomes]
     broken = [each for *_, each in outcomes]
