@@ -27,7 +27,7 @@ NEEDS = {
     # They are what talks to CuPy.
     "CuPy": {
         "bench.gpu.cupy_device",
-        "collectives.devices.cupy_cuda",
+        "collectives.cuda.cupy_cuda",
     },
 }
 

@@ -19,7 +19,7 @@ from bench.peers import PEERS
 from bench.problem import OPS, DType, Problem
 from bench.sizes import parse_size, parse_sizes, sweep
 from collectives import algorithms
-from collectives.paths import FORCED, NATIVE
+from collectives.schedules.paths import FORCED, NATIVE
 
 ALL = "all"
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")

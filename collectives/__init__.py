@@ -5,28 +5,15 @@
 
 from collectives.algorithms import register_algorithm
 from collectives.communicator import Communicator
-from collectives.cost import Link, estimate
-from collectives.errors import (
-    BackendUnavailableError,
-    CollectiveError,
-    CollectiveMismatchError,
-    DeadlineExceededError,
-    DtypeMismatchError,
-    LaunchError,
-    MismatchError,
-    OpMismatchError,
-    RankFailedError,
-    RootMismatchError,
-    ScheduleError,
-    ShapeMismatchError,
-)
-from collectives.fused import Fusion
-from collectives.handles import Handle
-from collectives.letters import Message
-from collectives.mailbox import Mailbox
-from collectives.reduction import ReduceOp
-from collectives.sent import Sent
-from collectives.verify import verify
+from collectives.analysis.cost import Link, estimate
+from collectives.errors import BackendUnavailableError, CollectiveError, CollectiveMismatchError, DeadlineExceededError, DtypeMismatchError, LaunchError, MismatchError, OpMismatchError, RankFailedError, RootMismatchError, ScheduleError, ShapeMismatchError
+from collectives.fusion import Fusion
+from collectives.lifecycle.futures import Handle
+from collectives.messaging.codec import Message
+from collectives.messaging.mailbox import Mailbox
+from collectives.reductions.reduction import ReduceOp
+from collectives.messaging.send_request import Sent
+from collectives.analysis.verify import verify
 from collectives.world import world
 
 __all__ = [

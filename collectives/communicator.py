@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from collectives import tuning
-from collectives.explanation import explain
+from collectives.calls import tuning
+from collectives.calls.explain import explain
 from collectives.group import Group
-from collectives.handles import Handle
-from collectives.mailbox import Mailbox
-from collectives.operations import messages, movements, objects, reductions, registered
-from collectives.operations.all_to_all import all_to_all
-from collectives.operations.arguments import check_index, check_peer
-from collectives.operations.mailboxes import open_mailbox
-from collectives.operations.many_on_gpus import begins_on_gpu
-from collectives.quick import PASS
-from collectives.reduction import ReduceOp
-from collectives.spec import spec_of
-from collectives.trace import trace
+from collectives.lifecycle.futures import Handle
+from collectives.messaging.mailbox import Mailbox
+from collectives.calls import point_to_point, movements, objects, reductions, allocation
+from collectives.calls.all_to_all import all_to_all
+from collectives.calls.arguments import check_index, check_peer
+from collectives.calls.mailboxes import open_mailbox
+from collectives.gpu.many import begins_on_gpu
+from collectives.calls.bound import PASS
+from collectives.reductions.reduction import ReduceOp
+from collectives.schedules.spec import spec_of
+from collectives.calls.trace import trace
 
 
 class Communicator(Group):
@@ -186,7 +186,7 @@ class Communicator(Group):
         the same `send`, made again, has returned, which sends nothing twice.
         """
         self._check_open()
-        messages.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
+        point_to_point.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
 
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
         """Receive elements from one rank into `out`, and return it.
@@ -195,7 +195,7 @@ class Communicator(Group):
         DeadlineExceededError the message goes to the next `recv` of the same rank and tag.
         """
         self._check_open()
-        return messages.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)
+        return point_to_point.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, by pickle; for small metadata. The root gets a copy too."""
@@ -241,11 +241,11 @@ class Communicator(Group):
         It lies in memory that the node's ranks share, where there is such, and is valid until
         nothing refers to it. Raises a MismatchError where the ranks ask for different ones.
         """
-        return self._run(registered.empty(shape, dtype).then(self._forget))
+        return self._run(allocation.empty(shape, dtype).then(self._forget))
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `empty`, filled with zeros."""
-        return self._run(registered.zeros(shape, dtype).then(self._forget))
+        return self._run(allocation.zeros(shape, dtype).then(self._forget))
 
     def empty_shared(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """One array for all ranks of a node, uninitialised. Collective.
@@ -254,7 +254,7 @@ class Communicator(Group):
         nothing refers to it on any rank. None, on every rank, where the ranks of some node have no
         memory in common. Raises a MismatchError where the ranks ask for different ones.
         """
-        return self._run(registered.empty_shared(shape, dtype))
+        return self._run(allocation.empty_shared(shape, dtype))
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
         """Which algorithm would run for `nbytes` bytes, what each is expected to take, and by whose

@@ -1,99 +1,99 @@
-"""Tensor fusion: many small arrays travel in few large messages.
-
-The plan is static: it follows from the arrays' dtypes, shapes and order alone, so that all ranks
-make the same one without negotiation, and the same inputs give the same bits every time. Arrays are
-packed in their order into buckets of one dtype; a bucket takes arrays as long as they fit in
-`bucket_bytes`, and an array larger than that travels alone.
-"""
+"""Arrays that lie in buckets from the start, so that they are reduced together without packing."""
 
 from __future__ import annotations
 
-import math
-import operator
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-# As DistributedDataParallel of PyTorch; larger buckets gain nothing on the build machine
-# (bench/results/), smaller ones cost a message each.
-DEFAULT_BUCKET_BYTES = 25 << 20
-
-Kinds: TypeAlias = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one array lies in its bucket: elements from `start` to `stop`."""
-
-    index: int
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+from collectives.arrays.kinds import to_array
+from collectives.communicator import Communicator
+from collectives.cuda.interface import cuda, on_gpu
+from collectives.reductions.buckets import Plan, check_bucket_bytes, make_plan
+from collectives.calls import Operation
+from collectives.calls.many import describe_many
+from collectives.reductions.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Arrays of one dtype that are reduced as one."""
+class Fusion:
+    """Arrays to be written into, and to be reduced as the few buckets that they are parts of.
 
-    dtype: np.dtype[Any]
-    slots: tuple[Slot, ...]
+    The buckets are registered arrays (`Communicator.empty`), valid until nothing refers to them or
+    to a view of them. They are device arrays where they are to be like arrays on a GPU.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        like: Sequence[Any],
+        op: ReduceOp | str = "sum",
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Make room for arrays like these: arrays, or pairs (shape, dtype). Collective.
+
+        `op` is what `all_reduce` does where it isn't told. `bucket_bytes` is the most that a bucket
+        holds, an array that is larger having one for itself. Raises a MismatchError on every rank
+        where shapes, dtypes, ops or buckets differ by rank, ValueError and TypeError as
+        `all_reduce` does.
+        """
+        self._comm, self._op = comm, as_op(op)
+        on_gpus = _on_gpus(like)
+        kinds = tuple(map(_kind_of, like))
+        for _, dtype in kinds:
+            check_reducible(self._op, dtype, on_gpus)
+            if fold_dtype(self._op, dtype) != dtype:
+                raise TypeError(f"op={self._op.value!r} of {dtype}: the result has another dtype")
+        limit = check_bucket_bytes(bucket_bytes)
+        signature = describe_many("Fusion", self._op, kinds, limit)
+        agreement = Operation(signature, lambda engine: None, on_gpus)
+        self._buckets: list[Array] = []
+        comm._engine.whole(self._make_buckets, agreement, make_plan(kinds, limit), len(kinds))
+
+    def _make_buckets(self, agreement: Operation, plan: Plan, count: int) -> None:
+        comm = self._comm
+        comm._run(agreement)
+        views: list[Array | None] = [None] * count
+        for each in plan.buckets:
+            empty = cuda().empty if agreement.on_gpu else comm.empty
+            bucket = empty(each.length, each.dtype)
+            bucket.view(np.uint8)[...] = 0
+            self._buckets.append(bucket)
+            for slot in each.slots:
+                views[slot.index] = bucket[slot.start : slot.stop].reshape(slot.shape)
+        self._views = [view for view in views if view is not None]
 
     @property
-    def length(self) -> int:
-        """Elements in all."""
-        return self.slots[-1].stop
+    def views(self) -> list[Array]:
+        """The arrays, in the order of `like`; zeros at first."""
+        return list(self._views)
+
+    def all_reduce(self, op: ReduceOp | str | None = None) -> list[Array]:
+        """Reduce all arrays in place, and return them. Collective.
+
+        As `Communicator.all_reduce` of each with itself as `out`.
+        """
+        return self._comm._engine.whole(self._all_reduce, self._op if op is None else op)
+
+    def _all_reduce(self, op: ReduceOp | str) -> list[Array]:
+        for bucket in self._buckets:
+            if bucket.size:
+                self._comm.all_reduce(bucket, op, out=bucket)
+        return self.views
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The buckets, and a number that tells this plan from others."""
-
-    buckets: tuple[Bucket, ...]
-    fingerprint: int
-
-
-@lru_cache(maxsize=64)
-def make_plan(kinds: Kinds, bucket_bytes: int) -> Plan:
-    """The plan for arrays of the given (shape, dtype)."""
-    text = repr(([(shape, dtype.name) for shape, dtype in kinds], bucket_bytes))
-    return Plan(_fill_buckets(kinds, bucket_bytes), zlib.crc32(text.encode()))
+def _on_gpus(like: Sequence[Any]) -> bool:
+    """Whether the arrays lie on GPUs; TypeError where only some do."""
+    places = {on_gpu(each) for each in like if not isinstance(each, tuple)}
+    if len(places) > 1:
+        raise TypeError("like: some of the arrays lie on a GPU, and some on the CPU")
+    return True in places
 
 
-def _fill_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Deal the arrays to buckets, in their order."""
-    filled: list[tuple[np.dtype[Any], list[Slot]]] = []
-    open_bucket: dict[np.dtype[Any], list[Slot]] = {}
-    for index, (shape, dtype) in enumerate(kinds):
-        length = math.prod(shape)
-        slots = open_bucket.get(dtype)
-        if slots is None or (slots[-1].stop + length) * dtype.itemsize > bucket_bytes:
-            slots = open_bucket[dtype] = []
-            filled.append((dtype, slots))
-        start = slots[-1].stop if slots else 0
-        slots.append(Slot(index, shape, start, start + length))
-    return tuple(Bucket(dtype, tuple(slots)) for dtype, slots in filled)
-
-
-def check_bucket_bytes(bucket_bytes: int | None) -> int:
-    """A positive number of bytes, the default for None; TypeError or ValueError otherwise."""
-    if bucket_bytes is None:
-        return DEFAULT_BUCKET_BYTES
-    try:
-        number = operator.index(bucket_bytes)
-    except TypeError:
-        raise TypeError(f"bucket_bytes={bucket_bytes!r}: must be an integer") from None
-    if number < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes!r}: must be at least 1")
-    return number
-
-
-def check_many(arrays: Sequence[Any], out: Sequence[Any] | None) -> None:
-    """ValueError where outputs are given and are not one for each array."""
-    if out is not None and len(out) != len(arrays):
-        raise ValueError(
-            f"out has {len(out)} entries: must have one for each of {len(arrays)} arrays"
-        )
+def _kind_of(like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    if isinstance(like, tuple):
+        shape, dtype = like
+        array = np.broadcast_to(np.empty((), dtype), shape)
+    else:
+        array = to_array(like, "like")
+    return array.shape, array.dtype.newbyteorder("=")

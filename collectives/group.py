@@ -6,29 +6,25 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from collectives import ending, topology
-from collectives.backends import check_backend, transport_over
-from collectives.devices.backend import Devices
-from collectives.due import Due
-from collectives.engine import Engine
-from collectives.errors import (
-    CollectiveError,
-    DeadlineExceededError,
-    MismatchError,
-    UnusableError,
-)
-from collectives.handles import Handle, Progress, run_at_once
-from collectives.mailbox import Mailbox
-from collectives.operations import Operation, nodes
-from collectives.operations.arguments import check_index
-from collectives.operations.many_on_gpus import ManyOnGpus
-from collectives.operations.objects import numbers_of_all
-from collectives.quick_many import ManyReducer
-from collectives.short_ways import ShortWays
-from collectives.signature import Signature
+from collectives.lifecycle import shutdown, topology
+from collectives.lifecycle.setup import check_backend, transport_over
+from collectives.gpu.backend import Devices
+from collectives.lifecycle.due import Due
+from collectives.execution.engine import Engine
+from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
+from collectives.lifecycle.futures import Handle, Progress, run_at_once
+from collectives.messaging.mailbox import Mailbox
+from collectives.calls import Operation
+from collectives.lifecycle import nodes
+from collectives.calls.arguments import check_index
+from collectives.gpu.many import ManyOnGpus
+from collectives.calls.objects import numbers_of_all
+from collectives.calls.bound_many import ManyReducer
+from collectives.calls.call_cache import ShortWays
+from collectives.consistency.signature import Signature
 from collectives.transports.base import Transport
-from collectives.tuning import use_saved
-from collectives.waiting import DEFAULT_DEADLINE, calling_line, check_deadline
+from collectives.calls.tuning import use_saved
+from collectives.waiting.wait_policy import DEFAULT_DEADLINE, calling_line, check_deadline
 
 Entered = TypeVar("Entered", bound="Group")
 
@@ -87,7 +83,7 @@ class Group(Due):
         self._many = ManyReducer(self._engine)
         self._many_on_gpus = ManyOnGpus(self._engine)
         if not self._engine.transport.one_process:
-            ending.keep(self)
+            shutdown.keep(self)
 
     def _duplicate(self) -> Transport | None:
         """What asynchronous calls run on, made while all ranks are here to make it."""
@@ -178,7 +174,7 @@ class Group(Due):
         self._abandon_mailboxes(0)
         self._closed = True
         self._quick.clear()
-        ending.forget(self)
+        shutdown.forget(self)
 
     def _end(self, engine: Engine) -> None:
         self._devices.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from collectives.backends import check_backend, start_mpi
+from collectives.lifecycle.setup import check_backend, start_mpi
 from collectives.communicator import Communicator
-from collectives.launcher import check_launch
-from collectives.uncaught import end_the_job_on_exceptions
-from collectives.waiting import DEFAULT_DEADLINE, check_deadline
+from collectives.lifecycle.launcher import check_launch
+from collectives.consistency.uncaught import end_the_job_on_exceptions
+from collectives.waiting.wait_policy import DEFAULT_DEADLINE, check_deadline
 
 
 class _Unset:

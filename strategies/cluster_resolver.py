@@ -16,7 +16,7 @@ from strategies.cluster.ranks import ordered_tasks, worker_cluster
 from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
 from strategies.cluster.spec import ClusterSpec, Task, read_index
 from strategies.cluster.tf_config import TFConfig, parse_tf_config
-from strategies.world import world_of
+from strategies.core.world import world_of
 
 
 class Communicator(Protocol):

@@ -19,15 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.scopes import named_scope
-from strategies.losses import broadcast_weights
-from strategies.values import as_array
-from strategies.variables.variable import (
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-    made_together,
-)
+from collectives.scope import named_scope
+from strategies.core.losses import broadcast_weights
+from strategies.core.values import as_array
+from strategies.variables.variable import Variable, VariableAggregation, VariableSynchronization, made_together
 
 Array = NDArray[Any]
 

@@ -1,6 +1,6 @@
 """Ways between ranks that never communicate: the suite must fail on them."""
 
-from collectives.shared.peer_memory import PeerMemory
+from collectives.shm.peer_memory import PeerMemory
 
 BROKEN_VARIABLE = "TEST_BROKEN_TRANSPORT"
 """In the environment, "messages" or "memory": what the fixture `comm` hands out broken."""

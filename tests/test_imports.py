@@ -10,19 +10,19 @@ ROOT = Path(__file__).parents[1]
 # What the modules of a layer may import of this project; a layer is a module or a package.
 ALLOWED = {
     "collectives.errors": set(),
-    "collectives.uncaught": {"errors"},
-    "collectives.launcher": {"errors"},
-    "collectives.paths": set(),
-    "collectives.topology": set(),
+    "collectives.consistency.uncaught": {"errors"},
+    "collectives.lifecycle.launcher": {"errors"},
+    "collectives.schedules.paths": set(),
+    "collectives.lifecycle.topology": set(),
     "collectives.schedule": set(),
-    "collectives.reduction": set(),
-    "collectives.spec": {"schedule"},
-    "collectives.traffic": {"schedule", "errors"},
+    "collectives.reductions.reduction": set(),
+    "collectives.schedules.spec": {"schedule"},
+    "collectives.analysis.traffic": {"schedule", "errors"},
     "collectives.algorithms": {"algorithms", "paths", "schedule", "spec"},
     "collectives.verify": {"algorithms", "schedule", "spec", "traffic", "errors"},
-    "collectives.cost": {"algorithms", "schedule", "traffic"},
-    "collectives.resolve": {"schedule"},
-    "collectives.executor": {
+    "collectives.analysis.cost": {"algorithms", "schedule", "traffic"},
+    "collectives.execution.plan": {"schedule"},
+    "collectives.execution.executor": {
         "algorithms",
         "reduction",
         "resolve",
@@ -30,12 +30,12 @@ ALLOWED = {
         "spec",
         "transports.base",
     },
-    "collectives.waiting": {"errors"},
-    "collectives.signature": {"errors"},
-    "collectives.recorder": {"signature"},
+    "collectives.waiting.wait_policy": {"errors"},
+    "collectives.consistency.signature": {"errors"},
+    "collectives.consistency.flight_recorder": {"signature"},
     "collectives.transports": {"transports", "errors", "waiting"},
-    "collectives.shared": {"shared", "paths", "reduction", "waiting", "errors"},
-    "collectives.agreement": {
+    "collectives.shm": {"shared", "paths", "reduction", "waiting", "errors"},
+    "collectives.consistency.call_check": {
         "errors",
         "shared.arrival",
         "signature",
@@ -43,31 +43,31 @@ ALLOWED = {
         "waiting",
     },
     "collectives.calls": {"agreement", "errors", "watchdog"},
-    "collectives.selection": {"algorithms", "cost", "paths", "spec"},
+    "collectives.execution.cost_model": {"algorithms", "cost", "paths", "spec"},
     "collectives.fusion": set(),
-    "collectives.tensors": {"reduction"},
+    "collectives.arrays.kinds.tensors": {"reduction"},
     "collectives.arrays": {"devices.cuda", "reduction", "tensors"},
-    "collectives.devices.kernels": set(),
-    "collectives.devices.cuda": {"devices.cupy_cuda", "errors", "reduction"},
-    "collectives.devices.cupy_cuda": {"devices.cuda", "devices.kernels", "reduction"},
-    "collectives.devices.host_copies": {"devices.cuda"},
-    "collectives.devices.side_stream": {"devices.cuda"},
-    "collectives.devices.memory": {"devices.cuda", "reduction"},
-    "collectives.devices.conversions": {"devices.cuda", "reduction"},
-    "collectives.devices.path": {"devices.cuda", "reduction"},
-    "collectives.devices.bootstrap": {
+    "collectives.cuda.kernels": set(),
+    "collectives.cuda.interface": {"devices.cupy_cuda", "errors", "reduction"},
+    "collectives.cuda.cupy_cuda": {"devices.cuda", "devices.kernels", "reduction"},
+    "collectives.cuda.host_copies": {"devices.cuda"},
+    "collectives.gpu.side_stream": {"devices.cuda"},
+    "collectives.cuda.memory": {"devices.cuda", "reduction"},
+    "collectives.gpu.conversions": {"devices.cuda", "reduction"},
+    "collectives.execution.device_path": {"devices.cuda", "reduction"},
+    "collectives.gpu.bootstrap": {
         "devices.cuda",
         "transports.nccl",
         "transports.nccl_driver",
     },
-    "collectives.devices.buckets": {
+    "collectives.gpu.buckets": {
         "devices.cuda",
         "devices.kernels",
         "fusion",
         "reduction",
     },
-    "collectives.devices.launches": {"devices.cuda", "errors", "waiting", "watchdog"},
-    "collectives.devices.nccl_path": {
+    "collectives.gpu.stream_work": {"devices.cuda", "errors", "waiting", "watchdog"},
+    "collectives.gpu.nccl_path": {
         "algorithms",
         "devices.conversions",
         "devices.cuda",
@@ -81,7 +81,7 @@ ALLOWED = {
         "transports.base",
         "transports.nccl",
     },
-    "collectives.devices.ipc_path": {
+    "collectives.gpu.ipc_path": {
         "devices.cuda",
         "devices.side_stream",
         "devices.path",
@@ -89,22 +89,22 @@ ALLOWED = {
         "reduction",
         "shared.staged",
     },
-    "collectives.devices.staged_path": {
+    "collectives.gpu.host_path": {
         "devices.cuda",
         "devices.side_stream",
         "devices.path",
         "engine",
         "reduction",
     },
-    "collectives.devices.handle": {"devices.cuda", "handles"},
-    "collectives.devices.present": {
+    "collectives.gpu.future": {"devices.cuda", "handles"},
+    "collectives.gpu.probe": {
         "devices.bootstrap",
         "devices.cuda",
         "errors",
         "transports.cupy_nccl",
         "transports.nccl_driver",
     },
-    "collectives.devices.quick": {
+    "collectives.gpu.bound": {
         "devices.cuda",
         "devices.path",
         "engine",
@@ -114,7 +114,7 @@ ALLOWED = {
         "signature",
         "transports.nccl_driver",
     },
-    "collectives.devices.backend": {
+    "collectives.gpu.backend": {
         "devices",
         "engine",
         "errors",
@@ -133,14 +133,14 @@ ALLOWED = {
 }
 LAZY = {
     "mpi4py": {
-        "collectives/backends.py",
+        "collectives/lifecycle/setup.py",
         "collectives/transports/mpi.py",
         "collectives/transports/mpi_mailbox.py",
         "collectives/transports/mpi_messages.py",
         "collectives/transports/mpi_native.py",
     },
     "cupy": {
-        "collectives/devices/cupy_cuda.py",
+        "collectives/cuda/cupy_cuda.py",
         "collectives/doctor/gpu_look.py",
         "collectives/transports/cupy_nccl.py",
     },

@@ -8,7 +8,7 @@ from typing import Any
 from bench.cases.base import Call
 from bench.task import Task
 from collectives import Communicator
-from collectives.devices.cuda import Cuda
+from collectives.cuda.interface import Cuda
 from collectives.transports.nccl import NcclTransport, reduction_of
 
 NAME = "bare NCCL"

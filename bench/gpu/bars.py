@@ -18,9 +18,9 @@ from bench.problem import Problem
 from bench.task import Task
 from bench.timing import Subject, interleave
 from collectives import Communicator
-from collectives.devices.buckets import BucketMemory
-from collectives.devices.cuda import Cuda
-from collectives.reduction import ReduceOp
+from collectives.gpu.buckets import BucketMemory
+from collectives.cuda.interface import Cuda
+from collectives.reductions.reduction import ReduceOp
 
 MOST_OVERHEAD = 10e-6
 MOST_LAUNCHES, MOST_PACKING = 2, 60e-6

@@ -9,8 +9,8 @@ from bench.environment import describe
 from bench.gpu.bare import NAME
 from bench.gpu.device import Device
 from collectives import Communicator
-from collectives.devices import present
-from collectives.devices.cuda import cuda
+from collectives.gpu import probe
+from collectives.cuda.interface import cuda
 from collectives.errors import BackendUnavailableError
 
 
@@ -26,7 +26,7 @@ def describe_gpu(comm: Communicator, options: argparse.Namespace, device: Device
     """What the header says, by name; as rank 0 sees it."""
     settings = options.settings
     sets = settings.rotate or "as many as exceed twice the GPU's cache, at most 256"
-    driver = present.nccl_driver()
+    driver = probe.nccl_driver()
     return describe(comm, argparse.Namespace(**{**vars(options), "peer": NAME})) | {
         "calls in a repeat": settings.calls or "one for each buffer set, at least 20",
         "buffers": "on the GPU",

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from collectives.devices import cuda, present
+from collectives.cuda import interface
+from collectives.gpu import probe
 from collectives.transports import local
 from collectives.transports.cupy_nccl import CupyNccl
 
@@ -58,14 +59,14 @@ def _nothing(*arguments: Any) -> None:
     pass
 
 
-def null_cuda() -> cuda.Cuda:
+def null_cuda() -> interface.Cuda:
     """Every method returns at once."""
     stream = _NullStream()
 
     def empty(self: Any, shape: Any, dtype: Any) -> NullArray:
         return np.empty(shape, dtype).view(NullArray)
 
-    methods: dict[str, Any] = dict.fromkeys(cuda.Cuda.__abstractmethods__, _nothing)
+    methods: dict[str, Any] = dict.fromkeys(interface.Cuda.__abstractmethods__, _nothing)
     methods |= {
         "array_type": NullArray,
         "device_count": lambda self: 1,
@@ -82,7 +83,7 @@ def null_cuda() -> cuda.Cuda:
         "new_stream": lambda self: _NullStream(),
         "on": lambda self, stream: nullcontext(),
     }
-    made: cuda.Cuda = type("NullCuda", (cuda.Cuda,), methods)()
+    made: interface.Cuda = type("NullCuda", (interface.Cuda,), methods)()
     return made
 
 
@@ -125,14 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def null_communicator() -> Communicator:
     """Of one rank, "over NCCL"."""
     driver: Any = NullNccl()
-    cuda._made = null_cuda()
-    setattr(present, "nccl_driver", lambda: driver)  # noqa: B010 (mypy takes it for a constant)
+    interface._made = null_cuda()
+    setattr(probe, "nccl_driver", lambda: driver)  # noqa: B010 (mypy takes it for a constant)
     return Communicator(local.alone(), backend="nccl")
 
 
 def _calls(comm: Communicator) -> dict[str, Callable[[], Any]]:
     array, out, other = (np.zeros(1, np.float32).view(NullArray) for _ in range(3))
-    driver = present.nccl_driver()
+    driver = probe.nccl_driver()
     return {
         "the driver's call": partial(driver.all_reduce, None, 4096, 8192, 1, 7, 0, 7),
         "all_reduce(array, out=out)": partial(comm.all_reduce, array, out=out),

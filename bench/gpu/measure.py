@@ -17,7 +17,7 @@ from bench.rows import Measurement, PeerMeasurement, Row
 from bench.task import Buffers, Task
 from bench.timing import Subject, Timing, interleave
 from collectives import Communicator
-from collectives.devices.cuda import Cuda
+from collectives.cuda.interface import Cuda
 
 LEAST_BATCH = 20
 ALGORITHM = "auto"

@@ -13,7 +13,7 @@ from bench.measure import Settings
 from bench.options import ALL, Parser, check_sizes, parse_dtype
 from bench.problem import OPS
 from bench.sizes import parse_size, parse_sizes
-from collectives.backends import BACKENDS
+from collectives.lifecycle.setup import BACKENDS
 
 BARS = "bars"
 COLLECTIVES = tuple(name for name, case in CASES.items() if case.has_bytes)

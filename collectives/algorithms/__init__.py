@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from collectives.algorithms import (
-    binomial,
-    circulant,
-    doubling,
-    pairwise,
-    rabenseifner,
-    reduce_scatter_gather,
-    ring,
-    scatter_all_gather,
-)
-from collectives.paths import FORCED
-from collectives.schedule import Schedule, chunk_per_rank, one_chunk
-from collectives.spec import spec_of
+from collectives.algorithms import binomial, circulant, doubling, pairwise, rabenseifner, reduce_scatter_gather, ring, scatter_all_gather
+from collectives.schedules.paths import FORCED
+from collectives.schedules.schedule import Schedule, chunk_per_rank, one_chunk
+from collectives.schedules.spec import spec_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from collectives.schedule import Ranks, Recv, Reduce, Round, Send
+from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send
 
 
 def _distances(size: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives.schedule import Ranks, Recv, Reduce, Round, Send, largest_power_of_two
+from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send, largest_power_of_two
 
 
 def all_reduce(rank: Ranks, size: int) -> Iterator[Round]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives.schedule import Ranks, Recv, Round, Send
+from collectives.schedules.schedule import Ranks, Recv, Round, Send
 
 
 def all_to_all(rank: Ranks, size: int) -> Iterator[Round]:

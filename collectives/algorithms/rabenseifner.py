@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from collectives.schedule import Ranks, Recv, Reduce, Round, Send, largest_power_of_two
+from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send, largest_power_of_two
 
 
 class _Pairing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from collectives.algorithms import binomial, ring
-from collectives.schedule import Ranks, Round
+from collectives.schedules.schedule import Ranks, Round
 
 
 def reduce(rank: Ranks, size: int) -> Iterator[Round]:

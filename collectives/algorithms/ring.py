@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from collectives.schedule import Ranks, Recv, Reduce, Round, Send
+from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send
 
 
 def reduce_scatter(rank: Ranks, size: int) -> Iterator[Round]:

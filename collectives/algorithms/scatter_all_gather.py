@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from collectives.algorithms import binomial, ring
-from collectives.schedule import Ranks, Round
+from collectives.schedules.schedule import Ranks, Round
 
 
 def broadcast(rank: Ranks, size: int) -> Iterator[Round]:

@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from collectives.backends import start_mpi
+from collectives.lifecycle.setup import start_mpi
 from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
@@ -20,7 +20,7 @@ from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, r
 from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
 from collectives.errors import BackendUnavailableError, LaunchError
-from collectives.launcher import ALLOW_SINGLETON, Launcher, check_launch, find_launcher
+from collectives.lifecycle.launcher import ALLOW_SINGLETON, Launcher, check_launch, find_launcher
 from collectives.world import world
 
 LIMIT = 30.0

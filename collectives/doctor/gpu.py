@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from collectives.devices.bootstrap import judge
+from collectives.gpu.bootstrap import judge
 from collectives.doctor.gpu_look import Look, look_elsewhere
 from collectives.doctor.packages import found_version, installed
 from collectives.doctor.report import Report

@@ -13,9 +13,9 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from collectives.devices import present
-from collectives.devices.bootstrap import Health, examine
-from collectives.devices.cuda import cuda
+from collectives.gpu import probe
+from collectives.gpu.bootstrap import Health, examine
+from collectives.cuda.interface import cuda
 
 _LIMIT_SECONDS = 60
 _MODULE = "collectives.doctor.gpu_look"
@@ -63,7 +63,7 @@ def look_elsewhere(limit: float = _LIMIT_SECONDS) -> Look:
 
 def look() -> Look:
     """What this process has. Raises what CuPy raises where it is broken."""
-    gpus, driver = cuda(), present.nccl_driver()
+    gpus, driver = cuda(), probe.nccl_driver()
     missing = driver.problem()
     nccl = missing or shown(driver.version())
     problem = gpus.problem()

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.waiting import Patience
+from collectives.waiting.wait_policy import Patience
 
 Bytes: TypeAlias = memoryview
 Message: TypeAlias = tuple[int, Bytes]

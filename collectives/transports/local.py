@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import RankFailedError
 from collectives.transports.base import Bytes, Message, Post, Sending, Transport, Words
-from collectives.waiting import CHECK_SECONDS, Patience
+from collectives.waiting.wait_policy import CHECK_SECONDS, Patience
 
 Result = TypeVar("Result")
 

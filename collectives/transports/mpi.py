@@ -11,19 +11,12 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from collectives.transports.base import (
-    Bytes,
-    Message,
-    Native,
-    Post,
-    Transport,
-    Words,
-)
+from collectives.transports.base import Bytes, Message, Native, Post, Transport, Words
 from collectives.transports.mpi_mailbox import MpiPost, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, Messages
 from collectives.transports.mpi_native import native
 from collectives.transports.pages import give_pages_back, has_room, take_pages
-from collectives.waiting import Patience
+from collectives.waiting.wait_policy import Patience
 
 _EXCHANGE_TAG = 0
 _WORDS_TAG = LAST_TAG + 1

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.scopes import named_scope
+from collectives.scope import named_scope
 from strategies.checkpoint import tensor_file
 from strategies.checkpoint.errors import CheckpointError
 from strategies.checkpoint.first_rank import done_by_all, done_by_first, same_everywhere
 from strategies.checkpoint.states import State
 from strategies.checkpoint.tracking import find_states
-from strategies.contexts import get_strategy, require_cross_replica
-from strategies.default import default_strategy
-from strategies.strategy import Strategy
+from strategies.core.contexts import get_strategy, require_cross_replica
+from strategies.synchronous.default import default_strategy
+from strategies.core.strategy import Strategy
 
 Array = NDArray[Any]
 States = dict[str, State]

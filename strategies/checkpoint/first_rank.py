@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from collectives import CollectiveError, Communicator
-from collectives.uncaught import raised_on_all
-from strategies.portable_error import portable
+from collectives.consistency.uncaught import raised_on_all
+from strategies.core.portable_error import portable
 
 Outcome = TypeVar("Outcome")
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from strategies.values import as_array
+from strategies.core.values import as_array
 from strategies.variables.variable import Variable
 
 Array = NDArray[Any]

@@ -14,7 +14,7 @@ from strategies import foreign
 from strategies.checkpoint.optimizer_state import OptimizerState
 from strategies.checkpoint.states import Saveable, SaveableState, State, VariableState
 from strategies.optimizers import Optimizer
-from strategies.strategy import Strategy
+from strategies.core.strategy import Strategy
 from strategies.variables.variable import Variable
 
 _OPAQUE = (

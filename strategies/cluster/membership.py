@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from collectives import Communicator
-from collectives.uncaught import raising_on_all
+from collectives.consistency.uncaught import raising_on_all
 from strategies.cluster.ranks import RankPlace, assign_ranks
 from strategies.cluster.tf_config import TFConfig
 from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
-from strategies.refusals import RefusedTogether
-from strategies.world import world_of
+from strategies.core.refusals import RefusedTogether
+from strategies.core.world import world_of
 
 # Ranks of different groups train, evaluate, feed data or hold parameters apart from each other.
 _GROUPS = {"chief": 0, "worker": 0, "evaluator": 1, "data": 2, "ps": 3}

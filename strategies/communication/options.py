@@ -6,7 +6,7 @@ import enum
 import operator
 from typing import Any, ClassVar, cast
 
-from strategies.attributes import CheckedAttributes, Checks
+from strategies.core.declared import CheckedAttributes, Checks
 
 
 class CommunicationImplementation(enum.Enum):

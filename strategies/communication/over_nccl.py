@@ -9,11 +9,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives import Communicator, ReduceOp
-from collectives.devices import present
-from collectives.devices.bootstrap import Health, examine, judge
-from collectives.devices.cuda import cuda
-from collectives.devices.host_copies import fetched, filled
-from strategies.devices import nccl_problem
+from collectives.gpu import probe
+from collectives.gpu.bootstrap import Health, examine, judge
+from collectives.cuda.interface import cuda
+from collectives.cuda.host_copies import fetched, filled
+from strategies.core.device_names import nccl_problem
 
 
 class OverNccl:
@@ -70,6 +70,6 @@ def _look(local_rank: int) -> tuple[list[int], list[Health]]:
     problem = nccl_problem()
     if problem is not None:
         return [-1, -1], [Health(problem)] * 2
-    gpus, driver = cuda(), present.nccl_driver()
+    gpus, driver = cuda(), probe.nccl_driver()
     devices = [gpus.current_device(), local_rank % gpus.device_count()]
     return devices, [examine(gpus, driver, device) for device in devices]

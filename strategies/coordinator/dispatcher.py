@@ -13,7 +13,7 @@ from typing import Any
 from collectives.errors import RankFailedError
 from strategies.coordinator.closure_queue import Closure, ClosureQueue
 from strategies.coordinator.failures import rebuild
-from strategies.coordinator.letters import End, Failed, Finished, Message, Packed, Run
+from strategies.coordinator.messages import End, Failed, Finished, Message, Packed, Run
 from strategies.coordinator.link import Link
 from strategies.errors import CancelledError
 

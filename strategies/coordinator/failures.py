@@ -7,7 +7,7 @@ import traceback
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from strategies.coordinator.letters import Failure
+from strategies.coordinator.messages import Failure
 from strategies.errors import OutOfRangeError, RemoteError, RemoteTracebackError
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from collectives.errors import RankFailedError
 from strategies.cluster.membership import Membership
-from strategies.coordinator.letters import Box, End
+from strategies.coordinator.messages import Box, End
 
 if TYPE_CHECKING:
     from strategies.coordinator.coordinator import ClusterCoordinator

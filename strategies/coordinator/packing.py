@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 
-from strategies.coordinator.letters import Packed
+from strategies.coordinator.messages import Packed
 
 
 class References(Protocol):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-from strategies.coordinator.letters import Packed, Restored
+from strategies.coordinator.messages import Packed, Restored
 from strategies.coordinator.packing import pack
 from strategies.coordinator.per_worker import PerWorkerIterator, WorkerDatasets
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import VariableInfo
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
-from strategies.strategy import Strategy
+from strategies.core.strategy import Strategy
 from strategies.variables.storage import LocalStorage
 from strategies.variables.variable import Variable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, NoReturn
 
-from strategies import nest
+from strategies.core import nest
 
 
 class RemoteValue:

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies import values
+from strategies.core import values
 from strategies.communication.options import CommunicationOptions
-from strategies.contexts import get_strategy
-from strategies.reduce_op import ReduceOp, as_reduce_op
+from strategies.core.contexts import get_strategy
+from strategies.core.reduce_op import ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
     from typing import Self

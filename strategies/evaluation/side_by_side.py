@@ -13,10 +13,10 @@ from strategies.cluster.tf_config import parse_tf_config, validate_for_train_and
 from strategies.evaluation.end_marker import training_ends
 from strategies.evaluation.evaluate import Evaluation, ModelFunction, evaluate_checkpoints
 from strategies.input.failures import check_together
-from strategies.multi_worker import MultiWorkerMirroredStrategy
+from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
 from strategies.parameter_server.strategy import ParameterServerStrategy
-from strategies.strategy import Strategy
-from strategies.world import world_of
+from strategies.core.strategy import Strategy
+from strategies.core.world import world_of
 
 
 class TrainedAndEvaluated(NamedTuple):

@@ -7,14 +7,10 @@ from typing import Any
 
 from collectives import Communicator
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication.options import (
-    CollectiveCommunication,
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from strategies.communication.options import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from strategies.experimental import coordinator, partitioners
-from strategies.multi_worker import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
-from strategies.tpu import TPUStrategy
+from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
+from strategies.synchronous.tpu import TPUStrategy
 
 __all__ = [
     "CollectiveCommunication",

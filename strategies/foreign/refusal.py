@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from collectives.uncaught import raised_on_all
+from collectives.consistency.uncaught import raised_on_all
 from strategies.foreign.framework import Framework
 from strategies.foreign.known import framework_of
 

@@ -12,12 +12,7 @@ from strategies.input.distribution import distribute, distribute_from_function
 from strategies.input.element_spec import TensorSpec
 from strategies.input.failures import DatasetError
 from strategies.input.file_dataset import FileDataset
-from strategies.input.options import (
-    AutoShardPolicy,
-    InputOptions,
-    InputReplicationMode,
-    Options,
-)
+from strategies.input.options import AutoShardPolicy, InputOptions, InputReplicationMode, Options
 from strategies.input.rebatching import batch_sizes_for_worker
 
 __all__ = [

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from strategies import nest
+from strategies.core import nest
 from strategies.input.batches import length_of
 from strategies.input.dataset import Dataset, Place, Transformed
-from strategies.values import as_array
+from strategies.core.values import as_array
 
 
 def make_numpy_dataset(numpy_input: Any) -> ArraysDataset:

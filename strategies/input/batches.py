@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies import nest
+from strategies.core import nest
 
 
 def length_of(batch: Any) -> int:

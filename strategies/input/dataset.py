@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from strategies import nest
+from strategies.core import nest
 from strategies.input.options import Options
-from strategies.values import as_array
+from strategies.core.values import as_array
 
 Place = tuple[int, ...]  # the numbers of the iteration and of the repeats inside of it
 Self = TypeVar("Self", bound="Dataset")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.scopes import named_scope
+from collectives.scope import named_scope
 from strategies.input.element_spec import First, Form, agree_on_form, described
 from strategies.input.failures import raise_apart, raise_together
 

@@ -11,8 +11,8 @@ import ml_dtypes  # noqa: F401 (gives NumPy the name bfloat16)
 import numpy as np
 
 from collectives import Communicator
-from collectives.uncaught import raised_on_all
-from strategies import nest
+from collectives.consistency.uncaught import raised_on_all
+from strategies.core import nest
 from strategies.input.batches import arrays_of, is_torch
 
 log = logging.getLogger("strategies")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from collectives import Communicator
-from collectives.uncaught import raised_on_all
+from collectives.consistency.uncaught import raised_on_all
 
 Result = TypeVar("Result")
 

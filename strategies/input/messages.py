@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays import to_numpy
-from collectives.devices.cuda import is_torch
-from collectives.tensors import to_torch
-from strategies import nest
+from collectives.arrays.kinds import to_numpy
+from collectives.cuda.interface import is_torch
+from collectives.arrays.tensors import to_torch
+from strategies.core import nest
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from strategies import foreign
-from strategies.contexts import has_strategy
-from strategies.refusals import wrong_context
-from strategies.values import as_array
+from strategies.core.contexts import has_strategy
+from strategies.core.refusals import wrong_context
+from strategies.core.values import as_array
 from strategies.variables.indexed_slices import Gradient, IndexedSlices
 from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from strategies.strategy import Strategy
+    from strategies.core.strategy import Strategy
 
 
 def checked_pairs(

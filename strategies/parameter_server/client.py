@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import requests
-from strategies.parameter_server.correspondence import Correspondence
+from strategies.parameter_server.rpc_client import Correspondence
 from strategies.parameter_server.memory import MappedMemory, MappedShard
 from strategies.parameter_server.requests import ShardInfo, as_pickle
 from strategies.variables.indexed_slices import Gradient, IndexedSlices

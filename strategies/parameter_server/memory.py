@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.shared.segment import SegmentAddress, make_segment, map_segment, order
+from collectives.shm.segment import SegmentAddress, make_segment, map_segment, order
 from strategies.parameter_server.requests import Place, ShardInfo
 
 Array = NDArray[Any]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.shared.segment import SegmentAddress
+from collectives.shm.segment import SegmentAddress
 
 
 class Place(NamedTuple):

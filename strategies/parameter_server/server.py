@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from collectives import RankFailedError
-from collectives.letters import Message
-from collectives.mailbox import Mailbox
+from collectives.messaging.codec import Message
+from collectives.messaging.mailbox import Mailbox
 from strategies.parameter_server import requests
-from strategies.parameter_server.announcements import Announcements
-from strategies.parameter_server.cast import Cast
+from strategies.parameter_server.key_value_store import Announcements
+from strategies.parameter_server.roles import Cast
 from strategies.parameter_server.clock import Clock
 from strategies.parameter_server.requests import Answer
 from strategies.parameter_server.shards import Shards, shared_out
-from strategies.portable_error import portable
+from strategies.core.portable_error import portable
 
 Array = NDArray[Any]
 Result = tuple[Any, Sequence[Array]]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.contexts import get_replica_context, has_strategy
-from strategies.reduce_op import ReduceOp
-from strategies.refusals import RefusedTogether
+from strategies.core.contexts import get_replica_context, has_strategy
+from strategies.core.reduce_op import ReduceOp
+from strategies.core.refusals import RefusedTogether
 from strategies.variables.indexed_slices import IndexedSlices
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.reduce_op import ReduceOp
-from strategies.values import as_array
+from strategies.core.reduce_op import ReduceOp
+from strategies.core.values import as_array
 
 Array = NDArray[Any]
 

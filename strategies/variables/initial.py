@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.values import as_array
+from strategies.core.values import as_array
 
 Array = NDArray[Any]
 

@@ -12,25 +12,18 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
-from strategies.contexts import get_strategy, has_strategy
-from strategies.refusals import RefusedTogether
-from strategies.values import as_array
+from strategies.core.contexts import get_strategy, has_strategy
+from strategies.core.refusals import RefusedTogether
+from strategies.core.values import as_array
 from strategies.variables import aggregation as rules
 from strategies.variables import scatter
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
 from strategies.variables.indexed_slices import IndexedSlices, check_rows
 from strategies.variables.initial import as_initial, fits
-from strategies.variables.storage import (
-    Change,
-    LocalStorage,
-    Storage,
-    assign,
-    assign_add,
-    assign_sub,
-)
+from strategies.variables.storage import Change, LocalStorage, Storage, assign, assign_add, assign_sub
 
 if TYPE_CHECKING:
-    from strategies.strategy import Strategy
+    from strategies.core.strategy import Strategy
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 

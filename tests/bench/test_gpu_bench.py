@@ -20,7 +20,7 @@ from bench.reports.columns import columns
 from bench.reports.files import table_lines
 from bench.rows import Measurement, PeerMeasurement, Row
 from bench.timing import Timing, wall_seconds
-from collectives.devices import cuda as cuda_module
+from collectives.cuda import interface as cuda_module
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run as run_ranks
 from tests.devices.gpu_worlds import simulated
@@ -63,7 +63,7 @@ def test_without_cupy_it_says_so_in_a_line_and_does_nothing(monkeypatch, capsys)
     load = builtins.__import__
 
     def refuse(name, *arguments):
-        if name.split(".")[0] == "cupy" or name == "collectives.devices.cupy_cuda":
+        if name.split(".")[0] == "cupy" or name == "collectives.cuda.cupy_cuda":
             raise ImportError(name)
         return load(name, *arguments)
 

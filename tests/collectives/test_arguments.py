@@ -162,8 +162,9 @@ def test_a_taken_name_is_refused(name):
 
 def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
     import collectives
-    from collectives import algorithms, selection
-    from collectives.schedule import Recv, Reduce, Send
+    from collectives import algorithms
+    from collectives.execution import cost_model
+    from collectives.schedules.schedule import Recv, Reduce, Send
 
     def through_one(rank, size):
         """Every rank sends its whole buffer to rank 0, which folds all and sends the result."""
@@ -174,14 +175,14 @@ def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
     monkeypatch.setattr(algorithms, "_TABLE", dict(algorithms._TABLE))
     names = {collective: list(names) for collective, names in algorithms._NAMES.items()}
     monkeypatch.setattr(algorithms, "_NAMES", names)
-    layout, figures = selection.Layout((4,)), selection.Figures()
-    assert "flat" not in selection.choose("all_reduce", 8, layout, (), figures).seconds
+    layout, figures = cost_model.Layout((4,)), cost_model.Figures()
+    assert "flat" not in cost_model.choose("all_reduce", 8, layout, (), figures).seconds
     register_algorithm("all_reduce", "flat", through_one, chunks=lambda size: 1)
     for size in (1, 2, 5, 300):
         collectives.verify("all_reduce", "flat", size)
     link = collectives.Link(1e-6, 1e9, 1e9)
     assert collectives.estimate("all_reduce", "flat", 4, 1000, link) > 0
-    assert "flat" in selection.choose("all_reduce", 8, layout, (), figures).seconds
+    assert "flat" in cost_model.choose("all_reduce", 8, layout, (), figures).seconds
 
     def one_rank(transport):
         array = np.arange(5.0) * (transport.rank + 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.arrays import flat, like, to_numpy
+from collectives.arrays.kinds import flat, like, to_numpy
 from collectives.communicator import Communicator
 from collectives.transports.local import alone, run
 

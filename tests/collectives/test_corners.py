@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, DtypeMismatchError, tuning
-from collectives.shared.route import Route
+from collectives import Communicator, DtypeMismatchError
+from collectives.calls import tuning
+from collectives.shm.selector import Route
 
 on_two = [pytest.mark.mpi, pytest.mark.ranks(2)]
 on_few = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]

@@ -6,7 +6,7 @@ import pytest
 
 import collectives
 from collectives import Link
-from collectives.cost import traffic
+from collectives.analysis.cost import traffic
 
 # Every size divides this, so that the formulas hold to the byte.
 NBYTES = math.lcm(*range(1, 17))

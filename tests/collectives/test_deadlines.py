@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
-from collectives.recorder import DIRECTORY_VARIABLE
-from collectives.shared import arrival
+from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
+from collectives.shm import node_barrier
 from collectives.transports import local
 
 NODE_OF = {2: [0, 1], 3: [0, 0, 1], 5: [0, 0, 1, 1, 1]}
@@ -217,7 +217,7 @@ def test_all_come_and_leave_at_random(patient, record_directory):
 def test_without_a_way_to_order_stores_the_same_call_goes_on(
     patient, record_directory, monkeypatch
 ):
-    monkeypatch.setattr(arrival, "order_all_threads", lambda: False)
+    monkeypatch.setattr(node_barrier, "order_all_threads", lambda: False)
     patient.deadline = 0.1
     if patient.rank != 0:
         with pytest.raises(collectives.DeadlineExceededError):

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from collectives.devices.bootstrap import Health
+from collectives.gpu.bootstrap import Health
 from collectives.doctor import gpu, gpu_look
 from collectives.doctor.gpu import report_device_arrays, report_gpu
 from collectives.doctor.gpu_look import Look, look, look_elsewhere

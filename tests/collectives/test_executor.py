@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from collectives import algorithms
 from collectives.communicator import Communicator
-from collectives.cost import traffic
-from collectives.executor import Call, HostMemory, Plan
-from collectives.reduction import ReduceOp
-from collectives.schedule import split_lengths
+from collectives.analysis.cost import traffic
+from collectives.execution.executor import Call, HostMemory, Plan
+from collectives.reductions.reduction import ReduceOp
+from collectives.schedules.schedule import split_lengths
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import reduced, value, values
 

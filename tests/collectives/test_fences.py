@@ -6,12 +6,12 @@ import threading
 import numpy as np
 import pytest
 
-from collectives.reduction import ReduceOp
-from collectives.shared.arrival import Arrival, word_of
-from collectives.shared.memory import PROGRESS, SEGMENT_BYTES, NodeMemory
-from collectives.shared.staged import Staged
-from collectives.shared.steps import Steps
-from collectives.waiting import Patience
+from collectives.reductions.reduction import ReduceOp
+from collectives.shm.node_barrier import Arrival, word_of
+from collectives.shm.layout import PROGRESS, SEGMENT_BYTES, NodeMemory
+from collectives.shm.copy_in_copy_out import Staged
+from collectives.shm.progress import Steps
+from collectives.waiting.wait_policy import Patience
 
 
 class Watched(NodeMemory):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import figures_file
-from collectives.figures_file import Key, from_text, to_text
-from collectives.selection import Figures, Layout
+from collectives.execution import parameters_file
+from collectives.execution.parameters_file import Key, from_text, to_text
+from collectives.execution.cost_model import Figures, Layout
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
 POSITIVE = st.floats(1.1e-12, 0.9e15)
@@ -19,7 +19,7 @@ FIGURES = st.builds(Figures, **{field.name: POSITIVE for field in fields(Figures
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(figures_file.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(parameters_file.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -30,13 +30,13 @@ def test_figures_survive_the_file(figures):
 
 def test_what_is_saved_is_loaded(cache):
     figures = replace(Figures(), reduction=1.25)
-    path = figures_file.save(KEY, figures)
-    assert figures_file.load(KEY) == (figures, path)
+    path = parameters_file.save(KEY, figures)
+    assert parameters_file.load(KEY) == (figures, path)
     assert [each.name for each in cache.iterdir()] == [path.name]
 
 
 def test_nothing_saved_is_no_warning(cache, caplog):
-    assert figures_file.load(KEY) is None
+    assert parameters_file.load(KEY) is None
     assert not cache.exists()
     assert not caplog.records
 
@@ -51,11 +51,11 @@ def test_nothing_saved_is_no_warning(cache, caplog):
     ],
 )
 def test_figures_are_for_one_host_library_and_layout(cache, caplog, other):
-    path = figures_file.save(KEY, Figures())
-    assert figures_file.load(other) is None
+    path = parameters_file.save(KEY, Figures())
+    assert parameters_file.load(other) is None
     # Nor are they taken where the names of the files meet.
     path.rename(other.path)
-    assert figures_file.load(other) is None
+    assert parameters_file.load(other) is None
     assert "measured elsewhere" in caplog.text
 
 
@@ -88,37 +88,37 @@ def with_figure(value):
     ],
 )
 def test_a_file_that_is_no_good_is_ignored(cache, caplog, content, reason):
-    path = figures_file.save(KEY, Figures())
+    path = parameters_file.save(KEY, Figures())
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert figures_file.load(KEY) is None
+    assert parameters_file.load(KEY) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert reason in caplog.text
 
 
 def test_a_folder_that_cant_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
-    monkeypatch.setenv(figures_file.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
-    assert figures_file.save(KEY, Figures()) is None
+    monkeypatch.setenv(parameters_file.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    assert parameters_file.save(KEY, Figures()) is None
     assert "could not be saved" in caplog.text
-    assert figures_file.load(KEY) is None
+    assert parameters_file.load(KEY) is None
 
 
 def test_a_write_that_fails_leaves_the_old_file(cache, monkeypatch):
-    path = figures_file.save(KEY, Figures())
+    path = parameters_file.save(KEY, Figures())
 
     def fail(*_):
         raise OSError("full")
 
-    monkeypatch.setattr(figures_file.os, "replace", fail)
-    assert figures_file.save(KEY, replace(Figures(), reduction=1.0)) is None
-    assert figures_file.load(KEY) == (Figures(), path)
+    monkeypatch.setattr(parameters_file.os, "replace", fail)
+    assert parameters_file.save(KEY, replace(Figures(), reduction=1.0)) is None
+    assert parameters_file.load(KEY) == (Figures(), path)
     assert list(cache.iterdir()) == [path]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.delenv(figures_file.CACHE_VARIABLE)
+    monkeypatch.delenv(parameters_file.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert figures_file.cache_folder() == tmp_path / "mpi-collectives"
+    assert parameters_file.cache_folder() == tmp_path / "mpi-collectives"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert figures_file.cache_folder() == tmp_path / ".cache" / "mpi-collectives"
+    assert parameters_file.cache_folder() == tmp_path / ".cache" / "mpi-collectives"

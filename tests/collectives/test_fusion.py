@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
-from collectives.fusion import DEFAULT_BUCKET_BYTES, make_plan
+from collectives.reductions.buckets import DEFAULT_BUCKET_BYTES, make_plan
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import DTYPES, reduced, value
 

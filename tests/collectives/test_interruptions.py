@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, waiting
-from collectives.recorder import DIRECTORY_VARIABLE
+from collectives import Communicator
+from collectives.waiting import wait_policy
+from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
 from tests.collectives.interrupting import Interruption, InterruptionError, share_memory
 
@@ -305,7 +306,7 @@ def again(interruption, made, call):
 def test_an_exception_at_any_moment_of_a_call(route, monkeypatch, tmp_path):
     memory = share_memory(monkeypatch)
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    for module in (waiting, local):
+    for module in (wait_policy, local):
         monkeypatch.setattr(module, "CHECK_SECONDS", 0.001)
     # Of these the other ranks wait in calls of another engine, which has not ended.
     deadline = 0.5 if route in (Asynchronous, Split) else 20

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
-from collectives.recorder import DIRECTORY_VARIABLE
+from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
 
 PATIENT = 30

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
 import collectives
-from collectives import Communicator, Mailbox, letters, waiting
-from collectives.processes import Process, Processes
-from collectives.shared import arrival
+from collectives import Communicator, Mailbox
+from collectives.messaging import codec
+from collectives.waiting import wait_policy
+from collectives.messaging.liveness import Process, Processes
+from collectives.shm import node_barrier
 from collectives.transports import local
 from collectives.transports.base import Post, Sending
 from collectives.transports.envelope import LARGEST_ENVELOPE, pack, unpack
-from collectives.waiting import Patience
+from collectives.waiting.wait_policy import Patience
 from tests.worlds.dying import run_dying
 
 worlds = pytest.mark.ranks(1, 2, 3, 5)
@@ -158,10 +160,10 @@ def test_an_envelope_holds_what_is_short(lengths):
 
 def test_contiguous_arrays_are_sent_and_read_in_place():
     array = np.ones((3, 4))
-    _, content = letters.write("header", [array])
+    _, content = codec.write("header", [array])
     assert np.shares_memory(np.frombuffer(content, np.uint8), array)
-    letter = letters.Letter.copied(0, letters.write("header", [array]))
-    message = letters.read(letter)
+    letter = codec.Letter.copied(0, codec.write("header", [array]))
+    message = codec.read(letter)
     assert np.shares_memory(message.arrays[0], letter.buffers[1])
     assert message.arrays[0].flags.writeable
 
@@ -477,7 +479,7 @@ def test_a_message_of_the_last_moment_is_not_lost(monkeypatch):
                 over.append(True)
 
         clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-        monkeypatch.setattr(waiting, "time", clock)
+        monkeypatch.setattr(wait_policy, "time", clock)
         monkeypatch.setattr(box, "_take", lambda over=over, take=take: take() if over else None)
         message = box.receive(timeout=0.01)
         assert message is not None
@@ -500,6 +502,6 @@ def test_a_process_that_is_reaped_while_it_is_looked_at_has_died(monkeypatch):
         child.communicate(b"\n")
         return stat
 
-    assert arrival.is_alive(child.pid)
-    monkeypatch.setattr(arrival, "open", opened, raising=False)
-    assert not arrival.is_alive(child.pid)
+    assert node_barrier.is_alive(child.pid)
+    monkeypatch.setattr(node_barrier, "open", opened, raising=False)
+    assert not node_barrier.is_alive(child.pid)

@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
-from collectives.scopes import named_scope
+from collectives.scope import named_scope
 from collectives.transports import local
 from tests.collectives.oracle import reduced, value, values
 

@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
-from collectives.recorder import CALLS_KEPT, DIRECTORY_VARIABLE, Recorder
-from collectives.signature import Signature
+from collectives.consistency.flight_recorder import CALLS_KEPT, DIRECTORY_VARIABLE, Recorder
+from collectives.consistency.signature import Signature
 
 
 def record(count):

@@ -9,7 +9,7 @@ import pytest
 
 from collectives import Communicator
 from collectives.algorithms import names
-from collectives.reduction import ReduceOp, bind_fold, fold_function, plain_fold
+from collectives.reductions.reduction import ReduceOp, bind_fold, fold_function, plain_fold
 
 FLOATS = [np.dtype(name) for name in ("f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16)]
 OURS = ["staged", "single_copy", "shared", "ring", "doubling", "rabenseifner", "circulant"]

@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from collectives.shared import segment
-from collectives.shared.segment import Segment, SegmentAddress, make_segment, map_segment
+from collectives.shm import segment
+from collectives.shm.segment import Segment, SegmentAddress, make_segment, map_segment
 
 READER = """
 import sys
 import numpy as np
-from collectives.shared.segment import SegmentAddress, map_segment
+from collectives.shm.segment import SegmentAddress, map_segment
 *numbers, token = sys.argv[1:]
 address = SegmentAddress(*map(int, numbers), bytes.fromhex(token))
 memory = map_segment(address)

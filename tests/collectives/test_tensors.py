@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.arrays import to_numpy
+from collectives.arrays.kinds import to_numpy
 from collectives.transports.local import alone, run
 
 torch = pytest.importorskip("torch", reason="torch isn't installed: tensors can't be tested")

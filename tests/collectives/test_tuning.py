@@ -8,10 +8,11 @@ import pytest
 from hypothesis import strategies as st
 
 import collectives
-from collectives import figures_file, selection, tuning
-from collectives.figures_file import Key
-from collectives.fitting import fit
-from collectives.selection import NATIVE, SHARED, Figures, Layout
+from collectives.execution import parameters_file, cost_model
+from collectives.calls import tuning
+from collectives.execution.parameters_file import Key
+from collectives.execution.calibration import fit
+from collectives.execution.cost_model import NATIVE, SHARED, Figures, Layout
 from collectives.transports.local import run
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
@@ -31,7 +32,7 @@ def preferring(kind):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(figures_file.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(parameters_file.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -40,7 +41,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["schedule", NATIVE, SHARED])
 def test_the_choice_follows_the_figures(collective, nbytes, kind):
     paths = (NATIVE, SHARED)
-    choice = selection.choose(collective, nbytes, Layout((3,)), paths, preferring(kind))
+    choice = cost_model.choose(collective, nbytes, Layout((3,)), paths, preferring(kind))
     assert (choice.algorithm if choice.algorithm in paths else "schedule") == kind
 
 
@@ -50,7 +51,7 @@ def test_the_choice_follows_the_figures(collective, nbytes, kind):
 def test_the_built_in_choice_of_two_ranks(mebibytes, expected):
     """Where measurements under both MPIs differed by more than a fifth."""
     layout, paths = Layout((2,)), (NATIVE, SHARED)
-    choice = selection.choose("all_reduce", mebibytes << 20, layout, paths, Figures())
+    choice = cost_model.choose("all_reduce", mebibytes << 20, layout, paths, Figures())
     assert choice.algorithm == expected
 
 
@@ -74,7 +75,7 @@ def test_the_fit_finds_the_figures_that_the_times_came_from(layout):
     paths = {"ring": "schedule", "doubling": "schedule", NATIVE: NATIVE, SHARED: SHARED}
 
     def model(path, nbytes, figures):
-        return selection.expected("all_reduce", path, nbytes, layout, figures)
+        return cost_model.expected("all_reduce", path, nbytes, layout, figures)
 
     seconds = {
         (path, nbytes): model(path, nbytes, TRUE) for path in paths for nbytes in (8, 1 << 22)
@@ -93,7 +94,7 @@ def test_times_that_no_figures_explain_give_positive_ones():
     seconds = {(path, nbytes): 1e-9 for path in paths for nbytes in (8, 1 << 22)}
     fitted = fit(
         seconds,
-        lambda path, nbytes, figures: selection.expected(
+        lambda path, nbytes, figures: cost_model.expected(
             "all_reduce", path, nbytes, layout, figures
         ),
         Figures(),
@@ -136,7 +137,7 @@ def made(comm, monkeypatch, tmp_path):
     from mpi4py import MPI
 
     folder = comm.broadcast_object(str(tmp_path / "cache"))
-    monkeypatch.setenv(figures_file.CACHE_VARIABLE, folder)
+    monkeypatch.setenv(parameters_file.CACHE_VARIABLE, folder)
     open_ones = []
 
     def make(**arguments):
@@ -268,7 +269,7 @@ def test_a_broken_file_is_ignored_by_all_ranks(comm, made, caplog):
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_the_tests_keep_to_a_cache_of_their_own(comm):
-    assert not figures_file.cache_folder().is_relative_to(Path.home() / ".cache")
+    assert not parameters_file.cache_folder().is_relative_to(Path.home() / ".cache")
 
 
 @pytest.mark.mpi

@@ -5,7 +5,7 @@ import pytest
 
 import collectives
 from collectives import algorithms
-from collectives.schedule import for_rank
+from collectives.schedules.schedule import for_rank
 
 PAIRS = algorithms.pairs()
 
@@ -45,7 +45,7 @@ def _steps_of(steps, rank, size):
 
 
 def test_every_collective_has_an_algorithm():
-    from collectives.spec import SPECS
+    from collectives.schedules.spec import SPECS
 
     assert {collective for collective, _ in PAIRS} == set(SPECS)
 

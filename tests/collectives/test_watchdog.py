@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from collectives import watchdog
+from collectives.waiting import watchdog
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from collectives import Communicator
 from collectives.errors import RankFailedError
-from collectives.shared import experience, peer_memory
-from collectives.shared.experience import Entry, Experience
-from collectives.shared.memory import SEGMENT_BYTES, NodeMemory
-from collectives.shared.peer_memory import PeerMemory, address_of
-from collectives.shared.steps import Steps
-from collectives.waiting import Patience
+from collectives.shm import online_tuning, peer_memory
+from collectives.shm.online_tuning import Entry, Experience
+from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
+from collectives.shm.peer_memory import PeerMemory, address_of
+from collectives.shm.progress import Steps
+from collectives.waiting.wait_policy import Patience
 from tests.collectives.oracle import PAIR_IDS, PAIRS, reduced, value, values
 
 WAYS = ["staged", "single_copy", "shared", "native"]
@@ -203,7 +203,7 @@ def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, t
     chosen = run(entry, seconds, 6000)
     assert chosen.count(names[0]) > 0.9 * len(chosen)
     lost = sum(seconds[way] for way in chosen) / (len(chosen) * least) - 1
-    assert lost < 3 * experience._TRIAL_SHARE
+    assert lost < 3 * online_tuning._TRIAL_SHARE
 
 
 def test_the_choice_follows_the_machine():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.devices import cuda as cuda_module
-from collectives.devices import present
+from collectives.cuda import interface as cuda_module
+from collectives.gpu import probe
 from collectives.transports import local
 from tests.devices.simulated import SimulatedCuda
 from tests.devices.simulated_nccl import SimulatedNccl
@@ -22,7 +22,7 @@ def simulated(**settings):
     nccl = SimulatedNccl(cuda)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_module, "_made", cuda)
-        patch.setattr(present, "nccl_driver", lambda: nccl)
+        patch.setattr(probe, "nccl_driver", lambda: nccl)
         try:
             yield cuda, nccl
         finally:

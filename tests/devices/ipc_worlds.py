@@ -4,9 +4,9 @@ import threading
 
 import numpy as np
 
-from collectives.devices.ipc_path import IpcPath
-from collectives.devices.path import Request
-from collectives.reduction import ReduceOp
+from collectives.gpu.ipc_path import IpcPath
+from collectives.execution.device_path import Request
+from collectives.reductions.reduction import ReduceOp
 from tests.collectives.oracle import reduced, value
 from tests.devices.simulated import ARENA_UNIT, GARBAGE
 

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from collectives.devices.kernels import PIECE
+from collectives.cuda.kernels import PIECE
 from tests.collectives.oracle import reduced, value
 
 SHAPES = [(3,), (0,), (2, 3), (), (500,), (4, 1, 5), (2 * PIECE + 7,)]

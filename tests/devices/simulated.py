@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.devices.cuda import Cuda
-from collectives.reduction import ReduceOp, finish, fold_function
+from collectives.cuda.interface import Cuda
+from collectives.reductions.reduction import ReduceOp, finish, fold_function
 from tests.devices.simulated_arrays import Foreign, OnDevice, address_of, memory_at, plain
 from tests.devices.simulated_streams import SimulatedStream
 

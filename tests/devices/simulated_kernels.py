@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from collectives.devices.kernels import CASTS, PIECE, kernel_name
+from collectives.cuda.kernels import CASTS, PIECE, kernel_name
 from tests.devices.simulated import KERNELS
 from tests.devices.simulated_arrays import memory_at
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator
-from collectives.devices import present
-from collectives.devices.bootstrap import Health
+from collectives.gpu import probe
+from collectives.gpu.bootstrap import Health
 from collectives.transports import local
 from tests.devices.gpu_worlds import run, simulated
 
@@ -45,14 +45,14 @@ def test_one_rank_without_is_an_error_of_all(lacking, what, monkeypatch):
         elif what == "nccl":
             nccl.missing[lacking] = "there is no libnccl"
         else:
-            look = present.look
+            look = probe.look
 
             def without(choose):
                 if gpus.rank == lacking:
                     return None, Health("there is no CuPy")
                 return look(choose)
 
-            monkeypatch.setattr(present, "look", without)
+            monkeypatch.setattr(probe, "look", without)
 
     made, calls = started(3, prepare, backend="nccl")
     kind, text = made

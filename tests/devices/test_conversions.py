@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.devices.conversions import conversion_of
-from collectives.reduction import ReduceOp
+from collectives.gpu.conversions import conversion_of
+from collectives.reductions.reduction import ReduceOp
 
 FLOATS = [np.float16, np.float32, np.float64]
 FLOATS += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]

@@ -10,10 +10,10 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="CuPy isn't installed: its real arrays can't be tested")
 
 from collectives import BackendUnavailableError, Communicator  # noqa: E402
-from collectives.arrays import flat, is_device, is_plain  # noqa: E402
-from collectives.devices import cuda as cuda_module  # noqa: E402
-from collectives.devices.cupy_cuda import CupyCuda, _CupyStream, _Foreign  # noqa: E402
-from collectives.devices.present import nccl_problem  # noqa: E402
+from collectives.arrays.kinds import flat, is_device, is_plain  # noqa: E402
+from collectives.cuda import interface as cuda_module  # noqa: E402
+from collectives.cuda.cupy_cuda import CupyCuda, _CupyStream, _Foreign  # noqa: E402
+from collectives.gpu.probe import nccl_problem  # noqa: E402
 from collectives.transports.cupy_nccl import CupyNccl  # noqa: E402
 from collectives.transports.local import alone  # noqa: E402
 from collectives.transports.nccl_driver import NcclError  # noqa: E402

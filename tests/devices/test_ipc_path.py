@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.devices.ipc_path import IpcPath
-from collectives.devices.path import Request
+from collectives.gpu.ipc_path import IpcPath
+from collectives.execution.device_path import Request
 from collectives.errors import BackendUnavailableError
-from collectives.reduction import ReduceOp
+from collectives.reductions.reduction import ReduceOp
 from collectives.transports import local
 from tests.collectives.oracle import values
 from tests.devices.ipc_worlds import REDUCTIONS, World, garbage, take_part, uneven

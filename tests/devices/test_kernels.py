@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.devices import kernels
-from collectives.devices.kernels import ALIGNMENT, CASTS, PIECE, THREADS
+from collectives.cuda import kernels
+from collectives.cuda.kernels import ALIGNMENT, CASTS, PIECE, THREADS
 from tests.collectives.oracle import DTYPES
 from tests.devices.simulated_kernels import WIDTHS
 

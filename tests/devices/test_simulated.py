@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from collectives.reduction import ReduceOp
+from collectives.reductions.reduction import ReduceOp
 from collectives.transports import local
 from collectives.transports.nccl_driver import NcclError
 from tests.devices import simulated

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError, Communicator
-from collectives.devices.staged_path import CHUNK_BYTES
+from collectives.gpu.host_path import CHUNK_BYTES
 from tests.collectives import oracle
 from tests.devices.gpu_worlds import run, same, simulated
 from tests.devices.simulated_arrays import plain

@@ -7,16 +7,9 @@ import numpy as np
 import pytest
 
 from collectives import BackendUnavailableError, MismatchError
-from collectives.devices import cuda as cuda_module
-from collectives.devices import present
-from strategies import (
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    Variable,
-    get_replica_context,
-    optimizers,
-)
+from collectives.cuda import interface as cuda_module
+from collectives.gpu import probe
+from strategies import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable, get_replica_context, optimizers
 from strategies.communication.options import CommunicationOptions
 from strategies.cross_device_ops import NcclAllReduce
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
@@ -253,9 +246,9 @@ def test_cupy_is_not_looked_for(monkeypatch):
         raise AssertionError("CuPy was asked for")
 
     monkeypatch.setattr(cuda_module, "_made", None)
-    monkeypatch.setitem(sys.modules, "collectives.devices.cupy_cuda", None)
-    monkeypatch.setattr(present, "nccl_driver", refuse)
-    monkeypatch.setattr(present, "look", refuse)
+    monkeypatch.setitem(sys.modules, "collectives.cuda.cupy_cuda", None)
+    monkeypatch.setattr(probe, "nccl_driver", refuse)
+    monkeypatch.setattr(probe, "look", refuse)
     strategy = lone_strategy()
     assert reduced(strategy, [np.ones(3), 1.0])[0].tolist() == [1] * 3
     comm = strategy.communicator

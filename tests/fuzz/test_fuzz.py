@@ -15,12 +15,12 @@ SABOTAGES = {
         ["none"],
     ),
     "ops are not compared": (
-        "from collectives.signature import Signature\n"
+        "from collectives.consistency.signature import Signature\n"
         "Signature.agreed = property(lambda call: (call[0], *call[2:-2]))",
         ["other_arguments"],
     ),
     "a rank that skips a call is not waited for": (
-        "from collectives.agreement import Agreement\n"
+        "from collectives.consistency.call_check import Agreement\n"
         "Agreement.meet_word = lambda self, *a, **k: None",
         ["skipped"],
     ),

@@ -7,9 +7,9 @@ themselves where there is none, the simulated one.
 import ml_dtypes
 import numpy as np
 
-from collectives.devices.buckets import BucketMemory
-from collectives.devices.kernels import lay_out, reals
-from collectives.reduction import ReduceOp, fold_dtype
+from collectives.gpu.buckets import BucketMemory
+from collectives.cuda.kernels import lay_out, reals
+from collectives.reductions.reduction import ReduceOp, fold_dtype
 from tests.collectives import oracle
 
 FLOAT8S = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]

@@ -3,7 +3,7 @@
 import cupy
 import numpy as np
 
-from collectives.devices.cupy_cuda import CupyCuda
+from collectives.cuda.cupy_cuda import CupyCuda
 
 SPIN = """
 extern "C" __global__ void spin(long long nanoseconds) {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from collectives.reduction import ReduceOp
+from collectives.reductions.reduction import ReduceOp
 from tests.collectives import oracle
 from tests.gpu import programs
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from collectives.reduction import ReduceOp
+from collectives.reductions.reduction import ReduceOp
 from tests.collectives import oracle
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, simulated

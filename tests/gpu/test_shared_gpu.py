@@ -21,7 +21,7 @@ SHARING = {
 
 
 def test_two_ranks_over_nccl(gpu):
-    from collectives.devices.present import nccl_driver
+    from collectives.gpu.probe import nccl_driver
 
     driver = nccl_driver()
     if driver.problem() is not None:

@@ -7,7 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 from collectives.errors import RankFailedError
-from strategies.coordinator.letters import Run
+from strategies.coordinator.messages import Run
 from strategies.coordinator.per_worker import WorkerDatasets
 from strategies.coordinator.worker import Worker
 

@@ -11,7 +11,7 @@ import pytest
 from collectives import Communicator
 from collectives.transports import local
 from strategies import MultiWorkerMirroredStrategy
-from strategies.mirrored import MirroredStrategy
+from strategies.synchronous.mirrored import MirroredStrategy
 
 PATIENCE_SECONDS = 30
 

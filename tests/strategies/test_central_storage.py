@@ -11,14 +11,8 @@ from mpi4py import MPI
 
 from collectives import BackendUnavailableError, Communicator, ShapeMismatchError
 from collectives.transports import local
-from strategies import (
-    MultiWorkerMirroredStrategy,
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-    optimizers,
-)
-from strategies.central_storage import CentralStorageStrategy, SharedStorage
+from strategies import MultiWorkerMirroredStrategy, Variable, VariableAggregation, VariableSynchronization, optimizers
+from strategies.synchronous.central_storage import CentralStorageStrategy, SharedStorage
 from strategies.optimizers.update_rules import DescentRule
 from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, same_refusal
@@ -295,7 +289,7 @@ import gc
 import numpy as np
 from mpi4py import MPI
 from strategies import MultiWorkerMirroredStrategy, Variable, optimizers
-from strategies.central_storage import CentralStorageStrategy
+from strategies.synchronous.central_storage import CentralStorageStrategy
 
 def resident():
     "What all ranks hold, in MB; a page that several share counts once."

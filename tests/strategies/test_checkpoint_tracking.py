@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from strategies import Variable, metrics, nest, optimizers
+from strategies import Variable, metrics, optimizers
+from strategies.core import nest
 from strategies.checkpoint import Checkpoint
 from strategies.checkpoint.tracking import find_states
 from tests.strategies.support import lone_strategy, refusal

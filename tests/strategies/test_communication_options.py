@@ -8,12 +8,8 @@ import pytest
 from collectives import Communicator, DeadlineExceededError, OpMismatchError
 from collectives.transports.local import alone
 from strategies import MultiWorkerMirroredStrategy, get_replica_context
-from strategies.communication import optioned
-from strategies.communication.options import (
-    CollectiveCommunication,
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from strategies.communication import with_options
+from strategies.communication.options import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from strategies.cross_device_ops import RingAllReduce
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
 
@@ -281,16 +277,16 @@ def test_a_call_that_asks_for_nccl_takes_auto_as_well(comm, caplog):
 def test_one_rank_without_nccl_is_enough(comm, monkeypatch):
     """The other ranks have it, so they believe."""
     problem = None if comm.rank == 0 else "no GPU here"
-    monkeypatch.setattr(optioned, "nccl_problem", lambda: problem)
+    monkeypatch.setattr(with_options, "nccl_problem", lambda: problem)
     strategy = strategy_with(comm, 0, None, "NCCL")
     assert all_reduced(strategy) == [Call("all_reduce_many", comm.size, None, 8)]
     strategy.communicator.close()
 
 
 def test_where_all_have_nccl_the_hint_stays(monkeypatch):
-    monkeypatch.setattr(optioned, "nccl_problem", lambda: None)
+    monkeypatch.setattr(with_options, "nccl_problem", lambda: None)
     options = CommunicationOptions(implementation="NCCL")
-    assert optioned.agreed_options(Communicator(alone()), options) == options
+    assert with_options.agreed_options(Communicator(alone()), options) == options
 
 
 @in_a_world

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from strategies.coordinator.failures import describe, rebuild
-from strategies.coordinator.letters import Failure
+from strategies.coordinator.messages import Failure
 from strategies.coordinator.packing import pack, pack_copy, unpack
 from strategies.coordinator.remote_value import RemoteValue
 from strategies.errors import OutOfRangeError, RemoteError

@@ -14,7 +14,7 @@ import strategies
 from collectives import Communicator
 from collectives.transports import local
 from strategies import DatasetError, MultiWorkerMirroredStrategy
-from strategies.dataset_rank.data_worker import DatasetWorker
+from strategies.data_service.data_worker import DatasetWorker
 from strategies.input.messages import pack, unpack
 from tests.strategies.support import limited, lone_strategy, refusal
 from tests.worlds.dying import run_dying
@@ -446,7 +446,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import strategies
-from strategies.dataset_rank.data_worker import DatasetWorker
+from strategies.data_service.data_worker import DatasetWorker
 strategy = strategies.MultiWorkerMirroredStrategy(DatasetWorker.resolver())
 data = DatasetWorker(strategy, lambda context: [np.full(3, i) for i in range(30)])
 rank = strategy.membership.world.rank
@@ -471,7 +471,7 @@ DYING = """
 import os, signal, time
 import numpy as np
 import collectives, strategies
-from strategies.dataset_rank.data_worker import DatasetWorker
+from strategies.data_service.data_worker import DatasetWorker
 world = collectives.world(deadline=20)
 strategy = strategies.MultiWorkerMirroredStrategy(DatasetWorker.resolver())
 numbers = [np.full(30_000, i) for i in range(40)]

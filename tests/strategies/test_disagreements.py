@@ -4,17 +4,10 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveMismatchError, MismatchError, OpMismatchError
-from strategies import (
-    Checkpoint,
-    LocalSGDStrategy,
-    Variable,
-    get_replica_context,
-    metrics,
-    optimizers,
-)
-from strategies.central_storage import CentralStorageStrategy
-from strategies.mirrored import MirroredStrategy
-from strategies.multi_worker import MultiWorkerMirroredStrategy
+from strategies import Checkpoint, LocalSGDStrategy, Variable, get_replica_context, metrics, optimizers
+from strategies.synchronous.central_storage import CentralStorageStrategy
+from strategies.synchronous.mirrored import MirroredStrategy
+from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
 from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import refusal
 

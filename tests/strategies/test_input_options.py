@@ -8,15 +8,9 @@ import pytest
 
 from strategies import get_strategy
 from strategies.communication.options import CommunicationOptions
-from strategies.input import (
-    AutoShardPolicy,
-    InputOptions,
-    InputReplicationMode,
-    Options,
-    ValueContext,
-)
+from strategies.input import AutoShardPolicy, InputOptions, InputReplicationMode, Options, ValueContext
 from strategies.input.options import DistributeOptions, as_policy
-from strategies.run_options import RunOptions
+from strategies.core.run_options import RunOptions
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 

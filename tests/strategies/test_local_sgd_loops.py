@@ -11,7 +11,7 @@ import pytest
 from collectives import CollectiveMismatchError, Communicator
 from collectives.transports import local
 from strategies import DatasetError, LocalSGDStrategy, ReduceOp, Variable, metrics, optimizers
-from strategies.dataset_rank.data_worker import DatasetWorker
+from strategies.data_service.data_worker import DatasetWorker
 from tests.strategies.support import limited, refusal
 from tests.worlds.programs import errors_of
 
@@ -433,8 +433,8 @@ ENDING = """
 import sys
 import numpy as np
 import collectives, strategies
-from collectives.uncaught import end_alone
-from strategies.dataset_rank.data_worker import DatasetWorker
+from collectives.consistency.uncaught import end_alone
+from strategies.data_service.data_worker import DatasetWorker
 world = collectives.world(deadline=20)
 strategy = strategies.LocalSGDStrategy(2)
 with strategy.scope():

@@ -6,9 +6,10 @@ import pytest
 import collectives
 import strategies
 from collectives import BackendUnavailableError
-from strategies import Variable, get_replica_context, has_strategy, mirrored, optimizers
+from strategies import Variable, get_replica_context, has_strategy, optimizers
+from strategies.synchronous import mirrored
 from strategies.cross_device_ops import HierarchicalCopyAllReduce, RingAllReduce
-from strategies.mirrored import MirroredStrategy
+from strategies.synchronous.mirrored import MirroredStrategy
 from tests.strategies.support import mirrored as mirrored_strategy
 from tests.strategies.support import same_refusal
 

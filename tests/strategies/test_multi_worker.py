@@ -7,11 +7,7 @@ import pytest
 
 import strategies
 from strategies import ClusterSpec, Variable, get_replica_context
-from strategies.cluster_resolver import (
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    TFConfigClusterResolver,
-)
+from strategies.cluster_resolver import MPIClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
 from tests.strategies.support import strategy_of, tf_config
 
 pytestmark = pytest.mark.mpi

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import nest
+from strategies.core import nest
 
 Point = namedtuple("Point", "x y")
 Rect = namedtuple("Rect", "x y")

@@ -4,17 +4,9 @@ import numpy as np
 import pytest
 
 from collectives import BackendUnavailableError
-from strategies import (
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    optimizers,
-)
-from strategies.one_device import OneDeviceStrategy
-from strategies.tpu import TPUStrategy
+from strategies import Variable, VariableAggregation, VariableSynchronization, get_replica_context, get_strategy, has_strategy, optimizers
+from strategies.synchronous.one_device import OneDeviceStrategy
+from strategies.synchronous.tpu import TPUStrategy
 from tests.strategies.support import refusal
 
 

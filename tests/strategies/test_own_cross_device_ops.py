@@ -6,8 +6,8 @@ import pytest
 from strategies import Variable, VariableAggregation, get_replica_context, optimizers
 from strategies.communication.options import CommunicationOptions
 from strategies.cross_device_ops import CrossDeviceOps, RingAllReduce
-from strategies.reduce_op import ReduceOp
-from strategies.values import PerReplica
+from strategies.core.reduce_op import ReduceOp
+from strategies.core.values import PerReplica
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]

@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
-from strategies import (
-    PerReplica,
-    ReduceOp,
-    Variable,
-    VariableAggregation,
-    VariableSynchronization,
-)
+from strategies import PerReplica, ReduceOp, Variable, VariableAggregation, VariableSynchronization
 from tests.strategies.support import refusal, same_refusal
 
 pytestmark = pytest.mark.mpi

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from strategies import get_replica_context
-from strategies.values import DistributedValues, Mirrored, PerReplica, local
+from strategies.core.values import DistributedValues, Mirrored, PerReplica, local
 from tests.strategies.support import lone_strategy, refusal
 
 

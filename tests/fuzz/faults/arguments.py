@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collectives import (
-    MismatchError,
-)
+from collectives import MismatchError
 from tests.fuzz.faults.registry import fault
 from tests.fuzz.plans import Plan, deviate, draw
 from tests.fuzz.world import Outcome

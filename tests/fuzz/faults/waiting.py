@@ -5,11 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from collectives import (
-    CollectiveMismatchError,
-    DeadlineExceededError,
-    MismatchError,
-)
+from collectives import CollectiveMismatchError, DeadlineExceededError, MismatchError
 from tests.fuzz.faults.registry import fault
 from tests.fuzz.interrupting import stop_for
 from tests.fuzz.plans import Plan, deviate, draw

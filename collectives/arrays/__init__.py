@@ -1,0 +1,1 @@
+"""Arrays of every library as NumPy or CuPy sees them, and back."""

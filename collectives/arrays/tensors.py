@@ -1,0 +1,121 @@
+"""Tensors of torch on the CPU as NumPy sees them, and back; torch must have been imported.
+
+`Tensor.numpy()` makes a tensor's storage unresizable for ever, which breaks whoever frees the
+memory of a tensor and allocates it anew, as FSDP does. Here NumPy is given the memory's address,
+and the array keeps the tensor alive.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from collectives.reductions.reduction import Array
+
+_BOTH = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+# Those that NumPy knows through ml_dtypes alone.
+_SMALL_FLOATS = (
+    *("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    "float8_e8m0fnu",
+)
+
+
+class _Memory:
+    """A tensor's memory by NumPy's interface, which reads it where it lies."""
+
+    def __init__(self, tensor: Any, address: int, itemsize: int, kind: str) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * itemsize for step in tensor.stride()),
+            "typestr": kind,
+        }
+
+
+def from_torch(tensor: Any, argument: str) -> Array:
+    """A tensor as NumPy, sharing its memory, where it isn't conjugated or negated lazily.
+
+    Raises TypeError for one on another device than the CPU, or without memory in which its elements
+    lie: sparse, nested, quantized, or of a class that keeps them elsewhere.
+    """
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f"{argument} is a tensor on {tensor.device}, another device than the CPU or an NVIDIA"
+            " GPU: it can't be taken here"
+        )
+    dtype = _dtypes().get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{argument} is a tensor of {tensor.dtype} and {tensor.layout}"
+            f"{', nested' if tensor.is_nested else ''}: NumPy has no such"
+        )
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), dtype)
+    address = tensor.data_ptr()
+    if not address:
+        raise TypeError(
+            f"{argument} is a {type(tensor).__name__}, which has no memory of its own: give the"
+            " tensor that it wraps, such as `to_local()` of a DTensor"
+        )
+    known = dtype.name not in _SMALL_FLOATS
+    kind = dtype.str if known else f"|V{dtype.itemsize}"
+    array: Array = np.asarray(_Memory(tensor, address, dtype.itemsize, kind))
+    return array if known else array.view(dtype)
+
+
+def to_torch(array: Array) -> Any:
+    """A tensor that shares the array's memory."""
+    torch, name = sys.modules["torch"], array.dtype.name
+    if name not in _SMALL_FLOATS:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, name))
+
+
+@lru_cache(maxsize=1)
+def _dtypes() -> dict[Any, np.dtype[Any]]:
+    torch = sys.modules["torch"]
+    found = {getattr(torch, name): np.dtype(name) for name in _BOTH if hasattr(torch, name)}
+    for name in _SMALL_FLOATS:
+        if hasattr(torch, name):
+            found[getattr(torch, name)] = np.dtype(getattr(ml_dtypes, name))
+    return found
+
+
+def refuse_lost_gradient(array: Any, argument: str) -> None:
+    """ValueError for a tensor of whose gradient a result would know nothing."""
+    if _is_differentiated(array):
+        raise ValueError(
+            f"{argument} is a tensor that requires grad: the result would know nothing of its"
+            f" gradient. Give {argument}.detach(), or make the call within `with torch.no_grad():`"
+        )
+
+
+def refuse_false_gradient(array: Any, argument: str) -> None:
+    """ValueError for a tensor whose gradient would be another one's, were the tensor overwritten.
+
+    A leaf, as a parameter is, may be overwritten: its gradient comes later.
+    """
+    if _is_differentiated(array) and not array.is_leaf:
+        raise ValueError(
+            f"{argument} is a tensor that was computed from others that require grad: to write into"
+            f" it would falsify their gradients. Give {argument}.detach(), or make the call within"
+            " `with torch.no_grad():`"
+        )
+
+
+def _is_differentiated(array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return False
+    return bool(array.requires_grad and torch.is_grad_enabled())

@@ -1,0 +1,99 @@
+"""What one rank can see by itself is refused here, before any message is sent."""
+
+from __future__ import annotations
+
+import math
+import operator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.kinds import Output, check_same_memory, empty, flat, given_output, like, new_output, packed
+from collectives.reductions.reduction import Array
+from collectives.schedules.schedule import split_lengths
+
+
+def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
+    """An integer from `least` to limit − 1; TypeError or ValueError otherwise."""
+    problem = f"{name}={value!r}: must be an integer from {least} to {limit - 1}"
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(problem) from None
+    if not least <= index < limit:
+        raise ValueError(problem)
+    return index
+
+
+def check_peer(peer: Any, rank: int, size: int) -> int:
+    """Another rank's number."""
+    index = check_index("peer", peer, size)
+    if index == rank:
+        raise ValueError(f"peer={peer!r}: must be another rank than this one")
+    return index
+
+
+@lru_cache(maxsize=256)
+def split_rows(count: int, size: int) -> tuple[int, ...]:
+    """How many rows each rank gets, as `numpy.array_split` deals them out."""
+    return tuple(split_lengths(count, size).tolist())
+
+
+class Rows:
+    """An array seen as rows along one axis, which comes first in `flat`. 0-d counts as one row."""
+
+    def __init__(self, array: Array, axis: Any, argument: str = "array") -> None:
+        if not array.ndim:
+            array = array.reshape(1)
+        try:
+            self.axis = operator.index(axis)
+        except TypeError:
+            raise TypeError(f"axis={axis!r}: must be an integer") from None
+        if not -array.ndim <= self.axis < array.ndim:
+            raise ValueError(
+                f"axis={axis!r}: {argument} has {array.ndim} axes,"
+                f" so it must be from {-array.ndim} to {array.ndim - 1}"
+            )
+        self.axis %= array.ndim
+        moved = np.moveaxis(array, self.axis, 0) if self.axis else array
+        self.flat = flat(moved)
+        self.count, self.rest = moved.shape[0], moved.shape[1:]
+        self.dtype = array.dtype
+
+    @property
+    def elements(self) -> int:
+        """The elements of one row."""
+        return math.prod(self.rest)
+
+    def shape(self, count: int) -> tuple[int, ...]:
+        """The shape of an array of the same kind with `count` rows."""
+        return (*self.rest[: self.axis], count, *self.rest[self.axis :])
+
+    def output(self, out: Any, count: int, dtype: np.dtype[Any], original: Any) -> Output:
+        """Where `count` flat rows go: into `out` if it is given, else into a new array."""
+        shape = self.shape(count)
+        if self.axis == 0:
+            if out is None:
+                return new_output(shape, dtype, original)
+            output = given_output(out, shape, dtype)
+            check_same_memory(self.flat, output)
+            return output
+        buffer = empty(count * self.elements, dtype, self.flat)
+        if out is None:
+            convert = like(original)
+            return Output(buffer, lambda: convert(self.array(buffer, count)))
+        view = given_output(out, shape, dtype)
+        check_same_memory(self.flat, view)
+
+        def deliver() -> Any:
+            view.buffer.reshape(shape)[...] = self.array(buffer, count)
+            return view.deliver()
+
+        return Output(buffer, deliver)
+
+    def array(self, rows: Array, count: int) -> Array:
+        """`count` flat rows of the same kind as a contiguous array, with the axis in its place."""
+        if not self.axis:
+            return rows.reshape(count, *self.rest)
+        return packed(np.moveaxis(rows.reshape(count, *self.rest), 0, self.axis))

@@ -1,0 +1,42 @@
+"""What would run, and why, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives.execution.engine import Engine
+from collectives.schedules.paths import QUICKEST, SHARED
+from collectives.calls.bound import takes_one_step
+from collectives.reductions.reduction import ReduceOp, check_reducible
+from collectives.shm.selector import Route
+from collectives.schedules.spec import spec_of
+
+
+def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
+    """What would run for a SUM or a movement of ordinary arrays of that dtype, and why."""
+    op = ReduceOp.SUM if spec_of(collective).reduces else None
+    if op is not None:
+        check_reducible(op, dtype)
+    if collective == "all_reduce" and takes_one_step(engine, ReduceOp.SUM, dtype, nbytes):
+        return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
+    # What is only moved is moved as bytes.
+    paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
+    if engine.size > 1 and engine.choose(collective, nbytes, paths) == QUICKEST:
+        route = paths[QUICKEST]
+        assert isinstance(route, Route)
+        return _learnt(route, nbytes)
+    choice = engine.price(collective, nbytes, paths)
+    return f"{choice}\n  by {engine.figures_name}" if choice.seconds else str(choice)
+
+
+def _learnt(route: Route, nbytes: int) -> str:
+    """A line for each way, the quickest first."""
+    ways, measured = route.ways_for(nbytes), route.seconds(nbytes)
+    untried = [way for way in ways if way not in measured]
+    if untried:
+        return f"each of {', '.join(ways)} is tried first: {', '.join(untried)} not yet measured"
+    ranked = sorted(ways, key=lambda way: measured[way])
+    lines = [f"  {way:<22}{measured[way] * 1e6:12.1f} µs measured" for way in ranked]
+    return "\n".join([f"{ranked[0]} runs: least time in the calls of about that size", *lines])

@@ -1,0 +1,30 @@
+"""Opening mailboxes."""
+
+from __future__ import annotations
+
+import pickle
+
+from collectives.execution.engine import Engine
+from collectives.errors import BackendUnavailableError, in_step
+from collectives.messaging.mailbox import Mailbox
+from collectives.calls import Operation
+from collectives.calls.objects import gather_pickles
+from collectives.messaging.liveness import Processes, this_process
+from collectives.consistency.signature import Signature
+
+
+def open_mailbox() -> Operation:
+    """This rank's end of a way for messages."""
+    own = pickle.dumps(this_process())
+
+    def perform(engine: Engine) -> Mailbox:
+        processes = Processes(gather_pickles(engine, own), engine.rank)
+        with engine.watchdog:
+            post = engine.transport.open_post()
+        if post is None:
+            kind = type(engine.transport).__name__
+            problem = f"mailbox(): {kind} carries no such messages (open_post)"
+            raise in_step(BackendUnavailableError(problem))
+        return Mailbox(post, processes, engine.rank, engine.patience)
+
+    return Operation(Signature("mailbox"), perform)

@@ -1,0 +1,224 @@
+"""all_reduce_many: the reduction of many arrays, fused into few messages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from collectives.arrays.kinds import Output
+from collectives.execution.engine import Engine
+from collectives.reductions.buckets import DEFAULT_BUCKET_BYTES, Bucket, Kinds, check_bucket_bytes, check_many, make_plan
+from collectives.calls import Operation
+from collectives.calls.reductions import ReduceInput
+from collectives.schedules.paths import QUICKEST, SHARED
+from collectives.reductions.reduction import Array, ReduceOp, as_op, finish
+from collectives.execution.cost_model import bucket_of
+from collectives.shm.layout import STAGE_BYTES
+from collectives.shm.packed import Packed
+from collectives.consistency.signature import Signature
+
+# A bucket's fixed costs may take this part of its time.
+_FIXED = 0.05
+# Of a bucket in the node's memory: once all have packed, and once all have folded.
+_WAITS, _TOUCHED = 2, 5
+_PARTS_KEPT = 16
+
+_on_gpu: Callable[[ReduceInput], bool] = attrgetter("on_gpu")
+
+
+class StagedBucket:
+    """A bucket that the ranks of a node pack into their stages and reduce there."""
+
+    def __init__(self, packed: Packed, bucket: Bucket) -> None:
+        self._packed, self._slots, self.dtype = packed, bucket.slots, bucket.dtype
+        self._places = packed.places(bucket.length)
+        self._views: list[list[Array] | None] = [None, None]
+        self.indices = indices = [slot.index for slot in bucket.slots]
+        first, last = indices[0], indices[-1]
+        # One slice costs less than many indices, of which a single one would give no list.
+        consecutive = last - first == len(indices) - 1
+        self.pick = itemgetter(slice(first, last + 1)) if consecutive else itemgetter(*indices)
+
+    def reduce(self, arrays: Sequence[Array]) -> list[Array]:
+        """The reductions of this bucket's arrays, as views that the next call overwrites."""
+        parity = self._packed.begin()
+        place = self._places[parity]
+        np.concatenate(arrays, axis=None, out=place.packed, casting="no")
+        self._packed.reduce(place)
+        return self._views[parity] or self._make_views(parity)
+
+    def _make_views(self, parity: int) -> list[Array]:
+        packed = self._places[parity].packed
+        views = [packed[slot.start : slot.stop].reshape(slot.shape) for slot in self._slots]
+        self._views[parity] = views
+        return views
+
+
+Part = StagedBucket | Bucket
+
+
+class Many:
+    """The fused reductions of one communicator, and the plans that it keeps for them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._kept: OrderedDict[tuple[Kinds, int, ReduceOp], list[Part]] = OrderedDict()
+
+    def bucket_bytes(self, given: int | None) -> int:
+        """The most that a bucket holds: as given, or else what the ranks' connection asks for."""
+        limit = check_bucket_bytes(given)
+        node = self._engine.node
+        if given is not None or node is None or not node.memory_is_all:
+            return limit
+        figures = self._engine.figures
+        fixed = figures.shared_start + _WAITS * figures.shared_latency * self._engine.size
+        enough = fixed / _FIXED * figures.shared_bandwidth / _TOUCHED
+        return min(bucket_of(int(enough)), STAGE_BYTES, DEFAULT_BUCKET_BYTES)
+
+    def forget(self) -> None:
+        """Cut into buckets anew, and find their ways anew."""
+        self._kept.clear()
+
+    def parts(self, kinds: Kinds, limit: int, op: ReduceOp) -> list[Part]:
+        """The buckets for arrays of these kinds; the same on all ranks."""
+        key = (kinds, limit, op)
+        parts = self._kept.get(key)
+        if parts is not None:
+            self._kept.move_to_end(key)
+            return parts
+        parts = self._kept[key] = [self._part(each, op) for each in make_plan(kinds, limit).buckets]
+        if len(self._kept) > _PARTS_KEPT:
+            self._kept.popitem(last=False)
+        return parts
+
+    def _part(self, bucket: Bucket, op: ReduceOp) -> Part:
+        """Which way a bucket goes. All ranks must come to the same."""
+        engine, node = self._engine, self._engine.node
+        nbytes = bucket.length * bucket.dtype.itemsize
+        if node is None or not node.memory_is_all or not 0 < nbytes <= STAGE_BYTES:
+            return bucket
+        paths = engine.paths("all_reduce", op, bucket.dtype)
+        if engine.choose("all_reduce", nbytes, paths) not in (SHARED, QUICKEST):
+            return bucket
+        return StagedBucket(node.packed(op, bucket.dtype), bucket)
+
+    def operation(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str,
+        out: Sequence[Any] | None,
+        bucket_bytes: int | None,
+    ) -> tuple[Operation, list[Part]]:
+        """The reductions of many arrays, one collective for each bucket; and its buckets."""
+        check_many(arrays, out)
+        reduction, limit = as_op(op), self.bucket_bytes(bucket_bytes)
+        given = inputs_of(arrays, reduction)
+        if any(map(_on_gpu, given)):
+            raise TypeError("some of the arrays lie on a GPU, and some on the CPU: must lie on one")
+        outputs = outputs_of(given, out)
+        kinds = tuple((each.shape, each.dtype) for each in given)
+        parts = self.parts(kinds, limit, reduction)
+        # Arrays of different dtypes may have means of the same one.
+        called = tuple((each.shape, each.array.dtype) for each in given)
+        if out is not None and len(parts) > 1:
+            inputs, buffers = [each.array for each in given], [each.buffer for each in outputs]
+            for index in overlapping(inputs, buffers):
+                given[index].array = given[index].array.copy()
+
+        def perform(engine: Engine) -> list[Any]:
+            for part in parts:
+                if isinstance(part, StagedBucket):
+                    _reduce_in_stage(part, given, outputs)
+                elif len(part.slots) == 1:
+                    _reduce_alone(engine, reduction, given, outputs, part.slots[0].index)
+                else:
+                    _reduce_packed(engine, reduction, given, outputs, part)
+            return [output.deliver() for output in outputs]
+
+        nbytes = sum(output.buffer.nbytes for output in outputs)
+        signature = describe_many("all_reduce_many", reduction, called, limit, nbytes)
+        return Operation(signature, perform), parts
+
+
+def inputs_of(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
+    """The arrays, each of which errors name by its position."""
+    return [ReduceInput(array, op, f"arrays[{index}]") for index, array in enumerate(arrays)]
+
+
+def outputs_of(given: list[ReduceInput], out: Sequence[Any] | None) -> list[Output]:
+    """Where the results go: into the arrays of `out` if there are such, else into new ones."""
+    if out is None:
+        return [each.output(None) for each in given]
+    pairs = enumerate(zip(given, out, strict=True))
+    return [each.output(place, f"out[{index}]") for index, (each, place) in pairs]
+
+
+def overlapping(inputs: list[Array], outputs: list[Array]) -> list[int]:
+    """The inputs that lie in another array's output, which may be written before they are read."""
+    return reached(list(map(_bounds, inputs)), list(map(_bounds, outputs)))
+
+
+def reached(inputs: list[tuple[int, int]], outputs: list[tuple[int, int]]) -> list[int]:
+    """As `overlapping`, of arrays between addresses."""
+    starts, stops = np.array(outputs, np.int64).reshape(-1, 2).T
+    first, end = np.array(inputs, np.int64).reshape(-1, 2).T
+    # Of all outputs those that begin before the input's end, without those that end before it.
+    inside = np.searchsorted(np.sort(starts), end) - np.searchsorted(np.sort(stops), first, "right")
+    own = (starts < end).astype(int) - (stops <= first)
+    found: list[int] = np.flatnonzero(inside > own).tolist()
+    return found
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    if not array.flags.c_contiguous:
+        return byte_bounds(array)
+    # A third of the time that NumPy's function takes.
+    start: int = array.__array_interface__["data"][0]
+    return start, start + array.nbytes
+
+
+def describe_many(
+    collective: str, op: ReduceOp, kinds: Kinds, bucket_bytes: int, nbytes: int = 0
+) -> Signature:
+    """The call: all shapes, and the dtypes with how many arrays in a row have each."""
+    runs = [(name, len(list(run))) for name, run in groupby(dtype.name for _, dtype in kinds)]
+    dtypes = "+".join(name if count == 1 else f"{count}×{name}" for name, count in runs)
+    shapes = tuple(shape for shape, _ in kinds)
+    detail = f"{len(kinds)} arrays, bucket_bytes={bucket_bytes}"
+    return Signature(collective, op.value, dtypes, shapes, None, detail, nbytes)
+
+
+def _reduce_in_stage(bucket: StagedBucket, given: list[ReduceInput], outputs: list[Output]) -> None:
+    views = bucket.reduce([each.converted() for each in bucket.pick(given)])
+    for output, view in zip(bucket.pick(outputs), views, strict=True):
+        output.buffer[...] = view.reshape(-1)
+
+
+def _reduce_alone(
+    engine: Engine, op: ReduceOp, given: list[ReduceInput], outputs: list[Output], index: int
+) -> None:
+    target = outputs[index].buffer
+    engine.run("all_reduce", given[index].source_for(outputs[index]), target, op=op)
+    finish(op, target, engine.size)
+
+
+def _reduce_packed(
+    engine: Engine,
+    op: ReduceOp,
+    given: list[ReduceInput],
+    outputs: list[Output],
+    bucket: Bucket,
+) -> None:
+    packed: Array = engine.work(bucket.length, bucket.dtype)
+    flats = [given[slot.index].flat() for slot in bucket.slots]
+    np.concatenate(flats, out=packed)
+    engine.run("all_reduce", None, packed, op=op)
+    finish(op, packed, engine.size)
+    for slot in bucket.slots:
+        outputs[slot.index].buffer[...] = packed[slot.start : slot.stop]

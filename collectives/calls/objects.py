@@ -1,0 +1,105 @@
+"""Pickled objects, for small metadata."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.execution.engine import Engine
+from collectives.errors import in_step
+from collectives.calls import Operation
+from collectives.reductions.reduction import Array
+from collectives.consistency.signature import Signature
+from collectives.consistency.uncaught import raised_on_all
+
+# What `pickle` says that it raises for what it can't read.
+_UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError)
+
+
+def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int]]:
+    """Every rank's two numbers, from 0 to 2^63 − 1."""
+    if engine.node is not None and engine.node.memory_is_all:
+        return engine.node.steps.tell(first, second)
+    table = np.zeros((engine.size, 2), np.int64)
+    table[engine.rank] = first, second
+    engine.run("all_gather", None, table.reshape(-1), lengths=[2] * engine.size)
+    numbers: list[list[int]] = table.tolist()
+    return numbers
+
+
+def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) -> Any:
+    """What `make` returns on the root, by pickle, on every rank; its exception likewise.
+
+    So nobody waits for a root that alone could see that something is wrong. Other ranks give None.
+    """
+    content = b"" if make is None else _outcome(make)
+    length = np.array([len(content)], np.int64)
+    engine.run("broadcast", None, length, root=root)
+    buffer = np.empty(int(length[0]), np.uint8)
+    if make is not None:
+        buffer[:] = np.frombuffer(content, np.uint8)
+    engine.run("broadcast", None, buffer, root=root)
+    result, error = _read(buffer)
+    if error is not None:
+        raise raised_on_all(error, engine.rank)
+    return result
+
+
+def _outcome(make: Callable[[], Any]) -> bytes:
+    """The pickle of (result, None), or of (None, exception)."""
+    try:
+        return pickle.dumps((make(), None), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        try:
+            return pickle.dumps((None, error), pickle.HIGHEST_PROTOCOL)
+        except Exception:  # an exception may hold what can't be pickled
+            text = f"{type(error).__name__}: {error}"
+            return pickle.dumps((None, RuntimeError(text)), pickle.HIGHEST_PROTOCOL)
+
+
+def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
+    """What `make` returns on every rank; where it raises on any, its exception on all of them."""
+    outcomes = gather_pickles(engine, _outcome(make))
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None:
+            if engine.size > 1:
+                error.args = (f"rank {rank}: {error}",)
+            raise raised_on_all(error, engine.rank)
+    return [result for result, _ in outcomes]
+
+
+def broadcast_object(obj: Any, root: int, *, on_root: bool) -> Operation:
+    """The root's object, or on every rank the reason why it can't be pickled."""
+    make = (lambda: obj) if on_root else None
+    signature = Signature("broadcast_object", root=root)
+    return Operation(signature, lambda engine: broadcast_pickle(engine, make, root))
+
+
+def all_gather_object(obj: Any) -> Operation:
+    """Every rank's object, in rank order."""
+    content = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    signature = Signature("all_gather_object", nbytes=len(content))
+    return Operation(signature, lambda engine: gather_pickles(engine, content))
+
+
+def gather_pickles(engine: Engine, pickled: bytes) -> list[Any]:
+    """What every rank pickled."""
+    content = np.frombuffer(pickled, np.uint8)
+    lengths = [length for length, _ in numbers_of_all(engine, len(content))]
+    ends = np.cumsum(lengths)
+    buffer = np.empty(int(ends[-1]), np.uint8)
+    buffer[ends[engine.rank] - len(content) : ends[engine.rank]] = content
+    engine.run("all_gather", None, buffer, lengths=lengths)
+    parts = np.split(buffer, ends[:-1])
+    return [_read(part) for part in parts]
+
+
+def _read(content: Array) -> Any:
+    """An object. Where this rank can't read it, that is all that is missing of the call."""
+    try:
+        return pickle.loads(content.data)
+    except _UNREADABLE as error:
+        raise in_step(error) from None

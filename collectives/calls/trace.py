@@ -1,0 +1,160 @@
+"""The last calls of all ranks in one file, for the viewers of Chrome and Perfetto.
+
+Times come from each rank's own clock. On one machine that is the same clock for all processes; the
+clocks of other machines are compared with rank 0's by messages: the reading that came back soonest
+was taken closest to the middle between sending and receiving.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.consistency import flight_recorder
+from collectives.execution.engine import Engine
+from collectives.calls import Operation
+from collectives.calls.objects import broadcast_pickle, gather_pickles
+from collectives.consistency.flight_recorder import Entry
+from collectives.consistency.signature import Signature
+from collectives.transports.base import Transport
+
+Clock = Callable[[], int]
+"""Nanoseconds since some moment."""
+
+_ROUNDS = 10
+_THREADS = ("blocking calls", "asynchronous calls")
+# What makes the clock of a Linux machine the same for two processes.
+_CLOCK_FILES = ("/proc/sys/kernel/random/boot_id", "/proc/self/timens_offsets")
+
+
+class RankCalls(NamedTuple):
+    """What one rank has to tell."""
+
+    machine: str
+    """Ranks with the same one read the same clock."""
+    threads: tuple[list[Entry], ...]
+    """The blocking calls, and the asynchronous ones."""
+
+
+def trace(path: str | os.PathLike[str], asynchronous: list[Entry]) -> Operation:
+    """Write every rank's last calls; all ranks raise the OSError of one who can't write."""
+
+    def perform(engine: Engine) -> None:
+        mine = RankCalls(machine(), (engine.recorder.entries(), asynchronous))
+        ranks = gather_pickles(engine, pickle.dumps(mine))
+        names = [each.machine for each in ranks]
+        offsets = clock_offsets(engine.transport, names, flight_recorder.clock)
+
+        def write() -> None:
+            Path(path).write_text(json.dumps(content(ranks, offsets)), encoding="utf-8")
+
+        broadcast_pickle(engine, write if engine.rank == 0 else None, 0)
+
+    return Operation(Signature("trace"), perform)
+
+
+def machine() -> str:
+    """A name that processes with the same clock share."""
+    try:
+        return " ".join(Path(name).read_text(encoding="ascii") for name in _CLOCK_FILES)
+    except OSError:
+        return platform.node()
+
+
+# One clock
+
+
+def clock_offsets(transport: Transport, machines: Sequence[str], clock: Clock) -> list[int]:
+    """On rank 0, how far every rank's clock is ahead of its own, in nanoseconds. Collective.
+
+    Only clocks of other machines than rank 0's are compared; other ranks get zeros.
+    """
+    offsets = [0] * transport.size
+    for peer, name in enumerate(machines):
+        if name == machines[0]:
+            continue
+        if transport.rank == 0:
+            offsets[peer] = _ask(transport, peer, clock)
+        elif transport.rank == peer:
+            _answer(transport, clock)
+    return offsets
+
+
+def _ask(transport: Transport, peer: int, clock: Clock) -> int:
+    readings = [_round_trip(transport, peer, clock) for _ in range(_ROUNDS)]
+    return min(readings)[1]
+
+
+def _round_trip(transport: Transport, peer: int, clock: Clock) -> tuple[int, int]:
+    """Nanoseconds that it took, and the offset that it tells."""
+    question, theirs = np.zeros(1, np.int64), np.empty(1, np.int64)
+    start = clock()
+    transport.exchange([(peer, question.data.cast("B"))], [(peer, theirs.data.cast("B"))])
+    end = clock()
+    return end - start, int(theirs[0]) - (start + end) // 2
+
+
+def _answer(transport: Transport, clock: Clock) -> None:
+    question, own = np.empty(1, np.int64), np.empty(1, np.int64)
+    for _ in range(_ROUNDS):
+        transport.exchange([], [(0, question.data.cast("B"))])
+        own[0] = clock()
+        transport.exchange([(0, own.data.cast("B"))], [])
+
+
+# The file
+
+
+def content(ranks: Sequence[RankCalls], offsets: Sequence[int]) -> dict[str, Any]:
+    """The trace as JSON holds it; its clock is rank 0's and starts with the first call."""
+    starts = [
+        entry[3] - offset
+        for each, offset in zip(ranks, offsets, strict=True)
+        for entries in each.threads
+        for entry in entries
+    ]
+    zero = min(starts, default=0)
+    events = [
+        event
+        for rank, each in enumerate(ranks)
+        for event in _events(rank, each.threads, zero + offsets[rank])
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def _events(rank: int, threads: tuple[list[Entry], ...], zero: int) -> Iterator[dict[str, Any]]:
+    yield _name(rank, 0, "process_name", f"rank {rank}")
+    for thread, entries in enumerate(threads):
+        yield _name(rank, thread, "thread_name", _THREADS[thread])
+        for entry in entries:
+            yield _event(rank, thread, entry, zero)
+
+
+def _name(rank: int, thread: int, kind: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": {"name": name}}
+
+
+def _event(rank: int, thread: int, entry: Entry, zero: int) -> dict[str, Any]:
+    sequence, call, algorithm, start, end = entry
+    return {
+        "ph": "X",
+        "name": call.collective,
+        "cat": "collective",
+        "pid": rank,
+        "tid": thread,
+        "ts": (start - zero) / 1e3,
+        "dur": (end - start) / 1e3,
+        "args": {
+            "sequence": sequence,
+            "nbytes": call.nbytes,
+            "algorithm": algorithm,
+            "call": str(call),
+        },
+    }

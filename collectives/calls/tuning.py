@@ -1,0 +1,185 @@
+"""Measuring what the paths take here, so that the cost model chooses by that.
+
+Every path of all_reduce is timed for a small and a few larger sizes, in all a second or two; the
+figures that explain the times (`fitting`) hold for the other collectives too, which do the same
+things. Where ranks share memory on several nodes, what a node's memory takes is timed within all of
+them at once.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from collectives.execution import cost_model
+from collectives.execution.engine import Engine
+from collectives.execution.parameters_file import Key, load, save
+from collectives.execution.calibration import SMALL_BYTES, Seconds, fit
+from collectives.calls import Operation
+from collectives.calls.objects import broadcast_pickle, numbers_of_all
+from collectives.schedules.paths import NATIVE, SHARED
+from collectives.reductions.reduction import Array, ReduceOp, fold_function
+from collectives.execution.cost_model import LARGEST_PRICED, Figures
+from collectives.consistency.signature import Signature
+
+TUNED = "figures tuned now"
+
+_SIZES = (SMALL_BYTES, 64 << 10, 1 << 20, 4 << 20)
+_SCHEDULES = ("ring", "doubling")
+_REPEATS, _FEWEST_REPEATS = 5, 2
+_REPEAT_SECONDS = 0.006
+_MOST_CALLS = 30
+_FOLD_BYTES = 128 << 10
+_DTYPE = np.dtype(np.float32)
+
+Run = Callable[[Array, Array], Any]
+"""One all_reduce, from the first array into the second."""
+
+
+def use_saved(engine: Engine) -> None:
+    """Choose by the figures that rank 0 finds on disk, if there are such. Collective."""
+    if engine.size == 1:
+        return
+    find = (lambda: _saved(engine)) if engine.rank == 0 else None
+    found = broadcast_pickle(engine, find, 0)
+    if found is not None:
+        engine.use(*found)
+
+
+def _saved(engine: Engine) -> tuple[Figures, str] | None:
+    found = load(_key(engine))
+    return None if found is None else (found[0], f"figures from {found[1]}")
+
+
+def _key(engine: Engine) -> Key:
+    return Key.here(engine.transport.library, engine.layout)
+
+
+def tune(*, save: bool) -> Operation:
+    """Measure, choose by that from now on, and keep it for later runs; gives a text for people."""
+    return Operation(Signature("tune", detail=f"save={save}"), lambda engine: _tune(engine, save))
+
+
+def _tune(engine: Engine, keep: bool) -> str:
+    if not 1 < engine.size <= LARGEST_PRICED:
+        return f"{_counted(engine.size, 'rank')}: no path is chosen by figures, nothing is measured"
+    seconds, reduction = measure(engine)
+
+    def conclude() -> tuple[Figures, str]:
+        """On rank 0 alone: the others get the same bits."""
+        figures = figures_for(engine, seconds, reduction)
+        path = save(_key(engine), figures) if keep else None
+        where = "not saved" if path is None else f"saved in {path}"
+        return figures, "\n".join([_heading(engine), *_told(figures, seconds), where])
+
+    figures, text = broadcast_pickle(engine, conclude if engine.rank == 0 else None, 0)
+    engine.use(figures, TUNED)
+    engine.path = ""
+    return str(text)
+
+
+def figures_for(engine: Engine, seconds: Seconds, reduction: float) -> Figures:
+    """The figures that explain what was measured; the others stay built in."""
+    layout = engine.layout
+    kinds = {path: path if path in (NATIVE, SHARED) else "schedule" for path, _ in seconds}
+
+    def model(path: str, nbytes: int, figures: Figures) -> float:
+        return cost_model.expected("all_reduce", path, nbytes, layout, figures)
+
+    return fit(seconds, model, replace(Figures(), reduction=reduction), kinds)
+
+
+# Measuring
+
+
+def measure(engine: Engine) -> tuple[Seconds, float]:
+    """What each path took, and the bytes folded per second: the slowest rank's, on every rank."""
+    largest = max(_SIZES) // _DTYPE.itemsize
+    source, target = np.ones(largest, _DTYPE), np.ones(largest, _DTYPE)
+    seconds: dict[tuple[str, int], float] = {}
+    for path, run in _runs(engine).items():
+        for nbytes in _SIZES:
+            length = nbytes // _DTYPE.itemsize
+            seconds[path, nbytes] = _time(engine, run, source[:length], target[:length])
+    fold, length = fold_function(ReduceOp.SUM, _DTYPE), _FOLD_BYTES // _DTYPE.itemsize
+    taken = _time(
+        engine, lambda given, out: fold(given, out, out), source[:length], target[:length]
+    )
+    return seconds, _FOLD_BYTES / taken
+
+
+def _runs(engine: Engine) -> dict[str, Run]:
+    def forced(name: str) -> Run:
+        return lambda source, target: engine.run(
+            "all_reduce", source, target, op=ReduceOp.SUM, algorithm=name
+        )
+
+    names = [*_SCHEDULES]
+    if NATIVE in engine.paths("all_reduce", ReduceOp.SUM, _DTYPE):
+        names.append(NATIVE)
+    runs = {name: forced(name) for name in names}
+    if engine.node is not None:
+        runs[SHARED] = _within_node(engine)
+    return runs
+
+
+def _within_node(engine: Engine) -> Run:
+    assert engine.node is not None
+    shared = engine.node.shared("all_reduce", ReduceOp.SUM, _DTYPE)
+    if engine.node.steps.size > 1:
+        return lambda source, target: engine.quiet.run(shared, source, target, (), 0)
+    return lambda source, target: None
+
+
+def _time(engine: Engine, run: Run, source: Array, target: Array) -> float:
+    """Seconds of one call on the slowest rank, the least of the repeats: others use the cores."""
+    first = _slowest(engine, _elapsed(run, source, target, 1))
+    calls = max(1, min(_MOST_CALLS, int(_REPEAT_SECONDS / first)))
+    repeats = max(_FEWEST_REPEATS, min(_REPEATS, int(_REPEATS * _REPEAT_SECONDS / first)))
+    return min(
+        _slowest(engine, _elapsed(run, source, target, calls)) / calls for _ in range(repeats)
+    )
+
+
+def _elapsed(run: Run, source: Array, target: Array, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        run(source, target)
+    return time.perf_counter() - start
+
+
+def _slowest(engine: Engine, seconds: float) -> float:
+    """The longest time of any rank; the ranks go on together."""
+    return max(1, *(slowest for slowest, _ in numbers_of_all(engine, int(seconds * 1e9)))) / 1e9
+
+
+# Telling
+
+
+def _heading(engine: Engine) -> str:
+    sizes = engine.layout.local_sizes
+    ranks, nodes = _counted(engine.size, "rank"), _counted(len(sizes), "node")
+    library = engine.transport.library.split(",")[0]
+    return f"measured with {ranks} on {nodes} ({platform.node()}, {library}):"
+
+
+def _told(figures: Figures, seconds: Seconds) -> list[str]:
+    """A line for each kind of path that was measured, and one for the reduction."""
+    measured = {path for path, _ in seconds}
+    kinds = ["schedule", *(kind for kind in (NATIVE, SHARED) if kind in measured)]
+    lines = [
+        f"  {kind:<10}start {getattr(figures, f'{kind}_start') * 1e6:.1f} µs,"
+        f" latency {getattr(figures, f'{kind}_latency') * 1e6:.1f} µs,"
+        f" {getattr(figures, f'{kind}_bandwidth') / 1e9:.1f} GB/s"
+        for kind in kinds
+    ]
+    return [*lines, f"  reduction {figures.reduction / 1e9:.1f} GB/s"]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

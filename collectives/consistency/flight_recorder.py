@@ -1,0 +1,71 @@
+"""The flight recorder: the last calls of a rank, kept for the moment when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from collectives.consistency.signature import Signature
+
+CALLS_KEPT = 256
+DIRECTORY_VARIABLE = "COLLECTIVES_RECORD_DIRECTORY"
+
+clock = time.perf_counter_ns
+"""One clock for all processes of a machine."""
+
+Entry = tuple[int, Signature, str, int, int]
+"""Sequence number, call, algorithm, start and end in nanoseconds."""
+
+
+class Recorder:
+    """One rank's last calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ring: list[Entry | None] = [None] * CALLS_KEPT
+        self.position = 0
+
+    def add(self, entry: Entry) -> None:
+        """Keep a call, and forget the oldest."""
+        self.ring[self.position & (CALLS_KEPT - 1)] = entry
+        self.position += 1
+
+    def entries(self) -> list[Entry]:
+        """The calls in their order, the oldest first."""
+        start = self.position & (CALLS_KEPT - 1)
+        ring = self.ring[start:] + self.ring[:start]
+        return [entry for entry in ring if entry is not None]
+
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls as JSON holds them; times in seconds."""
+        return [_as_dict(*entry) for entry in self.entries()]
+
+    def dump(self, reason: str) -> Path:
+        """Write the calls, and why, to a file of this process's; return its path.
+
+        It lies in the directory that COLLECTIVES_RECORD_DIRECTORY names, or that for temporary
+        files.
+        """
+        directory = Path(os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir())
+        path = directory / f"collectives-rank{self.rank}-{os.getpid()}.json"
+        content = {"rank": self.rank, "reason": reason, "calls": self.calls()}
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        return path
+
+
+def _as_dict(
+    sequence: int, call: Signature, algorithm: str, start: int, end: int
+) -> dict[str, Any]:
+    return {
+        "sequence": sequence,
+        "collective": call.collective,
+        "call": str(call),
+        "nbytes": call.nbytes,
+        "algorithm": algorithm,
+        "start": start / 1e9,
+        "end": end / 1e9,
+    }

@@ -1,0 +1,292 @@
+"""CUDA through CuPy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import cupy
+import cupyx
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cuda import kernels
+from collectives.cuda.interface import Cuda, DeviceArray, Event, Shape, Stream, is_torch
+from collectives.reductions.reduction import BFLOAT16, ReduceOp
+
+# Beyond what any GPU has: CUDA takes the highest that there is.
+_HIGHEST_PRIORITY = -100
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SUCCESS, _NOT_READY = 0, 600
+_HALVES = (np.dtype(np.float16), BFLOAT16)
+
+
+class _CupyStream:
+    """A stream of CuPy, of one's own or the current one."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.handle = stream, int(stream.ptr)
+
+    def record(self, event: Any = None) -> Event:
+        """By cudaEventRecord."""
+        event = event or _CupyEvent()
+        self.stream.record(event.event)
+        recorded: Event = event
+        return recorded
+
+    def wait(self, event: Any) -> None:
+        """By cudaStreamWaitEvent."""
+        self.stream.wait_event(event.event)
+
+    def capturing(self) -> bool:
+        """The null stream can't be captured, nor asked."""
+        return self.handle not in (0, 1) and bool(self.stream.is_capturing())
+
+    def synchronize(self) -> None:
+        """By cudaStreamSynchronize."""
+        self.stream.synchronize()
+
+
+class _Foreign:
+    """Another library's stream, as CUDA's stream protocol has it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = int(handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version, and the stream."""
+        return 0, self._handle
+
+
+class _CupyEvent:
+    """An event without a time."""
+
+    def __init__(self) -> None:
+        self.event = cupy.cuda.Event(disable_timing=True)
+
+    def done(self) -> bool:
+        """By cudaEventQuery. Raises what went wrong on the GPU, which CuPy takes for "not yet"."""
+        runtime = cupy.cuda.runtime
+        status = int(runtime.eventQuery(self.event.ptr))
+        if status not in (_SUCCESS, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return status == _SUCCESS
+
+
+class CupyCuda(Cuda):
+    """`Cuda` says what each method does."""
+
+    array_type = cupy.ndarray
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, Any] = {}
+
+    def problem(self) -> str | None:
+        """CuPy imports without a driver."""
+        try:
+            if cupy.cuda.runtime.getDeviceCount():
+                return None
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            # CUDA says that the driver is insufficient where there is none, too.
+            cause = error if _DRIVER.exists() else f"no NVIDIA driver is loaded ({error})"
+            return f"CuPy {cupy.__version__} finds no GPU: {cause}"
+        return f"CuPy {cupy.__version__} finds no GPU"
+
+    def device_count(self) -> int:
+        """As far as CUDA_VISIBLE_DEVICES lets it."""
+        return int(cupy.cuda.runtime.getDeviceCount())
+
+    def current_device(self) -> int:
+        """Of this thread."""
+        return int(cupy.cuda.runtime.getDevice())
+
+    def use_device(self, number: int) -> None:
+        """Of this thread."""
+        cupy.cuda.Device(number).use()
+
+    def device_of(self, array: DeviceArray) -> int:
+        """As CuPy knows it."""
+        return int(array.data.device_id)
+
+    def uuid(self, number: int) -> str:
+        """The driver's, of which CuPy gives too little after a zero; and the place on the bus."""
+        uuid = bytes(cupy.cuda.runtime.getDeviceProperties(number)["uuid"])[:16].hex()
+        return f"{uuid} at {cupy.cuda.Device(number).pci_bus_id}"
+
+    def capability(self, number: int) -> tuple[int, int]:
+        """CuPy gives "90" for (9, 0)."""
+        text = cupy.cuda.Device(number).compute_capability
+        return int(text[:-1]), int(text[-1])
+
+    def array(self, given: Any) -> DeviceArray:
+        """CuPy's own as it is, a tensor of torch after the work on torch's stream."""
+        if isinstance(given, cupy.ndarray):
+            return given
+        if is_torch(given):
+            return self._from_torch(given.detach().resolve_conj().resolve_neg())
+        if hasattr(given, "__cuda_array_interface__"):
+            # CuPy waits for the stream that the interface names.
+            return cupy.asarray(given)
+        return cupy.from_dlpack(given)
+
+    def _from_torch(self, tensor: Any) -> DeviceArray:
+        torch = sys.modules["torch"]
+        if tensor.device.index == self.current_device():
+            stream, current = _torch_stream(tensor), _current()
+            if stream.handle != current.handle and stream.capturing():
+                raise RuntimeError(
+                    "torch captures a graph on a stream that is not CuPy's current one: capture"
+                    " within `with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
+                )
+            _follow(current, stream)
+        if tensor.dtype == torch.bfloat16:
+            return cupy.asarray(tensor.view(torch.int16)).view(BFLOAT16)
+        return cupy.asarray(tensor)
+
+    def export(self, array: DeviceArray, original: Any) -> Any:
+        """By DLPack, but for CuPy's own."""
+        if isinstance(original, cupy.ndarray):
+            return array
+        if is_torch(original):
+            self.hand_back(original)
+            return _to_torch(array)
+        if hasattr(original, "__array_namespace__"):
+            return original.__array_namespace__().from_dlpack(array)
+        return array
+
+    def read_only(self, original: Any) -> bool:
+        """The arrays of JAX say so."""
+        if isinstance(original, cupy.ndarray) or is_torch(original):
+            return False
+        interface = getattr(original, "__cuda_array_interface__", None)
+        return interface is None or bool(interface["data"][1])
+
+    def hand_back(self, original: Any) -> None:
+        """Other libraries' arrays that can be written are torch's."""
+        if is_torch(original):
+            _follow(_torch_stream(original), _current())
+
+    def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
+        """From CuPy's pool, which knows no 8-bit floats."""
+        if dtype.kind == "V" and dtype != BFLOAT16:
+            return cupy.empty(shape, f"u{dtype.itemsize}").view(dtype)
+        return cupy.empty(shape, dtype)
+
+    def at(self, address: int, length: int, dtype: np.dtype[Any]) -> DeviceArray:
+        """As memory that CuPy doesn't own."""
+        if not length:
+            return cupy.empty(0, dtype)
+        nbytes, device = length * dtype.itemsize, self.current_device()
+        memory = cupy.cuda.UnownedMemory(address, nbytes, None, device)
+        return cupy.ndarray((length,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def address(self, array: DeviceArray) -> int:
+        """Without the detour of `__cuda_array_interface__`."""
+        return int(array.data.ptr)
+
+    def current_stream(self) -> Stream:
+        """CuPy's."""
+        return _current()
+
+    def new_stream(self) -> Stream:
+        """Non-blocking."""
+        return _CupyStream(cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """CuPy's streams are such contexts."""
+        context: AbstractContextManager[Any] = stream.stream
+        return context
+
+    def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
+        """CuPy's ufuncs have NumPy's semantics, also of NaN, bool and 16-bit floats."""
+        _UFUNCS[op](first, second, out=out)
+
+    def divide(self, array: DeviceArray, number: int) -> None:
+        """A complex number's parts each."""
+        if array.dtype.kind == "c":
+            array = array.view(array.real.dtype)
+        if array.dtype in _HALVES:
+            array[...] = (array.astype(np.float32) / np.float32(number)).astype(array.dtype)
+        else:
+            cupy.divide(array, array.dtype.type(number), out=array)
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
+        """Compiled when it is first asked for."""
+        compiled = self._kernels.get(kernel)
+        if compiled is None:
+            module = cupy.RawModule(
+                code=kernels.SOURCE, options=("-std=c++17",), name_expressions=[kernel]
+            )
+            compiled = self._kernels[kernel] = module.get_function(kernel)
+        compiled((blocks,), (kernels.THREADS,), tuple(arguments))
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """From CuPy's pool of pinned memory."""
+        memory: NDArray[np.uint8] = cupyx.empty_pinned((nbytes,), np.uint8)
+        return memory
+
+    def copy_to_host(self, source: DeviceArray, target: NDArray[Any]) -> None:
+        """By cudaMemcpyAsync."""
+        runtime = cupy.cuda.runtime
+        place, kind = target.ctypes.data, runtime.memcpyDeviceToHost
+        runtime.memcpyAsync(place, source.data.ptr, source.nbytes, kind, _current().handle)
+
+    def copy_to_device(self, source: NDArray[Any], target: DeviceArray) -> None:
+        """By cudaMemcpyAsync."""
+        runtime = cupy.cuda.runtime
+        place, kind = source.ctypes.data, runtime.memcpyHostToDevice
+        runtime.memcpyAsync(target.data.ptr, place, target.nbytes, kind, _current().handle)
+
+    def allocate_arena(self, nbytes: int) -> DeviceArray:
+        """By cudaMalloc: what a pool gives shares its handle with its neighbours."""
+        return self.at(cupy.cuda.runtime.malloc(nbytes), nbytes, np.dtype(np.uint8))
+
+    def export_arena(self, arena: DeviceArray) -> bytes:
+        """By cudaIpcGetMemHandle."""
+        return bytes(cupy.cuda.runtime.ipcGetMemHandle(arena.data.ptr))
+
+    def open_arena(self, handle: bytes, nbytes: int) -> DeviceArray:
+        """By cudaIpcOpenMemHandle."""
+        return self.at(cupy.cuda.runtime.ipcOpenMemHandle(handle), nbytes, np.dtype(np.uint8))
+
+    def close_arena(self, arena: DeviceArray) -> None:
+        """By cudaIpcCloseMemHandle."""
+        cupy.cuda.runtime.ipcCloseMemHandle(arena.data.ptr)
+
+    def free_arena(self, arena: DeviceArray) -> None:
+        """By cudaFree, which waits for what still uses it."""
+        cupy.cuda.runtime.free(arena.data.ptr)
+
+
+_UFUNCS = {
+    ReduceOp.SUM: cupy.add,
+    ReduceOp.MEAN: cupy.add,
+    ReduceOp.MIN: cupy.minimum,
+    ReduceOp.MAX: cupy.maximum,
+    ReduceOp.PRODUCT: cupy.multiply,
+}
+
+
+def _current() -> _CupyStream:
+    return _CupyStream(cupy.cuda.get_current_stream())
+
+
+def _to_torch(array: DeviceArray) -> Any:
+    torch = sys.modules["torch"]
+    if array.dtype == BFLOAT16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _torch_stream(tensor: Any) -> _CupyStream:
+    stream = sys.modules["torch"].cuda.current_stream(tensor.device)
+    return _CupyStream(cupy.cuda.Stream.from_external(_Foreign(stream.cuda_stream)))
+
+
+def _follow(later: _CupyStream, earlier: _CupyStream) -> None:
+    """What is put on one stream comes after what was put on the other."""
+    if later.handle != earlier.handle:
+        later.wait(earlier.record())

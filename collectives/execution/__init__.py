@@ -1,0 +1,1 @@
+"""Runs collectives on flat buffers: selects an algorithm, binds its plan, executes it."""

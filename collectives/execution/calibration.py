@@ -1,0 +1,67 @@
+"""From measured seconds to figures: those with which the cost model gives what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+
+from collectives.execution.cost_model import Figures
+
+SMALL_BYTES = 8
+
+Seconds = Mapping[tuple[str, int], float]
+"""What an all_reduce took, by path and bytes; paths that aren't there are missing."""
+
+Model = Callable[[str, int, Figures], float]
+"""The seconds expected of an all_reduce by a path, of so many bytes, with those figures."""
+
+_LEAST_SECONDS = 1e-9
+_BANDWIDTHS = (1e6, 1e13)
+_HALVINGS = 40
+
+
+def fit(seconds: Seconds, model: Model, figures: Figures, kinds: Mapping[str, str]) -> Figures:
+    """The figures that explain the seconds best; what no path tells about stays as it was.
+
+    `kinds` says which figures a path follows: "schedule", "native" or "shared".
+    """
+    for kind in dict.fromkeys(kinds.values()):
+        own = {key: value for key, value in seconds.items() if kinds[key[0]] == kind}
+        figures = _fit_bandwidth(kind, own, model, _fit_start(kind, own, model, figures))
+    return figures
+
+
+def _fit_start(kind: str, seconds: Seconds, model: Model, figures: Figures) -> Figures:
+    """Start and latency, in the proportion that they had: a single size can't part them."""
+    ratios = [
+        taken / model(path, nbytes, figures)
+        for (path, nbytes), taken in seconds.items()
+        if nbytes == SMALL_BYTES
+    ]
+    names = (f"{kind}_start", f"{kind}_latency")
+    return replace(
+        figures,
+        **{name: max(_LEAST_SECONDS, getattr(figures, name) * median(ratios)) for name in names},
+    )
+
+
+def _fit_bandwidth(kind: str, seconds: Seconds, model: Model, figures: Figures) -> Figures:
+    """The median of what each of the larger sizes tells."""
+    name = f"{kind}_bandwidth"
+
+    def found(path: str, nbytes: int, taken: float) -> float:
+        return _solve(lambda value: model(path, nbytes, replace(figures, **{name: value})), taken)
+
+    values = [found(*key, taken) for key, taken in seconds.items() if key[1] > SMALL_BYTES]
+    return replace(figures, **{name: median(values)})
+
+
+def _solve(expected: Callable[[float], float], taken: float) -> float:
+    """The bandwidth with which so many seconds are expected, within the limits of any."""
+    low, high = _BANDWIDTHS
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if expected(middle) > taken else (low, middle)
+    return math.sqrt(low * high)

@@ -1,0 +1,184 @@
+"""Which path a call takes, where the caller names none.
+
+The cost model prices every schedule with the figures of a link, the transport's native collective
+as the cheapest schedule without Python's share of the latency, and the node's shared memory by the
+bytes that a rank touches. The choice depends only on what all ranks know (collective, bytes, the
+layout of the ranks, figures that were agreed on), so that all choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from collectives import algorithms
+from collectives.analysis.cost import Link, estimate
+from collectives.schedules.paths import HIERARCHICAL, NATIVE, SHARED
+from collectives.schedules.spec import spec_of
+
+PRICED = (NATIVE, SHARED, HIERARCHICAL)
+"""The paths beside the schedules that the model has figures for."""
+
+# Pricing a schedule takes time proportional to ranks × rounds: above this size only those of
+# logarithmic depth and the ring's closed form would be worth it, so native is taken unpriced.
+LARGEST_PRICED = 512
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the paths were measured to take; the built-in ones are those of bench/results/.
+
+    Starts and latencies are in seconds, bandwidths in bytes per second. `shared_bandwidth` counts
+    bytes that one rank reads or writes in the node's memory while all others do.
+    """
+
+    schedule_start: float = 6e-6
+    schedule_latency: float = 4e-6
+    schedule_bandwidth: float = 7e9
+    native_start: float = 5e-6
+    native_latency: float = 1e-6
+    native_bandwidth: float = 8e9
+    native_move_bandwidth: float = 12e9
+    reduction: float = 20e9
+    shared_start: float = 3e-6
+    shared_latency: float = 0.5e-6
+    shared_bandwidth: float = 36e9
+
+    @property
+    def schedule_link(self) -> Link:
+        """A message of our own."""
+        return Link(self.schedule_latency, self.schedule_bandwidth, self.reduction)
+
+    @property
+    def native_move_link(self) -> Link:
+        """As `native_link`, where nothing is folded: the library copies straight across."""
+        return Link(self.native_latency, self.native_move_bandwidth, self.reduction)
+
+    @property
+    def native_link(self) -> Link:
+        """A message inside the MPI library."""
+        return Link(self.native_latency, self.native_bandwidth, self.reduction)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are on each node, in which of them ranks outnumber the cores."""
+
+    local_sizes: tuple[int, ...]
+    crowding: float = 1.0
+    """Ranks for each core of the fullest node, at least 1."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return sum(self.local_sizes)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs, and what each candidate was expected to take, in seconds."""
+
+    algorithm: str
+    seconds: dict[str, float]
+    reason: str = "least expected time"
+
+    def __str__(self) -> str:
+        """One line for each candidate, the fastest first."""
+        ranked = sorted(self.seconds.items(), key=lambda item: item[1])
+        lines = (f"  {name:<22}{seconds * 1e6:12.1f} µs expected" for name, seconds in ranked)
+        first = f"{self.algorithm} runs: {self.reason}" if self.reason else f"{self.algorithm} runs"
+        return "\n".join([first, *lines])
+
+
+def choose(
+    collective: str, nbytes: int, layout: Layout, paths: tuple[str, ...], figures: Figures
+) -> Choice:
+    """The candidate of least expected time for `nbytes` bytes, counted as in `cost.traffic`.
+
+    `paths` are those beside the schedules that can do it.
+    """
+    return _choose(collective, tuple(algorithms.names(collective)), nbytes, layout, paths, figures)
+
+
+@lru_cache(maxsize=1024)
+def _choose(
+    collective: str,
+    names: tuple[str, ...],
+    nbytes: int,
+    layout: Layout,
+    paths: tuple[str, ...],
+    figures: Figures,
+) -> Choice:
+    size = layout.size
+    if size == 1:
+        return Choice("a copy", {}, "")
+    if size > LARGEST_PRICED and paths:
+        return Choice(paths[0], {}, f"with more than {LARGEST_PRICED} ranks nothing is priced")
+    seconds = {
+        name: expected(collective, name, nbytes, layout, figures) for name in (*names, *paths)
+    }
+    return Choice(min(seconds, key=lambda name: seconds[name]), seconds)
+
+
+def expected(collective: str, path: str, nbytes: int, layout: Layout, figures: Figures) -> float:
+    """Seconds that a path is expected to take; `nbytes` counts as in `cost.traffic`.
+
+    Ranks that take turns on a core take their time one after the other, whatever they do.
+    """
+    if path == NATIVE:
+        seconds = _native(collective, layout.size, nbytes, figures)
+    elif path == SHARED:
+        seconds = _shared(collective, nbytes, layout, figures)
+    elif path == HIERARCHICAL:
+        seconds = _hierarchical(nbytes, layout, figures)
+    else:
+        link = figures.schedule_link
+        inside = estimate(collective, path, layout.size, nbytes, link)
+        seconds = figures.schedule_start + inside
+    return layout.crowding * seconds
+
+
+def _native(collective: str, size: int, nbytes: int, figures: Figures) -> float:
+    link = figures.native_link if spec_of(collective).reduces else figures.native_move_link
+    names = algorithms.names(collective)
+    inside = min(estimate(collective, name, size, nbytes, link) for name in names)
+    return figures.native_start + inside
+
+
+# Bytes that a rank touches for each byte of the buffer, by the number of ranks.
+_TOUCHED: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda size: 5.0 if size == 2 else 5 - 1 / size,
+    "reduce": lambda size: 5 - 1 / size,
+    "reduce_scatter": lambda size: 5 * (size - 1) / size,
+    # The readers wait for lines that the root has just written.
+    "broadcast": lambda size: 4.0,
+    "all_gather": lambda size: 2.0,
+    "gather": lambda size: 2.0,
+    "scatter": lambda size: 2.0,
+    "all_to_all": lambda size: 4 * (size - 1) / size,
+}
+
+
+def _shared(collective: str, nbytes: int, layout: Layout, figures: Figures) -> float:
+    size = max(layout.local_sizes)
+    touched = _TOUCHED[collective](size) * nbytes / figures.shared_bandwidth
+    waits = figures.shared_latency * size
+    return figures.shared_start + waits + touched
+
+
+def _hierarchical(nbytes: int, layout: Layout, figures: Figures) -> float:
+    """Within the nodes, between ranks of equal place on all nodes, and within the nodes again."""
+    slices = min(layout.local_sizes)
+    nodes, slice_bytes, link = len(layout.local_sizes), -(-nbytes // slices), figures.schedule_link
+    across = min(
+        estimate("all_reduce", name, nodes, slice_bytes, link)
+        for name in algorithms.names("all_reduce")
+    )
+    within = [_shared(each, nbytes, layout, figures) for each in ("reduce_scatter", "all_gather")]
+    return sum(within) + figures.schedule_start + across
+
+
+def bucket_of(nbytes: int) -> int:
+    """The size class that is priced for a call: the next power of two."""
+    return 1 << max(nbytes - 1, 0).bit_length()

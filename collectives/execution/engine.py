@@ -1,0 +1,263 @@
+"""Runs calls: makes the ranks agree on each, picks the path of its collectives, keeps the plans.
+
+Everything above (array kinds, shapes, axes) is the operations' business, everything below
+(schedules, messages, the node's memory) the executor's, the transport's and the node's.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.kinds import empty, is_device
+from collectives.consistency.call_scope import Calls
+from collectives.execution.device_path import OnDevices, Request
+from collectives.errors import RankFailedError, in_step
+from collectives.execution.executor import HostMemory, Plans, own_part
+from collectives.shm.node import Node, Path
+from collectives.schedules.paths import FORCED, NATIVE, QUICKEST, SHARED
+from collectives.consistency.flight_recorder import Recorder, clock
+from collectives.reductions.reduction import Array, ReduceOp, finish
+from collectives.execution.cost_model import PRICED, Choice, Figures, Layout, bucket_of, choose
+from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
+from collectives.consistency.signature import Signature
+from collectives.transports.base import Native, Transport
+from collectives.waiting.wait_policy import Patience
+from collectives.waiting.watchdog import Watchdog
+
+_CHOICES_KEPT = 1024
+
+
+class Engine(Calls):
+    """One rank's calls over one transport. One thread at a time runs on it."""
+
+    def __init__(self, transport: Transport, patience: Patience | None = None) -> None:
+        self.transport = transport
+        if patience is None:
+            patience = Patience()
+            patience.before_raise = self._fail
+        self.patience = transport.patience = patience
+        if transport.one_process:
+            patience.sleep_early()
+        self.rank = transport.rank
+        super().__init__(transport.size, Watchdog(patience, self.end_job))
+        self.recorder = Recorder(self.rank)
+        self.node: Node | None = None
+        self.devices: OnDevices | None = None
+        self.layout = Layout((1,) * self.size)
+        self.figures, self.figures_name = Figures(), "built-in figures"
+        self.path = ""
+        self.forked = False
+        self.quiet = contextvars.copy_context()
+        self.quiet.run(np.seterr, all="ignore")
+        self._memory = HostMemory()
+        self._plans = Plans(transport, self._memory)
+        self._chosen: dict[tuple[Any, ...], str] = {}
+        self._paths: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Path]] = {}
+
+    def perform(
+        self, signature: Signature, run: Callable[[Engine], Any], line: str | None = None
+    ) -> Any:
+        """Agree on a call with all ranks and run it to its end, before any other.
+
+        `line` is where the user made the call, if that was in another thread.
+        """
+        return self.whole(self._perform, signature, None, line, "", run, self)
+
+    def perform_quickly(
+        self,
+        signature: Signature,
+        base: int,
+        run: Callable[[Any, Any], Any],
+        source: Any,
+        target: Any,
+        path: str = SHARED,
+    ) -> None:
+        """As `perform`, for a call that was looked up before: `base` holds its fingerprint."""
+        self.whole(self._perform, signature, base, None, path, run, source, target)
+
+    def _perform(
+        self,
+        signature: Signature,
+        base: int | None,
+        line: str | None,
+        path: str,
+        run: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
+        if self.broken is not None:
+            raise self.refusal()
+        number = 0
+        if self.agreement is not None:
+            if base is None:
+                self.agreement.meet(signature, line)
+            else:
+                self.agreement.meet_word(signature, base)
+            number = self.agreement.sequence
+        start = clock()
+        self.path = path
+        try:
+            return run(*arguments)
+        finally:
+            self.recorder.add((number, signature, self.path, start, clock()))
+
+    def forbid(self) -> None:
+        """Refuse every call, in a process that is forked off the rank."""
+        # Another thread may have held it when the process was forked.
+        self.lock = threading.RLock()
+        self.watchdog = Watchdog(self.patience, self.end_job)
+        self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
+
+    def close(self) -> None:
+        """Give back what the engine holds. Collective."""
+        # A thread may wait for the lock, in front of memory that is gone when it gets it.
+        self.broken = RuntimeError("it is closed")
+        if self.agreement is not None:
+            self.agreement.close()
+        if self.node is not None:
+            self.node.close()
+        self.transport.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the last calls in a file, and name it in the error."""
+        if isinstance(error, RankFailedError):
+            self.broken = error
+        error.args = (f"{error.args[0]}; {self._record(str(error))}",)
+
+    def _record(self, reason: str) -> str:
+        """Keep the last calls in a file; where."""
+        try:
+            return f"this rank's last calls are in {self.recorder.dump(reason)}"
+        except OSError as problem:
+            return f"this rank's last calls could not be written ({problem})"
+
+    def end_job(self, reason: str) -> None:
+        """The last resort, where no error can be raised."""
+        print(f"collectives: rank {self.rank}: {reason}; {self._record(reason)}", file=sys.stderr)
+        sys.stderr.flush()
+        self.transport.abort()
+
+    def run(
+        self,
+        collective: str,
+        source: Array | None,
+        target: Array,
+        *,
+        lengths: Sequence[int] | None = None,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        algorithm: str | None = None,
+    ) -> None:
+        """Take part in a collective on flat, contiguous buffers of equal dtype.
+
+        `lengths` are the elements of each chunk where the collective fixes the chunks; elsewhere
+        the buffer is cut evenly. Where source is None the input lies in the target. The source of
+        an all_gather and the target of a reduce_scatter are this rank's part alone. Device arrays
+        are put on their way: what the caller's stream does next comes after it.
+        """
+        if is_device(target):
+            assert self.devices is not None
+            request = Request(collective, source, target, lengths, op, root, algorithm)
+            self.path = self.devices.run(request)
+            return
+        if self.size == 1:
+            if source is not None:
+                np.copyto(target, source)
+            return
+        if op is None:
+            # Elements may be of any size, also larger than a stage.
+            itemsize, target = target.itemsize, target.view(np.uint8)
+            source = None if source is None else source.view(np.uint8)
+            lengths = None if lengths is None else [length * itemsize for length in lengths]
+        paths = self.paths(collective, op, target.dtype)
+        if algorithm is None:
+            whole = source if source is not None and collective == "reduce_scatter" else target
+            algorithm = self.choose(collective, whole.nbytes, paths)
+        self.path = algorithm
+        if algorithm in paths:
+            went = self.quiet.run(paths[algorithm], source, target, lengths or (), root)
+            self.path = went or algorithm
+        elif algorithm in FORCED:
+            kind = "" if op is None else f" for {op.value} of {target.dtype}"
+            text = f"there is no such {collective}{kind} here; there is {', '.join(paths)}"
+            raise in_step(ValueError(f"algorithm={algorithm!r}: {text}"))
+        else:
+            run = partial(self._plans.run, collective, algorithm, source, target)
+            self.quiet.run(run, lengths, op, root)
+
+    def join(self, node: Node) -> None:
+        """Use the node's memory from now on."""
+        self.node = node
+        self._paths.clear()
+        self._chosen.clear()
+
+    def use(self, figures: Figures, name: str) -> None:
+        """Choose by these figures, from `name`, from now on: all ranks between the same calls."""
+        self.figures, self.figures_name = figures, name
+        self._chosen.clear()
+
+    def choose(self, collective: str, nbytes: int, paths: dict[str, Path]) -> str:
+        """The path for so many bytes, of those and the schedules."""
+        large = nbytes >= LEAST_BYTES or collective == "all_to_all"
+        if large and QUICKEST in paths and self.node and self.node.places.worth_asking:
+            return QUICKEST
+        key = (collective, nbytes, *paths)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            if len(self._chosen) >= _CHOICES_KEPT:
+                self._chosen.clear()
+            chosen = self._chosen[key] = self.price(collective, nbytes, paths).algorithm
+        return chosen
+
+    def price(self, collective: str, nbytes: int, paths: dict[str, Path]) -> Choice:
+        """What those paths and the schedules are expected to take, and the best."""
+        # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
+        bucket = 0 if collective == "all_to_all" else bucket_of(nbytes)
+        there = tuple(n for n in PRICED if n in paths and (n != NATIVE or bucket <= LARGEST_NATIVE))
+        return choose(collective, bucket, self.layout, there, self.figures)
+
+    def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
+        """This rank's part, as a view, of a buffer that holds one for each rank."""
+        part: Array = own_part(whole, lengths, self.rank)
+        return part
+
+    def work(self, length: int, dtype: np.dtype[Any], beside: Array | None = None) -> Array:
+        """A flat buffer for intermediate results; the next operation uses the same memory.
+
+        It lies on a GPU where `beside` does, and is new then.
+        """
+        if beside is not None and is_device(beside):
+            return empty(length, dtype, beside)
+        return self._memory.work(length, dtype)
+
+    def finish(self, op: ReduceOp, folded: Array) -> None:
+        """Turn what `run` has folded into the result, in place."""
+        if not is_device(folded):
+            finish(op, folded, self.size)
+
+    def paths(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Path]:
+        """What can do it beside the schedules, by name."""
+        # By the op's text: an enum member's hash is computed in Python.
+        key = (collective, None if op is None else op.value, dtype)
+        found = self._paths.get(key)
+        if found is None:
+            found = self._paths[key] = self._find_paths(collective, op, dtype)
+        return found
+
+    def _find_paths(
+        self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> dict[str, Path]:
+        native = self.transport.native(collective, None if op is None else op.value, dtype)
+        guarded = None if native is None else partial(self._run_guarded, native)
+        found: dict[str, Path] = {} if guarded is None else {NATIVE: guarded}
+        return found | (self.node.paths(collective, op, dtype, guarded) if self.node else {})
+
+    def _run_guarded(self, native: Native, *arguments: Any) -> None:
+        with self.watchdog:
+            native(*arguments)

@@ -1,0 +1,277 @@
+"""Runs a schedule: one rank's rounds, resolved once to byte ranges, over any transport.
+
+A `Plan` is made for one (collective, algorithm, lengths, dtype, op, root) and used for every call
+of that kind.
+
+Buffers are bound by address: the views made for a pair of buffers serve every later call whose
+buffers lie at the same place. They never keep a buffer alive and are used only in calls that were
+given a live buffer at that address.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from collectives import algorithms
+from collectives.reductions.reduction import Action, Array, ReduceOp, bind_fold
+from collectives.execution.plan import Fold, Piece, Resolver
+from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
+from collectives.schedules.spec import ANYTHING, spec_of
+from collectives.transports.base import Wires
+
+_BINDINGS_KEPT = 8
+_PLANS_KEPT = 64
+_PLAN_BYTES_KEPT = 1 << 28
+_WORK_BYTES_KEPT = 1 << 26
+
+
+class Memory(Protocol):
+    """Where the buffers lie: the host's memory, or a GPU's."""
+
+    def empty(self, length: int, dtype: np.dtype[Any]) -> Any:
+        """New memory as a flat array."""
+
+    def work(self, length: int, dtype: np.dtype[Any]) -> Any:
+        """As `empty`, for intermediate results: the next operation may use the same memory."""
+
+    def address(self, array: Any) -> int:
+        """Where the array's first element lies."""
+
+    def at(self, address: int, length: int, dtype: np.dtype[Any]) -> Any:
+        """Memory at an address as a flat array, without a claim on its life."""
+
+    def message(self, array: Any) -> Any:
+        """The array's bytes, as the wires take them."""
+
+    def copy(self, origin: Any, copied: Any) -> Action:
+        """An action that copies an array into another."""
+
+    def fold(self, op: ReduceOp, first: Any, second: Any, out: Any) -> Action:
+        """An action that folds two arrays into `out`, which may be one of them."""
+
+
+@dataclass(frozen=True)
+class _BoundRound:
+    before: list[Action]
+    sends: list[tuple[int, Any]]
+    receives: list[tuple[int, Any]]
+    after: list[Action]
+
+
+class Call(NamedTuple):
+    """A kind of call: what a plan is made for, and found by.
+
+    `shape` is the elements of each chunk, or of the whole buffer where the algorithm cuts it
+    evenly. The target holds all chunks, one after the other. With `has_source` the input comes in a
+    buffer of its own, laid out as the target, which need not be initialised; without, it lies in
+    the target.
+    """
+
+    collective: str
+    algorithm: str
+    shape: int | tuple[int, ...]
+    dtype: np.dtype[Any]
+    op: ReduceOp | None
+    root: int
+    has_source: bool
+
+
+class Plan:
+    """One rank's part in one kind of call."""
+
+    def __init__(self, transport: Wires, memory: Memory, call: Call) -> None:
+        rank, size = transport.rank, transport.size
+        algorithm, root = algorithms.find(call.collective, call.algorithm), call.root
+        lengths = call.shape
+        if isinstance(lengths, int):
+            lengths = tuple(split_lengths(lengths, algorithm.chunks(size)))
+        spec, chunks = spec_of(call.collective), len(lengths)
+        schedule = algorithm.schedule
+        if spec.rooted and root:
+            schedule = rooted_at(schedule, root, chunks)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        resolver = Resolver(rank, offsets, call.has_source)
+        rounds = map(resolver.resolve, for_rank(schedule, rank, size))
+        self._rounds = [each for each in rounds if each.sends or each.receives]
+        after = spec.after((rank - root) % size, (np.arange(chunks) - root) % chunks, size)
+        wanted = np.broadcast_to(after, chunks) != ANYTHING
+        self._left_behind = resolver.left_behind(wanted.tolist())
+        self._transport, self._memory = transport, memory
+        self._op, self._dtype = call.op, call.dtype
+        self._length = offsets[-1]
+        self._scratch = memory.empty(resolver.scratch_needed, call.dtype)
+        self._bindings: OrderedDict[tuple[int, int], list[_BoundRound]] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the plan keeps between calls."""
+        kept: int = self._scratch.nbytes
+        return kept
+
+    def run(self, source: Array | None, target: Array) -> None:
+        """Take part in the collective once. Both buffers are flat and contiguous."""
+        for bound in self._bound_to(source, target):
+            for action in bound.before:
+                action()
+            self._transport.exchange(bound.sends, bound.receives)
+            for action in bound.after:
+                action()
+        for piece in self._left_behind:
+            assert source is not None
+            if source is not target:
+                target[piece.start : piece.stop] = source[piece.start : piece.stop]
+
+    def _bound_to(self, source: Array | None, target: Array) -> list[_BoundRound]:
+        address = self._memory.address
+        place = address(target)
+        key = (place if source is None else address(source), place)
+        bound = self._bindings.get(key)
+        if bound is None:
+            bound = self._bindings[key] = self._bind(*key)
+            if len(self._bindings) > _BINDINGS_KEPT:
+                self._bindings.popitem(last=False)
+        return bound
+
+    def _bind(self, source: int, target: int) -> list[_BoundRound]:
+        memory = self._memory
+        buffers = {
+            "source": memory.at(source, self._length, self._dtype),
+            "target": memory.at(target, self._length, self._dtype),
+            "scratch": self._scratch,
+        }
+
+        def view(piece: Piece) -> Any:
+            return buffers[piece.buffer][piece.start : piece.stop]
+
+        def copy(origin: Piece, copied: Piece) -> Action:
+            return memory.copy(view(origin), view(copied))
+
+        def fold(each: Fold) -> Action:
+            assert self._op is not None
+            return memory.fold(self._op, view(each.first), view(each.second), view(each.out))
+
+        return [
+            _BoundRound(
+                before=[copy(*pair) for pair in resolved.packs],
+                sends=[(peer, memory.message(view(piece))) for peer, piece in resolved.sends],
+                receives=[(peer, memory.message(view(piece))) for peer, piece in resolved.receives],
+                after=[
+                    *(copy(*pair) for pair in resolved.unpacks),
+                    *(fold(each) for each in resolved.folds),
+                ],
+            )
+            for resolved in self._rounds
+        ]
+
+
+def own_part(whole: Any, lengths: Sequence[int], rank: int) -> Any:
+    """A rank's part, as a view, of a buffer that holds one for each rank."""
+    return whole[sum(lengths[:rank]) :][: lengths[rank]]
+
+
+class Plans:
+    """The plans of one rank, made when they are first asked for; those used lately are kept."""
+
+    def __init__(self, transport: Wires, memory: Memory) -> None:
+        """Between buffers in this memory."""
+        self._transport, self._memory = transport, memory
+        self._plans: OrderedDict[Call, Plan] = OrderedDict()
+        self._nbytes = 0
+
+    def find(self, call: Call) -> Plan:
+        """The plan for calls of that kind."""
+        plan = self._plans.get(call)
+        if plan is not None:
+            self._plans.move_to_end(call)
+            return plan
+        plan = self._plans[call] = Plan(self._transport, self._memory, call)
+        self._nbytes += plan.nbytes
+        while len(self._plans) > _PLANS_KEPT or (
+            self._nbytes > _PLAN_BYTES_KEPT and len(self._plans) > 1
+        ):
+            self._nbytes -= self._plans.popitem(last=False)[1].nbytes
+        return plan
+
+    def run(
+        self,
+        collective: str,
+        algorithm: str,
+        source: Any,
+        target: Any,
+        lengths: Sequence[int] | None,
+        op: ReduceOp | None,
+        root: int,
+    ) -> None:
+        """Take part, as in `Engine.run`: a schedule works on whole buffers."""
+        whole, rank = target, self._transport.rank
+        if collective == "reduce_scatter":
+            whole = self._memory.work(len(source), source.dtype)
+        elif collective == "all_gather" and source is not None:
+            own_part(target, lengths or (), rank)[:] = source
+            source = None
+        shape = whole.size if lengths is None else tuple(lengths)
+        call = Call(collective, algorithm, shape, whole.dtype, op, root, source is not None)
+        self.find(call).run(source, whole)
+        if whole is not target:
+            target[:] = own_part(whole, lengths or (), rank)
+
+
+class HostMemory:
+    """NumPy's arrays."""
+
+    def __init__(self) -> None:
+        self._work = np.empty(0, np.uint8)
+
+    def work(self, length: int, dtype: np.dtype[Any]) -> Array:
+        """The same memory each time, unless that would have to be very large."""
+        nbytes = length * dtype.itemsize
+        if nbytes > _WORK_BYTES_KEPT:
+            return np.empty(length, dtype)
+        if nbytes > self._work.nbytes:
+            self._work = np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
+        return self._work[:nbytes].view(dtype)
+
+    def empty(self, length: int, dtype: np.dtype[Any]) -> Array:
+        """Uninitialised."""
+        return np.empty(length, dtype)
+
+    def address(self, array: Array) -> int:
+        """As NumPy tells it."""
+        address: int = array.__array_interface__["data"][0]
+        return address
+
+    def at(self, address: int, length: int, dtype: np.dtype[Any]) -> Array:
+        """What NumPy sees there."""
+        if not length:
+            return np.empty(0, dtype)
+        return np.asarray(_Place(address, length * dtype.itemsize)).view(dtype)
+
+    def message(self, array: Array) -> memoryview:
+        """A view of the bytes."""
+        return array.view(np.uint8).data
+
+    def copy(self, origin: Array, copied: Array) -> Action:
+        """By NumPy."""
+        return partial(np.copyto, copied, origin)
+
+    def fold(self, op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
+        """By whatever is quickest for the dtype."""
+        return bind_fold(op, first, second, out)
+
+
+class _Place:
+    """Memory at an address as NumPy sees it, without a claim on its life."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }

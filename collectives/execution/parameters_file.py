@@ -1,0 +1,130 @@
+"""Measured figures on disk, so that they are measured once for a host, an MPI and a layout."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from collectives.execution.cost_model import Figures, Layout
+from collectives.waiting.wait_policy import log
+
+CACHE_VARIABLE = "COLLECTIVES_CACHE"
+# Seconds, or bytes per second.
+_LEAST_FIGURE, _LARGEST_FIGURE = 1e-12, 1e15
+VERSION = 1
+"""Of the file's form, and of what the figures mean: others are ignored."""
+
+_FOLDER = "mpi-collectives"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What figures hold for: those measured on another host, MPI or layout don't."""
+
+    host: str
+    library: str
+    layout: Layout
+
+    @classmethod
+    def here(cls, library: str, layout: Layout) -> Key:
+        """That of a communicator whose rank 0 is this process."""
+        return cls(platform.node(), library, layout)
+
+    @property
+    def path(self) -> Path:
+        """The file in the user's cache folder, which need not be there."""
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
+        return cache_folder() / f"figures-{digest}.json"
+
+
+def cache_folder() -> Path:
+    """What COLLECTIVES_CACHE names, or the user's cache folder; RuntimeError without a home."""
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / _FOLDER
+
+
+def save(key: Key, figures: Figures) -> Path | None:
+    """Write the figures' file, whole or not at all; None, and a warning, where that fails."""
+    try:
+        path = key.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, to_text(key, figures))
+    except (OSError, RuntimeError) as error:
+        log.warning("the measured figures could not be saved: %s", error)
+        return None
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def load(key: Key) -> tuple[Figures, Path] | None:
+    """The figures saved for this key, and their file; None, and a warning where it is no good."""
+    try:
+        path = key.path
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        log.warning("the measured figures could not be read: %s", error)
+        return None
+    try:
+        return from_text(key, text), path
+    except ValueError as error:
+        log.warning("%s is ignored: %s", path, error)
+        return None
+
+
+def to_text(key: Key, figures: Figures) -> str:
+    """The file's content."""
+    content = {"version": VERSION, "key": _key_fields(key), "figures": asdict(figures)}
+    return json.dumps(content, indent=1)
+
+
+def from_text(key: Key, text: str) -> Figures:
+    """The figures; ValueError where they aren't for this key, of this version, or no figures."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"it is not of version {VERSION}")
+    if content.get("key") != _key_fields(key):
+        raise ValueError("it was measured elsewhere")
+    return _figures(content.get("figures"))
+
+
+def _key_fields(key: Key) -> dict[str, object]:
+    return {
+        "host": key.host,
+        "library": key.library,
+        "local_sizes": list(key.layout.local_sizes),
+        "crowding": key.layout.crowding,
+    }
+
+
+def _figures(values: object) -> Figures:
+    names = {field.name for field in fields(Figures)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise ValueError("its figures are not those that are needed")
+    for name, value in values.items():
+        if not isinstance(value, float) or not _LEAST_FIGURE < value < _LARGEST_FIGURE:
+            raise ValueError(f"{name} is {value!r}: no machine is like that")
+    return Figures(**values)

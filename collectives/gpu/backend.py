@@ -1,0 +1,264 @@
+"""Which way a communicator's device arrays go: found out by all ranks, when the first one comes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.gpu import probe
+from collectives.gpu.bootstrap import Verdict, connect, judge
+from collectives.cuda.interface import Cuda, DeviceArray, Event, cuda, wait_for
+from collectives.gpu.future import DeviceHandle
+from collectives.gpu.ipc_path import IpcPath
+from collectives.gpu.stream_work import Launches
+from collectives.gpu.nccl_path import NcclPath
+from collectives.execution.device_path import DevicePath, Request
+from collectives.gpu.bound import quick_all_reduce
+from collectives.gpu.host_path import StagedPath
+from collectives.execution.engine import Engine
+from collectives.errors import BackendUnavailableError, CollectiveError, in_step, is_in_step
+from collectives.lifecycle.futures import Handle, run_into
+from collectives.calls import Operation
+from collectives.calls.objects import broadcast_pickle, gather_pickles, make_on_all, numbers_of_all
+from collectives.calls.reductions import ReduceInput
+from collectives.reductions.reduction import as_op, fold_dtype
+from collectives.consistency.signature import Signature
+from collectives.transports.nccl import NcclTransport
+from collectives.transports.nccl_driver import NcclError
+from collectives.waiting.wait_policy import log
+
+
+class Devices:
+    """The device arrays of one communicator."""
+
+    def __init__(self, engine: Engine, backend: str, local_rank: int) -> None:
+        """`backend` is "auto", "mpi" or "nccl"."""
+        self._engine, self.backend, self._local_rank = engine, backend, local_rank
+        self._path: DevicePath | None = None
+        self._device: int | None = None
+
+    @property
+    def over_host(self) -> bool:
+        """Whether arrays go by way of the host, whatever the ranks have."""
+        return self.backend == "mpi"
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether the caller asked for GPUs, and so for new arrays on them."""
+        return self.backend == "nccl"
+
+    def start(self) -> None:
+        """Start NCCL, where the caller asks for it. Collective.
+
+        BackendUnavailableError on every rank where any can't.
+        """
+        if not self.asked_for:
+            return
+        found, verdict = self._examine(lambda gpus: self._local_rank % gpus.device_count())
+        if found is None or verdict.problem is not None:
+            raise in_step(BackendUnavailableError(f"backend='nccl': {verdict.problem}"))
+        found.cuda.use_device(found.device)
+        self._use(self._over_nccl(found, verdict), found)
+
+    def room(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
+        """New memory on this rank's GPU, for a rank that has no array there yet. Collective.
+
+        BackendUnavailableError on every rank where any has no GPU.
+        """
+        if self._path is None:
+            self._choose(None)
+        return cuda().empty(length, dtype)
+
+    def run(self, request: Request) -> str:
+        """Take part; the name of the way that it went."""
+        if self._engine.size == 1 and self._path is None:
+            if request.source is not None:
+                request.target[...] = request.source
+            return "copy"
+        path = self._path or self._choose(request.target)
+        try:
+            return path.run(request)
+        except NcclError as error:
+            raise self._failed(error) from error
+        except BaseException as error:
+            # The others may be in the call: the next one would meet this one of theirs.
+            if not is_in_step(error):
+                self.give_up(error)
+            raise
+
+    def _failed(self, error: NcclError) -> CollectiveError:
+        failure = CollectiveError(f"{self._engine.patience.call}: {error}")
+        self.give_up(failure)
+        return failure
+
+    def quick_all_reduce(self, given: ReduceInput) -> Callable[[DeviceArray, Any], Any] | None:
+        """The function (array, out) → result for device arrays like this one, if there is one.
+
+        It returns PASS, before it did anything, for arguments that need care.
+        """
+        if self._path is None or self._device is None:
+            return None
+        signature = given.signature("all_reduce").on_gpu()
+        return quick_all_reduce(
+            self._engine, self._path, self._device, given, signature, self._failed
+        )
+
+    def submit(self, operation: Operation) -> Handle[Any]:
+        """Make the call, and let the caller wait for the GPU later."""
+        return self._engine.whole(self._submit, operation)
+
+    def _submit(self, operation: Operation) -> Handle[Any]:
+        self.check_call(operation.signature)
+        future: Future[Any] = Future()
+        marked = operation._replace(signature=operation.signature.on_gpu())
+        run_into(future, self._engine, marked)
+        event = cuda().current_stream().record() if future.exception() is None else None
+        return DeviceHandle(future, event, partial(self._wait, str(operation.signature)))
+
+    def _wait(self, name: str, event: Event, timeout: float | None) -> None:
+        if self._path is None:
+            wait_for(event, timeout)
+        else:
+            self._path.wait(name, event, timeout)
+
+    def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
+        """Before the ranks meet: what this one can see to be wrong with a call of these dtypes.
+
+        TypeError where the current GPU is another than the communicator's, RuntimeError where a
+        graph can't capture the call.
+        """
+        gpus = cuda()
+        number = gpus.current_device()
+        if self._device not in (None, number):
+            raise TypeError(
+                f"the current GPU is {number}: this rank's communicator uses GPU {self._device}"
+            )
+        if self._engine.size == 1 and self._path is None:
+            return
+        if gpus.current_stream().capturing():
+            if self._path is None:
+                raise RuntimeError("a graph can't capture a communicator's first call: make one")
+            for dtype in dtypes:
+                self._path.check_capture(collective, op, dtype)
+
+    def check_call(self, signature: Signature) -> None:
+        """As `check`, of what the ranks will compare."""
+        names, op = [] if signature.dtype is None else [signature.dtype], signature.op
+        plain = (np.dtype(name) for name in names)
+        dtypes = plain if op is None else (fold_dtype(as_op(op), dtype) for dtype in plain)
+        # A schedule needs memory on its way: there is no such native collective.
+        forced = "algorithm=" in (signature.detail or "")
+        self.check("a schedule" if forced else signature.collective, op, dtypes)
+
+    def _choose(self, array: DeviceArray | None) -> DevicePath:
+        """All ranks are in the same call, the first with an array on a GPU. Collective."""
+        if self.over_host:
+            self._path = StagedPath(cuda(), self._engine)
+            return self._path
+        found, verdict = self._examine(
+            lambda gpus: gpus.current_device() if array is None else gpus.device_of(array)
+        )
+        if found is None or not verdict.gpus:
+            raise in_step(BackendUnavailableError(f"arrays on GPUs: {verdict.problem}"))
+        if verdict.problem is None:
+            return self._use(self._over_nccl(found, verdict), found)
+        if self._engine.rank == 0:
+            way = "CUDA IPC" if verdict.one_gpu else "the host's memory"
+            log.warning("arrays on GPUs go by way of %s: %s", way, verdict.problem)
+        return self._use(self._without_nccl(found.cuda, verdict), found)
+
+    def _without_nccl(self, gpus: Cuda, verdict: Verdict) -> DevicePath:
+        if verdict.one_gpu:
+            try:
+                return self._over_ipc(gpus)
+            except BackendUnavailableError as error:
+                log.warning("CUDA IPC can't be used, but the host's memory: %s", error)
+        return StagedPath(gpus, self._engine)
+
+    def _use(self, path: DevicePath, found: probe.Found) -> DevicePath:
+        self._path, self._device = path, found.device
+        return path
+
+    def _examine(self, choose: Callable[[Cuda], int]) -> tuple[probe.Found | None, Verdict]:
+        """What this rank has, and what all ranks come to. Collective."""
+        found, health = probe.look(choose)
+        return found, judge(gather_pickles(self._engine, pickle.dumps(health)))
+
+    def _over_nccl(self, found: probe.Found, verdict: Verdict) -> NcclPath:
+        engine, gpus = self._engine, found.cuda
+        made: list[NcclTransport] = []
+
+        def failure() -> NcclError | None:
+            return made[0].failure() if made else None
+
+        launches = self._on_all(
+            lambda: Launches(
+                gpus,
+                found.device,
+                engine.patience,
+                failure=failure,
+                give_up=self.give_up,
+                end_job=engine.end_job,
+            )
+        )
+        try:
+            transport = connect(
+                found.driver,
+                engine.rank,
+                engine.size,
+                broadcast=lambda make: broadcast_pickle(engine, make, 0),
+                on_all=lambda make: make_on_all(engine, partial(_guarded, engine, make)),
+                address=gpus.address,
+                stream=launches.stream.handle,
+                float8=verdict.float8,
+            )
+        except NcclError as error:
+            problem = CollectiveError(f"NCCL did not start: {error}")
+            # Where the ranks told each other of it all raise the same.
+            raise (in_step(problem) if is_in_step(error) else problem) from error
+        made.append(transport)
+        return NcclPath(gpus, transport, launches)
+
+    def _on_all(self, make: Callable[[], Any]) -> Any:
+        """What a function makes here; where it raises on any rank, its exception on all."""
+        made: list[Any] = []
+        make_on_all(self._engine, lambda: made.append(make()))
+        return made[0]
+
+    def _over_ipc(self, gpus: Cuda) -> IpcPath:
+        engine = self._engine
+        return IpcPath(
+            gpus,
+            engine.rank,
+            engine.size,
+            meet=lambda: numbers_of_all(engine, 0),
+            gather=lambda content: gather_pickles(engine, pickle.dumps(content)),
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """End what runs, after an error that the other ranks may not have."""
+        self._engine.break_off(error)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give back what one rank can give back alone."""
+        path, self._path = self._path, None
+        if path is not None:
+            path.abandon()
+
+    def close(self) -> None:
+        """Give everything back. Collective."""
+        path, self._path = self._path, None
+        if path is not None:
+            path.close()
+
+
+def _guarded(engine: Engine, make: Callable[[], None]) -> None:
+    """NCCL waits for ranks that end in it, where nothing can be raised."""
+    with engine.watchdog:
+        make()

@@ -1,0 +1,68 @@
+"""The short way of an all_reduce of device arrays: what `quick` is for those on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from collectives.cuda.interface import DeviceArray, cuda
+from collectives.execution.device_path import DevicePath
+from collectives.execution.engine import Engine
+from collectives.calls.reductions import ReduceInput
+from collectives.calls.bound import PASS
+from collectives.shm.node_barrier import SEQUENCE_BITS
+from collectives.consistency.signature import Signature, fingerprint
+from collectives.transports.nccl_driver import NcclError
+
+
+def quick_all_reduce(
+    engine: Engine,
+    path: DevicePath,
+    number: int,
+    given: ReduceInput,
+    signature: Signature,
+    failed: Callable[[NcclError], Exception],
+) -> Callable[[DeviceArray, Any], Any] | None:
+    """The function (array, out) → result for arrays like the given one, on GPU `number`.
+
+    None where the path has no short way. The function returns PASS, before it did anything, for
+    arguments that need care. `failed` makes the error of one of NCCL's.
+    """
+    shape, dtype, nbytes = given.shape, given.dtype, given.array.nbytes
+    whole = nbytes and given.array.dtype == dtype
+    reduce = path.quick_all_reduce(given.op, dtype) if whole else None
+    if reduce is None:
+        return None
+    base, name = fingerprint(signature.agreed) << SEQUENCE_BITS, path.name
+    gpus = cuda()
+    device_of, current_device, address = gpus.device_of, gpus.current_device, gpus.address
+    kind, empty = gpus.array_type, gpus.empty
+
+    def run(source: DeviceArray, target: DeviceArray) -> None:
+        try:
+            reduce(source, target)
+        except NcclError as error:
+            raise failed(error) from error
+
+    def takes(out: Any, array: DeviceArray) -> bool:
+        return (
+            type(out) is kind
+            and out.shape == shape
+            and out.dtype == dtype
+            and out.flags.c_contiguous
+            and device_of(out) == number
+            and abs(address(out) - address(array)) >= nbytes
+        )
+
+    def all_reduce(array: DeviceArray, out: Any) -> Any:
+        here = device_of(array) == number == current_device()
+        if not here or not array.flags.c_contiguous:
+            return PASS
+        if out is None:
+            out = empty(shape, dtype)
+        elif out is not array and not takes(out, array):
+            return PASS
+        engine.perform_quickly(signature, base, run, array, out, name)
+        return out
+
+    return all_reduce

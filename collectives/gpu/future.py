@@ -1,0 +1,35 @@
+"""The handles of calls on device arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from collectives.cuda.interface import Event
+from collectives.lifecycle.futures import Handle
+
+
+class DeviceHandle(Handle[Any]):
+    """The promise of a result that a GPU is at work on.
+
+    The call itself was made at once, in the order of the program's calls, as NCCL asks for.
+    """
+
+    def __init__(
+        self, future: Future[Any], event: Event | None, wait: Callable[[Event, float | None], None]
+    ) -> None:
+        """`event` lies behind the call on the caller's stream; None where the call has failed."""
+        super().__init__(future)
+        self._event, self._wait = event, wait
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._event is None or self._event.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, once the GPU is through; the same object at every call."""
+        result = super().wait(timeout)
+        if self._event is not None:
+            self._wait(self._event, timeout)
+        return result

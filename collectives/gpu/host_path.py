@@ -1,0 +1,143 @@
+"""Device arrays by way of the host's memory, over whatever carries the host's arrays.
+
+MPI is not given a GPU's addresses: neither of its wheels can read them, and one that can't ends the
+process or corrupts the message, without an error. Copies go through pinned memory, in chunks, so
+that the GPU copies one while the ranks exchange another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cuda.interface import Cuda, Event, wait_for
+from collectives.execution.device_path import DevicePath, Request
+from collectives.gpu.side_stream import SideStream
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import check_reducible
+
+CHUNK_BYTES = 4 << 20
+"""Of a copy: a few hundred microseconds of a bus's time."""
+
+
+class StagedPath(DevicePath):
+    """Through pinned memory. The host waits for the copies."""
+
+    name = "staged"
+
+    def __init__(self, cuda: Cuda, host: Engine) -> None:
+        """`host` carries the copies."""
+        self._cuda, self._host = cuda, host
+        self._side = SideStream(cuda)
+        self._stream = self._side.stream
+        self._pinned: list[NDArray[np.uint8]] = []
+
+    def run(self, request: Request) -> str:
+        """Put copies on a stream of its own; return when the ranks are through."""
+        if request.op is not None:
+            check_reducible(request.op, request.target.dtype)
+        if request.empty:
+            return self.name
+        with self._side.work(request.source, request.target):
+            if request.lengths is None:
+                self._run_in_chunks(request)
+            else:
+                self._run_whole(request, request.lengths)
+        return self.name
+
+    def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
+        """The host takes part in every call."""
+        raise RuntimeError("a graph can't capture copies to the host: NCCL's collectives can be")
+
+    def _run_in_chunks(self, request: Request) -> None:
+        """Copy the next chunk from the GPU while the ranks exchange this one."""
+        target = request.target
+        given = target if request.source is None else request.source
+        length = max(1, CHUNK_BYTES // target.itemsize)
+        starts = range(0, target.size, length)
+        buffers = self._buffers(2, min(length, target.size) * target.itemsize)
+        on_root = self._host.rank == request.root
+        sends = request.collective != "broadcast" or on_root
+        receives = request.collective == "all_reduce" or on_root == (request.collective == "reduce")
+
+        def fetch(number: int) -> tuple[NDArray[Any], Event]:
+            part = given[starts[number] : starts[number] + length]
+            chunk = buffers[number % 2][: part.nbytes].view(target.dtype)
+            if sends:
+                self._cuda.copy_to_host(part, chunk)
+            return chunk, self._stream.record()
+
+        coming = fetch(0)
+        for number, start in enumerate(starts):
+            chunk, there = coming
+            if number + 1 < len(starts):
+                coming = fetch(number + 1)
+            wait_for(there)
+            self._exchange(request, None, chunk, None)
+            if receives:
+                self._cuda.copy_to_device(chunk, target[start : start + length])
+
+    def _run_whole(self, request: Request, lengths: Sequence[int]) -> None:
+        """Where the collective fixes the chunks."""
+        source, target = request.source, request.target
+        nbytes = [0 if source is None else source.nbytes, target.nbytes]
+        buffers = self._buffers(2, max(nbytes))
+        host_target = buffers[1][: target.nbytes].view(target.dtype)
+        host_source = None
+        if source is None:
+            self._cuda.copy_to_host(target, host_target)
+        else:
+            host_source = buffers[0][: source.nbytes].view(source.dtype)
+            self._cuda.copy_to_host(source, host_source)
+        wait_for(self._stream.record())
+        self._exchange(request, host_source, host_target, lengths)
+        self._cuda.copy_to_device(host_target, target)
+
+    def _exchange(
+        self,
+        request: Request,
+        source: NDArray[Any] | None,
+        target: NDArray[Any],
+        lengths: Sequence[int] | None,
+    ) -> None:
+        collective, op, root = request.collective, request.op, request.root
+        run = self._host.run
+        run(
+            collective,
+            source,
+            target,
+            lengths=lengths,
+            op=op,
+            root=root,
+            algorithm=request.algorithm,
+        )
+        if op is not None:
+            self._host.finish(op, target)
+
+    def _buffers(self, count: int, nbytes: int) -> list[NDArray[np.uint8]]:
+        """Pinned memory, which later calls use again: to pin takes long.
+
+        What those before still copy from it comes first on the stream.
+        """
+        if len(self._pinned) < count or self._pinned[0].nbytes < nbytes:
+            self._stream.synchronize()
+            size = 1 << max(nbytes - 1, 0).bit_length()
+            self._pinned = [self._cuda.pinned(size) for _ in range(count)]
+        return self._pinned
+
+    def wait(self, name: str, event: Event, timeout: float | None) -> None:
+        """The ranks are through already: what is left is this GPU's own work."""
+        wait_for(event, timeout)
+
+    def close(self) -> None:
+        """Nothing that other ranks hold."""
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The copies that are under way end by themselves."""
+        self._stream.synchronize()
+        self._pinned.clear()
+        self._side.let_go()

@@ -1,0 +1,124 @@
+"""all_reduce_many of device arrays: packed on the GPU into few buckets, each reduced as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from collectives.arrays.kinds import Output, address, flat, is_plain
+from collectives.gpu.buckets import BucketMemory
+from collectives.cuda.interface import DeviceArray, cuda, on_gpu
+from collectives.execution.engine import Engine
+from collectives.reductions.buckets import check_bucket_bytes, check_many
+from collectives.calls import Operation
+from collectives.calls.many import describe_many, inputs_of, outputs_of, reached
+from collectives.calls.reductions import ReduceInput
+from collectives.reductions.reduction import ReduceOp, as_op
+
+
+def begins_on_gpu(arrays: Sequence[Any]) -> bool:
+    """Whether the first of the arrays lies on a GPU, as all must then."""
+    # What can only be iterated over would lose its first.
+    return hasattr(arrays, "__getitem__") and len(arrays) > 0 and on_gpu(arrays[0])
+
+
+class ManyOnGpus:
+    """The fused reductions of one communicator's device arrays."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._memory: BucketMemory | None = None
+
+    def reduce(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str,
+        out: Sequence[Any] | None,
+        bucket_bytes: int | None,
+    ) -> list[Any]:
+        """Make the call."""
+        return self._engine.whole(self._reduce, arrays, op, out, bucket_bytes)
+
+    def _reduce(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str,
+        out: Sequence[Any] | None,
+        bucket_bytes: int | None,
+    ) -> list[Any]:
+        check_many(arrays, out)
+        reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
+        given = _inputs(arrays, reduction)
+        outputs = outputs_of(given, out)
+        if self._engine.devices is not None:
+            dtypes = {each.dtype for each in given}
+            self._engine.devices.check("all_reduce", reduction.value, dtypes)
+        if self._memory is None:
+            self._memory = BucketMemory(cuda())
+        with self._memory.turn():
+            operation = _operation(self._memory, given, outputs, reduction, limit)
+            reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
+        return reduced
+
+
+def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
+    for index, array in enumerate(arrays):
+        if array is not None and not on_gpu(array):
+            raise TypeError(
+                f"arrays[{index}] lies on the CPU: must lie on a GPU, as arrays[0] does"
+            )
+    return inputs_of(arrays, op)
+
+
+def _operation(
+    memory: BucketMemory,
+    given: list[ReduceInput],
+    outputs: list[Output],
+    op: ReduceOp,
+    limit: int,
+) -> Operation:
+    """All arrays are packed first, and unpacked last: no output is written before they are read.
+
+    What is allocated, and what may fail on one rank alone, is before the ranks meet.
+    """
+    kinds = tuple((each.shape, each.array.dtype) for each in given)
+    used = memory.set_for(kinds, limit, op)
+    flats = [[flat(given[index].array) for index in each.indices] for each in used.buckets]
+    packs = [each.table(arrays) for each, arrays in zip(used.buckets, flats, strict=True)]
+    unpacks = [each.table([outputs[i].buffer for i in each.indices]) for each in used.buckets]
+    sources = _sources(used.alone, given, outputs)
+
+    def perform(engine: Engine) -> list[Any]:
+        # Copies, too, are held until they have been used.
+        memory.keep(used, flats, packs, unpacks, sources, outputs)
+        for bucket, table in zip(used.buckets, packs, strict=True):
+            bucket.pack(table)
+        for index, source in zip(used.alone, sources, strict=True):
+            engine.run("all_reduce", source, outputs[index].buffer, op=op)
+        for bucket in used.buckets:
+            engine.run("all_reduce", None, bucket.flat, op=op)
+        for bucket, table in zip(used.buckets, unpacks, strict=True):
+            bucket.unpack(table)
+        return [output.deliver() for output in outputs]
+
+    nbytes = sum(output.buffer.nbytes for output in outputs)
+    signature = describe_many("all_reduce_many", op, kinds, limit, nbytes).on_gpu()
+    return Operation(signature, perform, on_gpu=True)
+
+
+def _sources(
+    alone: list[int], given: list[ReduceInput], outputs: list[Output]
+) -> list[DeviceArray | None]:
+    """The flat inputs of arrays that go alone, copied where they lie in another's output."""
+    inputs, targets = [given[index] for index in alone], [outputs[index] for index in alone]
+    places = [_bounds(each.array) for each in inputs]
+    for place in reached(places, [_bounds(each.buffer) for each in targets]):
+        inputs[place].array = inputs[place].array.copy()
+    return [each.source_for(output) for each, output in zip(inputs, targets, strict=True)]
+
+
+def _bounds(array: DeviceArray) -> tuple[int, int]:
+    if not is_plain(array):
+        return 0, 0  # it is copied anyway
+    start = address(array)
+    return start, start + array.nbytes

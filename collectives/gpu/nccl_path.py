@@ -1,0 +1,156 @@
+"""Device arrays over NCCL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives import algorithms
+from collectives.gpu.conversions import Conversion, conversion_of
+from collectives.cuda.interface import Cuda, DeviceArray, Event
+from collectives.gpu.stream_work import Launches
+from collectives.cuda.memory import DeviceMemory
+from collectives.execution.device_path import DevicePath, Reduce, Request
+from collectives.errors import in_step
+from collectives.execution.executor import Plans
+from collectives.schedules.paths import FORCED, NATIVE
+from collectives.reductions.reduction import ReduceOp
+from collectives.transports.base import Native
+from collectives.transports.nccl import NcclTransport
+
+# What NCCL has no reduction for goes by these: of few messages, or of few bytes.
+_SCHEDULES = {"all_reduce": "ring", "reduce": "binomial", "reduce_scatter": "ring"}
+
+# The others, or some of their ranks, need memory for a while.
+_CAPTURED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+class NcclPath(DevicePath):
+    """NCCL's own collectives by default; a schedule that is named runs over its messages."""
+
+    name = "nccl"
+
+    def __init__(self, cuda: Cuda, transport: NcclTransport, launches: Launches) -> None:
+        """The transport's calls go to the stream of `launches`."""
+        self._cuda, self._transport, self._launches = cuda, transport, launches
+        self._plans = Plans(transport, DeviceMemory(cuda))
+
+    def run(self, request: Request) -> str:
+        """Put it on the communicator's stream."""
+        algorithm = request.algorithm
+        if algorithm in FORCED and algorithm != NATIVE:
+            problem = ValueError(
+                f"algorithm={algorithm!r}: device arrays over NCCL have {NATIVE!r} and"
+                f" {', '.join(map(repr, algorithms.names(request.collective)))}"
+            )
+            raise in_step(problem)
+        if request.empty:
+            return self.name
+        if request.op is None:
+            request = _as_bytes(request)
+        with self._launches.launch(request.source, request.target):
+            if algorithm in (None, NATIVE):
+                went = self._run_native(request)
+            else:
+                went = self._run_schedule(request, str(algorithm))
+        return self.name if went == NATIVE else f"{self.name} {went}"
+
+    def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
+        """A graph runs again when what was allocated on the way is in other use."""
+        if collective not in _CAPTURED or self._transport.native(collective, op, dtype) is None:
+            raise RuntimeError(
+                f"{collective} of {dtype} needs memory on its way: a graph can capture"
+                f" {', '.join(_CAPTURED)}, where NCCL does them by itself"
+            )
+
+    def _run_native(self, request: Request) -> str:
+        collective, op, target = request.collective, request.op, request.target
+        native = self._native(request)
+        if native is not None:
+            native(request.source, request.target, request.lengths or (), request.root)
+            return NATIVE
+        conversion = None if op is None else conversion_of(op, target.dtype)
+        if conversion is None:
+            return self._run_schedule(request, _SCHEDULES[collective])
+        self._run_converted(request, conversion)
+        return NATIVE
+
+    def _native(self, request: Request) -> Native | None:
+        op = None if request.op is None else request.op.value
+        return self._transport.native(request.collective, op, request.target.dtype)
+
+    def _run_converted(self, request: Request, conversion: Conversion) -> None:
+        """In place, on a copy of what is reduced."""
+        given = request.target if request.source is None else request.source
+        source, target = conversion.there(given), None
+        if request.collective == "reduce_scatter":
+            target = self._cuda.empty(request.target.size, conversion.dtype)
+        changed = request._replace(
+            source=None if target is None else source, target=source if target is None else target
+        )
+        native = self._native(changed)
+        assert native is not None
+        native(changed.source, changed.target, changed.lengths or (), changed.root)
+        if changed.collective != "reduce" or self._transport.rank == request.root:
+            conversion.back(changed.target, request.target)
+
+    def _run_schedule(self, request: Request, algorithm: str) -> str:
+        self._plans.run(
+            request.collective,
+            algorithm,
+            request.source,
+            request.target,
+            request.lengths,
+            request.op,
+            request.root,
+        )
+        if request.op is ReduceOp.MEAN:
+            self._cuda.divide(request.target, self._transport.size)
+        return algorithm
+
+    def quick_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
+        """NCCL's own, where the elements travel as they are."""
+        native = self._transport.native("all_reduce", op.value, dtype)
+        if native is None:
+            return None
+        begin, end = self._launches.begin, self._launches.end
+
+        def reduce(source: DeviceArray, target: DeviceArray) -> None:
+            caller, ready = begin()
+            native(source, target, (), 0)
+            end(caller, ready, (source, target))
+
+        return reduce
+
+    def wait(self, name: str, event: Event, timeout: float | None) -> None:
+        """For NCCL's errors too."""
+        self._launches.wait(name, event, timeout)
+
+    def close(self) -> None:
+        """When nothing runs on it any more."""
+        self._launches.finish()
+        if self._launches.captured:
+            # To destroy it would wait for the graphs that use it, which may outlive everything.
+            self._transport.leave()
+        else:
+            self._transport.close()
+
+    def abandon(self) -> None:
+        """End what still runs."""
+        if self._launches.captured:
+            # To abort it would wait for the graphs that use it.
+            self._transport.leave()
+        else:
+            self._transport.abort()
+        self._launches.forget()
+
+
+def _as_bytes(request: Request) -> Request:
+    """What moves is of whatever dtype."""
+    itemsize = request.target.itemsize
+    return request._replace(
+        source=None if request.source is None else request.source.view("u1"),
+        target=request.target.view("u1"),
+        lengths=request.lengths and [length * itemsize for length in request.lengths],
+    )

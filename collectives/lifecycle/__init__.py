@@ -1,0 +1,1 @@
+"""Start-up, asynchronous progress and shutdown of communicators."""

@@ -1,0 +1,204 @@
+"""Which ranks share a node, and how an engine comes to use that: all of it is collective."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from collectives.lifecycle import topology
+from collectives.consistency.call_check import Agreement, ranks_of
+from collectives.execution.engine import Engine
+from collectives.errors import MismatchError
+from collectives.shm.node import Node
+from collectives.calls import Operation
+from collectives.calls.objects import gather_pickles, make_on_all, numbers_of_all
+from collectives.reductions.reduction import Array, ReduceOp
+from collectives.execution.cost_model import Layout
+from collectives.shm.pool import ALIGNMENT, Arena
+from collectives.shm.node_barrier import Arrival
+from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
+from collectives.shm.progress import Steps
+from collectives.consistency.signature import Signature, mismatch
+from collectives.lifecycle.topology import Topology
+from collectives.transports.base import Transport
+from collectives.consistency.uncaught import raised_on_all
+from collectives.waiting.wait_policy import warn_once
+
+_ENDS = ("close", "exit")
+
+
+def agree_on_start(
+    engine: Engine, check: Callable[[], tuple[str, list[int] | None]]
+) -> list[int] | None:
+    """The map that `check` returns, with the backend, on every rank.
+
+    ValueError on all where the maps or the backends differ.
+    """
+    given: list[tuple[str, list[int] | None]] = make_on_all(engine, check)
+    for name, position in (("backend", 0), ("node_of", 1)):
+        first = given[0][position]
+        for rank, each in enumerate(given):
+            if each[position] != first:
+                problem = f"{name}: rank 0 gave {first}, rank {rank} {each[position]}"
+                raise raised_on_all(ValueError(problem), engine.rank)
+    return given[0][1]
+
+
+def find_topology(engine: Engine, labels: Sequence[int] | None) -> Topology:
+    """The map given by hand, or that of the ranks that share memory."""
+    if labels is None:
+        labels = gather_labels(engine, engine.transport.node_leader())
+    return topology.from_labels(labels, engine.rank)
+
+
+def gather_labels(engine: Engine, label: int) -> list[int]:
+    """Every rank's label."""
+    return [label for label, _ in numbers_of_all(engine, label)]
+
+
+def split(color: int | None, key: int) -> Operation:
+    """The transport between the ranks of equal color; None where color is None."""
+
+    def perform(engine: Engine) -> Transport | None:
+        with engine.watchdog:
+            return engine.transport.split(color, key)
+
+    return Operation(Signature("split"), perform)
+
+
+def settle(engine: Engine, where: Topology) -> None:
+    """Let the ranks of each node share memory, and from now on agree on every call."""
+    if engine.size == 1:
+        return
+    part = engine.transport.split(where.node, engine.rank)
+    assert part is not None
+    node = Engine(part, engine.patience)
+    engine.layout = _layout(engine, node, where)
+    if engine.layout.crowding > 1:
+        engine.patience.share_cores()
+    segments = _share(engine, node)
+    if segments is None:
+        part.close()
+        agree_by_messages(engine)
+        return
+    members = _members(where)
+    memory = NodeMemory(segments, part.rank, part.fence)
+    own = members[where.node]
+    arrival = Arrival(memory, engine.patience, own, partial(ranks_of, members))
+    engine.join(_join(engine, node, where, Steps(memory, engine.patience, own), segments))
+    leaders = _leaders(engine, where)
+    describe = partial(_describe, engine)
+    engine.agreement = Agreement(engine.patience, arrival, leaders, members, describe)
+
+
+def agree_by_messages(engine: Engine) -> None:
+    """Let each rank be a node, and from now on agree on every call."""
+    if engine.size > 1:
+        patience, members = engine.patience, [[rank] for rank in range(engine.size)]
+        describe = partial(_describe, engine)
+        engine.agreement = Agreement(patience, None, engine.transport, members, describe)
+
+
+def _members(where: Topology) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(where.nodes)]
+    for rank, number in enumerate(where.node_of):
+        members[number].append(rank)
+    return members
+
+
+def _layout(engine: Engine, node: Engine, where: Topology) -> Layout:
+    """How many ranks the nodes have, and how many cores for them."""
+    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    there: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
+    count = len(there) or os.cpu_count() or 1
+    ratios = [ranks / cores for ranks, cores in numbers_of_all(engine, where.local_size, count)]
+    return Layout(tuple(map(len, _members(where))), max(1.0, *ratios))
+
+
+def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
+    """The node's segments, if every node has such: the ranks must choose paths alike."""
+    # Ranks that were put on a node by hand may be on different hosts.
+    leaders = gather_labels(node, engine.transport.node_leader())
+    together = len(set(leaders)) == 1
+    segments = node.transport.share(SEGMENT_BYTES) if together else None
+    ready = segments is not None and node.transport.reserve(segments[node.rank])
+    if segments is not None and ready:
+        clear(segments[node.rank], node.transport.fence)
+    elif together and node.transport.shares and node.size > 1 and node.rank == 0:
+        warn_once("no memory is left that ranks can share (/dev/shm): calls go by messages instead")
+    found = numbers_of_all(engine, int(ready), node.size)
+    if all(shared for shared, _ in found) and any(size > 1 for _, size in found):
+        return segments
+    if segments is not None:
+        node.transport.free(segments)
+    return None
+
+
+def _join(
+    engine: Engine, node: Engine, where: Topology, steps: Steps, segments: list[memoryview]
+) -> Node:
+    """The node's memory in use, and connected to the other nodes."""
+    steps.memory.sign_in()
+    steps.together()
+
+    def gather(numbers: list[int]) -> list[list[int]]:
+        return gather_pickles(node, pickle.dumps(numbers))
+
+    def reserve_together(memory: memoryview) -> bool:
+        """Each rank a part, which the system then keeps close to its core."""
+        part = -(-len(memory) // (node.size * ALIGNMENT)) * ALIGNMENT
+        return transport.reserve(memory[node.rank * part :][:part])
+
+    transport = node.transport
+    arena = Arena(transport.share, transport.reserve, transport.free, gather, node.rank)
+    common = Arena(transport.share_one, reserve_together, transport.free, gather, 0)
+    slices, crowded = min(map(len, _members(where))), engine.layout.crowding > 1
+    across = _across(engine, where, slices) if where.nodes > 1 else None
+    layout = None if where.nodes == 1 else slices
+    return Node(
+        transport, segments, steps, arena, common, slices=layout, across=across, crowded=crowded
+    )
+
+
+def _across(engine: Engine, where: Topology, slices: int) -> Across | None:
+    """The way to the ranks of equal place on the other nodes, for the first `slices` of each."""
+    speaks = where.local_rank < slices
+    transport = engine.transport.split(where.local_rank if speaks else None, where.node)
+    if transport is None:
+        return None
+    return Across(Engine(transport, engine.patience))
+
+
+class Across:
+    """All-reduce in place, between the ranks of equal place on all nodes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, array: Array, op: ReduceOp) -> None:
+        """Take part in it, with the slice of this rank's place."""
+        self._engine.run("all_reduce", None, array, op=op)
+
+    def close(self) -> None:
+        """Give the way back. Collective."""
+        self._engine.close()
+
+
+def _leaders(engine: Engine, where: Topology) -> Transport | None:
+    """The way between the lowest ranks of all nodes, for them alone."""
+    if where.nodes == 1:
+        return None
+    leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
+    if leaders is not None:
+        leaders.patience = engine.patience
+    return leaders
+
+
+def _describe(engine: Engine, signature: Signature) -> MismatchError:
+    named = signature._replace(scope=signature.scope or engine.patience.call.scope)
+    called = gather_pickles(engine, pickle.dumps(named))
+    # The error may reach nobody on a rank that closes because its program ends.
+    going_on = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)
+    return raised_on_all(mismatch(called), engine.rank, next(going_on, 0))

@@ -1,0 +1,141 @@
+"""What happens to communicators when the program ends, and in a process that is forked off it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+from collectives.lifecycle.futures import complete_all
+
+# A rank that ends in step with the others meets them at once. One that ends alone goes round its
+# communicators, since it can't know in which the others wait for it.
+_FIRST_TURN = 1.0
+_ROUND_SECONDS = 0.4
+_SHORTEST_TURN = 0.02
+
+
+class Closable(Protocol):
+    """A communicator, as far as it matters here."""
+
+    @property
+    def deadline(self) -> float | None:
+        """How long it may wait for the others."""
+
+    def finish(self) -> None:
+        """Do what other ranks may still wait for."""
+
+    def leave(self, seconds: float) -> bool:
+        """Close it; False if the others did not do so within that time."""
+
+    def forbid(self) -> None:
+        """Refuse every call from now on."""
+
+
+_lock = threading.Lock()
+_open: dict[int, Closable] = {}
+_before: list[Callable[[], None]] = []
+
+
+def keep(group: Closable) -> None:
+    """Close it when the program ends."""
+    with _lock:
+        _open[id(group)] = group
+
+
+def forget(group: Closable) -> None:
+    """It is closed."""
+    with _lock:
+        _open.pop(id(group), None)
+
+
+def before_closing(action: Callable[[], None]) -> None:
+    """Do it when the program ends, before every attempt to close, and once more before MPI ends."""
+    _before.append(action)
+
+
+def _prepare() -> None:
+    for action in _before:
+        action()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close, in an order that all ranks share, what the program left open.
+
+    A rank that ends while others wait for it in a call lets them know: they called that, and this
+    rank the end.
+    """
+    start = time.monotonic()
+    groups, seconds = list(reversed(_open.values())), _FIRST_TURN
+    while groups:
+        _prepare()
+        waited = time.monotonic() - start
+        groups = [
+            group
+            for group in groups
+            if not group.leave(seconds) and (group.deadline is None or waited < group.deadline)
+        ]
+        # Two ranks that go round in the same rhythm could miss each other for ever.
+        turn = _ROUND_SECONDS / max(1, len(groups)) * random.uniform(0.5, 1.5)
+        seconds = max(_SHORTEST_TURN, turn)
+    complete_all()
+    _prepare()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """Do what is due, before `_close_all`, which also follows where this raises.
+
+    Not after an exception that nobody caught: it may keep this rank from what the others wait for.
+    """
+    if not hasattr(sys, "last_value"):
+        for group in list(reversed(_open.values())):
+            group.finish()
+
+
+def _begin_child() -> None:
+    """The child of a rank is none, and must not end MPI, which mpi4py would do at its end."""
+    global _lock
+    _lock = threading.Lock()
+    if not _open:
+        return
+    for group in list(_open.values()):
+        group.forbid()
+    _open.clear()
+    _before.clear()
+    code = _remember_exit_code()
+    atexit.register(_end_child, code)
+
+
+def _remember_exit_code() -> list[int]:
+    """The code with which this process ends, as far as can be known before it does."""
+    code = [0]
+    leave, show = sys.exit, sys.__excepthook__
+
+    def leave_with(status: Any = None) -> NoReturn:
+        code[0] = status if isinstance(status, int) else int(status is not None)
+        leave(status)
+
+    def show_error(*error: Any) -> None:
+        code[0] = 1
+        show(*error)
+
+    # The parent's hook would end the whole job.
+    sys.exit, sys.excepthook = leave_with, show_error
+    return code
+
+
+def _end_child(code: list[int]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code[0] & 0xFF)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)

@@ -1,0 +1,1 @@
+"""One-sided messages between ranks: no matching receive has to be posted."""

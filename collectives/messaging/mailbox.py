@@ -1,0 +1,296 @@
+"""Messages that nobody has to ask for: from any rank to any other, at any time.
+
+Collectives need all ranks at once. A server that answers whoever asks, or a worker that reports
+when it is ready, has no such moments: it sends what it has and takes what comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from collectives.errors import DeadlineExceededError, RankFailedError
+from collectives.messaging.codec import Letter, Message, read, write
+from collectives.calls.arguments import check_index
+from collectives.messaging.liveness import Processes
+from collectives.messaging.send_request import Done, Sent, abandoned
+from collectives.transports.base import Bytes, Post
+from collectives.messaging.fair_lock import Turns
+from collectives.waiting.wait_policy import Patience
+
+
+class Mailbox:
+    """One rank's end of a way for messages, made by `Communicator.mailbox`.
+
+    It may be used by several threads at once, beside calls of the communicator, where the MPI
+    library allows threads. Messages move while some rank's thread is in a call of its mailbox: a
+    large message arrives when the receiver calls `receive`.
+    """
+
+    def __init__(self, post: Post, processes: Processes, rank: int, patience: Patience) -> None:
+        """`patience` is the communicator's."""
+        self.rank, self.size = rank, processes.count
+        self._post, self._processes, self._patience = post, processes, patience
+        self._peers = [peer for peer in range(self.size) if peer != rank]
+        self._turns = Turns()
+        self._own: deque[Letter] = deque()
+        self._writes_to_itself = False
+        self._outstanding: dict[int, deque[Sent]] = {}
+        self._ended: set[int] = set()
+        self._finished: set[int] = set()
+        self._end_told = self._finish_told = False
+        self._refusal: str | None = None
+
+    def send(self, peer: int, header: Any, arrays: Iterable[Any] = ()) -> Sent:
+        """Send a message to a rank, this one included; return at once.
+
+        `header` is any small object, which travels by pickle. `arrays` are of any shape, strides
+        and dtype of a fixed size (as in `Communicator.all_reduce`, and dates and strings), and must
+        not be changed before the message is done; they arrive as NumPy arrays in C order. Messages
+        between two ranks arrive in the order in which they were sent.
+
+        Raises ValueError or TypeError for a wrong peer or array, RankFailedError where the peer has
+        died or closed its mailbox, RuntimeError after `close`.
+        """
+        peer = check_index("peer", peer, self.size)
+        buffers = write(header, arrays)
+        with self._turns:
+            self._check_open()
+            return self._send(peer, buffers)
+
+    def _send(self, peer: int, buffers: list[Bytes]) -> Sent:
+        if peer == self.rank:
+            self._writes_to_itself = True
+            self._own.append(Letter.copied(peer, buffers))
+            return Sent(self, peer, Done(), ())
+        if self._died(peer):
+            raise RankFailedError(f"rank {peer} has died: nothing can be sent to it")
+        if peer in self._ended:
+            raise RankFailedError(f"rank {peer} has closed its mailbox: nothing can be sent to it")
+        return self._post_to(peer, buffers)
+
+    def _post_to(self, peer: int, buffers: list[Bytes]) -> Sent:
+        sent = Sent(self, peer, self._post.send(buffers, peer), buffers)
+        self._outstanding.setdefault(peer, deque()).append(sent)
+        self._advance()
+        return sent
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """The next message, of any rank, in the order of arrival.
+
+        None where none comes within `timeout` seconds (0: only what is here; None: wait for ever).
+        A rank that waits long leaves its core to others. Raises RankFailedError where it would wait
+        for ever, since all other ranks have died or closed their mailboxes; RuntimeError after
+        `close`; ValueError for a negative `timeout`.
+        """
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout={timeout!r}: must be a number of seconds from 0, or None")
+        came = self._take()
+        if came is None and timeout != 0:
+            came = self._await_letter(timeout)
+        return None if came is None else read(came)
+
+    def _await_letter(self, timeout: float | None) -> Letter | None:
+        came: list[Letter] = []
+
+        def arrived() -> bool:
+            # Patience asks again where this was true: a second letter would be lost.
+            letter = None if came else self._take()
+            if letter is not None:
+                came.append(letter)
+            return bool(came)
+
+        def check_senders() -> None:
+            if timeout is None and self._nobody_left() and not arrived():
+                raise RankFailedError(f"receive: nobody is left to send: {self._gone()}")
+
+        patience = self._new_patience("receive", None)
+        patience.check_alive = check_senders
+        try:
+            with patience.no_longer_than(timeout):
+                patience.spin_until(arrived, dict)
+        except DeadlineExceededError:
+            return None
+        return came[0]
+
+    def flush(self) -> None:
+        """Return when all that this rank has sent is done.
+
+        Raises RankFailedError where some of it was for a rank that has died, once the rest is done;
+        DeadlineExceededError where that takes longer than the communicator's deadline.
+        """
+        with self._turns:
+            waiting = [sent for line in self._outstanding.values() for sent in line]
+
+        def absent() -> dict[int, str]:
+            return {sent.peer: "" for sent in waiting if not sent.done()}
+
+        self.wait(lambda: all(sent.done() for sent in waiting), "flush", absent)
+        for sent in waiting:
+            sent.wait()
+
+    def alive(self, peer: int) -> bool:
+        """False once the process of a rank is known to have died.
+
+        Of another machine's ranks nothing is known but what the MPI library tells.
+        """
+        peer = check_index("peer", peer, self.size)
+        return not (self._post_knows(peer) or self._processes.died(peer))
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._refusal is not None or self._end_told
+
+    @property
+    def given_back(self) -> bool:
+        """Whether `close` came to its end."""
+        return self._refusal is not None
+
+    def present(self, peer: int) -> bool:
+        """Whether more may come from a rank: False once it has closed its mailbox or died."""
+        peer = check_index("peer", peer, self.size)
+        return peer not in self._ended and self.alive(peer)
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing.
+
+        Collective between the ranks that live: what is sent arrives, or is thrown away where nobody
+        takes it. Raises DeadlineExceededError where another rank doesn't close its end within the
+        communicator's deadline; `close` may be called again then.
+        """
+        if self._refusal is not None:
+            return
+        self.tell_end()
+        self.wait(
+            self._drained, "close of a mailbox", lambda: dict.fromkeys(self._unfinished(), "")
+        )
+        self._end(together=not any(map(self._died, self._peers)))
+
+    def tell_end(self) -> None:
+        """Let the others know that this rank takes part no more; throw away what has come."""
+        with self._turns:
+            if self._refusal is None and not self._end_told:
+                self._tell_all()
+                self._end_told = True
+        self._drained()
+
+    def abandon(self, seconds: float) -> None:
+        """End without those that don't end within `seconds`."""
+        if self._refusal is not None:
+            return
+        self.tell_end()
+        patience = self._new_patience("end", None)
+        try:
+            with patience.no_longer_than(seconds):
+                patience.until(self._drained, dict)
+        except DeadlineExceededError:
+            abandoned.append(self._outstanding)
+        self._end(together=False)
+
+    def forbid(self, reason: str) -> None:
+        """Refuse every call from now on, without touching the transport."""
+        # Another thread may have held it when the process was forked.
+        self._turns = Turns()
+        self._refusal = reason
+
+    def _end(self, *, together: bool) -> None:
+        with self._turns:
+            self._refusal = "the mailbox is closed"
+            self._post.close(together=together)
+
+    def _check_open(self) -> None:
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        if self._end_told:
+            raise RuntimeError("the mailbox is being closed")
+
+    def _take(self) -> Letter | None:
+        """The next message that is here, if there is one."""
+        with self._turns:
+            self._check_open()
+            return self._poll()
+
+    def _poll(self) -> Letter | None:
+        self._advance()
+        if self._own:
+            return self._own.popleft()
+        while (came := self._post.poll()) is not None:
+            source, buffers = came
+            if buffers:
+                return Letter(source, buffers)
+            (self._finished if source in self._ended else self._ended).add(source)
+        return None
+
+    def _advance(self) -> None:
+        # Only the first to each rank: one that takes none may have thousands to come.
+        for peer, line in list(self._outstanding.items()):
+            while line and line[0].advance(self._processes):
+                line.popleft()
+            if not line:
+                del self._outstanding[peer]
+        if self._end_told and not self._finish_told and not self._outstanding:
+            self._finish_told = True
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """First that this rank sends nothing more, then that all it sent has been taken.
+
+        Between the two the receivers go on: an MPI library may need them for a message to be done.
+        """
+        for peer in self._peers:
+            if not self._died(peer):
+                self._post_to(peer, [])
+
+    def look(self, sent: Sent) -> bool:
+        """Let a message advance; whether it is done or has failed."""
+        with self._turns:
+            return self._refusal is not None or sent.advance(self._processes)
+
+    def _drained(self) -> bool:
+        """Throw away what has come; whether nothing is on its way, from here or to here."""
+        with self._turns:
+            if self._refusal is not None:
+                return True
+            while self._poll() is not None:
+                pass
+            return not self._outstanding and not self._unfinished()
+
+    def _missing(self) -> list[int]:
+        """The ranks that may still send."""
+        return [peer for peer in self._peers if peer not in self._ended and not self._died(peer)]
+
+    def _unfinished(self) -> list[int]:
+        """The ranks that may still need this one."""
+        return [peer for peer in self._peers if peer not in self._finished and not self._died(peer)]
+
+    def _nobody_left(self) -> bool:
+        return bool(self._peers) and not self._writes_to_itself and not self._missing()
+
+    def _gone(self) -> str:
+        ends = {True: "has closed its mailbox", False: "has died"}
+        return ", ".join(f"rank {peer} {ends[peer in self._ended]}" for peer in self._peers)
+
+    def _died(self, peer: int) -> bool:
+        return self._post_knows(peer) or self._processes.died_lately(peer)
+
+    def _post_knows(self, peer: int) -> bool:
+        return peer in self._post.failed
+
+    def wait(
+        self, ready: Callable[[], bool], what: str, absent: Callable[[], dict[int, str]]
+    ) -> None:
+        """Return when `ready()`, within the communicator's deadline."""
+        if not ready():
+            self._new_patience(f"mailbox: {what}", self._patience.deadline).spin_until(
+                ready, absent
+            )
+
+    def _new_patience(self, what: str, deadline: float | None) -> Patience:
+        """That of one wait: several threads may wait at once."""
+        patience = self._patience.another(what, deadline)
+        if threading.current_thread() is not threading.main_thread():
+            patience.sleep_early()
+        return patience

@@ -1,0 +1,99 @@
+"""Tensor fusion: many small arrays travel in few large messages.
+
+The plan is static: it follows from the arrays' dtypes, shapes and order alone, so that all ranks
+make the same one without negotiation, and the same inputs give the same bits every time. Arrays are
+packed in their order into buckets of one dtype; a bucket takes arrays as long as they fit in
+`bucket_bytes`, and an array larger than that travels alone.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+# As DistributedDataParallel of PyTorch; larger buckets gain nothing on the build machine
+# (bench/results/), smaller ones cost a message each.
+DEFAULT_BUCKET_BYTES = 25 << 20
+
+Kinds: TypeAlias = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one array lies in its bucket: elements from `start` to `stop`."""
+
+    index: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Arrays of one dtype that are reduced as one."""
+
+    dtype: np.dtype[Any]
+    slots: tuple[Slot, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements in all."""
+        return self.slots[-1].stop
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets, and a number that tells this plan from others."""
+
+    buckets: tuple[Bucket, ...]
+    fingerprint: int
+
+
+@lru_cache(maxsize=64)
+def make_plan(kinds: Kinds, bucket_bytes: int) -> Plan:
+    """The plan for arrays of the given (shape, dtype)."""
+    text = repr(([(shape, dtype.name) for shape, dtype in kinds], bucket_bytes))
+    return Plan(_fill_buckets(kinds, bucket_bytes), zlib.crc32(text.encode()))
+
+
+def _fill_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Deal the arrays to buckets, in their order."""
+    filled: list[tuple[np.dtype[Any], list[Slot]]] = []
+    open_bucket: dict[np.dtype[Any], list[Slot]] = {}
+    for index, (shape, dtype) in enumerate(kinds):
+        length = math.prod(shape)
+        slots = open_bucket.get(dtype)
+        if slots is None or (slots[-1].stop + length) * dtype.itemsize > bucket_bytes:
+            slots = open_bucket[dtype] = []
+            filled.append((dtype, slots))
+        start = slots[-1].stop if slots else 0
+        slots.append(Slot(index, shape, start, start + length))
+    return tuple(Bucket(dtype, tuple(slots)) for dtype, slots in filled)
+
+
+def check_bucket_bytes(bucket_bytes: int | None) -> int:
+    """A positive number of bytes, the default for None; TypeError or ValueError otherwise."""
+    if bucket_bytes is None:
+        return DEFAULT_BUCKET_BYTES
+    try:
+        number = operator.index(bucket_bytes)
+    except TypeError:
+        raise TypeError(f"bucket_bytes={bucket_bytes!r}: must be an integer") from None
+    if number < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}: must be at least 1")
+    return number
+
+
+def check_many(arrays: Sequence[Any], out: Sequence[Any] | None) -> None:
+    """ValueError where outputs are given and are not one for each array."""
+    if out is not None and len(out) != len(arrays):
+        raise ValueError(
+            f"out has {len(out)} entries: must have one for each of {len(arrays)} arrays"
+        )

@@ -1,0 +1,1 @@
+"""Schedules of messages, and what each collective must achieve."""

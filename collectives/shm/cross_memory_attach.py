@@ -1,0 +1,170 @@
+"""The collectives of a node's ranks on ordinary arrays, each byte copied once between processes.
+
+A rank reads its peers' private memory where it lies (`peer_memory`), so that what crosses from core
+to core is what the program had there anyway, and not what was staged a moment before. Of a
+rank that has left a call by an exception the arrays are kept (`route`), as others may not know yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
+from collectives.shm.peer_memory import PeerMemory, address_of
+from collectives.shm.addresses import Places, Way
+from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
+from collectives.shm.progress import Steps
+
+# What is read is folded while it lies in the core's own cache.
+_BLOCK_BYTES = 512 << 10
+
+
+class SingleCopy:
+    """One rank's collectives by single copies; `op` and `dtype` of its reductions are bound."""
+
+    def __init__(
+        self, steps: Steps, peers: PeerMemory, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> None:
+        self._steps, self._peers = steps, peers
+        self._rank, self._size, self._itemsize = steps.rank, steps.size, dtype.itemsize
+        self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
+        if op is not None:
+            self._fold = fold_function(op, dtype)
+            self._scratch = [np.empty(self._block, dtype) for _ in range(self._size)]
+            self._addresses = list(map(address_of, self._scratch))
+
+    def find(self, collective: str) -> Way | None:
+        """The collective of that name, if there is such a way."""
+        found: Way | None = getattr(self, collective, None)
+        return found
+
+    # Reductions
+
+    def all_reduce(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Of two ranks each folds everything; of more each folds a slice, and copies the rest."""
+        given = target if source is None else source
+        if self._size == 2:
+            self._fold_all(places, given, target)
+            return
+        edges = bounds(len(target), self._size, self._itemsize)
+        own = slice(edges[self._rank], edges[self._rank + 1])
+        self._fold_part(places, given, edges[self._rank], target[own])
+        self._steps.together()
+        self._read_parts(places.target_addresses, edges, target)
+        self._steps.together()
+
+    def _read_parts(self, arrays: Sequence[int], edges: Sequence[int], target: Array) -> None:
+        """Read every peer's part of its array, given by address, to the same place in this one."""
+        into = address_of(target)
+        for peer in others(self._rank, self._size):
+            start, nbytes = self._span(edges[peer], edges[peer + 1])
+            self._peers.read(peer, arrays[peer] + start, nbytes, into + start)
+
+    def _fold_all(self, places: Places, given: Array, target: Array) -> None:
+        steps, in_place = self._steps, places.in_place
+        for block in blocks_of(len(target), self._block):
+            pieces = self._read_pieces(places, given, block)
+            if in_place:
+                # The peer must have read what is overwritten now.
+                steps.together()
+            fold_in_order(self._fold, pieces, target[block], self._scratch[self._rank])
+        if not in_place:
+            steps.together()
+
+    def _read_pieces(self, places: Places, given: Array, block: slice) -> list[Array]:
+        """Everybody's elements of a block, in rank order."""
+        start, nbytes = self._span(block.start, block.stop)
+        pieces = [scratch[: block.stop - block.start] for scratch in self._scratch]
+        pieces[self._rank] = given[block]
+        for peer in others(self._rank, self._size):
+            address = places.source_addresses[peer] + start
+            self._peers.read(peer, address, nbytes, self._addresses[peer])
+        return pieces
+
+    def _fold_part(self, places: Places, given: Array, start: int, folded: Array) -> None:
+        """Fold everybody's elements from `start` on, as many as go into `folded`."""
+        for block in blocks_of(start + len(folded), self._block, start):
+            place = folded[block.start - start : block.stop - start]
+            pieces = self._read_pieces(places, given, block)
+            # The own scratch array is free: what the rank gives isn't read into it.
+            fold_in_order(self._fold, pieces, place, self._scratch[self._rank])
+
+    def _span(self, first: int, last: int) -> tuple[int, int]:
+        """Where elements lie in their array, and how many bytes they are."""
+        return first * self._itemsize, (last - first) * self._itemsize
+
+    def reduce(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Each folds a slice, the root reads them."""
+        given = target if source is None else source
+        edges = bounds(len(target), self._size, self._itemsize)
+        start, stop = edges[self._rank], edges[self._rank + 1]
+        self._fold_part(places, given, start, target[start:stop])
+        self._steps.together()
+        if self._rank == root:
+            self._read_parts(places.target_addresses, edges, target)
+        self._steps.together()
+
+    def reduce_scatter(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Each folds its part; the target is that part alone."""
+        assert source is not None
+        self._fold_part(places, source, sum(lengths[: self._rank]), target)
+        self._steps.together()
+
+    # Movements
+
+    def broadcast(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """The others read the root's array, but for a share that the root writes into theirs."""
+        edges = bounds(len(target), self._size, self._itemsize)
+        addresses, own = places.target_addresses, address_of(target)
+        start, rest = self._span(edges[-2], edges[-1])
+        if self._rank == root:
+            for peer in others(root, self._size):
+                self._peers.write(peer, addresses[peer] + start, rest, own + start)
+        else:
+            self._peers.read(root, addresses[root], start, own)
+        self._steps.together()
+
+    def all_gather(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Each reads the others' parts."""
+        starts = part_starts(lengths)
+        if source is not None:
+            target[starts[self._rank] : starts[self._rank + 1]] = source
+        # Where whole targets would begin, were every part in its place.
+        wholes = [
+            told + places.offset_of_part(rank, start * self._itemsize) - start * self._itemsize
+            for rank, (told, start) in enumerate(zip(places.source_addresses, starts, strict=False))
+        ]
+        self._read_parts(wholes, starts, target)
+        self._steps.together()
+
+    def gather(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """The root reads the others' parts."""
+        if self._rank == root:
+            self._read_parts(places.target_addresses, part_starts(lengths), target)
+        self._steps.together()
+
+    def scatter(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """The others read their parts of the root's array."""
+        if self._rank != root:
+            first = sum(lengths[: self._rank])
+            start, nbytes = self._span(first, first + lengths[self._rank])
+            address = places.target_addresses[root] + start
+            self._peers.read(root, address, nbytes, address_of(target) + start)
+        self._steps.together()

@@ -1,0 +1,93 @@
+"""The shared memory of a node's ranks, and where everything lies in it.
+
+Every rank has a segment of the same layout. A word is written by one rank alone, and words that
+are polled at different times lie on different cache lines, so that a store disturbs nobody who
+polls something else. What two successive calls would write alternates between two places (parity):
+a rank may begin the next call while a slower one still reads this one's.
+
+Stores become visible in program order on x86. Elsewhere `fence` is called before a word is
+published and after it was seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from collectives.reductions.reduction import Array
+
+# Indices of 8-byte words within a segment; a cache line (two on some machines) apart.
+PROGRESS = 0
+TOLD = (16, 32)
+MOST_TOLD = 16
+VERDICTS = (48, 64)
+COLLECTED = 80
+PROCESS = 96
+COMMITTED = 112
+MISSING_NODES = 128
+ENDED = 144
+LEFT_AT = 160
+
+_CONTROL_BYTES = _PAGE_BYTES = 4096
+SMALL_BYTES = 64 << 10
+"""The most that a rank can lay down beside its arrival."""
+_HEADER_BYTES = 16
+_SLOT_BYTES = SMALL_BYTES + 64
+_SLOTS_AT = (_CONTROL_BYTES, _CONTROL_BYTES + _SLOT_BYTES)
+ARRIVALS = (_SLOTS_AT[0] // 8, _SLOTS_AT[1] // 8)
+
+_STAGES_AT = 256 << 10
+STAGE_BYTES = 1 << 20
+SEGMENT_BYTES = _STAGES_AT + 2 * STAGE_BYTES
+
+
+class NodeMemory:
+    """The segments of all ranks of the node, as one of them sees them."""
+
+    def __init__(
+        self, segments: Sequence[memoryview], rank: int, fence: Callable[[], None] | None
+    ) -> None:
+        self.rank, self.size = rank, len(segments)
+        self.fence = fence
+        self.words = [segment[:_STAGES_AT].cast("Q") for segment in segments]
+        self.own = self.words[rank]
+        self.others = [words for peer, words in enumerate(self.words) if peer != rank]
+        self.stages = [
+            [_bytes(each, at, STAGE_BYTES) for at in _stage_places()] for each in segments
+        ]
+        self.slots = [
+            [_bytes(each, at + _HEADER_BYTES, SMALL_BYTES) for at in _SLOTS_AT] for each in segments
+        ]
+
+    def sign_in(self) -> None:
+        """Leave this process's number, by which the others see whether it lives."""
+        self.own[PROCESS] = os.getpid()
+
+    def touch_stages(self) -> None:
+        """Let every page of all stages be there, so that no later call has to wait for one."""
+        for stages in self.stages:
+            for stage in stages:
+                stage[::_PAGE_BYTES].max()
+
+    def publish(self, index: int, value: int) -> None:
+        """Store a word of this rank's, after everything that was stored before."""
+        if self.fence is not None:
+            self.fence()
+        self.own[index] = value
+
+
+def clear(segment: memoryview, fence: Callable[[], None] | None) -> None:
+    """Zero everything of an own segment that others read before it was written."""
+    segment[:_STAGES_AT] = bytes(_STAGES_AT)
+    if fence is not None:
+        fence()
+
+
+def _stage_places() -> tuple[int, int]:
+    return _STAGES_AT, _STAGES_AT + STAGE_BYTES
+
+
+def _bytes(segment: memoryview, start: int, nbytes: int) -> Array:
+    return np.frombuffer(segment, np.uint8, nbytes, start)

@@ -1,0 +1,70 @@
+"""All-reduce of what the ranks of a node pack into their stages.
+
+The packed elements are folded where they lie and stored into everybody's stage, from where each
+unpacks them: nothing is copied between the packing and the unpacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.reductions.reduction import Array, ReduceOp, finish, fold_function, fold_in_order
+from collectives.shm.layout import STAGE_BYTES
+from collectives.shm.copy_in_copy_out import LINE_BYTES, bounds
+from collectives.shm.progress import Steps
+
+
+class Packed:
+    """One rank's reductions of packed elements, of one op and dtype, up to `capacity` at a time."""
+
+    def __init__(self, steps: Steps, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+        self._steps, self._op = steps, op
+        self._rank, self._size = steps.rank, steps.size
+        self._fold: Callable[[Array, Array, Array], Any] = fold_function(op, dtype)
+        self.capacity = STAGE_BYTES // dtype.itemsize
+        most = self.capacity // self._size + LINE_BYTES
+        self._scratch = np.empty(most, dtype)
+        nbytes = self.capacity * dtype.itemsize
+        self._stages = [
+            [stage[:nbytes].view(dtype) for stage in stages] for stages in steps.memory.stages
+        ]
+
+    def places(self, length: int) -> list[Place]:
+        """Where `length` elements may be packed and reduced: of each parity one place."""
+        edges = bounds(length, self._size, self._stages[0][0].itemsize)
+        own = slice(edges[self._rank], edges[self._rank + 1])
+        return [
+            Place(
+                self._stages[self._rank][parity][:length],
+                [stages[parity][own] for stages in self._stages],
+                self._rank,
+            )
+            for parity in (0, 1)
+        ]
+
+    def begin(self) -> int:
+        """The parity of the place that this rank may pack into now."""
+        return self._steps.begin()
+
+    def reduce(self, place: Place) -> None:
+        """Return when the reduction lies where this rank has packed, until the next `begin`."""
+        steps, folded = self._steps, place.own
+        steps.written()
+        steps.stages()
+        fold_in_order(self._fold, place.slices, folded, self._scratch)
+        finish(self._op, folded, self._size)
+        for theirs in place.others:
+            theirs[...] = folded
+        steps.read()
+        steps.together()
+
+
+class Place:
+    """Part of a stage: what one rank packs into, and its slice of everybody's, in rank order."""
+
+    def __init__(self, packed: Array, slices: list[Array], rank: int) -> None:
+        self.packed, self.slices, self.own = packed, slices, slices[rank]
+        self.others = [each for peer, each in enumerate(slices) if peer != rank]

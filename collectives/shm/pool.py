@@ -1,0 +1,181 @@
+"""Registered arrays: memory of the node's ranks that all of them can read and write.
+
+Windows are shared out in blocks, at the same place in every rank's window, so that one number tells
+where an array lies. Ranks let go of an array when they please; its block is used again once all
+have, which they find out when the next one is asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.reductions.reduction import Array
+
+Share = Callable[[int], list[memoryview] | None]
+Reserve = Callable[[memoryview], bool]
+Free = Callable[[list[memoryview]], None]
+Gather = Callable[[list[int]], list[list[int]]]
+
+ALIGNMENT = 4096
+"""Of the blocks, and of what is reserved."""
+_SMALLEST_WINDOW = 16 << 20
+_OFFSET_BITS = 48
+
+
+class Window:
+    """One shared window, and the blocks in it as (offset, nbytes)."""
+
+    def __init__(self, shared: list[memoryview], rank: int) -> None:
+        self.shared = shared
+        self.segments = [np.frombuffer(segment, np.uint8) for segment in shared]
+        self.own = self.segments[rank]
+        self.address: int = self.own.ctypes.data
+        self.nbytes = len(self.own)
+        self.reserved = 0
+        """Up to here blocks were taken before; blocks are taken from the beginning on."""
+        self._free = [(0, self.nbytes)]
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a free block, the first that is large enough."""
+        for index, (start, length) in enumerate(self._free):
+            if length >= nbytes:
+                rest = [(start + nbytes, length - nbytes)] if length > nbytes else []
+                self._free[index : index + 1] = rest
+                return start
+        return None
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Free a block, and join it with its neighbours."""
+        merged: list[tuple[int, int]] = []
+        for each in sorted([*self._free, (start, nbytes)]):
+            if merged and sum(merged[-1]) == each[0]:
+                merged[-1] = (merged[-1][0], merged[-1][1] + each[1])
+            else:
+                merged.append(each)
+        self._free = merged
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is taken."""
+        return self._free == [(0, self.nbytes)]
+
+
+class Arena:
+    """The registered arrays of one rank; every rank of the node allocates in the same order."""
+
+    def __init__(
+        self, share: Share, reserve: Reserve, free: Free, gather: Gather, rank: int
+    ) -> None:
+        """`share` makes a window, `reserve` takes the memory behind part of this rank's segment.
+
+        `gather` exchanges lists of numbers. All four are collective.
+        """
+        self._share, self._reserve, self._free = share, reserve, free
+        self._gather, self._rank = gather, rank
+        self._windows: list[Window] = []
+        self._by_address: list[tuple[int, int]] = []
+        self._blocks: dict[int, tuple[Window, int, int]] = {}
+        self._released: set[int] = set()
+        self._allocated = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any registered array was ever made: the same on all ranks."""
+        return self._allocated > 0
+
+    def allocate(self, nbytes: int) -> Array | None:
+        """Bytes of this rank's window, at the same place on all; None where memory is short."""
+        self._reclaim()
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        place = self._take(size) or self._grow(size)
+        if place is None:
+            return None
+        window, start = place
+        if not self._secure(window, start + size):
+            window.give_back(start, size)
+            return None
+        number = self._allocated = self._allocated + 1
+        self._blocks[number] = (window, start, size)
+        block: Array = np.frombuffer(window.own.data, np.uint8, nbytes, start)
+        weakref.finalize(block, self._released.add, number).atexit = False
+        return block
+
+    def _take(self, nbytes: int) -> tuple[Window, int] | None:
+        for window in self._windows:
+            start = window.take(nbytes)
+            if start is not None:
+                return window, start
+        return None
+
+    def _grow(self, nbytes: int) -> tuple[Window, int] | None:
+        """A new window, at least as large as all so far, so that there are few."""
+        held = sum(window.nbytes for window in self._windows)
+        wanted = max(nbytes, _SMALLEST_WINDOW, held)
+        segments = self._share(wanted)
+        if segments is None and wanted > nbytes:
+            segments = self._share(nbytes)
+        if segments is None:
+            return None
+        window = Window(segments, self._rank)
+        self._windows.append(window)
+        addresses = [(each.address, index) for index, each in enumerate(self._windows)]
+        self._by_address = sorted(addresses)
+        start = window.take(nbytes)
+        assert start is not None
+        return window, start
+
+    def _secure(self, window: Window, stop: int) -> bool:
+        """Reserve a window's memory up to there; on all ranks or on none."""
+        if stop > window.reserved:
+            if not self._reserve(window.shared[self._rank][window.reserved : stop]):
+                return False
+            window.reserved = stop
+        return True
+
+    def _reclaim(self) -> None:
+        """Free the blocks that all ranks have let go of."""
+        if not self._blocks:
+            return
+        released = self._gather(sorted(self._released.copy()))
+        for number in set(released[0]).intersection(*released[1:]):
+            window, start, nbytes = self._blocks.pop(number)
+            window.give_back(start, nbytes)
+            self._released.discard(number)
+
+    def close(self) -> None:
+        """Free the windows in which no rank has an array any more. Collective.
+
+        The others stay until the process ends: an array that outlives its communicator is valid.
+        """
+        self._reclaim()
+        for window in self._windows:
+            if window.empty:
+                self._free(window.shared)
+        self._windows, self._by_address = [], []
+
+    def locate(self, address: int, nbytes: int) -> int:
+        """A positive number for a place in this rank's windows, the same for all ranks' ones.
+
+        0 where what lies there isn't registered.
+        """
+        if not self._by_address or not nbytes:
+            return 0
+        place = bisect_right(self._by_address, (address, len(self._windows))) - 1
+        if place < 0:
+            return 0
+        start, index = self._by_address[place]
+        offset = address - start
+        if offset + nbytes > self._windows[index].nbytes:
+            return 0
+        return (index + 1) << _OFFSET_BITS | offset
+
+    def view(self, location: int, peer: int, length: int, dtype: np.dtype[Any]) -> Array:
+        """A rank's array at a location."""
+        segment = self._windows[(location >> _OFFSET_BITS) - 1].segments[peer]
+        offset = location & ((1 << _OFFSET_BITS) - 1)
+        return segment[offset : offset + length * dtype.itemsize].view(dtype)

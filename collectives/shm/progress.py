@@ -1,0 +1,99 @@
+"""The order of writes and reads in the node's memory, in which nobody overwrites what others read.
+
+Data go through stages, two to a rank, in numbered steps; every rank of the node takes part in every
+step. A rank's progress word is 2s + 1 once its stage of step s is written and 2s + 2 once it has
+read what it wanted of the others' stages of step s. Before it writes for step s, in the place of
+step s − 2, it waits until all have read that.
+"""
+
+from __future__ import annotations
+
+from collectives.shm.layout import PROGRESS, TOLD, NodeMemory
+from collectives.waiting.wait_policy import Patience
+
+
+class Steps:
+    """One rank's steps through the node's memory."""
+
+    def __init__(self, memory: NodeMemory, patience: Patience, ranks: list[int]) -> None:
+        """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
+        self.memory, self.ranks, self._patience = memory, ranks, patience
+        self.rank, self.size = memory.rank, memory.size
+        self._step = 0
+
+    @property
+    def turn(self) -> int:
+        """A number that is the same on all ranks, one more every other step."""
+        return self._step >> 1
+
+    def begin(self) -> int:
+        """The parity of this rank's next stage, when it may be written."""
+        self._await_all(2 * self._step - 2)
+        return self._step & 1
+
+    def written(self) -> None:
+        """Say that the stage is written, or that this rank has nothing to write in this step."""
+        self.memory.publish(PROGRESS, 2 * self._step + 1)
+
+    def stages(self) -> int:
+        """The parity of everybody's stages of this step, when all have written them."""
+        self._await_all(2 * self._step + 1)
+        return self._step & 1
+
+    def stage_of(self, peer: int) -> int:
+        """The parity of one rank's stage of this step, when it has written it."""
+        if peer != self.rank:
+            self._await(self.memory.words[peer], 2 * self._step + 1)
+            self._see()
+        return self._step & 1
+
+    def read(self) -> None:
+        """Say that everything is read of this step; the next one begins."""
+        self.memory.publish(PROGRESS, 2 * self._step + 2)
+        self._step += 1
+
+    def together(self) -> None:
+        """Wait until all have come here: a step in which nothing is staged."""
+        self.memory.publish(PROGRESS, 2 * self._step + 1)
+        self._await_all(2 * self._step + 1)
+        self.read()
+
+    def tell(self, *numbers: int) -> list[list[int]]:
+        """A few numbers of every rank, each below 2^64: a step of its own.
+
+        There is room for `memory.MOST_TOLD`.
+        """
+        index, count = TOLD[self._step & 1], len(numbers)
+        self._await_all(2 * self._step - 2)
+        own = self.memory.own
+        for number in numbers:
+            own[index] = number
+            index += 1
+        self.memory.publish(PROGRESS, 2 * self._step + 1)
+        self._await_all(2 * self._step + 1)
+        told = [words[index - count : index].tolist() for words in self.memory.words]
+        self.read()
+        return told
+
+    def _await_all(self, value: int) -> None:
+        for words in self.memory.others:
+            if words[PROGRESS] < value:
+                self._await(words, value)
+        self._see()
+
+    def _see(self) -> None:
+        if self.memory.fence is not None:
+            self.memory.fence()
+
+    def _await(self, words: memoryview, value: int) -> None:
+        for _ in range(self._patience.spins):
+            if words[PROGRESS] >= value:
+                return
+        self._patience.until(lambda: words[PROGRESS] >= value, lambda: self._behind(value))
+
+    def _behind(self, value: int) -> dict[int, str]:
+        return {
+            self.ranks[peer]: " in the middle of the call"
+            for peer, words in enumerate(self.memory.words)
+            if words[PROGRESS] < value
+        }

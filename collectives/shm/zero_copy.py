@@ -1,0 +1,190 @@
+"""The collectives of a node's ranks on registered arrays, which need no staging.
+
+A rank reads its peers' arrays where they lie and stores what they are to get straight into theirs.
+The ranks tell each other first where their arrays lie, so that each may pass another one, and an
+ordinary one too: then nothing is done, and all ranks take another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
+from collectives.shm.pool import Arena
+from collectives.shm.addresses import NOWHERE, Places
+from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
+from collectives.shm.progress import Steps
+
+# A block of the result stays in the core's own cache until it is stored everywhere.
+_BLOCK_BYTES = 128 << 10
+# With more ranks, reading all inputs whole costs more than staging slices.
+_MOST_READ_WHOLE = 3
+
+# Views of so many (places, length) are kept for the next calls.
+_FOLDS_KEPT = 64
+
+_Block = tuple[list[Array], Array, list[Array]]
+"""Everybody's input, and where the result goes: this rank's output, and its peers'."""
+
+Attempt = Callable[[Places, Array | None, Array, Lengths, int], bool]
+
+
+class Direct:
+    """One rank's collectives on registered arrays, if all that count are: each tells whether."""
+
+    def __init__(
+        self, steps: Steps, arena: Arena, op: ReduceOp | None, dtype: np.dtype[Any]
+    ) -> None:
+        self._steps, self._arena, self._dtype = steps, arena, dtype
+        self._rank, self._size = steps.rank, steps.size
+        if op is not None:
+            self._fold = fold_function(op, dtype)
+        self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
+        self._scratch = np.empty(self._block, dtype)
+        self._folds: dict[tuple[Any, ...], list[_Block]] = {}
+        # Of the last call, whose places are the same object where the next one's are the same.
+        self._last: tuple[Places, int, list[_Block]] = NOWHERE, 0, []
+
+    def find(self, collective: str) -> Attempt | None:
+        """The collective of that name, if there is a direct way."""
+        found: Attempt | None = getattr(self, collective, None)
+        return found
+
+    def _views(self, places: Sequence[int], length: int) -> list[Array]:
+        view, dtype = self._arena.view, self._dtype
+        return [view(place, peer, length, dtype) for peer, place in enumerate(places)]
+
+    def all_reduce(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> bool:
+        """Each folds a slice of everybody's array and stores it into everybody's."""
+        if not all(places.sources):
+            return False
+        if all(places.targets):
+            self._fold_slice(places, len(target))
+        elif self._size <= _MOST_READ_WHOLE and not any(places.targets):
+            # No rank may write its result over an input that another still reads.
+            self._fold_all(self._views(places.sources, len(target)), target)
+        else:
+            return False
+        self._steps.together()
+        return True
+
+    def _fold_slice(self, places: Places, length: int) -> None:
+        """2 bytes touched for each byte of the vector."""
+        last, count, blocks = self._last
+        if last is not places or count != length:
+            blocks = self._find_blocks(places, length)
+            self._last = places, length, blocks
+        for pieces, folded, stores in blocks:
+            fold_in_order(self._fold, pieces, folded, self._scratch)
+            for store in stores:
+                store[...] = folded
+
+    def _find_blocks(self, places: Places, length: int) -> list[_Block]:
+        key = (*places.sources, *places.targets, length)
+        blocks = self._folds.get(key)
+        if blocks is None:
+            if len(self._folds) >= _FOLDS_KEPT:
+                self._folds.clear()
+            blocks = self._folds[key] = self._make_blocks(places, length)
+        return blocks
+
+    def _make_blocks(self, places: Places, length: int) -> list[_Block]:
+        """This rank's slice, cut into blocks of everybody's inputs and outputs."""
+        inputs = self._views(places.sources, length)
+        outputs = self._views(places.targets, length)
+        edges = bounds(length, self._size, self._dtype.itemsize)
+        own = outputs.pop(self._rank)
+        return [
+            ([each[block] for each in inputs], own[block], [each[block] for each in outputs])
+            for block in blocks_of(edges[self._rank + 1], self._block, edges[self._rank])
+        ]
+
+    def _fold_all(self, inputs: list[Array], target: Array) -> None:
+        """Size + 1 bytes touched for each byte."""
+        for block in blocks_of(len(target), self._block):
+            pieces = [each[block] for each in inputs]
+            fold_in_order(self._fold, pieces, target[block], self._scratch)
+
+    def reduce(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> bool:
+        """Each folds a slice of everybody's array and stores it into the root's."""
+        if not all(places.sources) or not places.targets[root]:
+            return False
+        inputs = self._views(places.sources, len(target))
+        output = self._arena.view(places.targets[root], root, len(target), self._dtype)
+        edges = bounds(len(target), self._size, self._dtype.itemsize)
+        for block in blocks_of(edges[self._rank + 1], self._block, edges[self._rank]):
+            pieces = [each[block] for each in inputs]
+            fold_in_order(self._fold, pieces, output[block], self._scratch)
+        self._steps.together()
+        return True
+
+    def reduce_scatter(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> bool:
+        """Each folds its part of everybody's array; the target is that part alone."""
+        assert source is not None
+        if not all(places.sources):
+            return False
+        start = sum(lengths[: self._rank])
+        parts = [each[start:][: len(target)] for each in self._views(places.sources, len(source))]
+        self._fold_all(parts, target)
+        self._steps.together()
+        return True
+
+    def broadcast(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> bool:
+        """The others read the root's array; of those that are registered it writes a share."""
+        if not places.targets[root]:
+            return False
+        length = len(target)
+        # A share of the work for the root, if it can reach what the others are to get.
+        edges = bounds(length, self._size, self._dtype.itemsize)
+        middle = edges[-2] if all(places.targets) else length
+        if self._rank != root:
+            content = self._arena.view(places.targets[root], root, length, self._dtype)
+            target[:middle] = content[:middle]
+        elif middle < length:
+            for peer in others(root, self._size):
+                view = self._arena.view(places.targets[peer], peer, length, self._dtype)
+                view[middle:] = target[middle:]
+        self._steps.together()
+        return True
+
+    def all_gather(
+        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> bool:
+        """Each writes its part into everybody's array, or reads the others' parts."""
+        starts, rank = part_starts(lengths), self._rank
+        own = target[starts[rank] : starts[rank + 1]]
+        given = own if source is None else source
+        if all(places.sources):
+            if source is not None:
+                own[:] = source
+            for peer in others(rank, self._size):
+                start = starts[peer] * self._dtype.itemsize
+                place = places.sources[peer] + places.offset_of_part(peer, start)
+                theirs = self._arena.view(place, peer, lengths[peer], self._dtype)
+                target[starts[peer] : starts[peer + 1]] = theirs
+        elif all(places.targets):
+            outputs = self._views(places.targets, len(target))
+            del outputs[rank]
+            parts = [each[starts[rank] : starts[rank + 1]] for each in outputs]
+            self._store(given, parts if source is None else [own, *parts])
+        else:
+            return False
+        self._steps.together()
+        return True
+
+    def _store(self, content: Array, places: list[Array]) -> None:
+        """Copy into several places, block by block: the content is read from memory once."""
+        for block in blocks_of(len(content), self._block):
+            for place in places:
+                place[block] = content[block]

@@ -1,0 +1,1 @@
+"""Waiting for other ranks: spin, yield, sleep, and a deadline."""

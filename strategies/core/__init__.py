@@ -1,0 +1,1 @@
+"""What all strategies share: contexts, values, nests, the base class, agreement of replicas."""

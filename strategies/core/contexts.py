@@ -1,0 +1,289 @@
+"""Which strategy is in force, and whether code runs as one replica or for all of them.
+
+Inside `strategy.scope()` code speaks for all replicas (cross-replica context); inside
+`strategy.run` it is one replica. Outside of both the default strategy is in force, as a replica.
+The rules are those of `tf.distribute` (`get_strategy`, `get_replica_context`, …).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from strategies import foreign
+from strategies.core import nest, values
+from strategies.core.reduce_op import ReduceOp, as_reduce_op
+from strategies.core.refusals import RefusedTogether, wrong_context
+from strategies.variables.indexed_slices import IndexedSlices, map_apart, refuse_slices
+
+if TYPE_CHECKING:
+    from strategies.communication.options import CommunicationOptions
+    from strategies.core.strategy import Strategy
+
+
+class _Frame(NamedTuple):
+    strategy: Strategy
+    replica: ReplicaContext | None
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.permanent = 0
+        self.kept_out = ExitStack()
+
+
+_stack = _Stack()
+_defaults: list[Callable[[], Strategy]] = []
+
+
+class ReplicaContext:
+    """What the function given to `run` can ask, and do together with its peers.
+
+    As `tf.distribute.ReplicaContext`; one process is one replica.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0 to num_replicas_in_sync − 1."""
+        return self.strategy.communicator.rank % self.num_replicas_in_sync
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose updates are aggregated."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices on which this replica runs: one."""
+        return (self.strategy.device,)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Fold a nest of arrays over the replicas; each gets the nest of results.
+
+        All replicas give nests of equal structure, shapes and dtypes. The arrays travel fused, few
+        messages per dtype (`collectives.Communicator.all_reduce_many`), or as the strategy's
+        cross-device ops send them. `options` go before the strategy's where they aren't the
+        defaults. MEAN of integers is float64. The rows of an `IndexedSlices` are joined, duplicates
+        kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where the nests
+        differ, ValueError for an op that is neither SUM nor MEAN, RuntimeError outside of this
+        context.
+        """
+        self._require_in_force("all_reduce")
+        with RefusedTogether(self.strategy.communicator, "all_reduce"):
+            return self._all_reduce(as_reduce_op(reduce_op), value, options)
+
+    def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
+        strategy, leaves = self.strategy, [_as_array(leaf) for leaf in nest.leaves(value)]
+        self._compare("all_reduce", value, leaves, options)
+        folded = map_apart(
+            leaves,
+            lambda arrays: strategy.totals_of(arrays, op, options),
+            lambda slices: strategy.rows_of_all(slices, op),
+        )
+        return nest.pack_like(value, folded)
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """As `all_reduce`: whatever the destinations, every replica gets the result."""
+        return self.all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Join each array of a nest along the axis, in the order of the replicas.
+
+        Lengths along the axis may differ. Raises as `collectives.Communicator.all_gather`,
+        ValueError for a number, which has no axis, a MismatchError on every replica where the nests
+        differ or one of them can't be gathered, and RuntimeError outside of this context.
+        """
+        self._require_in_force("all_gather")
+        with RefusedTogether(self.strategy.communicator, "all_gather"):
+            leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
+            refuse_slices(leaves, "all_gather")
+            refuse_numbers(leaves, "all_gather")
+            self._compare("all_gather", value, leaves, options)
+            joined = [self.strategy.joined(leaf, axis, options) for leaf in leaves]
+        return nest.pack_like(value, joined)
+
+    def _compare(
+        self, what: str, value: Any, leaves: Sequence[Any], options: CommunicationOptions | None
+    ) -> None:
+        """A MismatchError where the nests differ; a single array is compared when it is sent."""
+        if isinstance(value, Mapping | list | tuple):
+            self.strategy.meet(f"{what} of {_told(value, leaves)}", options)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context; return its result.
+
+        What it gets, and what it returns, is this replica's: nests and all stay as they are. Every
+        replica calls it in the same order. RuntimeError outside of this context.
+        """
+        self._require_in_force("merge_call")
+        with entered(self.strategy, None):
+            return merge_fn(self.strategy, *args, **(kwargs or {}))
+
+    def _require_in_force(self, what: str) -> None:
+        current = get_replica_context()
+        if current is None or current.strategy is not self.strategy:
+            raise wrong_context(
+                f"ReplicaContext.{what} must be called as that replica of {self.strategy}, inside"
+                f" `run`, but the context is {'another' if current else 'cross-replica'}"
+            )
+
+
+def refuse_numbers(leaves: Sequence[Any], what: str) -> None:
+    """ValueError where a leaf has no axis to be gathered along."""
+    if any(np.ndim(leaf) == 0 for leaf in leaves):
+        raise ValueError(f"{what} takes arrays of at least one axis: make an array of one element")
+
+
+def _told(value: Any, leaves: Sequence[Any]) -> str:
+    """What is reduced, in so far as the shapes of arrays that are reduced together don't tell."""
+    sparse = [place for place, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
+    return nest.structure(value) + (f", sparse {sparse}" if sparse else "")
+
+
+def _as_array(leaf: Any) -> Any:
+    """This replica's value of a variable or a container; everything else as it is."""
+    leaf = values.local(leaf)
+    return leaf.read_value() if hasattr(leaf, "read_value") else leaf
+
+
+@contextmanager
+def entered(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None]:
+    """Put a strategy in force, in replica or cross-replica context, for a while."""
+    _stack.frames.append(_Frame(strategy, replica))
+    try:
+        yield
+    finally:
+        _stack.frames.pop()
+
+
+def _top() -> _Frame:
+    if _stack.frames:
+        return _stack.frames[-1]
+    return _Frame(_default(), ReplicaContext(_default()))
+
+
+def provide_default(make: Callable[[], Strategy]) -> None:
+    """Tell where the default strategy comes from: being a Strategy, it needs this module itself."""
+    _defaults[:] = [make]
+
+
+def _default() -> Strategy:
+    return _defaults[0]()
+
+
+def get_strategy() -> Strategy:
+    """The strategy in force: the default one outside of every scope."""
+    return _top().strategy
+
+
+def has_strategy() -> bool:
+    """Whether another strategy than the default one is in force."""
+    return bool(_stack.frames) and get_strategy() is not _default()
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica context, None in cross-replica context."""
+    return _top().replica
+
+
+def in_cross_replica_context() -> bool:
+    """Whether code speaks for all replicas."""
+    return get_replica_context() is None
+
+
+def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
+    """RuntimeError inside `run`, and inside the scope of another strategy than the given one.
+
+    The default strategy's context will do.
+    """
+    if not has_strategy():
+        return
+    if not in_cross_replica_context():
+        raise wrong_context(
+            f"{what} requires a cross-replica context, but was called inside `run`: call it after"
+            " `run`, with what the replicas returned"
+        )
+    if strategy is not None and get_strategy() is not strategy:
+        raise wrong_context(
+            f"Mixing different strategies: {what} of {strategy} was called inside the scope of"
+            f" {get_strategy()}"
+        )
+
+
+def require_scope_allowed(strategy: Strategy) -> None:
+    """RuntimeError where the strategy's scope can't be entered now."""
+    require_cross_replica("Strategy.scope()", strategy)
+
+
+@contextmanager
+def scope_of(strategy: Strategy) -> Iterator[None]:
+    """The strategy in force, in cross-replica context; refused where that isn't allowed."""
+    require_scope_allowed(strategy)  # where it is entered, which may not be where it was made
+    with entered(strategy, None), foreign_kept_out(strategy):
+        yield
+
+
+def foreign_kept_out(strategy: Strategy) -> AbstractContextManager[None]:
+    """A context that raises TypeError for a framework's model made in it, where ranks train it."""
+    if strategy.trains_alone:
+        return nullcontext()
+    return foreign.KeptOut(type(strategy).__name__, strategy.communicator.rank)
+
+
+def call_as_replica(
+    replica: ReplicaContext, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function as that replica.
+
+    TypeError where it would train a model of a framework on this rank apart from the others.
+    """
+    strategy = replica.strategy
+    with entered(strategy, replica):
+        if not foreign.any_loaded() or strategy.trains_alone:
+            return fn(*args, **kwargs)
+        name, rank = type(strategy).__name__, strategy.communicator.rank
+        return foreign.call_guarded(name, rank, fn, args, kwargs)
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Put a strategy in force until the next call (None: the default one), without a `with`.
+
+    Raises RuntimeError inside a scope or `run`; TypeError as `Strategy.scope()` does when it is
+    left, once the other strategy is in force.
+    """
+    if len(_stack.frames) > _stack.permanent:
+        raise wrong_context(
+            "experimental_set_strategy must not be called inside a strategy's scope"
+        )
+    before, _stack.kept_out = _stack.kept_out, ExitStack()
+    if strategy is None or strategy is _default():
+        _stack.frames.clear()
+    else:
+        _stack.frames[:] = [_Frame(strategy, None)]
+    _stack.permanent = len(_stack.frames)
+    try:
+        before.close()
+    finally:
+        if _stack.frames:
+            _stack.kept_out.enter_context(foreign_kept_out(get_strategy()))

@@ -1,0 +1,44 @@
+"""Names of devices, as TensorFlow writes them: `CPU:0`, `/gpu:1`, `/job:worker/task:0/device:…`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from collectives.gpu import probe
+from collectives.cuda.interface import cuda
+
+_NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
+
+
+def parse_device(name: Any) -> tuple[str, int]:
+    """The kind, "CPU" or "GPU", and the number; ValueError for anything else than a device."""
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"device {name!r}: must be a name such as 'CPU:0' or '/gpu:1'")
+    return match[1].upper(), int(match[2])
+
+
+def parse_devices(names: Any) -> list[tuple[str, int]]:
+    """As `parse_device`, of one name or several; TypeError for what is neither."""
+    return [parse_device(name) for name in ([names] if isinstance(names, str) else names)]
+
+
+def nccl_problem() -> str | None:
+    """Why NCCL can't be used in this process, and what to do; None where it can."""
+    problem = probe.nccl_problem()
+    return None if problem is None else f"NCCL can't be used here: {problem}"
+
+
+def gpu_problem(number: int) -> str | None:
+    """Why this process can't use the GPU of that number, and what to do; None where it can."""
+    problem = nccl_problem()
+    if problem is not None:
+        return problem
+    count = cuda().device_count()
+    return None if number < count else f"there is no GPU {number}: this process sees {count}"
+
+
+def use_gpu(number: int) -> None:
+    """Make it this thread's current GPU, on which CuPy makes new arrays."""
+    cuda().use_device(number)

@@ -1,0 +1,81 @@
+"""Losses of a replica, scaled so that their gradients may be summed over the replicas.
+
+As `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.core.contexts import get_strategy, in_cross_replica_context
+from strategies.core.refusals import wrong_context
+from strategies.core.values import as_array
+
+
+def _require_replica_context(what: str) -> None:
+    if in_cross_replica_context():
+        raise wrong_context(f"{what} must be called as a replica, inside `run`")
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any:
+    """The sum of this replica's losses, one per example, divided by the global batch size.
+
+    The default global batch size is this replica's times the number of replicas, which is wrong for
+    the last batch of an epoch if it is cut unevenly: give the true one there. `sample_weight` is a
+    number, or one for each example or loss. An empty batch has loss zero, and so has a global batch
+    size of zero. Raises RuntimeError in cross-replica context, ValueError for losses without an
+    axis, weights that don't fit or a negative size, TypeError for a size that isn't an integer.
+    """
+    _require_replica_context("compute_average_loss")
+    losses = as_array(per_example_loss, "per_example_loss")
+    if losses.ndim == 0:
+        raise ValueError("per_example_loss is a single number: must have one loss per example")
+    if sample_weight is not None:
+        losses = losses * broadcast_weights(sample_weight, losses)
+    if global_batch_size is None:
+        global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
+    size = _checked_size(global_batch_size)
+    total = losses.sum(dtype=losses.dtype)
+    return total / losses.dtype.type(size) if size else losses.dtype.type(0)
+
+
+def _checked_size(global_batch_size: Any) -> int:
+    try:
+        size = operator.index(global_batch_size)
+    except TypeError:
+        raise TypeError(f"global_batch_size={global_batch_size!r}: must be an integer") from None
+    if size < 0:
+        raise ValueError(f"global_batch_size={size}: must not be negative")
+    return size
+
+
+def broadcast_weights(sample_weight: Any, losses: NDArray[Any]) -> NDArray[Any]:
+    """One weight for each loss: missing trailing axes are added, those of length one dropped."""
+    dtype = None if losses.dtype.kind in "biu" else losses.dtype
+    weights = as_array(sample_weight, "sample_weight", dtype)
+    while weights.ndim > losses.ndim and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    missing = losses.ndim - weights.ndim
+    try:
+        return np.broadcast_to(weights.reshape(weights.shape + (1,) * missing), losses.shape)
+    except ValueError:
+        raise ValueError(
+            f"sample_weight has shape {weights.shape}: must be a number, or have the shape of the"
+            f" losses, {losses.shape}, up to trailing axes"
+        ) from None
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """The sum of the loss, which every replica computes alike, divided by the number of replicas.
+
+    Raises RuntimeError in cross-replica context.
+    """
+    _require_replica_context("scale_regularization_loss")
+    loss = as_array(regularization_loss, "regularization_loss")
+    return loss.sum(dtype=loss.dtype) / loss.dtype.type(get_strategy().num_replicas_in_sync)

@@ -1,0 +1,213 @@
+"""A rank that makes the batches for those that train: job `data` in the cluster.
+
+TensorFlow has no such strategy (its tf.data service is a separate program); asked for in TensorFlow
+issue 27728.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+from collectives import Communicator
+from strategies.cluster.membership import Membership
+from strategies.cluster.spec import ClusterSpec
+from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from strategies.data_service.server import Dealer
+from strategies.data_service.client import DealtBatches
+from strategies.input import DistributedDataset, InputContext
+from strategies.input.sources import check_iterable, iterate
+from strategies.core.strategy import Strategy
+from strategies.core.world import world_of
+
+MakeDataset = Callable[[InputContext], Iterable[Any]]
+
+
+class DatasetWorker:
+    """A dataset that the tasks of job `data` iterate, and the training ranks get batches of.
+
+    One script serves all ranks: those where `serves` is true call `serve`, the others iterate. Each
+    data task iterates its own dataset once per epoch and deals whole batches to the training ranks
+    (chief and workers), each to the next rank that asks: a slow rank gets fewer. Every batch is
+    delivered exactly once. Each `for` loop of a training rank is an epoch.
+
+    A batch is a nest; its NumPy arrays arrive as such, in C order, its torch tensors on the CPU as
+    tensors, and everything else by pickle.
+
+    A rank that breaks out of its loop gives back what it was dealt and did not take; once the
+    others have been told the end, nobody gets that. What a rank was dealt before it died is lost.
+
+    Without a data task nobody serves: each of the W training ranks iterates the dataset by itself
+    and takes every W-th batch of it, so that a program on one rank simply iterates it.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        make_dataset: MakeDataset,
+        *,
+        credits: int = 2,
+        agreed: bool = True,
+    ) -> None:
+        """Collective: every rank of the program makes it, evaluators too.
+
+        `make_dataset` is called where batches are made, with an `InputContext` of the data tasks:
+        `input_pipeline_id` tells which one it is. It returns an iterable that can be iterated anew
+        for each epoch. A training rank holds at most `credits` batches of each data task, fetched
+        ahead. `agreed` is for synchronous training: the training ranks agree on the end at every
+        step, and a rank without data gets empty batches until all have ended, so that batches are
+        nests of arrays with an axis 0, alike but for lengths; without it every rank ends by itself
+        (evaluation, asynchronous training), or, under LocalSGDStrategy, takes part in the others'
+        averagings until all have ended. Raises TypeError or ValueError for wrong arguments.
+        """
+        if not callable(make_dataset):
+            kind = type(make_dataset).__name__
+            raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
+        if isinstance(credits, bool) or not isinstance(credits, int):
+            raise TypeError(f"credits={credits!r}: must be an integer from 1")
+        if credits < 1:
+            raise ValueError(f"credits={credits!r}: must be an integer from 1")
+        self._make, self._agreed = make_dataset, agreed
+        self._made: Iterable[Any] | None = None
+        self._servers: list[int] = []
+        self._ranks, self._in_sync = strategy.communicator, strategy.num_replicas_in_sync
+        self._strategy = strategy
+        self._loop: Callable[[], Generator[Any, None, None] | None] = lambda: None
+        self._joint = False
+        self._together = DistributedDataset(strategy.communicator, self._next_epoch)
+        membership: Membership | None = getattr(strategy, "membership", None)
+        if membership is not None and membership.ranks_of("data"):
+            self._join(membership, credits)
+
+    def _join(self, membership: Membership, credits: int) -> None:
+        training, self._servers = (
+            membership.ranks_of("chief", "worker"),
+            membership.ranks_of("data"),
+        )
+        if not training:
+            raise ValueError("the cluster has tasks of job 'data', but neither chief nor worker")
+        self._ranks = membership.world
+        # A data task's own strategy counts the data tasks.
+        self._in_sync = len(training) if self._strategy.steps_together else 1
+        self._box = membership.world.mailbox()
+        self._dealer = Dealer(self._box, training, self._dataset)
+        self._dealt = DealtBatches(self._box, self._servers, credits, membership.world)
+
+    @staticmethod
+    def resolver(data_tasks: int = 1, communicator: Communicator | None = None) -> ClusterResolver:
+        """The cluster of `TF_CONFIG`, or one whose last ranks are data tasks. Collective.
+
+        Without TF_CONFIG the first ranks of the communicator (default: the world) are workers. A
+        world of one rank has a worker alone. Raises ValueError where no rank is left to train.
+        """
+        if os.environ.get("TF_CONFIG"):
+            return TFConfigClusterResolver()
+        world = world_of(communicator)
+        if data_tasks < 1 or data_tasks >= max(world.size, 2):
+            allowed = (
+                f"from 1 to {max(world.size - 1, 1)}, so that one of {world.size} ranks trains"
+            )
+            raise ValueError(f"data_tasks={data_tasks!r}: must be {allowed}")
+        hosts = world.all_gather_object(socket.gethostname())
+        addresses = [f"{host}:{rank}" for rank, host in enumerate(hosts)]
+        workers = max(world.size - data_tasks, 1)
+        jobs = {"worker": addresses[:workers], "data": addresses[workers:]}
+        cluster = ClusterSpec({job: tasks for job, tasks in jobs.items() if tasks})
+        serves = world.rank >= workers
+        place = world.rank - workers if serves else world.rank
+        return SimpleClusterResolver(
+            cluster, task_type="data" if serves else "worker", task_id=place
+        )
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank is a data task: it calls `serve`, and doesn't iterate."""
+        return self._ranks.rank in self._servers
+
+    def serve(self, epochs: int | None = None) -> int:
+        """Deal batches for so many epochs, or until all training ranks have closed or ended.
+
+        Returns how many epochs were dealt. The dataset is iterated once per epoch, from when the
+        first rank asks. What it raises is raised here, and as a DatasetError that names this rank
+        on every training rank. Raises RuntimeError on a rank that isn't a data task.
+        """
+        if not self.serves:
+            raise RuntimeError(f"rank {self._ranks.rank} isn't a data task: it iterates")
+        return self._dealer.deal(epochs, self._ranks.deadline)
+
+    def _dataset(self) -> Iterable[Any]:
+        if self._made is None:
+            pipeline = self._servers.index(self._ranks.rank) if self._servers else 0
+            context = InputContext(max(1, len(self._servers)), pipeline, self._in_sync)
+            made = self._make(context)
+            check_iterable(made)
+            self._made = made
+        return self._made
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches of the next epoch. Collective between the training ranks if agreed.
+
+        Raises DatasetError where a data task's dataset raised or has dealt all its epochs,
+        RankFailedError where a data task has ended, DeadlineExceededError where no batch comes
+        within the communicator's deadline; if agreed, and this rank alone saw that, the others
+        raise DatasetError at the same step. Under LocalSGDStrategy, if not agreed, the others raise
+        DatasetError after their next averaging where this rank's dataset raised.
+        """
+        if self.serves:
+            raise RuntimeError(f"rank {self._ranks.rank} is a data task: it calls serve()")
+        if self._agreed:
+            return iter(self._together)
+        if self._joint:
+            self._end_loop()
+        epoch = self._next_epoch()
+        batches = self._strategy.loop_over(epoch)
+        # What no other rank waits for raises by itself where a later iteration has begun.
+        self._joint = batches is not epoch
+        # No more than a weak reference: a loop that is left by `break` lets its batches go.
+        self._loop = weakref.ref(batches)
+        return batches
+
+    def _next_epoch(self) -> Generator[Any, None, None]:
+        return self._dealt.next_epoch() if self._servers else self._own_batches()
+
+    def _own_batches(self) -> Generator[Any, None, None]:
+        yield from islice(iterate(self._dataset()), self._ranks.rank, None, self._ranks.size)
+
+    def close(self) -> None:
+        """Take no more batches; the data task goes on without this rank. Again, it does nothing.
+
+        It waits for no other rank, so that ranks may close in any order, or serve meanwhile as a
+        parameter server does; only under LocalSGDStrategy, after a loop that this rank has left by
+        `break`, until the other training ranks have left theirs. A rank that ends without it has
+        closed thereby.
+        """
+        self._end_loop()
+        self._strategy.leave_loops()
+        self._take_no_more()
+
+    def _end_loop(self) -> None:
+        loop = self._loop()
+        if loop is not None:
+            loop.close()
+
+    def _take_no_more(self) -> None:
+        if self._servers:
+            # What is on its way is thrown away when the communicator closes.
+            self._box.tell_end()
+
+    def __enter__(self) -> DatasetWorker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What has failed here may keep this rank from doing what others wait for.
+        (self.close if error is None else self._take_no_more)()

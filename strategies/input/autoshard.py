@@ -1,0 +1,137 @@
+"""The ranks agree on how a dataset is split between them, before any of it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from collectives import Communicator
+from collectives.consistency.uncaught import raising_on_all
+from strategies.input.failures import check_together
+from strategies.input.options import AutoShardPolicy, InputOptions, as_policy
+from strategies.input.sources import check_iterable, files_of, policy_of, takes_seed
+
+log = logging.getLogger("strategies")
+
+
+class Choice(NamedTuple):
+    """What holds for all ranks; `own_seeds`: every rank shuffles in an order of its own."""
+
+    policy: AutoShardPolicy
+    seed: int
+    own_seeds: bool = False
+
+
+class Report(NamedTuple):
+    """What one rank asks for, and what its dataset offers."""
+
+    kind: str = ""
+    policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    own_seeds: bool = False
+    takes_seed: bool = False
+    files: tuple[int, str] | None = None  # how many, and a digest of their names in order
+    seed: int = 0
+
+
+def agree_on_choice(communicator: Communicator, dataset: Any, options: Any) -> Choice:
+    """How to split the dataset. Collective; the chief logs what AUTO chose and why.
+
+    Raises the same TypeError or ValueError on every rank.
+    """
+    report = check_together(communicator, lambda: report_on(dataset, options))
+    with raising_on_all(communicator.rank):
+        choice, level, text = decide(communicator.all_gather_object(report))
+    if communicator.rank == 0 and text:
+        log.log(level, "%s", text)
+    return choice
+
+
+def report_on(dataset: Any, options: InputOptions | None) -> Report:
+    """This rank's report. Raises TypeError or ValueError for what can't be distributed."""
+    check_iterable(dataset)
+    asked = checked_options(options)
+    own = asked.auto_shard_policy
+    return Report(
+        kind=type(dataset).__name__,
+        policy=policy_of(dataset) if own is None else as_policy(own),
+        own_seeds=asked.sharding == "seed_offset",
+        takes_seed=takes_seed(dataset),
+        files=_digest(files_of(dataset)),
+        seed=secrets.randbits(32),
+    )
+
+
+def checked_options(options: Any) -> InputOptions:
+    """The options, or those by default. TypeError for anything else."""
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options is a {type(options).__name__}: must be None or InputOptions")
+    return options
+
+
+def decide(reports: Sequence[Report]) -> tuple[Choice, int, str]:
+    """The choice, the same wherever it is made, and what to log. Raises ValueError."""
+    first = reports[0]
+    asked = [(each.policy, each.own_seeds) for each in reports]
+    if len(set(asked)) > 1:
+        wishes = [f"rank {rank}: {_wish(*each)}" for rank, each in enumerate(asked)]
+        raise ValueError(f"the ranks ask for different sharding: {', '.join(wishes)}")
+    if first.own_seeds:
+        _check_seeds(reports)
+        return Choice(AutoShardPolicy.OFF, first.seed, own_seeds=True), 0, ""
+    obstacle = _obstacle_to_files(reports)
+    if first.policy is AutoShardPolicy.AUTO:
+        return _automatic(first, obstacle)
+    if first.policy is AutoShardPolicy.FILE and obstacle:
+        raise ValueError(f"auto_shard_policy=FILE: {obstacle}")
+    return Choice(first.policy, first.seed), 0, ""
+
+
+def _automatic(first: Report, obstacle: str) -> tuple[Choice, int, str]:
+    if not obstacle:
+        text = "AutoShardPolicy.AUTO chose FILE: there is at least one file for each rank"
+        return Choice(AutoShardPolicy.FILE, first.seed), logging.INFO, text
+    text = f"AutoShardPolicy.AUTO chose DATA, every rank reads everything: {obstacle}"
+    level = logging.WARNING if first.files else logging.INFO
+    return Choice(AutoShardPolicy.DATA, first.seed), level, text
+
+
+def _obstacle_to_files(reports: Sequence[Report]) -> str:
+    """Why the dataset can't be split by files; empty where it can."""
+    for rank, report in enumerate(reports):
+        if report.files is None:
+            return f"the dataset of rank {rank}, a {report.kind}, isn't made of files"
+    if len({report.files for report in reports}) > 1:
+        counts = [report.files[0] for report in reports if report.files]
+        return f"the ranks' files, {counts} of them, differ in number, name or order"
+    count = reports[0].files[0] if reports[0].files else 0
+    if count < len(reports):
+        return f"{count} files can't be dealt to {len(reports)} ranks, one each at least"
+    return ""
+
+
+def _check_seeds(reports: Sequence[Report]) -> None:
+    for rank, report in enumerate(reports):
+        if not report.takes_seed:
+            raise ValueError(
+                f"sharding='seed_offset': the dataset of rank {rank}, a {report.kind}, has no"
+                " shuffle that takes a seed: must have a method with_seed(seed, offset), as those"
+                " of strategies.input with a shuffle have"
+            )
+
+
+def _wish(policy: AutoShardPolicy, own_seeds: bool) -> str:
+    return "seed_offset" if own_seeds else policy.name
+
+
+def _digest(files: Sequence[str] | None) -> tuple[int, str] | None:
+    """Names without folders: those may differ between nodes."""
+    if files is None:
+        return None
+    names = "\0".join(PurePath(file).name for file in files)
+    return len(files), hashlib.sha256(names.encode()).hexdigest()

@@ -1,0 +1,79 @@
+"""How a process leaves the others behind: by itself, with an exception, or after somebody's death.
+
+Other ranks don't wait for a worker, so one that fails ends alone: its traceback is shown, the
+servers learn that it left, the others run on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
+
+from collectives.lifecycle import shutdown
+from collectives.messaging.mailbox import Mailbox
+from collectives.consistency.uncaught import end_alone
+
+
+class Leaver(Protocol):
+    """Who must say goodbye."""
+
+    def leave(self) -> None:
+        """Say it; where it was said already do nothing."""
+
+
+class _ExitCode:
+    """The code with which this process ends, as far as can be known before it does."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self._leave, self._show = sys.exit, sys.excepthook
+        sys.exit, sys.excepthook = self._leave_with, self._show_error
+
+    def _leave_with(self, status: Any = None, /) -> NoReturn:
+        self.code = status if isinstance(status, int) else int(status is not None)
+        self._leave(status)
+
+    def _show_error(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self.code = 1
+        self._show(kind, error, trace)
+
+
+@lru_cache(maxsize=1)
+def _exit_code() -> _ExitCode:
+    return _ExitCode()
+
+
+def leave_at_exit(leaver: Leaver) -> None:
+    """Let it say goodbye when the program ends; an uncaught exception ends this process alone."""
+    end_alone()
+    reference = weakref.ref(leaver)
+
+    def leave() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.leave()
+
+    atexit.register(leave)
+
+
+def survive_deaths(mailbox: Mailbox) -> None:
+    """End this process at its end even if another one of the mailbox has died."""
+    code = _exit_code()
+
+    def end_without_mpi() -> None:
+        if all(mailbox.alive(rank) for rank in range(mailbox.size)):
+            return
+        # MPI_Finalize, and with MPICH even calls between the living, may wait for the dead one for
+        # ever, holding Python's lock.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code.code & 0xFF)
+
+    shutdown.before_closing(end_without_mpi)

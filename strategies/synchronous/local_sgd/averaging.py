@@ -1,0 +1,176 @@
+"""The parts of local SGD: when the replicas average, and what."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import Communicator
+from strategies.optimizers import Optimizer
+from strategies.core.refusals import RefusedTogether
+from strategies.variables.storage import Change, LocalStorage, assign
+
+Array = NDArray[Any]
+
+_UNKNOWN, _UNTOUCHED, _TOUCHED = range(3)
+_GROWTH = 2
+
+
+class Rounds:
+    """How many steps there are from one averaging to the next: the same number on all ranks."""
+
+    def __init__(self, every: int | None, seconds: float | None) -> None:
+        """So many steps, or as many as take about so many seconds: one at first."""
+        self._every, self._seconds = every, seconds
+        self._taken = 0
+        self._length = every or 1
+        self._began = time.perf_counter()
+
+    def step(self) -> bool:
+        """Count a step; whether the round ends with it."""
+        self._taken += 1
+        return self._taken >= self._length
+
+    def proposal(self) -> int:
+        """The next round's steps as this rank would have them; 0 where it took none yet."""
+        if self._seconds is None or not self._taken:
+            return self._every or 0
+        rate = self._taken / max(time.perf_counter() - self._began, 1e-9)
+        # Few steps tell little about the rate: the first ones are slow, or lucky.
+        return max(1, int(min(self._seconds * rate, _GROWTH * self._length)))
+
+    def begin(self, proposals: Sequence[int]) -> None:
+        """A new round, of the slowest rank's proposal."""
+        self._length = min((each for each in proposals if each), default=self._length)
+        self._taken = 0
+        self._began = time.perf_counter()
+
+
+class ReplicaStorage(LocalStorage):
+    """One replica's own value of a variable, on which all replicas agree after an averaging."""
+
+    def __init__(self, array: Array) -> None:
+        super().__init__(array)
+        self.touched = False
+        self._agreed: Array | None = None
+
+    def begin_step(self, *, keep: bool) -> None:
+        """From now on the replicas' values differ; `keep` the one that they agreed on."""
+        if keep and not self.touched:
+            self._agreed = self._array.copy()
+        self.touched = True
+
+    def change(self, change: Change, *operands: Any) -> None:
+        """Change the array, and likewise what was agreed on, since all replicas do so.
+
+        Where they replace it, as by a restored checkpoint, they agree again.
+        """
+        super().change(change, *operands)
+        if change is assign:
+            self.settle()
+        elif self._agreed is not None:
+            change(self._agreed, *operands)
+
+    def update(self, change: Change, *operands: Any) -> None:
+        """Change the array alone."""
+        super().change(change, *operands)
+
+    def return_to_agreed(self) -> None:
+        """Undo this replica's own steps."""
+        if self._agreed is not None:
+            self._array[...] = self._agreed
+
+    def settle(self) -> None:
+        """The replicas agree again."""
+        self.touched, self._agreed = False, None
+
+
+class Told(NamedTuple):
+    """What the ranks tell each other before they average."""
+
+    numbers: list[list[int]]
+    """Each rank's numbers."""
+    flags: Array
+    """Of each rank and value, in the order of `held`, what is known of it there."""
+    held: list[ReplicaStorage | None]
+    """This rank's values; None where it has forgotten one."""
+
+    @property
+    def touched(self) -> list[bool]:
+        """Of each rank, whether its optimizers have changed anything since the last averaging."""
+        flags: list[bool] = (self.flags == _TOUCHED).any(axis=1).tolist()
+        return flags
+
+
+def _agree_on_step(communicator: Communicator, outer: Optimizer) -> None:
+    """A MismatchError on every rank where the outer optimizers would take different steps."""
+    with RefusedTogether(communicator, "outer_optimizer"):
+        step = f"outer step {outer.iterations + 1} of {outer.settings}"
+    communicator.barrier(step)
+
+
+class Averaging:
+    """The values that the replicas average, and how."""
+
+    def __init__(self, communicator: Communicator, outer: Optimizer | None) -> None:
+        self._communicator, self._outer = communicator, outer
+        self._known: list[weakref.ref[ReplicaStorage]] = []
+
+    def add(self, value: ReplicaStorage) -> None:
+        """Average this one as well, as long as every replica has it. All ranks add it."""
+        self._known.append(weakref.ref(value))
+
+    def tell(self, *numbers: int) -> Told:
+        """What every rank tells: so many numbers, and what is to be averaged. Collective."""
+        held = [known() for known in self._known]
+        flags = [_UNKNOWN if each is None else _UNTOUCHED + each.touched for each in held]
+        row = np.array([[*numbers, *flags]], np.int64)
+        told = self._communicator.all_gather(row)
+        return Told(told[:, : len(numbers)].tolist(), told[:, len(numbers) :], held)
+
+    def average(self, told: Told, counted: Sequence[bool]) -> None:
+        """Average what any replica's optimizer changed, over the ranks that count. Collective."""
+        everywhere = told.flags.min(axis=0) > _UNKNOWN
+        changed = everywhere & (told.flags.max(axis=0) == _TOUCHED)
+        values = [
+            each
+            for each, wanted in zip(told.held, changed, strict=True)
+            if wanted and each is not None
+        ]
+        if values:
+            self._bring_together(values, counted)
+        self._known = [known for known, there in zip(self._known, everywhere, strict=True) if there]
+
+    def _bring_together(self, values: list[ReplicaStorage], counted: Sequence[bool]) -> None:
+        arrays = [value.view() for value in values]
+        if self._outer is not None:
+            _agree_on_step(self._communicator, self._outer)
+            means = self._means(arrays, counted)
+            for value in values:
+                value.return_to_agreed()
+            # The outer gradient points from the replicas' mean to where they began.
+            gradients = [array - mean for array, mean in zip(arrays, means, strict=True)]
+            self._outer.update_stored(gradients, values)
+        elif all(counted):
+            self._communicator.all_reduce_many(arrays, "mean", out=arrays)
+        else:
+            for array, mean in zip(arrays, self._means(arrays, counted), strict=True):
+                array[...] = mean
+        for value in values:
+            value.settle()
+
+    def _means(self, arrays: list[Array], counted: Sequence[bool]) -> list[Array]:
+        if all(counted):
+            return self._communicator.all_reduce_many(arrays, "mean")
+        # Divided before, since a sum of 16-bit floats may be too large for them.
+        share = 1 / sum(counted) if counted[self._communicator.rank] else None
+        shares = [
+            np.zeros_like(each) if share is None else np.asarray(each * each.dtype.type(share))
+            for each in arrays
+        ]
+        return self._communicator.all_reduce_many(shares)

@@ -1,0 +1,236 @@
+"""LocalSGDStrategy: the ranks train on their own, and average their parameters now and then.
+
+Local SGD (Stich 2019, arXiv:1805.09767); with an outer optimizer DiLoCo (Douillard et al. 2023,
+arXiv:2311.08105). `tf.distribute` has no such strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import Communicator
+from collectives.scope import named_scope
+from collectives.consistency.uncaught import raised_on_all
+from strategies.cluster.membership import join_cluster
+from strategies.cluster.tf_config import validate_for_collective_training
+from strategies.cluster_resolver import ClusterResolver
+from strategies.core.contexts import require_cross_replica
+from strategies.input import InputContext, InputOptions
+from strategies.input.joining import join_batches
+from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage, Rounds, Told
+from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
+from strategies.optimizers import Optimizer
+from strategies.core.strategy import Strategy
+from strategies.variables.indexed_slices import Gradient
+from strategies.variables.storage import Storage
+
+if TYPE_CHECKING:
+    from strategies.variables.variable import Variable
+
+_TEXTS = {
+    Reason.ROUND_ENDS: "the end of a round",
+    Reason.SYNCHRONIZE: "synchronize",
+    Reason.SAVE: "Checkpoint.save",
+}
+
+
+class LocalSGDStrategy(Strategy):
+    """Independent training, in which parameters are averaged every N steps or T seconds.
+
+    A step is one `apply_gradients`: it applies the replica's own gradients, which are not summed,
+    with slots of its own. After `sync_every` steps all variables that an optimizer changed since
+    are averaged over the ranks, in few messages. With `sync_seconds` the ranks agree at each
+    averaging on the number of steps until the next: as many as the slowest one takes in that time,
+    but at most twice as many as before; the first comes after one step. With `outer_optimizer`
+    (DiLoCo's is `SGD(0.7, momentum=0.9, nesterov=True)`) the last agreed value minus the mean is a
+    gradient, by which it moves the last agreed value, with the same bits on all ranks.
+
+    Each replica is in sync with itself alone: `num_replicas_in_sync` is 1, so that a loss that is
+    divided by `batch size × num_replicas_in_sync` is the mean over the replica's own batch, and
+    `replica_id_in_sync_group` is 0: `communicator.rank` and `InputContext` tell the ranks apart. A
+    distributed dataset's batches are meant for one replica: W of them are joined and dealt to the
+    W ranks in each step, the last ones of an epoch in equal parts. It agrees on its end at each
+    step as under every strategy. A loop over a `DatasetWorker` with `agreed=False` is independent:
+    each rank takes the batches that it gets, be they none. Before the loop ends, a rank whose
+    batches have ended takes part in the others' averagings, in which it counts only where it has
+    taken steps since the last one; when all ranks are through they average once more and leave the
+    loop with equal values. A rank that leaves the loop by `break` does so in its next call of any
+    kind over `communicator` or the one that it was made from, or when its program ends. A loop
+    whose iterator is kept in a variable is over where the rank synchronizes or saves while others
+    end a round; taking its next batch raises RuntimeError then. Within such a loop no rank may make
+    a collective call that another one, whose batches have ended, doesn't make
+    (CollectiveMismatchError on every rank). Whatever else makes the numbers of steps unequal makes
+    averaging fail (a MismatchError or DeadlineExceededError).
+
+    Read outside of `run`, a variable has this rank's own value: call `synchronize` at the end of
+    training. `reduce` and `gather` work over all ranks. Assignments by or for all replicas change
+    every replica's value, and what was last agreed on, alike. `Checkpoint.save` averages first
+    where any replica has taken steps since the last averaging, as `synchronize` does, and changes
+    nothing where none has; an optimizer's slots are the chief's. Name `outer_optimizer` in the
+    checkpoint as well. A restored value is what all replicas have agreed on, and the round goes on.
+
+    Raises ValueError unless one of `sync_every` (an integer from 1) and `sync_seconds` (above 0)
+    is given, and on every rank where ranks give different ones; TypeError for an outer optimizer
+    that is none. The cluster is found as by MultiWorkerMirroredStrategy. Making one is collective.
+    """
+
+    def __init__(
+        self,
+        sync_every: int | None = None,
+        sync_seconds: float | None = None,
+        outer_optimizer: Optimizer | None = None,
+        *,
+        cluster_resolver: ClusterResolver | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.membership = join_cluster(
+            communicator, cluster_resolver, validate_for_collective_training
+        )
+        super().__init__(
+            self.membership.group,
+            cluster_resolver=self.membership.resolver,
+            is_chief=self.membership.place.is_chief,
+        )
+        outer = getattr(outer_optimizer, "settings", outer_optimizer)
+        # Before they are checked, so that what one rank alone gave wrong is told to all.
+        _refuse_differences(
+            self.communicator,
+            f"sync_every={sync_every!r}, sync_seconds={sync_seconds!r}, outer_optimizer={outer!r}",
+        )
+        every, seconds = _checked(sync_every, sync_seconds)
+        if outer_optimizer is not None and not isinstance(outer_optimizer, Optimizer):
+            kind = type(outer_optimizer).__name__
+            raise TypeError(f"outer_optimizer is a {kind}: must be one of strategies.optimizers")
+        self._keeps_agreed = outer_optimizer is not None
+        self._averaging = Averaging(self.communicator, outer_optimizer)
+        self._rounds = Rounds(every, seconds)
+        self._loops = Loops(self.communicator, self.membership.world, self._average)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """1: between two averagings no replica's gradients meet another's."""
+        return 1
+
+    @property
+    def steps_together(self) -> bool:
+        """No: a replica that is refused a step raises by itself, and the others go on."""
+        return False
+
+    def store(self, value: NDArray[Any], what: str) -> Storage:
+        """A value of this replica's own, beginning with the chief's. Collective."""
+        stored = ReplicaStorage(self.mirrored(value, what))
+        self._averaging.add(stored)
+        return stored
+
+    def apply_gradients(
+        self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> None:
+        """One step of this replica alone; at the end of a round all of them average."""
+        for variable in variables:
+            if isinstance(variable.storage, ReplicaStorage):
+                variable.storage.begin_step(keep=self._keeps_agreed)
+        own = [each.copy() if isinstance(each, np.ndarray) else each for each in gradients]
+        optimizer.update(own, variables)
+        if self._rounds.step():
+            self._average(Part(Reason.ROUND_ENDS))
+
+    def synchronize(self) -> None:
+        """Average now, and begin a new round. Collective; RuntimeError inside `run`."""
+        require_cross_replica("LocalSGDStrategy.synchronize")
+        self._average(Part(Reason.SYNCHRONIZE, self._loops.current))
+
+    def settle(self) -> None:
+        """Average and begin a new round, where any replica has taken steps since the last one."""
+        self._average(Part(Reason.SAVE, self._loops.current))
+
+    def _average(self, part: Part) -> None:
+        """Take part in an averaging, for a reason that all ranks give alike. Collective.
+
+        A rank whose loop is over may take part in any, and counts where it has taken steps.
+        """
+        told, parts = self._told_by_all(part)
+        counts = [
+            each.reason.in_loop or touched
+            for each, touched in zip(parts, told.touched, strict=True)
+        ]
+        # A save changes nothing where nothing has to be brought together.
+        if any(told.touched) or all(each.reason is not Reason.SAVE for each in parts):
+            self._averaging.average(told, counts)
+            self._rounds.begin([proposal for _, _, proposal in told.numbers])
+        self._loops.note(parts)
+        if parts[self.communicator.rank].reason is not part.reason:
+            self._loops.leave_all()
+            self._average(Part(part.reason))
+
+    def _told_by_all(self, part: Part) -> tuple[Told, list[Part]]:
+        waits = not part.reason.in_loop
+        text = "the other ranks' averagings, after the end of this rank's batches"
+        with named_scope(self.communicator, text) if waits else nullcontext():
+            self.meet("averaging")
+            told = self._averaging.tell(*part, self._rounds.proposal())
+            given = [Part(Reason(reason), loop) for reason, loop, _ in told.numbers]
+            parts = without_left(given)
+            if len({each.reason for each in parts if each.reason.in_loop}) > 1:
+                self.meet(_TEXTS.get(part.reason, "the end of a loop"))
+        return told, parts
+
+    def loop_over(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """As they are; a rank without batches averages with the others until all have none."""
+        return self._loops.over(batches)
+
+    def leave_loops(self) -> None:
+        """Average with the others until they are through with loops that this rank has left."""
+        self._loops.finish()
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> Iterable[Any]:
+        """As under every strategy, of a dataset whose batches are meant for one replica each.
+
+        W of them at a time are joined before they are dealt to the W ranks.
+        """
+        joined = join_batches(dataset, self.communicator.size)
+        return super().experimental_distribute_dataset(joined, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: InputOptions | None = None,
+    ) -> Iterable[Any]:
+        """As under every strategy, with an InputContext of one replica in sync."""
+
+        def made(context: InputContext) -> Iterable[Any]:
+            return dataset_fn(dataclasses.replace(context, num_replicas_in_sync=1))
+
+        return super().distribute_datasets_from_function(made, options)
+
+
+def _checked(every: Any, seconds: Any) -> tuple[int | None, float | None]:
+    if (every is None) == (seconds is None):
+        raise ValueError(
+            f"sync_every={every!r}, sync_seconds={seconds!r}: exactly one of them must be given"
+        )
+    if every is None:
+        if not 0 < (duration := float(seconds)) < math.inf:
+            raise ValueError(f"sync_seconds={seconds!r}: must be above 0, and finite")
+        return None, duration
+    if (steps := operator.index(every)) < 1:
+        raise ValueError(f"sync_every={every!r}: must be at least 1")
+    return steps, None
+
+
+def _refuse_differences(communicator: Communicator, given: str) -> None:
+    """The same ValueError on every rank where they weren't given the same. Collective."""
+    texts = communicator.all_gather_object(given)
+    if len(set(texts)) > 1:
+        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+        error = ValueError("\n".join(["LocalSGDStrategy: the ranks' arguments differ", *lines]))
+        raise raised_on_all(error, communicator.rank)
