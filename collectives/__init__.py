@@ -4,16 +4,29 @@
 """
 
 from collectives.algorithms import register_algorithm
-from collectives.communicator import Communicator
 from collectives.analysis.cost import Link, estimate
-from collectives.errors import BackendUnavailableError, CollectiveError, CollectiveMismatchError, DeadlineExceededError, DtypeMismatchError, LaunchError, MismatchError, OpMismatchError, RankFailedError, RootMismatchError, ScheduleError, ShapeMismatchError
+from collectives.analysis.verify import verify
+from collectives.communicator import Communicator
+from collectives.errors import (
+    BackendUnavailableError,
+    CollectiveError,
+    CollectiveMismatchError,
+    DeadlineExceededError,
+    DtypeMismatchError,
+    LaunchError,
+    MismatchError,
+    OpMismatchError,
+    RankFailedError,
+    RootMismatchError,
+    ScheduleError,
+    ShapeMismatchError,
+)
 from collectives.fusion import Fusion
 from collectives.lifecycle.futures import Handle
 from collectives.messaging.codec import Message
 from collectives.messaging.mailbox import Mailbox
-from collectives.reductions.reduction import ReduceOp
 from collectives.messaging.send_request import Sent
-from collectives.analysis.verify import verify
+from collectives.reductions.reduction import ReduceOp
 from collectives.world import world
 
 __all__ = [

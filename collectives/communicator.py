@@ -8,20 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls import tuning
+from collectives.calls import allocation, movements, objects, point_to_point, reductions, tuning
+from collectives.calls.all_to_all import all_to_all
+from collectives.calls.bound import PASS
 from collectives.calls.explain import explain
+from collectives.calls.mailboxes import open_mailbox
+from collectives.calls.trace import trace
+from collectives.consistency.arguments import check_index, check_peer
+from collectives.gpu.many import begins_on_gpu
 from collectives.group import Group
 from collectives.lifecycle.futures import Handle
 from collectives.messaging.mailbox import Mailbox
-from collectives.calls import point_to_point, movements, objects, reductions, allocation
-from collectives.calls.all_to_all import all_to_all
-from collectives.calls.arguments import check_index, check_peer
-from collectives.calls.mailboxes import open_mailbox
-from collectives.gpu.many import begins_on_gpu
-from collectives.calls.bound import PASS
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.spec import spec_of
-from collectives.calls.trace import trace
 
 
 class Communicator(Group):

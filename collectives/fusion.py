@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import to_array
-from collectives.communicator import Communicator
-from collectives.cuda.interface import cuda, on_gpu
-from collectives.reductions.buckets import Plan, check_bucket_bytes, make_plan
 from collectives.calls import Operation
 from collectives.calls.many import describe_many
+from collectives.communicator import Communicator
+from collectives.cuda.runtime import cuda, on_gpu
+from collectives.reductions.buckets import Plan, check_bucket_bytes, make_plan
 from collectives.reductions.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
 
 

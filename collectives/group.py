@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from collectives.lifecycle import shutdown, topology
-from collectives.lifecycle.setup import check_backend, transport_over
-from collectives.gpu.backend import Devices
-from collectives.lifecycle.due import Due
-from collectives.execution.engine import Engine
-from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
-from collectives.lifecycle.futures import Handle, Progress, run_at_once
-from collectives.messaging.mailbox import Mailbox
 from collectives.calls import Operation
-from collectives.lifecycle import nodes
-from collectives.calls.arguments import check_index
-from collectives.gpu.many import ManyOnGpus
-from collectives.calls.objects import numbers_of_all
 from collectives.calls.bound_many import ManyReducer
 from collectives.calls.call_cache import ShortWays
-from collectives.consistency.signature import Signature
-from collectives.transports.base import Transport
+from collectives.calls.objects import numbers_of_all
 from collectives.calls.tuning import use_saved
+from collectives.consistency.arguments import check_index
+from collectives.consistency.signature import Signature
+from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
+from collectives.execution.engine import Engine
+from collectives.gpu.backend import Devices
+from collectives.gpu.many import ManyOnGpus
+from collectives.lifecycle import nodes, shutdown, topology
+from collectives.lifecycle.due import Due
+from collectives.lifecycle.futures import Handle, Progress, run_at_once
+from collectives.lifecycle.setup import check_backend, transport_over
+from collectives.messaging.mailbox import Mailbox
+from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE, calling_line, check_deadline
 
 Entered = TypeVar("Entered", bound="Group")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from collectives.lifecycle.setup import check_backend, start_mpi
 from collectives.communicator import Communicator
-from collectives.lifecycle.launcher import check_launch
 from collectives.consistency.uncaught import end_the_job_on_exceptions
+from collectives.lifecycle.launcher import check_launch
+from collectives.lifecycle.setup import check_backend, start_mpi
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE, check_deadline
 
 

@@ -17,7 +17,17 @@ import tempfile
 import numpy as np
 from train_digits import Batches, Model, cross_entropy, load_data
 
-from strategies import Checkpoint, MultiWorkerMirroredStrategy, ReduceOp, compute_average_loss, get_strategy, latest_checkpoint, metrics, optimizers, scale_regularization_loss
+from strategies import (
+    Checkpoint,
+    MultiWorkerMirroredStrategy,
+    ReduceOp,
+    compute_average_loss,
+    get_strategy,
+    latest_checkpoint,
+    metrics,
+    optimizers,
+    scale_regularization_loss,
+)
 
 BATCH_SIZE = 64
 REGULARIZATION = np.float32(1e-5)

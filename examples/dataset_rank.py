@@ -21,7 +21,13 @@ from itertools import count
 import numpy as np
 from train_digits import Batches, Model, cross_entropy, load_data
 
-from strategies import DatasetWorker, LocalSGDStrategy, MultiWorkerMirroredStrategy, ReduceOp, optimizers
+from strategies import (
+    DatasetWorker,
+    LocalSGDStrategy,
+    MultiWorkerMirroredStrategy,
+    ReduceOp,
+    optimizers,
+)
 
 BATCH_SIZE = 32  # of one replica
 

@@ -24,7 +24,14 @@ import numpy as np
 from train_digits import Batches, Model, cross_entropy, load_data
 
 import collectives
-from strategies import Checkpoint, CheckpointManager, Variable, metrics, optimizers, train_and_evaluate
+from strategies import (
+    Checkpoint,
+    CheckpointManager,
+    Variable,
+    metrics,
+    optimizers,
+    train_and_evaluate,
+)
 
 BATCH_SIZE = 64
 

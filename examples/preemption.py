@@ -19,7 +19,14 @@ import signal
 import numpy as np
 from train_digits import Model, cross_entropy, load_data
 
-from strategies import Checkpoint, CheckpointManager, MultiWorkerMirroredStrategy, Variable, metrics, optimizers
+from strategies import (
+    Checkpoint,
+    CheckpointManager,
+    MultiWorkerMirroredStrategy,
+    Variable,
+    metrics,
+    optimizers,
+)
 
 BATCH_SIZE = 64
 

@@ -1,31 +1,82 @@
 """Distributed training in the manner of `tf.distribute`, over the collectives of this project."""
 
-from strategies import cluster_resolver, coordinator, cross_device_ops, errors, experimental, metrics, optimizers
-from strategies.synchronous.central_storage import CentralStorageStrategy
-from strategies.checkpoint import Checkpoint, CheckpointError, CheckpointManager, Saveable, latest_checkpoint
+from strategies import (
+    cluster_resolver,
+    coordinator,
+    cross_device_ops,
+    errors,
+    experimental,
+    metrics,
+    optimizers,
+)
+from strategies.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    Saveable,
+    latest_checkpoint,
+)
 from strategies.cluster.spec import ClusterSpec
-from strategies.communication.options import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
-from strategies.core.contexts import ReplicaContext, experimental_set_strategy, get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+from strategies.communication.options import (
+    CollectiveCommunication,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from strategies.coordinator import ClusterCoordinator, RemoteValue
-from strategies.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice, RingAllReduce
-from strategies.data_service.data_worker import DatasetWorker
-from strategies.synchronous.default import DefaultStrategy
-from strategies.evaluation.end_marker import training_ends
-from strategies.evaluation.evaluate import Evaluation, evaluate_checkpoints
-from strategies.evaluation.side_by_side import TrainedAndEvaluated, train_and_evaluate
+from strategies.core.contexts import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from strategies.core.extended import StrategyExtended
-from strategies.input import AutoShardPolicy, DatasetError, DistributedDataset, DistributedIterator, FileDataset, InputContext, InputOptions, InputReplicationMode, Options, TensorSpec, ValueContext
-from strategies.synchronous.local_sgd.strategy import LocalSGDStrategy
 from strategies.core.losses import compute_average_loss, scale_regularization_loss
-from strategies.synchronous.mirrored import MirroredStrategy
-from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
-from strategies.synchronous.one_device import OneDeviceStrategy
-from strategies.parameter_server import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner, ParameterServerStrategy, Partitioner, ShardedVariable, replica_device_setter
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.run_options import RunOptions
 from strategies.core.strategy import Strategy
-from strategies.synchronous.tpu import TPUStrategy
 from strategies.core.values import DistributedValues, Mirrored, PerReplica
+from strategies.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+)
+from strategies.data_service.data_worker import DatasetWorker
+from strategies.evaluation.end_marker import training_ends
+from strategies.evaluation.evaluate import Evaluation, evaluate_checkpoints
+from strategies.evaluation.side_by_side import TrainedAndEvaluated, train_and_evaluate
+from strategies.input import (
+    AutoShardPolicy,
+    DatasetError,
+    DistributedDataset,
+    DistributedIterator,
+    FileDataset,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    Options,
+    TensorSpec,
+    ValueContext,
+)
+from strategies.parameter_server import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    ParameterServerStrategy,
+    Partitioner,
+    ShardedVariable,
+    replica_device_setter,
+)
+from strategies.synchronous.central_storage import CentralStorageStrategy
+from strategies.synchronous.default import DefaultStrategy
+from strategies.synchronous.local_sgd.strategy import LocalSGDStrategy
+from strategies.synchronous.mirrored import MirroredStrategy
+from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
+from strategies.synchronous.one_device import OneDeviceStrategy
+from strategies.synchronous.tpu import TPUStrategy
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
 from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup
 from strategies.variables.variable import Variable

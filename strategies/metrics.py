@@ -22,7 +22,12 @@ from numpy.typing import NDArray
 from collectives.scope import named_scope
 from strategies.core.losses import broadcast_weights
 from strategies.core.values import as_array
-from strategies.variables.variable import Variable, VariableAggregation, VariableSynchronization, made_together
+from strategies.variables.variable import (
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    made_together,
+)
 
 Array = NDArray[Any]
 

@@ -18,8 +18,8 @@ from bench.problem import Problem
 from bench.task import Task
 from bench.timing import Subject, interleave
 from collectives import Communicator
-from collectives.gpu.buckets import BucketMemory
 from collectives.cuda.interface import Cuda
+from collectives.gpu.buckets import BucketMemory
 from collectives.reductions.reduction import ReduceOp
 
 MOST_OVERHEAD = 10e-6

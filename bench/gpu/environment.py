@@ -9,9 +9,9 @@ from bench.environment import describe
 from bench.gpu.bare import NAME
 from bench.gpu.device import Device
 from collectives import Communicator
-from collectives.gpu import probe
-from collectives.cuda.interface import cuda
+from collectives.cuda.runtime import cuda
 from collectives.errors import BackendUnavailableError
+from collectives.gpu import probe
 
 
 def gpu_problem() -> str | None:

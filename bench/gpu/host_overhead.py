@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from collectives.cuda import interface
+from collectives.cuda import interface, runtime
 from collectives.gpu import probe
 from collectives.transports import local
 from collectives.transports.cupy_nccl import CupyNccl
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def null_communicator() -> Communicator:
     """Of one rank, "over NCCL"."""
     driver: Any = NullNccl()
-    interface._made = null_cuda()
+    runtime._made = null_cuda()
     setattr(probe, "nccl_driver", lambda: driver)  # noqa: B010 (mypy takes it for a constant)
     return Communicator(local.alone(), backend="nccl")
 

@@ -9,8 +9,8 @@ import numpy as np
 from bench.cases.base import Case
 from bench.problem import Array, Problem
 from bench.task import Buffers
-from collectives.cuda.interface import Cuda, DeviceArray
 from collectives.cuda.host_copies import fetched, filled
+from collectives.cuda.interface import Cuda, DeviceArray
 
 MOST_SETS = 256
 # So that what a call touches is gone from the cache when its turn comes again.

@@ -20,7 +20,7 @@ from bench.reports import open_table
 from bench.reports.columns import columns, header_lines
 from bench.reports.sections import Section, write_json_sections, write_markdown_sections
 from bench.run import CAN_NOT_MEASURE, CanNotMeasureError, status_of
-from collectives.cuda.interface import cuda
+from collectives.cuda.runtime import cuda
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from collectives.algorithms import binomial, circulant, doubling, pairwise, rabenseifner, reduce_scatter_gather, ring, scatter_all_gather
+from collectives.algorithms import (
+    binomial,
+    circulant,
+    doubling,
+    pairwise,
+    rabenseifner,
+    reduce_scatter_gather,
+    ring,
+    scatter_all_gather,
+)
 from collectives.schedules.paths import FORCED
 from collectives.schedules.schedule import Schedule, chunk_per_rank, one_chunk
 from collectives.schedules.spec import spec_of

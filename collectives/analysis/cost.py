@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from collectives import algorithms
 from collectives.algorithms import Algorithm
-from collectives.schedules.schedule import split_lengths
 from collectives.analysis.traffic import Ends, Indices, Messages, messages
+from collectives.schedules.schedule import split_lengths
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import algorithms
+from collectives.analysis.traffic import Ends, Indices, messages
 from collectives.errors import ScheduleError
 from collectives.schedules.schedule import Ranks, Round
 from collectives.schedules.spec import ANYTHING, EVERY, Spec, spec_of
-from collectives.analysis.traffic import Ends, Indices, messages
 
 EXACT_UP_TO = 256
 

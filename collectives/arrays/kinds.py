@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.cuda.interface import DLPACK_GPU, cuda, is_torch, on_gpu
-from collectives.reductions.reduction import Array
 from collectives.arrays.tensors import from_torch, refuse_false_gradient, to_torch
+from collectives.cuda.interface import DLPACK_GPU, is_torch
+from collectives.cuda.runtime import cuda, on_gpu
+from collectives.reductions.reduction import Array
 
 # kDLCPU, and kDLCUDAHost: memory of the host that is pinned.
 _DLPACK_CPU = (1, 3)

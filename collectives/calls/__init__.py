@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from collectives.execution.engine import Engine
 from collectives.consistency.signature import Signature
+from collectives.execution.engine import Engine
 
 
 class Operation(NamedTuple):

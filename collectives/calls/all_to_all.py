@@ -15,12 +15,12 @@ import numpy as np
 
 from collectives import algorithms
 from collectives.arrays.kinds import empty, flat, is_device, like, to_array
-from collectives.execution.engine import Engine
+from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles
-from collectives.reductions.reduction import Array
 from collectives.consistency.signature import Signature, forced
-from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
 
 # Elements begin at a multiple of this, in bytes, which suits every dtype.
 _ALIGNMENT = 64

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from collectives.execution.engine import Engine
 from collectives.calls import Operation
 from collectives.calls.objects import numbers_of_all
-from collectives.reductions.reduction import Array
 from collectives.consistency.signature import Signature, dtype_name
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
 from collectives.waiting.wait_policy import warn_once
 
 

@@ -9,29 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.kinds import Output, check_same_memory, empty, flat, given_output, like, new_output, packed
+from collectives.arrays.kinds import (
+    Output,
+    check_same_memory,
+    empty,
+    flat,
+    given_output,
+    like,
+    new_output,
+    packed,
+)
 from collectives.reductions.reduction import Array
 from collectives.schedules.schedule import split_lengths
-
-
-def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
-    """An integer from `least` to limit − 1; TypeError or ValueError otherwise."""
-    problem = f"{name}={value!r}: must be an integer from {least} to {limit - 1}"
-    try:
-        index = operator.index(value)
-    except TypeError:
-        raise TypeError(problem) from None
-    if not least <= index < limit:
-        raise ValueError(problem)
-    return index
-
-
-def check_peer(peer: Any, rank: int, size: int) -> int:
-    """Another rank's number."""
-    index = check_index("peer", peer, size)
-    if index == rank:
-        raise ValueError(f"peer={peer!r}: must be another rank than this one")
-    return index
 
 
 @lru_cache(maxsize=256)

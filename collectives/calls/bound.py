@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from collectives.consistency.call_check import Agreement
-from collectives.execution.engine import Engine
-from collectives.shm.node import Path
 from collectives.calls import movements, reductions
 from collectives.calls.arguments import split_rows
 from collectives.calls.reductions import ReduceInput
-from collectives.schedules.paths import NATIVE, SHARED
+from collectives.consistency.call_check import Agreement
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
-from collectives.reductions.reduction import Array, ReduceOp, finish, fold_dtype, plain_fold
-from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
-from collectives.shm.layout import ARRIVALS, SMALL_BYTES
-from collectives.shm.selector import LEAST_BYTES
 from collectives.consistency.signature import fingerprint
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array, ReduceOp, finish, fold_dtype, plain_fold
+from collectives.schedules.paths import NATIVE, SHARED
+from collectives.shm.layout import ARRIVALS, SMALL_BYTES
+from collectives.shm.node import Path
+from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
+from collectives.shm.selector import LEAST_BYTES
 
 PASS = object()
 """What a quick all_reduce returns, before it did anything, for arguments that need care."""

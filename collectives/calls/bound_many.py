@@ -17,12 +17,12 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from collectives.execution.engine import Engine
 from collectives.calls import Operation
 from collectives.calls.many import Many, Part, StagedBucket, overlapping
+from collectives.consistency.signature import fingerprint
+from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.shm.node_barrier import SEQUENCE_BITS
-from collectives.consistency.signature import fingerprint
 
 _KEPT = 8
 

@@ -6,10 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.arrays.kinds import Output
-from collectives.cuda.interface import cuda, on_gpu
-from collectives.execution.engine import Engine
+from collectives.calls.bound import (
+    PASS,
+    AllReduce,
+    quick_all_gather,
+    quick_all_reduce,
+    quick_broadcast,
+    quick_reduce_scatter,
+)
 from collectives.calls.reductions import ReduceInput
-from collectives.calls.bound import PASS, AllReduce, quick_all_gather, quick_all_reduce, quick_broadcast, quick_reduce_scatter
+from collectives.cuda.runtime import cuda, on_gpu
+from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, as_op
 
 _KEPT = 512

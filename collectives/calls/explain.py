@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives.execution.engine import Engine
-from collectives.schedules.paths import QUICKEST, SHARED
 from collectives.calls.bound import takes_one_step
+from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, check_reducible
-from collectives.shm.selector import Route
+from collectives.schedules.paths import QUICKEST, SHARED
 from collectives.schedules.spec import spec_of
+from collectives.shm.selector import Route
 
 
 def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 
-from collectives.execution.engine import Engine
-from collectives.errors import BackendUnavailableError, in_step
-from collectives.messaging.mailbox import Mailbox
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles
-from collectives.messaging.liveness import Processes, this_process
 from collectives.consistency.signature import Signature
+from collectives.errors import BackendUnavailableError, in_step
+from collectives.execution.engine import Engine
+from collectives.messaging.liveness import Processes, this_process
+from collectives.messaging.mailbox import Mailbox
 
 
 def open_mailbox() -> Operation:

@@ -12,16 +12,23 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from collectives.arrays.kinds import Output
-from collectives.execution.engine import Engine
-from collectives.reductions.buckets import DEFAULT_BUCKET_BYTES, Bucket, Kinds, check_bucket_bytes, check_many, make_plan
 from collectives.calls import Operation
 from collectives.calls.reductions import ReduceInput
-from collectives.schedules.paths import QUICKEST, SHARED
-from collectives.reductions.reduction import Array, ReduceOp, as_op, finish
+from collectives.consistency.signature import Signature
 from collectives.execution.cost_model import bucket_of
+from collectives.execution.engine import Engine
+from collectives.reductions.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    Bucket,
+    Kinds,
+    check_bucket_bytes,
+    check_many,
+    make_plan,
+)
+from collectives.reductions.reduction import Array, ReduceOp, as_op, finish
+from collectives.schedules.paths import QUICKEST, SHARED
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.packed import Packed
-from collectives.consistency.signature import Signature
 
 # A bucket's fixed costs may take this part of its time.
 _FIXED = 0.05

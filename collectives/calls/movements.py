@@ -7,15 +7,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays.kinds import Output, empty, flat, given_output, is_device, is_writeable, like, may_overlap, packed, to_array
-from collectives.execution.engine import Engine
-from collectives.errors import in_step
+from collectives.arrays.kinds import (
+    Output,
+    empty,
+    flat,
+    given_output,
+    is_device,
+    is_writeable,
+    like,
+    may_overlap,
+    packed,
+    to_array,
+)
+from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
 from collectives.calls import Operation
 from collectives.calls.arguments import Rows
 from collectives.calls.objects import broadcast_pickle, numbers_of_all
-from collectives.schedules.schedule import split_lengths
 from collectives.consistency.signature import ANY_LENGTH, Signature, dtype_name, forced
-from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
+from collectives.errors import in_step
+from collectives.execution.engine import Engine
+from collectives.schedules.schedule import split_lengths
 
 
 def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives.execution.engine import Engine
-from collectives.errors import in_step
 from collectives.calls import Operation
-from collectives.reductions.reduction import Array
 from collectives.consistency.signature import Signature
 from collectives.consistency.uncaught import raised_on_all
+from collectives.errors import in_step
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
 
 # What `pickle` says that it raises for what it can't read.
 _UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError)

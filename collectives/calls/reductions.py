@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from collectives import algorithms
-from collectives.arrays.kinds import Output, address, check_same_memory, flat, given_output, is_device, may_overlap, new_output, to_array
-from collectives.execution.engine import Engine
+from collectives.arrays.kinds import (
+    Output,
+    address,
+    check_same_memory,
+    flat,
+    given_output,
+    is_device,
+    may_overlap,
+    new_output,
+    to_array,
+)
+from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows
-from collectives.reductions.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
 from collectives.consistency.signature import Signature, dtype_name, forced
-from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
 
 
 class ReduceInput:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.consistency import flight_recorder
-from collectives.execution.engine import Engine
 from collectives.calls import Operation
 from collectives.calls.objects import broadcast_pickle, gather_pickles
+from collectives.consistency import flight_recorder
 from collectives.consistency.flight_recorder import Entry
 from collectives.consistency.signature import Signature
+from collectives.execution.engine import Engine
 from collectives.transports.base import Transport
 
 Clock = Callable[[], int]

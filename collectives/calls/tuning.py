@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from collectives.execution import cost_model
-from collectives.execution.engine import Engine
-from collectives.execution.parameters_file import Key, load, save
-from collectives.execution.calibration import SMALL_BYTES, Seconds, fit
 from collectives.calls import Operation
 from collectives.calls.objects import broadcast_pickle, numbers_of_all
-from collectives.schedules.paths import NATIVE, SHARED
-from collectives.reductions.reduction import Array, ReduceOp, fold_function
-from collectives.execution.cost_model import LARGEST_PRICED, Figures
 from collectives.consistency.signature import Signature
+from collectives.execution import cost_model
+from collectives.execution.calibration import SMALL_BYTES, Seconds, fit
+from collectives.execution.cost_model import LARGEST_PRICED, Figures
+from collectives.execution.engine import Engine
+from collectives.execution.parameters_file import Key, load, save
+from collectives.reductions.reduction import Array, ReduceOp, fold_function
+from collectives.schedules.paths import NATIVE, SHARED
 
 TUNED = "figures tuned now"
 

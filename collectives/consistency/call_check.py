@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from collectives.errors import DeadlineExceededError, MismatchError
-from collectives.shm.node_barrier import ALIKE, DIFFERENT, SEQUENCE_BITS, SEQUENCE_MASK, Arrival, is_here
 from collectives.consistency.signature import FINGERPRINT_BITS, Signature, fingerprint
+from collectives.errors import DeadlineExceededError, MismatchError
+from collectives.shm.node_barrier import (
+    ALIKE,
+    DIFFERENT,
+    SEQUENCE_BITS,
+    SEQUENCE_MASK,
+    Arrival,
+    is_here,
+)
 from collectives.transports.base import Transport, Words
 from collectives.waiting.wait_policy import Patience
 

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from collectives.errors import CollectiveMismatchError, DtypeMismatchError, MismatchError, OpMismatchError, RootMismatchError, ShapeMismatchError
+from collectives.errors import (
+    CollectiveMismatchError,
+    DtypeMismatchError,
+    MismatchError,
+    OpMismatchError,
+    RootMismatchError,
+    ShapeMismatchError,
+)
 
 FINGERPRINT_BITS = 48
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.cuda.interface import DeviceArray, cuda
+from collectives.cuda.interface import DeviceArray
+from collectives.cuda.runtime import cuda
 
 
 def fetched(array: DeviceArray) -> NDArray[Any]:

@@ -11,7 +11,6 @@ with it by these is put on the current stream, as everything that CuPy does.
 from __future__ import annotations
 
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,13 +19,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import BackendUnavailableError
 from collectives.reductions.reduction import ReduceOp
 
 DeviceArray: TypeAlias = Any
 Shape: TypeAlias = tuple[int, ...]
 
-DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
+DLPACK_GPU = (2, 13)
+"""kDLCUDA and kDLCUDAManaged, of `__dlpack_device__`."""
 
 
 class Event(Protocol):
@@ -186,53 +185,7 @@ class Cuda(ABC):
         """Give back an arena of one's own, which all others have closed."""
 
 
-_made: Cuda | None = None
-
-
-def cuda() -> Cuda:
-    """CUDA, through CuPy. BackendUnavailableError where CuPy isn't installed."""
-    global _made
-    if _made is None:
-        try:
-            from collectives.cuda.cupy_cuda import CupyCuda
-        except ImportError as error:
-            raise BackendUnavailableError(
-                "arrays on a GPU need CuPy: `pip install 'mpi-collectives[cuda12]'` (or [cuda13])"
-                f" brings it ({error})"
-            ) from error
-        _made = CupyCuda()
-    return _made
-
-
-def wait_for(event: Event, timeout: float | None = None) -> None:
-    """Let the host wait for work that ends by itself, for which no other rank is needed.
-
-    TimeoutError after `timeout` seconds.
-    """
-    end = None if timeout is None else time.monotonic() + timeout
-    while not event.done():
-        if end is not None and time.monotonic() >= end:
-            raise TimeoutError(f"not done after {timeout} s")
-        # Leaves the core, and Python's lock, to whoever wants them; what is waited for is short.
-        time.sleep(0)
-
-
 def is_torch(array: Any) -> bool:
     """Whether it is a torch tensor, which is told without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
-
-
-def on_gpu(array: Any) -> bool:
-    """Whether it is an array in a GPU's memory, of whatever library."""
-    if _made is not None and type(array) is _made.array_type:
-        return True
-    if isinstance(array, np.generic) or type(array) is np.ndarray:
-        return False
-    if is_torch(array):
-        return bool(array.is_cuda)
-    if hasattr(array, "__cuda_array_interface__"):
-        return True
-    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack_device__"):
-        return False
-    return array.__dlpack_device__()[0] in DLPACK_GPU

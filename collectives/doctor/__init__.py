@@ -10,7 +10,6 @@ import os
 import time
 from typing import Any
 
-from collectives.lifecycle.setup import start_mpi
 from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
@@ -21,6 +20,7 @@ from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
 from collectives.errors import BackendUnavailableError, LaunchError
 from collectives.lifecycle.launcher import ALLOW_SINGLETON, Launcher, check_launch, find_launcher
+from collectives.lifecycle.setup import start_mpi
 from collectives.world import world
 
 LIMIT = 30.0

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from collectives.gpu.bootstrap import judge
 from collectives.doctor.gpu_look import Look, look_elsewhere
 from collectives.doctor.packages import found_version, installed
 from collectives.doctor.report import Report
+from collectives.gpu.bootstrap import judge
 from collectives.transports.mpi_cuda import cuda_aware
 
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")

@@ -13,9 +13,9 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from collectives.cuda.runtime import cuda
 from collectives.gpu import probe
 from collectives.gpu.bootstrap import Health, examine
-from collectives.cuda.interface import cuda
 
 _LIMIT_SECONDS = 60
 _MODULE = "collectives.doctor.gpu_look"

@@ -17,16 +17,16 @@ import numpy as np
 
 from collectives.arrays.kinds import empty, is_device
 from collectives.consistency.call_scope import Calls
-from collectives.execution.device_path import OnDevices, Request
-from collectives.errors import RankFailedError, in_step
-from collectives.execution.executor import HostMemory, Plans, own_part
-from collectives.shm.node import Node, Path
-from collectives.schedules.paths import FORCED, NATIVE, QUICKEST, SHARED
 from collectives.consistency.flight_recorder import Recorder, clock
-from collectives.reductions.reduction import Array, ReduceOp, finish
-from collectives.execution.cost_model import PRICED, Choice, Figures, Layout, bucket_of, choose
-from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
 from collectives.consistency.signature import Signature
+from collectives.errors import RankFailedError, in_step
+from collectives.execution.cost_model import PRICED, Choice, Figures, Layout, bucket_of, choose
+from collectives.execution.device_path import OnDevices, Request
+from collectives.execution.executor import HostMemory, Plans, own_part
+from collectives.reductions.reduction import Array, ReduceOp, finish
+from collectives.schedules.paths import FORCED, NATIVE, QUICKEST, SHARED
+from collectives.shm.node import Node, Path
+from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
 from collectives.transports.base import Native, Transport
 from collectives.waiting.wait_policy import Patience
 from collectives.waiting.watchdog import Watchdog

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from collectives import algorithms
-from collectives.reductions.reduction import Action, Array, ReduceOp, bind_fold
 from collectives.execution.plan import Fold, Piece, Resolver
+from collectives.reductions.reduction import Action, Array, ReduceOp, bind_fold
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
 from collectives.transports.base import Wires

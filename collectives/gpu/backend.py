@@ -10,24 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from collectives.gpu import probe
-from collectives.gpu.bootstrap import Verdict, connect, judge
-from collectives.cuda.interface import Cuda, DeviceArray, Event, cuda, wait_for
-from collectives.gpu.future import DeviceHandle
-from collectives.gpu.ipc_path import IpcPath
-from collectives.gpu.stream_work import Launches
-from collectives.gpu.nccl_path import NcclPath
-from collectives.execution.device_path import DevicePath, Request
-from collectives.gpu.bound import quick_all_reduce
-from collectives.gpu.host_path import StagedPath
-from collectives.execution.engine import Engine
-from collectives.errors import BackendUnavailableError, CollectiveError, in_step, is_in_step
-from collectives.lifecycle.futures import Handle, run_into
 from collectives.calls import Operation
 from collectives.calls.objects import broadcast_pickle, gather_pickles, make_on_all, numbers_of_all
 from collectives.calls.reductions import ReduceInput
-from collectives.reductions.reduction import as_op, fold_dtype
 from collectives.consistency.signature import Signature
+from collectives.cuda.interface import Cuda, DeviceArray, Event
+from collectives.cuda.runtime import cuda, wait_for
+from collectives.errors import BackendUnavailableError, CollectiveError, in_step, is_in_step
+from collectives.execution.device_path import DevicePath, Request
+from collectives.execution.engine import Engine
+from collectives.gpu import probe
+from collectives.gpu.bootstrap import Verdict, connect, judge
+from collectives.gpu.bound import quick_all_reduce
+from collectives.gpu.future import DeviceHandle
+from collectives.gpu.host_path import StagedPath
+from collectives.gpu.ipc_path import IpcPath
+from collectives.gpu.nccl_path import NcclPath
+from collectives.gpu.stream_work import Launches
+from collectives.lifecycle.futures import Handle, run_into
+from collectives.reductions.reduction import as_op, fold_dtype
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting.wait_policy import log

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from collectives.cuda.interface import DeviceArray, cuda
+from collectives.calls.bound import PASS
+from collectives.calls.reductions import ReduceInput
+from collectives.consistency.signature import Signature, fingerprint
+from collectives.cuda.interface import DeviceArray
+from collectives.cuda.runtime import cuda
 from collectives.execution.device_path import DevicePath
 from collectives.execution.engine import Engine
-from collectives.calls.reductions import ReduceInput
-from collectives.calls.bound import PASS
 from collectives.shm.node_barrier import SEQUENCE_BITS
-from collectives.consistency.signature import Signature, fingerprint
 from collectives.transports.nccl_driver import NcclError
 
 

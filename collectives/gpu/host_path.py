@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.interface import Cuda, Event, wait_for
+from collectives.cuda.interface import Cuda, Event
+from collectives.cuda.runtime import wait_for
 from collectives.execution.device_path import DevicePath, Request
-from collectives.gpu.side_stream import SideStream
 from collectives.execution.engine import Engine
+from collectives.gpu.side_stream import SideStream
 from collectives.reductions.reduction import check_reducible
 
 CHUNK_BYTES = 4 << 20

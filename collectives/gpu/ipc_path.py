@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.cuda.interface import Cuda, DeviceArray, Event, wait_for
+from collectives.cuda.interface import Cuda, DeviceArray, Event
+from collectives.cuda.runtime import wait_for
+from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.gpu.side_stream import SideStream
-from collectives.errors import BackendUnavailableError, in_step
 from collectives.reductions.reduction import ReduceOp, check_reducible
 from collectives.shm.copy_in_copy_out import blocks_of, part_starts
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives.arrays.kinds import Output, address, flat, is_plain
-from collectives.gpu.buckets import BucketMemory
-from collectives.cuda.interface import DeviceArray, cuda, on_gpu
-from collectives.execution.engine import Engine
-from collectives.reductions.buckets import check_bucket_bytes, check_many
 from collectives.calls import Operation
 from collectives.calls.many import describe_many, inputs_of, outputs_of, reached
 from collectives.calls.reductions import ReduceInput
+from collectives.cuda.interface import DeviceArray
+from collectives.cuda.runtime import cuda, on_gpu
+from collectives.execution.engine import Engine
+from collectives.gpu.buckets import BucketMemory
+from collectives.reductions.buckets import check_bucket_bytes, check_many
 from collectives.reductions.reduction import ReduceOp, as_op
 
 

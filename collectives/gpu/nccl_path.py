@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from collectives import algorithms
-from collectives.gpu.conversions import Conversion, conversion_of
 from collectives.cuda.interface import Cuda, DeviceArray, Event
-from collectives.gpu.stream_work import Launches
 from collectives.cuda.memory import DeviceMemory
-from collectives.execution.device_path import DevicePath, Reduce, Request
 from collectives.errors import in_step
+from collectives.execution.device_path import DevicePath, Reduce, Request
 from collectives.execution.executor import Plans
-from collectives.schedules.paths import FORCED, NATIVE
+from collectives.gpu.conversions import Conversion, conversion_of
+from collectives.gpu.stream_work import Launches
 from collectives.reductions.reduction import ReduceOp
+from collectives.schedules.paths import FORCED, NATIVE
 from collectives.transports.base import Native
 from collectives.transports.nccl import NcclTransport
 

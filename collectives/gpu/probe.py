@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from collectives.gpu.bootstrap import Health, examine
-from collectives.cuda.interface import Cuda, cuda
+from collectives.cuda.interface import Cuda
+from collectives.cuda.runtime import cuda
 from collectives.errors import BackendUnavailableError
+from collectives.gpu.bootstrap import Health, examine
 from collectives.transports.nccl_driver import NcclDriver
 
 

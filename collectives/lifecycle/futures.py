@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from collectives.execution.engine import Engine
-from collectives.errors import CollectiveError, MismatchError, in_step
 from collectives.calls import Operation
-from collectives.lifecycle import nodes
 from collectives.consistency.flight_recorder import Entry, Recorder
-from collectives.execution.cost_model import Figures
 from collectives.consistency.signature import Signature
+from collectives.errors import CollectiveError, MismatchError, in_step
+from collectives.execution.cost_model import Figures
+from collectives.execution.engine import Engine
+from collectives.lifecycle import nodes
 from collectives.lifecycle.topology import Topology
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import calling_line, log

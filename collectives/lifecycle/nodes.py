@@ -7,23 +7,23 @@ import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from collectives.lifecycle import topology
-from collectives.consistency.call_check import Agreement, ranks_of
-from collectives.execution.engine import Engine
-from collectives.errors import MismatchError
-from collectives.shm.node import Node
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles, make_on_all, numbers_of_all
-from collectives.reductions.reduction import Array, ReduceOp
-from collectives.execution.cost_model import Layout
-from collectives.shm.pool import ALIGNMENT, Arena
-from collectives.shm.node_barrier import Arrival
-from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
-from collectives.shm.progress import Steps
+from collectives.consistency.call_check import Agreement, ranks_of
 from collectives.consistency.signature import Signature, mismatch
-from collectives.lifecycle.topology import Topology
-from collectives.transports.base import Transport
 from collectives.consistency.uncaught import raised_on_all
+from collectives.errors import MismatchError
+from collectives.execution.cost_model import Layout
+from collectives.execution.engine import Engine
+from collectives.lifecycle import topology
+from collectives.lifecycle.topology import Topology
+from collectives.reductions.reduction import Array, ReduceOp
+from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
+from collectives.shm.node import Node
+from collectives.shm.node_barrier import Arrival
+from collectives.shm.pool import ALIGNMENT, Arena
+from collectives.shm.progress import Steps
+from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import warn_once
 
 _ENDS = ("close", "exit")

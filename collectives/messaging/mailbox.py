@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from collectives.consistency.arguments import check_index
 from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.messaging.codec import Letter, Message, read, write
-from collectives.calls.arguments import check_index
+from collectives.messaging.fair_lock import Turns
 from collectives.messaging.liveness import Processes
 from collectives.messaging.send_request import Done, Sent, abandoned
 from collectives.transports.base import Bytes, Post
-from collectives.messaging.fair_lock import Turns
 from collectives.waiting.wait_policy import Patience
 
 

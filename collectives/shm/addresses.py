@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from collectives.reductions.reduction import Array
-from collectives.shm.pool import Arena
+from collectives.shm.copy_in_copy_out import Lengths
 from collectives.shm.online_tuning import Experience
 from collectives.shm.peer_memory import address_of
-from collectives.shm.copy_in_copy_out import Lengths
+from collectives.shm.pool import Arena
 from collectives.shm.progress import Steps
 
 Way = Callable[["Places", Array | None, Array, Lengths, int], None]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
-from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.addresses import Places, Way
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
+from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.progress import Steps
 
 # What is read is folded while it lies in the core's own cache.

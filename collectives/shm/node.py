@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collectives.schedules.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
 from collectives.reductions.reduction import Array, ReduceOp
+from collectives.schedules.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
 from collectives.schedules.schedule import split_lengths
-from collectives.shm.pool import Arena
-from collectives.shm.zero_copy import Attempt, Direct
+from collectives.shm.addresses import PlaceExchange, Way
+from collectives.shm.copy_in_copy_out import Staged
+from collectives.shm.cross_memory_attach import SingleCopy
 from collectives.shm.packed import Packed
 from collectives.shm.peer_memory import open_peer_memory
-from collectives.shm.addresses import PlaceExchange, Way
-from collectives.shm.selector import LEAST_BYTES, Route
-from collectives.shm.cross_memory_attach import SingleCopy
-from collectives.shm.copy_in_copy_out import Staged
+from collectives.shm.pool import Arena
 from collectives.shm.progress import Steps
+from collectives.shm.selector import LEAST_BYTES, Route
+from collectives.shm.zero_copy import Attempt, Direct
 from collectives.transports.base import Native, Transport
 
 Path = Callable[[Array | None, Array, Sequence[int], int], str | None]

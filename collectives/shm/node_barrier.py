@@ -22,8 +22,18 @@ import time
 from collections.abc import Callable
 
 from collectives.errors import DeadlineExceededError, RankFailedError
+from collectives.shm.layout import (
+    ARRIVALS,
+    COLLECTED,
+    COMMITTED,
+    ENDED,
+    LEFT_AT,
+    MISSING_NODES,
+    PROCESS,
+    VERDICTS,
+    NodeMemory,
+)
 from collectives.shm.membarrier import order_all_threads
-from collectives.shm.layout import ARRIVALS, COLLECTED, COMMITTED, ENDED, LEFT_AT, MISSING_NODES, PROCESS, VERDICTS, NodeMemory
 from collectives.waiting.wait_policy import Patience
 
 SEQUENCE_BITS = 16

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, finish, fold_function, fold_in_order
-from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.copy_in_copy_out import LINE_BYTES, bounds
+from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import Steps
 
 

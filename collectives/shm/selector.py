@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from collectives.schedules.paths import DIRECT, NATIVE, STAGED
 from collectives.reductions.reduction import Array
-from collectives.shm.zero_copy import Attempt
-from collectives.shm.online_tuning import Entry
+from collectives.schedules.paths import DIRECT, NATIVE, STAGED
 from collectives.shm.addresses import NOWHERE, PlaceExchange, Way
 from collectives.shm.copy_in_copy_out import Lengths
+from collectives.shm.online_tuning import Entry
+from collectives.shm.zero_copy import Attempt
 
 LARGEST_NATIVE = (1 << 31) - 1
 """An MPI 3 library counts in 31 bits; our own ways know no such limit."""

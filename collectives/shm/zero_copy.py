@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
-from collectives.shm.pool import Arena
 from collectives.shm.addresses import NOWHERE, Places
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
+from collectives.shm.pool import Arena
 from collectives.shm.progress import Steps
 
 # A block of the result stays in the core's own cache until it is stored everywhere.

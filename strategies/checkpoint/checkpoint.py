@@ -17,8 +17,8 @@ from strategies.checkpoint.first_rank import done_by_all, done_by_first, same_ev
 from strategies.checkpoint.states import State
 from strategies.checkpoint.tracking import find_states
 from strategies.core.contexts import get_strategy, require_cross_replica
-from strategies.synchronous.default import default_strategy
 from strategies.core.strategy import Strategy
+from strategies.synchronous.default import default_strategy
 
 Array = NDArray[Any]
 States = dict[str, State]

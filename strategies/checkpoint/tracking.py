@@ -13,8 +13,8 @@ from collectives import Communicator
 from strategies import foreign
 from strategies.checkpoint.optimizer_state import OptimizerState
 from strategies.checkpoint.states import Saveable, SaveableState, State, VariableState
-from strategies.optimizers import Optimizer
 from strategies.core.strategy import Strategy
+from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
 
 _OPAQUE = (

@@ -9,10 +9,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives import Communicator, ReduceOp
+from collectives.cuda.host_copies import fetched, filled
+from collectives.cuda.runtime import cuda
 from collectives.gpu import probe
 from collectives.gpu.bootstrap import Health, examine, judge
-from collectives.cuda.interface import cuda
-from collectives.cuda.host_copies import fetched, filled
 from strategies.core.device_names import nccl_problem
 
 

@@ -11,15 +11,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.cuda.interface import on_gpu
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.uncaught import raised_on_all
+from collectives.cuda.runtime import on_gpu
 from strategies.communication.options import CommunicationImplementation, CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.core.consensus import Report, agree
-from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
 from strategies.core.device_names import nccl_problem
 from strategies.core.reduce_op import ReduceOp
+from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
 
 log = logging.getLogger("strategies")
 

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from strategies.core import nest
 from strategies.coordinator.closure_queue import Closure, ClosureQueue
 from strategies.coordinator.dispatcher import Dispatcher
-from strategies.coordinator.messages import Finished, NewDataset, Packed
 from strategies.coordinator.link import Link
+from strategies.coordinator.messages import Finished, NewDataset, Packed
 from strategies.coordinator.packing import pack_copy, unpack
 from strategies.coordinator.per_worker import PerWorkerDataset
 from strategies.coordinator.references import ChiefReferences
 from strategies.coordinator.remote_value import RemoteValue
+from strategies.core import nest
 from strategies.core.strategy import Strategy
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from collectives.errors import RankFailedError
 from strategies.coordinator.closure_queue import Closure, ClosureQueue
 from strategies.coordinator.failures import rebuild
-from strategies.coordinator.messages import End, Failed, Finished, Message, Packed, Run
 from strategies.coordinator.link import Link
+from strategies.coordinator.messages import End, Failed, Finished, Message, Packed, Run
 from strategies.errors import CancelledError
 
 LOOK_SECONDS = 0.1

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, cast
 from strategies.coordinator.messages import Packed, Restored
 from strategies.coordinator.packing import pack
 from strategies.coordinator.per_worker import PerWorkerIterator, WorkerDatasets
+from strategies.core.strategy import Strategy
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import VariableInfo
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
-from strategies.core.strategy import Strategy
 from strategies.variables.storage import LocalStorage
 from strategies.variables.variable import Variable
 

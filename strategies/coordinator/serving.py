@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strategies.coordinator.messages import Packed
 from strategies.coordinator.link import Link
+from strategies.coordinator.messages import Packed
 from strategies.coordinator.packing import unpack
 from strategies.coordinator.per_worker import WorkerDatasets
 from strategies.coordinator.references import WorkerReferences

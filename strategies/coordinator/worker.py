@@ -7,7 +7,17 @@ from typing import Any, Protocol
 
 from collectives.errors import RankFailedError
 from strategies.coordinator.failures import describe
-from strategies.coordinator.messages import Box, End, Failed, Finished, Message, NewDataset, Packed, Restored, Run
+from strategies.coordinator.messages import (
+    Box,
+    End,
+    Failed,
+    Finished,
+    Message,
+    NewDataset,
+    Packed,
+    Restored,
+    Run,
+)
 from strategies.coordinator.packing import References, pack, unpack
 from strategies.coordinator.per_worker import WorkerDatasets
 

@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from collectives import Communicator, DtypeMismatchError, MismatchError, OpMismatchError, ShapeMismatchError
-from collectives.scope import named_scope
+from collectives import (
+    Communicator,
+    DtypeMismatchError,
+    MismatchError,
+    OpMismatchError,
+    ShapeMismatchError,
+)
 from collectives.consistency.uncaught import raised_on_all
+from collectives.scope import named_scope
 
 AGREEING = "agreeing on "
 """How the text begins by which ranks compare a report: all that have one can gather reports."""

@@ -12,13 +12,18 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, MismatchError
 from collectives.arrays.kinds import to_array
-from collectives.cuda.interface import on_gpu
 from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.cuda.runtime import on_gpu
 from strategies.core import nest, values
 from strategies.core.consensus import Report, agree, explained
 from strategies.core.reduce_op import ReduceOp, as_reduce_op
 from strategies.core.refusals import RefusedTogether
-from strategies.variables.indexed_slices import IndexedSlices, map_apart, reduce_slices, refuse_slices
+from strategies.variables.indexed_slices import (
+    IndexedSlices,
+    map_apart,
+    reduce_slices,
+    refuse_slices,
+)
 
 Array = NDArray[Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from collectives.cuda.runtime import cuda
 from collectives.gpu import probe
-from collectives.cuda.interface import cuda
 
 _NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
 

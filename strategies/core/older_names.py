@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from strategies.input import InputContext, InputOptions
     from strategies.core.run_options import RunOptions
+    from strategies.input import InputContext, InputOptions
 
 
 class OlderNames:

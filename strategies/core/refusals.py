@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator
-from collectives.errors import UnusableError, in_step, is_in_step
 from collectives.consistency.uncaught import raised_on_all
+from collectives.errors import UnusableError, in_step, is_in_step
 
 
 def wrong_context(message: str) -> RuntimeError:

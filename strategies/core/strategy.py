@@ -15,22 +15,30 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.core import contexts, values
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication.with_options import OptionedCollectives
 from strategies.communication.options import CommunicationOptions
+from strategies.communication.with_options import OptionedCollectives
+from strategies.core import contexts, values
 from strategies.core.consensus import Report, agree
-from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
 from strategies.core.cross_replica import gather_nest, reduce_nest
 from strategies.core.extended import StrategyExtended
-from strategies.input import ArraysDataset, InputContext, InputOptions, ValueContext, distribute, distribute_from_function, make_numpy_dataset
 from strategies.core.older_names import OlderNames
 from strategies.core.pace import InStep
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.run_options import RunOptions
+from strategies.core.world import world_of
+from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
+from strategies.input import (
+    ArraysDataset,
+    InputContext,
+    InputOptions,
+    ValueContext,
+    distribute,
+    distribute_from_function,
+    make_numpy_dataset,
+)
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, first_slices, reduce_slices
 from strategies.variables.storage import LocalStorage, Storage
-from strategies.core.world import world_of
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer

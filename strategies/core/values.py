@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.kinds import to_numpy
-from collectives.cuda.interface import on_gpu
 from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.cuda.runtime import on_gpu
 from strategies.core import nest
 
 

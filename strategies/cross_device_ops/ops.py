@@ -18,10 +18,16 @@ from collectives.reductions.reduction import finish
 from strategies.communication.options import CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.core.consensus import Report, agree
-from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
-from strategies.cross_device_ops.packing import Groups, by_bytes, one_by_one, reduce_apart, reduce_packed
 from strategies.core.device_names import nccl_problem, parse_device
 from strategies.core.reduce_op import ReduceOp
+from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
+from strategies.cross_device_ops.packing import (
+    Groups,
+    by_bytes,
+    one_by_one,
+    reduce_apart,
+    reduce_packed,
+)
 
 __all__ = [
     "CrossDeviceOps",

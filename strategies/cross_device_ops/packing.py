@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.cuda.interface import on_gpu
 from collectives.calls.reductions import ReduceInput
+from collectives.cuda.runtime import on_gpu
 
 Array = NDArray[Any]
 

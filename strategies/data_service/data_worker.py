@@ -17,13 +17,17 @@ from typing import Any
 from collectives import Communicator
 from strategies.cluster.membership import Membership
 from strategies.cluster.spec import ClusterSpec
-from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
-from strategies.data_service.server import Dealer
-from strategies.data_service.client import DealtBatches
-from strategies.input import DistributedDataset, InputContext
-from strategies.input.sources import check_iterable, iterate
+from strategies.cluster_resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+)
 from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
+from strategies.data_service.client import DealtBatches
+from strategies.data_service.server import Dealer
+from strategies.input import DistributedDataset, InputContext
+from strategies.input.sources import check_iterable, iterate
 
 MakeDataset = Callable[[InputContext], Iterable[Any]]
 

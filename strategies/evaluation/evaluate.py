@@ -17,8 +17,8 @@ from strategies.checkpoint import Checkpoint
 from strategies.checkpoint.directory import FoundCheckpoint, find_checkpoints
 from strategies.checkpoint.first_rank import done_by_first
 from strategies.core.contexts import get_strategy
-from strategies.evaluation.end_marker import EndOfTraining
 from strategies.core.strategy import Strategy
+from strategies.evaluation.end_marker import EndOfTraining
 
 ModelFunction: TypeAlias = Callable[[Strategy], tuple[Checkpoint, Callable[[], Any]]]
 """`model_fn(strategy)`, called once in the strategy's scope, makes what is to be evaluated: the

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from collectives import Communicator
 from strategies.cluster.tf_config import parse_tf_config, validate_for_train_and_evaluate
+from strategies.core.strategy import Strategy
+from strategies.core.world import world_of
 from strategies.evaluation.end_marker import training_ends
 from strategies.evaluation.evaluate import Evaluation, ModelFunction, evaluate_checkpoints
 from strategies.input.failures import check_together
-from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
 from strategies.parameter_server.strategy import ParameterServerStrategy
-from strategies.core.strategy import Strategy
-from strategies.core.world import world_of
+from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
 
 
 class TrainedAndEvaluated(NamedTuple):

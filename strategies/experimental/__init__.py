@@ -7,9 +7,15 @@ from typing import Any
 
 from collectives import Communicator
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication.options import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from strategies.communication.options import (
+    CollectiveCommunication,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from strategies.experimental import coordinator, partitioners
-from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
+from strategies.synchronous.multi_worker import (
+    MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy,
+)
 from strategies.synchronous.tpu import TPUStrategy
 
 __all__ = [

@@ -1,5 +1,10 @@
 """How variables are split over parameter servers, as `tf.distribute.experimental.partitioners`."""
 
-from strategies.parameter_server.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner, Partitioner
+from strategies.parameter_server.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]

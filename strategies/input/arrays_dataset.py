@@ -8,9 +8,9 @@ from operator import itemgetter
 from typing import Any
 
 from strategies.core import nest
+from strategies.core.values import as_array
 from strategies.input.batches import length_of
 from strategies.input.dataset import Dataset, Place, Transformed
-from strategies.core.values import as_array
 
 
 def make_numpy_dataset(numpy_input: Any) -> ArraysDataset:

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from strategies.core import nest
-from strategies.input.options import Options
 from strategies.core.values import as_array
+from strategies.input.options import Options
 
 Place = tuple[int, ...]  # the numbers of the iteration and of the repeats inside of it
 Self = TypeVar("Self", bound="Dataset")

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from collectives import Communicator
-from strategies.input.batches import arrays_of, contiguous_part
 from strategies.input.autoshard import Choice, agree_on_choice, checked_options
+from strategies.input.batches import arrays_of, contiguous_part
 from strategies.input.contexts import InputContext
 from strategies.input.digest import digest_of
 from strategies.input.distributed import DistributedDataset

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.kinds import to_numpy
-from collectives.cuda.interface import is_torch
 from collectives.arrays.tensors import to_torch
+from collectives.cuda.interface import is_torch
 from strategies.core import nest
 
 

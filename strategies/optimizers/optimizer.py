@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from collectives import Fusion
 from strategies.core.contexts import get_replica_context
+from strategies.core.reduce_op import ReduceOp
+from strategies.core.refusals import RefusedTogether, wrong_context
 from strategies.optimizers.clipping import check_limits, clip, limits_as_text
 from strategies.optimizers.learning_rate import LearningRate, Rate
 from strategies.optimizers.pairs import check_variable, checked_pairs, told_absent
 from strategies.optimizers.update_rules import UpdateRule
-from strategies.core.reduce_op import ReduceOp
-from strategies.core.refusals import RefusedTogether, wrong_context
 from strategies.variables.indexed_slices import Gradient, IndexedSlices, map_apart
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.storage import Storage, assign

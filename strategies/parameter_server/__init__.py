@@ -1,6 +1,11 @@
 """Asynchronous training with parameter servers."""
 
-from strategies.parameter_server.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner, Partitioner
+from strategies.parameter_server.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
 from strategies.parameter_server.placement import replica_device_setter
 from strategies.parameter_server.sharded_variable import ShardedVariable
 from strategies.parameter_server.strategy import ParameterServerStrategy

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import requests
-from strategies.parameter_server.rpc_client import Correspondence
 from strategies.parameter_server.memory import MappedMemory, MappedShard
 from strategies.parameter_server.requests import ShardInfo, as_pickle
+from strategies.parameter_server.rpc_client import Correspondence
 from strategies.variables.indexed_slices import Gradient, IndexedSlices
 from strategies.variables.storage import Change
 

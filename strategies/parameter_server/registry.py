@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from collectives import DtypeMismatchError, ShapeMismatchError
 from strategies.parameter_server import requests
-from strategies.parameter_server.roles import Cast
-from strategies.parameter_server.rpc_client import Correspondence
 from strategies.parameter_server.placement import RoundRobin
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
+from strategies.parameter_server.roles import Cast
+from strategies.parameter_server.rpc_client import Correspondence
 
 Array = NDArray[Any]
 

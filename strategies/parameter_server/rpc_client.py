@@ -20,8 +20,8 @@ from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.send_request import Sent
 from collectives.waiting.wait_policy import Patience, Waited
 from strategies.parameter_server.buffers import Copies
-from strategies.parameter_server.roles import Cast
 from strategies.parameter_server.requests import Answer, Leave
+from strategies.parameter_server.roles import Cast
 
 Array = NDArray[Any]
 Result = tuple[Any, Sequence[Array]]

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from collectives import RankFailedError
 from collectives.messaging.codec import Message
 from collectives.messaging.mailbox import Mailbox
-from strategies.parameter_server import requests
-from strategies.parameter_server.key_value_store import Announcements
-from strategies.parameter_server.roles import Cast
-from strategies.parameter_server.clock import Clock
-from strategies.parameter_server.requests import Answer
-from strategies.parameter_server.shards import Shards, shared_out
 from strategies.core.portable_error import portable
+from strategies.parameter_server import requests
+from strategies.parameter_server.clock import Clock
+from strategies.parameter_server.key_value_store import Announcements
+from strategies.parameter_server.requests import Answer
+from strategies.parameter_server.roles import Cast
+from strategies.parameter_server.shards import Shards, shared_out
 
 Array = NDArray[Any]
 Result = tuple[Any, Sequence[Array]]

@@ -14,9 +14,9 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
+from collectives.consistency.uncaught import end_alone
 from collectives.lifecycle import shutdown
 from collectives.messaging.mailbox import Mailbox
-from collectives.consistency.uncaught import end_alone
 
 
 class Leaver(Protocol):

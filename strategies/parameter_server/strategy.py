@@ -16,17 +16,17 @@ from strategies.cluster.tf_config import TFConfig, validate_for_parameter_server
 from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.link import open_link
 from strategies.coordinator.scheduled import across_replicas
-from strategies.input import InputContext, InputOptions
-from strategies.parameter_server.roles import Cast
-from strategies.parameter_server.shutdown import leave_at_exit, survive_deaths
-from strategies.parameter_server.placement import PartitionFunction
-from strategies.parameter_server.server import Server
-from strategies.parameter_server.sharded_variable import ShardedVariable
-from strategies.parameter_server.storage import ServedStorage, SplitStorage
-from strategies.parameter_server.worker import Worker
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.run_options import RunOptions
 from strategies.core.strategy import Strategy
+from strategies.input import InputContext, InputOptions
+from strategies.parameter_server.placement import PartitionFunction
+from strategies.parameter_server.roles import Cast
+from strategies.parameter_server.server import Server
+from strategies.parameter_server.sharded_variable import ShardedVariable
+from strategies.parameter_server.shutdown import leave_at_exit, survive_deaths
+from strategies.parameter_server.storage import ServedStorage, SplitStorage
+from strategies.parameter_server.worker import Worker
 from strategies.variables.indexed_slices import Gradient
 from strategies.variables.storage import Storage
 from strategies.variables.variable import Variable

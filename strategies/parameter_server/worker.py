@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.messaging.mailbox import Mailbox
-from strategies.parameter_server.roles import Cast
+from strategies.core.portable_error import portable
 from strategies.parameter_server.client import Client
-from strategies.parameter_server.rpc_client import Correspondence
 from strategies.parameter_server.memory import MappedMemory
 from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
 from strategies.parameter_server.registry import Registry
+from strategies.parameter_server.roles import Cast
+from strategies.parameter_server.rpc_client import Correspondence
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
-from strategies.core.portable_error import portable
 from strategies.variables.indexed_slices import Gradient
 from strategies.variables.storage import Storage
 

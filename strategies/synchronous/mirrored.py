@@ -7,10 +7,10 @@ from typing import Any
 
 from collectives import BackendUnavailableError, Communicator
 from collectives.consistency.uncaught import raising_on_all
-from strategies.cross_device_ops.base import CrossDeviceOps
 from strategies.core.device_names import gpu_problem, parse_devices, use_gpu
 from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
+from strategies.cross_device_ops.base import CrossDeviceOps
 
 
 class MirroredStrategy(Strategy):

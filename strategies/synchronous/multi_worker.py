@@ -6,8 +6,8 @@ from collectives import Communicator
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication.with_options import agreed_options
 from strategies.communication.options import CommunicationOptions
+from strategies.communication.with_options import agreed_options
 from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
 

@@ -20,7 +20,14 @@ from strategies.variables import scatter
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
 from strategies.variables.indexed_slices import IndexedSlices, check_rows
 from strategies.variables.initial import as_initial, fits
-from strategies.variables.storage import Change, LocalStorage, Storage, assign, assign_add, assign_sub
+from strategies.variables.storage import (
+    Change,
+    LocalStorage,
+    Storage,
+    assign,
+    assign_add,
+    assign_sub,
+)
 
 if TYPE_CHECKING:
     from strategies.core.strategy import Strategy

@@ -20,7 +20,7 @@ from bench.reports.columns import columns
 from bench.reports.files import table_lines
 from bench.rows import Measurement, PeerMeasurement, Row
 from bench.timing import Timing, wall_seconds
-from collectives.cuda import interface as cuda_module
+from collectives.cuda import runtime as cuda_module
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run as run_ranks
 from tests.devices.gpu_worlds import simulated

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from collectives import ScheduleError, algorithms
+from collectives.analysis.verify import verify_schedule
 from collectives.schedules.schedule import Recv, Reduce, Send
 from collectives.schedules.spec import spec_of
-from collectives.analysis.verify import verify_schedule
 
 PAIRS = algorithms.pairs()
 # Exact sets of contributors below 256 ranks, fingerprints above.

@@ -6,11 +6,11 @@ from dataclasses import asdict
 
 import pytest
 
-from collectives.gpu.bootstrap import Health
 from collectives.doctor import gpu, gpu_look
 from collectives.doctor.gpu import report_device_arrays, report_gpu
 from collectives.doctor.gpu_look import Look, look, look_elsewhere
 from collectives.doctor.report import Report
+from collectives.gpu.bootstrap import Health
 from collectives.transports.mpi_cuda import VARIABLE
 from tests.collectives.test_doctor import rows
 from tests.devices.gpu_worlds import simulated

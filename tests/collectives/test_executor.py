@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import algorithms
-from collectives.communicator import Communicator
 from collectives.analysis.cost import traffic
+from collectives.communicator import Communicator
 from collectives.execution.executor import Call, HostMemory, Plan
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.schedule import split_lengths

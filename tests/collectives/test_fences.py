@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from collectives.reductions.reduction import ReduceOp
-from collectives.shm.node_barrier import Arrival, word_of
-from collectives.shm.layout import PROGRESS, SEGMENT_BYTES, NodeMemory
 from collectives.shm.copy_in_copy_out import Staged
+from collectives.shm.layout import PROGRESS, SEGMENT_BYTES, NodeMemory
+from collectives.shm.node_barrier import Arrival, word_of
 from collectives.shm.progress import Steps
 from collectives.waiting.wait_policy import Patience
 

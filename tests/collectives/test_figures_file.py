@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.execution import parameters_file
-from collectives.execution.parameters_file import Key, from_text, to_text
 from collectives.execution.cost_model import Figures, Layout
+from collectives.execution.parameters_file import Key, from_text, to_text
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
 POSITIVE = st.floats(1.1e-12, 0.9e15)

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import Communicator, DtypeMismatchError, Fusion, OpMismatchError, ShapeMismatchError
+from collectives import (
+    Communicator,
+    DtypeMismatchError,
+    Fusion,
+    OpMismatchError,
+    ShapeMismatchError,
+)
 from collectives.transports.local import run
 from tests.collectives.oracle import PAIR_IDS, PAIRS, reduced, value, values
 

@@ -12,9 +12,9 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from collectives.waiting import wait_policy
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
+from collectives.waiting import wait_policy
 from tests.collectives.interrupting import Interruption, InterruptionError, share_memory
 
 CALLS, INTERRUPTED_RANK = 3, 1

@@ -16,12 +16,12 @@ from hypothesis.extra.numpy import array_shapes
 import collectives
 from collectives import Communicator, Mailbox
 from collectives.messaging import codec
-from collectives.waiting import wait_policy
 from collectives.messaging.liveness import Process, Processes
 from collectives.shm import node_barrier
 from collectives.transports import local
 from collectives.transports.base import Post, Sending
 from collectives.transports.envelope import LARGEST_ENVELOPE, pack, unpack
+from collectives.waiting import wait_policy
 from collectives.waiting.wait_policy import Patience
 from tests.worlds.dying import run_dying
 

@@ -8,9 +8,9 @@ import pytest
 
 import collectives
 from collectives.calls import trace
+from collectives.calls.trace import RankCalls, clock_offsets, content
 from collectives.consistency.flight_recorder import clock
 from collectives.consistency.signature import Signature
-from collectives.calls.trace import RankCalls, clock_offsets, content
 from collectives.transports.local import run
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import strategies as st
 
 import collectives
-from collectives.execution import parameters_file, cost_model
 from collectives.calls import tuning
-from collectives.execution.parameters_file import Key
+from collectives.execution import cost_model, parameters_file
 from collectives.execution.calibration import fit
 from collectives.execution.cost_model import NATIVE, SHARED, Figures, Layout
+from collectives.execution.parameters_file import Key
 from collectives.transports.local import run
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from collectives import Communicator
 from collectives.errors import RankFailedError
 from collectives.shm import online_tuning, peer_memory
-from collectives.shm.online_tuning import Entry, Experience
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
+from collectives.shm.online_tuning import Entry, Experience
 from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.progress import Steps
 from collectives.waiting.wait_policy import Patience

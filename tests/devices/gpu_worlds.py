@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.cuda import interface as cuda_module
+from collectives.cuda import runtime as cuda_module
 from collectives.gpu import probe
 from collectives.transports import local
 from tests.devices.simulated import SimulatedCuda

@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 
-from collectives.gpu.ipc_path import IpcPath
 from collectives.execution.device_path import Request
+from collectives.gpu.ipc_path import IpcPath
 from collectives.reductions.reduction import ReduceOp
 from tests.collectives.oracle import reduced, value
 from tests.devices.simulated import ARENA_UNIT, GARBAGE

@@ -11,7 +11,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy isn't installed: its real arrays
 
 from collectives import BackendUnavailableError, Communicator  # noqa: E402
 from collectives.arrays.kinds import flat, is_device, is_plain  # noqa: E402
-from collectives.cuda import interface as cuda_module  # noqa: E402
+from collectives.cuda import runtime as cuda_module  # noqa: E402
 from collectives.cuda.cupy_cuda import CupyCuda, _CupyStream, _Foreign  # noqa: E402
 from collectives.gpu.probe import nccl_problem  # noqa: E402
 from collectives.transports.cupy_nccl import CupyNccl  # noqa: E402

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from collectives import DtypeMismatchError, Fusion, MismatchError, OpMismatchError, ShapeMismatchError
+from collectives import (
+    DtypeMismatchError,
+    Fusion,
+    MismatchError,
+    OpMismatchError,
+    ShapeMismatchError,
+)
 from tests.collectives.oracle import PAIR_IDS, PAIRS
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, simulated

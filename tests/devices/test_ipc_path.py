@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.gpu.ipc_path import IpcPath
-from collectives.execution.device_path import Request
 from collectives.errors import BackendUnavailableError
+from collectives.execution.device_path import Request
+from collectives.gpu.ipc_path import IpcPath
 from collectives.reductions.reduction import ReduceOp
 from collectives.transports import local
 from tests.collectives.oracle import values

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from collectives import BackendUnavailableError, MismatchError
-from collectives.cuda import interface as cuda_module
+from collectives.cuda import runtime as cuda_module
 from collectives.gpu import probe
-from strategies import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Variable, get_replica_context, optimizers
+from strategies import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    Variable,
+    get_replica_context,
+    optimizers,
+)
 from strategies.communication.options import CommunicationOptions
 from strategies.cross_device_ops import NcclAllReduce
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels

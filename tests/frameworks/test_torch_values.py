@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from collectives import MismatchError
-from strategies import MultiWorkerMirroredStrategy, Variable, compute_average_loss, metrics, optimizers, scale_regularization_loss
+from strategies import (
+    MultiWorkerMirroredStrategy,
+    Variable,
+    compute_average_loss,
+    metrics,
+    optimizers,
+    scale_regularization_loss,
+)
 from strategies.input import make_numpy_dataset
 from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import lone_strategy

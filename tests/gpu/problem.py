@@ -9,7 +9,7 @@ def gpu_problem():
     """A line for people; None where there is a GPU. Starts no context on it."""
     if find_spec("cupy") is None:
         return "no GPU: CuPy isn't installed"
-    from collectives.cuda.interface import cuda
+    from collectives.cuda.runtime import cuda
     from collectives.errors import BackendUnavailableError
 
     try:

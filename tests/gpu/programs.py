@@ -7,8 +7,8 @@ themselves where there is none, the simulated one.
 import ml_dtypes
 import numpy as np
 
-from collectives.gpu.buckets import BucketMemory
 from collectives.cuda.kernels import lay_out, reals
+from collectives.gpu.buckets import BucketMemory
 from collectives.reductions.reduction import ReduceOp, fold_dtype
 from tests.collectives import oracle
 

@@ -11,9 +11,15 @@ from mpi4py import MPI
 
 from collectives import BackendUnavailableError, Communicator, ShapeMismatchError
 from collectives.transports import local
-from strategies import MultiWorkerMirroredStrategy, Variable, VariableAggregation, VariableSynchronization, optimizers
-from strategies.synchronous.central_storage import CentralStorageStrategy, SharedStorage
+from strategies import (
+    MultiWorkerMirroredStrategy,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    optimizers,
+)
 from strategies.optimizers.update_rules import DescentRule
+from strategies.synchronous.central_storage import CentralStorageStrategy, SharedStorage
 from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, same_refusal
 

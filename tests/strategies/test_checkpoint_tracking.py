@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from strategies import Variable, metrics, optimizers
-from strategies.core import nest
 from strategies.checkpoint import Checkpoint
 from strategies.checkpoint.tracking import find_states
+from strategies.core import nest
 from tests.strategies.support import lone_strategy, refusal
 
 Pair = namedtuple("Pair", "left right")

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from collectives import MismatchError
-from strategies import CentralStorageStrategy, IndexedSlices, LocalSGDStrategy, MirroredStrategy, Variable, VariableSynchronization, optimizers
+from strategies import (
+    CentralStorageStrategy,
+    IndexedSlices,
+    LocalSGDStrategy,
+    MirroredStrategy,
+    Variable,
+    VariableSynchronization,
+    optimizers,
+)
 from strategies.optimizers.clipping import clip
 from tests.strategies.parameter_servers import run_workers
 from tests.strategies.support import refusal

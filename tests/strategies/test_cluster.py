@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from strategies.cluster.spec import ClusterSpec, Task
-from strategies.cluster.tf_config import TFConfig, validate_cluster, validate_for_collective_training, validate_for_parameter_servers, validate_for_train_and_evaluate, validate_task
+from strategies.cluster.tf_config import (
+    TFConfig,
+    validate_cluster,
+    validate_for_collective_training,
+    validate_for_parameter_servers,
+    validate_for_train_and_evaluate,
+    validate_task,
+)
 
 TWO = {"worker": ["a:1", "b:1"]}
 INDEX = r'TF_CONFIG\["task"\]\["index"\] is '

@@ -8,7 +8,12 @@ import pytest
 from strategies.cluster.ranks import assign_ranks
 from strategies.cluster.spec import ClusterSpec, Task
 from strategies.cluster.tf_config import TFConfig, parse_tf_config
-from strategies.cluster_resolver import ClusterResolver, MPIClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from strategies.cluster_resolver import (
+    ClusterResolver,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+)
 
 TWO = {"worker": ["a:1", "b:1"]}
 

@@ -9,7 +9,11 @@ from collectives import Communicator, DeadlineExceededError, OpMismatchError
 from collectives.transports.local import alone
 from strategies import MultiWorkerMirroredStrategy, get_replica_context
 from strategies.communication import with_options
-from strategies.communication.options import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from strategies.communication.options import (
+    CollectiveCommunication,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from strategies.cross_device_ops import RingAllReduce
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
 

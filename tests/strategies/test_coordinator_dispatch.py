@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from collectives import RankFailedError
 from strategies.coordinator.closure_queue import Closure, ClosureQueue
 from strategies.coordinator.dispatcher import Dispatcher
-from strategies.coordinator.messages import End, Finished, Run
 from strategies.coordinator.link import Link
+from strategies.coordinator.messages import End, Finished, Run
 from strategies.coordinator.packing import pack, unpack
 from strategies.coordinator.worker import Worker
 from strategies.errors import CancelledError, RemoteTracebackError

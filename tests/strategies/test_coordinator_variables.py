@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies import InputContext, ReduceOp, Variable, VariableAggregation, VariableSynchronization, optimizers
+from strategies import (
+    InputContext,
+    ReduceOp,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    optimizers,
+)
 from strategies.coordinator import ClusterCoordinator
 from strategies.parameter_server import FixedShardsPartitioner, ShardedVariable
 from tests.strategies.parameter_servers import strategy_on

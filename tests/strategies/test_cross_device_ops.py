@@ -4,9 +4,19 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import BackendUnavailableError, OpMismatchError, RootMismatchError, ShapeMismatchError
+from collectives import (
+    BackendUnavailableError,
+    OpMismatchError,
+    RootMismatchError,
+    ShapeMismatchError,
+)
 from strategies import Strategy, Variable, VariableAggregation, get_replica_context, optimizers
-from strategies.cross_device_ops import HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice, RingAllReduce
+from strategies.cross_device_ops import (
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+)
 from strategies.cross_device_ops import ops as ways
 from tests.strategies.support import (
     Call,

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveMismatchError, MismatchError, OpMismatchError
-from strategies import Checkpoint, LocalSGDStrategy, Variable, get_replica_context, metrics, optimizers
+from strategies import (
+    Checkpoint,
+    LocalSGDStrategy,
+    Variable,
+    get_replica_context,
+    metrics,
+    optimizers,
+)
 from strategies.synchronous.central_storage import CentralStorageStrategy
 from strategies.synchronous.mirrored import MirroredStrategy
 from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy

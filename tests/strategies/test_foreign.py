@@ -12,7 +12,17 @@ import pytest
 
 import strategies
 from collectives import MismatchError
-from strategies import CentralStorageStrategy, Checkpoint, LocalSGDStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, Variable, experimental_set_strategy, get_replica_context, optimizers
+from strategies import (
+    CentralStorageStrategy,
+    Checkpoint,
+    LocalSGDStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    Variable,
+    experimental_set_strategy,
+    get_replica_context,
+    optimizers,
+)
 from strategies.coordinator import ClusterCoordinator
 from strategies.foreign.reach import training_within
 from tests.strategies.imagined_framework import Model, Optimizer, imagined, load, unloaded

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 
 from collectives import MismatchError
-from strategies import ReduceOp, Variable, VariableAggregation, VariableSynchronization, get_replica_context, optimizers
+from strategies import (
+    ReduceOp,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    get_replica_context,
+    optimizers,
+)
 from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup, reduce_slices
 from tests.strategies.support import on_ranks, refusal
 

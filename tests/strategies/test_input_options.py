@@ -8,9 +8,15 @@ import pytest
 
 from strategies import get_strategy
 from strategies.communication.options import CommunicationOptions
-from strategies.input import AutoShardPolicy, InputOptions, InputReplicationMode, Options, ValueContext
-from strategies.input.options import DistributeOptions, as_policy
 from strategies.core.run_options import RunOptions
+from strategies.input import (
+    AutoShardPolicy,
+    InputOptions,
+    InputReplicationMode,
+    Options,
+    ValueContext,
+)
+from strategies.input.options import DistributeOptions, as_policy
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.input import AutoShardPolicy, DatasetError, FileDataset, InputOptions, Options, batch_sizes_for_worker, make_numpy_dataset
+from strategies.input import (
+    AutoShardPolicy,
+    DatasetError,
+    FileDataset,
+    InputOptions,
+    Options,
+    batch_sizes_for_worker,
+    make_numpy_dataset,
+)
 from strategies.input.rebatching import rebatched
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 

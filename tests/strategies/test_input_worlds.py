@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from strategies.input import AutoShardPolicy, DatasetError, FileDataset, InputContext, InputOptions, TensorSpec, make_numpy_dataset
+from strategies.input import (
+    AutoShardPolicy,
+    DatasetError,
+    FileDataset,
+    InputContext,
+    InputOptions,
+    TensorSpec,
+    make_numpy_dataset,
+)
 from tests.strategies.support import refusal, same_refusal
 
 pytestmark = pytest.mark.mpi

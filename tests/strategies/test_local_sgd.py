@@ -10,7 +10,20 @@ import pytest
 
 from collectives import Communicator
 from collectives.transports import local
-from strategies import AutoShardPolicy, InputOptions, LocalSGDStrategy, MultiWorkerMirroredStrategy, ReduceOp, ValueContext, Variable, VariableAggregation, VariableSynchronization, compute_average_loss, get_replica_context, optimizers
+from strategies import (
+    AutoShardPolicy,
+    InputOptions,
+    LocalSGDStrategy,
+    MultiWorkerMirroredStrategy,
+    ReduceOp,
+    ValueContext,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    compute_average_loss,
+    get_replica_context,
+    optimizers,
+)
 from strategies.synchronous.local_sgd import averaging
 from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, refusal, same_refusal

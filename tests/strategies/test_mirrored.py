@@ -7,8 +7,8 @@ import collectives
 import strategies
 from collectives import BackendUnavailableError
 from strategies import Variable, get_replica_context, has_strategy, optimizers
-from strategies.synchronous import mirrored
 from strategies.cross_device_ops import HierarchicalCopyAllReduce, RingAllReduce
+from strategies.synchronous import mirrored
 from strategies.synchronous.mirrored import MirroredStrategy
 from tests.strategies.support import mirrored as mirrored_strategy
 from tests.strategies.support import same_refusal

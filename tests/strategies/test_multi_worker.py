@@ -7,7 +7,11 @@ import pytest
 
 import strategies
 from strategies import ClusterSpec, Variable, get_replica_context
-from strategies.cluster_resolver import MPIClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from strategies.cluster_resolver import (
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+)
 from tests.strategies.support import strategy_of, tf_config
 
 pytestmark = pytest.mark.mpi

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from collectives import BackendUnavailableError
-from strategies import Variable, VariableAggregation, VariableSynchronization, get_replica_context, get_strategy, has_strategy, optimizers
+from strategies import (
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    optimizers,
+)
 from strategies.synchronous.one_device import OneDeviceStrategy
 from strategies.synchronous.tpu import TPUStrategy
 from tests.strategies.support import refusal

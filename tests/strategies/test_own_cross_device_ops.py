@@ -5,9 +5,9 @@ import pytest
 
 from strategies import Variable, VariableAggregation, get_replica_context, optimizers
 from strategies.communication.options import CommunicationOptions
-from strategies.cross_device_ops import CrossDeviceOps, RingAllReduce
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.values import PerReplica
+from strategies.cross_device_ops import CrossDeviceOps, RingAllReduce
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 import strategies
-from collectives import DeadlineExceededError, DtypeMismatchError, RankFailedError, ShapeMismatchError
+from collectives import (
+    DeadlineExceededError,
+    DtypeMismatchError,
+    RankFailedError,
+    ShapeMismatchError,
+)
 from collectives.messaging.mailbox import Mailbox
 from strategies import ReduceOp, Variable, VariableAggregation, optimizers
 from strategies.parameter_server import FixedShardsPartitioner, ParameterServerStrategy

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from strategies import ClusterSpec
 from strategies.cluster.spec import Task
-from strategies.parameter_server import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner, replica_device_setter
+from strategies.parameter_server import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    replica_device_setter,
+)
 from strategies.parameter_server.partitioners import div_lengths
 from strategies.parameter_server.placement import RoundRobin, lengths_of_parts
 

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.cluster.ranks import RankReport, assign_ranks, global_id, is_chief, ordered_tasks, worker_cluster
+from strategies.cluster.ranks import (
+    RankReport,
+    assign_ranks,
+    global_id,
+    is_chief,
+    ordered_tasks,
+    worker_cluster,
+)
 from strategies.cluster.spec import ClusterSpec, Task
 
 FULL = ClusterSpec(

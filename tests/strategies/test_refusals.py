@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveMismatchError, MismatchError
-from strategies import CentralStorageStrategy, Checkpoint, LocalSGDStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, Variable, VariableAggregation, VariableSynchronization, get_replica_context, metrics, optimizers
+from strategies import (
+    CentralStorageStrategy,
+    Checkpoint,
+    LocalSGDStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    get_replica_context,
+    metrics,
+    optimizers,
+)
 from strategies.cross_device_ops import HierarchicalCopyAllReduce
 from strategies.variables.indexed_slices import IndexedSlices
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strategies import Checkpoint, CheckpointError, CheckpointManager, FixedShardsPartitioner, Variable, optimizers
+from strategies import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    FixedShardsPartitioner,
+    Variable,
+    optimizers,
+)
 from strategies.checkpoint.tensor_file import PARTIAL
 from tests.strategies.parameter_servers import number_of, run_workers
 from tests.strategies.support import refusal

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.cluster.spec import ClusterSpec, Task
-from strategies.cluster.tf_config import TFConfig, parse_tf_config, validate_for_collective_training, validate_for_parameter_servers
+from strategies.cluster.tf_config import (
+    TFConfig,
+    parse_tf_config,
+    validate_for_collective_training,
+    validate_for_parameter_servers,
+)
 
 TWO = {"worker": ["a:1", "b:1"]}
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from collectives import ShapeMismatchError
-from strategies import Variable, VariableAggregation, VariableSynchronization, compute_average_loss, optimizers
+from strategies import (
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    compute_average_loss,
+    optimizers,
+)
 from tests.strategies.support import same_refusal
 
 pytestmark = pytest.mark.mpi

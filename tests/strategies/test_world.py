@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from strategies import CentralStorageStrategy, DatasetWorker, LocalSGDStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, ParameterServerStrategy, Strategy, cluster_resolver, experimental, train_and_evaluate
+from strategies import (
+    CentralStorageStrategy,
+    DatasetWorker,
+    LocalSGDStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    ParameterServerStrategy,
+    Strategy,
+    cluster_resolver,
+    experimental,
+    train_and_evaluate,
+)
 from strategies.core.world import world_of
 from tests.strategies.support import refusal
 

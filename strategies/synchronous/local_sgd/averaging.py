@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.optimizers import Optimizer
 from strategies.core.refusals import RefusedTogether
+from strategies.optimizers import Optimizer
 from strategies.variables.storage import Change, LocalStorage, assign
 
 Array = NDArray[Any]

@@ -17,18 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.scope import named_scope
 from collectives.consistency.uncaught import raised_on_all
+from collectives.scope import named_scope
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
 from strategies.core.contexts import require_cross_replica
+from strategies.core.strategy import Strategy
 from strategies.input import InputContext, InputOptions
 from strategies.input.joining import join_batches
+from strategies.optimizers import Optimizer
 from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage, Rounds, Told
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
-from strategies.optimizers import Optimizer
-from strategies.core.strategy import Strategy
 from strategies.variables.indexed_slices import Gradient
 from strategies.variables.storage import Storage
 
