@@ -25,9 +25,12 @@ from collectives.fusion import Fusion
 from collectives.lifecycle.futures import Handle
 from collectives.messaging.codec import Message
 from collectives.messaging.mailbox import Mailbox
-from collectives.messaging.send_request import Sent
+from collectives.messaging.send_request import SendRequest
 from collectives.reductions.reduction import ReduceOp
 from collectives.world import world
+
+Sent = SendRequest
+"""The older name."""
 
 __all__ = [
     "BackendUnavailableError",
@@ -48,6 +51,7 @@ __all__ = [
     "ReduceOp",
     "RootMismatchError",
     "ScheduleError",
+    "SendRequest",
     "Sent",
     "ShapeMismatchError",
     "estimate",

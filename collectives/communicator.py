@@ -68,7 +68,7 @@ class Communicator(Group):
                 if result is not PASS:
                     return result
         if algorithm is None:
-            result = self._short.all_reduce(array, op, out, what)
+            result = self._call_cache.all_reduce(array, op, out, what)
             if result is not PASS:
                 return result
         return self._run(reductions.all_reduce(array, op, out, algorithm, what))
@@ -95,7 +95,7 @@ class Communicator(Group):
         root = self._root(root)
         on_root = self.rank == root
         if algorithm is None and type(array) is np.ndarray and array.flags.carray:
-            return self._short.broadcast(array, root)
+            return self._call_cache.broadcast(array, root)
         return self._run(movements.broadcast(array, root, algorithm, on_root=on_root))
 
     def all_gather(
@@ -109,7 +109,7 @@ class Communicator(Group):
         """
         plain = type(array) is type(out) is np.ndarray and array.ndim
         if algorithm is None and axis == 0 and plain:
-            result = self._short.all_gather(array, out)
+            result = self._call_cache.all_gather(array, out)
             if result is not PASS:
                 return result
         return self._run(movements.all_gather(array, axis, out, algorithm))
@@ -143,7 +143,7 @@ class Communicator(Group):
         """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
         plain = type(array) is type(out) is np.ndarray and array.ndim
         if algorithm is None and axis == 0 and plain and isinstance(op, str | ReduceOp):
-            result = self._short.reduce_scatter(array, op, out)
+            result = self._call_cache.reduce_scatter(array, op, out)
             if result is not PASS:
                 return result
         place = {"rank": self.rank, "size": self.size}

@@ -46,16 +46,16 @@ class Fusion:
                 raise TypeError(f"op={self._op.value!r} of {dtype}: the result has another dtype")
         limit = check_bucket_bytes(bucket_bytes)
         signature = describe_many("Fusion", self._op, kinds, limit)
-        agreement = Operation(signature, lambda engine: None, on_gpus)
+        call_check = Operation(signature, lambda engine: None, on_gpus)
         self._buckets: list[Array] = []
-        comm._engine.whole(self._make_buckets, agreement, make_plan(kinds, limit), len(kinds))
+        comm._engine.whole(self._make_buckets, call_check, make_plan(kinds, limit), len(kinds))
 
-    def _make_buckets(self, agreement: Operation, plan: Plan, count: int) -> None:
+    def _make_buckets(self, call_check: Operation, plan: Plan, count: int) -> None:
         comm = self._comm
-        comm._run(agreement)
+        comm._run(call_check)
         views: list[Array | None] = [None] * count
         for each in plan.buckets:
-            empty = cuda().empty if agreement.on_gpu else comm.empty
+            empty = cuda().empty if call_check.on_gpu else comm.empty
             bucket = empty(each.length, each.dtype)
             bucket.view(np.uint8)[...] = 0
             self._buckets.append(bucket)

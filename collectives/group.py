@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from collectives.calls import Operation
 from collectives.calls.bound_many import ManyReducer
-from collectives.calls.call_cache import ShortWays
+from collectives.calls.call_cache import CallCache
 from collectives.calls.objects import numbers_of_all
 from collectives.calls.tuning import use_saved
 from collectives.consistency.arguments import check_index
@@ -18,8 +18,8 @@ from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices
 from collectives.gpu.many import ManyOnGpus
 from collectives.lifecycle import nodes, shutdown, topology
-from collectives.lifecycle.due import Due
-from collectives.lifecycle.futures import Handle, Progress, run_at_once
+from collectives.lifecycle.due import Deferred
+from collectives.lifecycle.futures import Handle, ProgressThread, run_at_once
 from collectives.lifecycle.setup import check_backend, transport_over
 from collectives.messaging.mailbox import Mailbox
 from collectives.transports.base import Transport
@@ -28,7 +28,7 @@ from collectives.waiting.wait_policy import DEFAULT_DEADLINE, calling_line, chec
 Entered = TypeVar("Entered", bound="Group")
 
 
-class Group(Due):
+class Group(Deferred):
     """Ranks that make calls together."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Group(Due):
 
         def check() -> tuple[str, list[int] | None]:
             check_backend(backend)
-            engine.patience.deadline = check_deadline(deadline)
+            engine.wait_policy.deadline = check_deadline(deadline)
             labels = None if node_of is None else topology.check_node_of(node_of, engine.size)
             return backend, labels
 
@@ -73,12 +73,12 @@ class Group(Due):
             engine.close()
             raise
         self._twin = self._duplicate()
-        self._progress: Progress | None = None
+        self._progress: ProgressThread | None = None
         self._mailboxes: list[Mailbox] = []
         super().__init__()
         self._closed = False
-        self._short = ShortWays(self._engine, self._check_open)
-        self._quick = self._short.known
+        self._call_cache = CallCache(self._engine, self._check_open)
+        self._quick = self._call_cache.known
         self._many = ManyReducer(self._engine)
         self._many_on_gpus = ManyOnGpus(self._engine)
         if not self._engine.transport.one_process:
@@ -132,13 +132,13 @@ class Group(Due):
     @property
     def deadline(self) -> float | None:
         """How many seconds a call waits for the other ranks; None for ever. May be set."""
-        return self._engine.patience.deadline
+        return self._engine.wait_policy.deadline
 
     @deadline.setter
     def deadline(self, seconds: float | None) -> None:
-        self._engine.patience.deadline = check_deadline(seconds)
+        self._engine.wait_policy.deadline = check_deadline(seconds)
         if self._progress is not None:
-            self._progress.deadline = self._engine.patience.deadline
+            self._progress.deadline = self._engine.wait_policy.deadline
 
     def __enter__(self: Entered) -> Entered:
         return self
@@ -163,7 +163,7 @@ class Group(Due):
         if self._engine.forked:
             raise self._engine.refusal()
         if self._engine.broken is None:
-            self._do_what_is_due()
+            self._run_deferred()
         self._close("close")
 
     def _close(self, name: str) -> None:
@@ -203,7 +203,7 @@ class Group(Due):
             # Others may wait in theirs.
             mailbox.tell_end()
         try:
-            with self._engine.patience.no_longer_than(seconds):
+            with self._engine.wait_policy.no_longer_than(seconds):
                 self._close("exit")
         except (DeadlineExceededError, MismatchError):
             if self._twin is not None and self.size > 1:
@@ -232,9 +232,9 @@ class Group(Due):
         part = self._run(nodes.split(color, key))
         if part is None:
             return None
-        patience = self._engine.patience.another("split", self.deadline)
-        patience.check_alive = self._engine.patience.check_alive
-        node_of = nodes.gather_labels(Engine(part, patience), self.node)
+        wait_policy = self._engine.wait_policy.another("split", self.deadline)
+        wait_policy.check_alive = self._engine.wait_policy.check_alive
+        node_of = nodes.gather_labels(Engine(part, wait_policy), self.node)
         return type(self)(part, backend=self.backend, deadline=self.deadline, node_of=node_of)
 
     def _keep(self, mailbox: Mailbox) -> None:
@@ -250,7 +250,7 @@ class Group(Due):
             raise UnusableError("the communicator is closed")
         if self._engine.broken is not None:
             raise self._engine.refusal()
-        self._do_what_is_due()
+        self._run_deferred()
 
     def _run(self, operation: Operation) -> Any:
         self._check_open()
@@ -272,12 +272,12 @@ class Group(Due):
         engine = self._engine
         # From here on the other ranks may hear of it, however this ends.
         engine.begun += 1
-        return self._running().submit(operation, line, (engine.figures, engine.figures_name))
+        return self._running().submit(operation, line, (engine.costs, engine.costs_source))
 
-    def _running(self) -> Progress:
+    def _running(self) -> ProgressThread:
         if self._progress is None:
             assert self._twin is not None
-            self._progress = Progress(self._twin, self._topology, self.deadline)
+            self._progress = ProgressThread(self._twin, self._topology, self.deadline)
         return self._progress
 
     def forbid(self) -> None:

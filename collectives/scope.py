@@ -14,7 +14,7 @@ def named_scope(comm: Group, name: str) -> Iterator[None]:
 
     Of nested ones the outermost is named, as that is what the user called. Not collective.
     """
-    call = comm._engine.patience.call
+    call = comm._engine.wait_policy.call
     outer = call.scope
     call.scope = outer or name
     try:

@@ -17,7 +17,7 @@ import numpy as np
 from collectives.calls import movements, reductions
 from collectives.calls.arguments import split_rows
 from collectives.calls.reductions import ReduceInput
-from collectives.consistency.call_check import Agreement
+from collectives.consistency.call_check import CallCheck
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import fingerprint
 from collectives.execution.engine import Engine
@@ -40,17 +40,17 @@ AllReduce = Callable[[Array, Any], Any]
 Fold = Callable[[Array, Array, Array], Any]
 
 
-def quick_all_reduce(
+def bind_all_reduce(
     engine: Engine, given: ReduceInput, what: str | None = None
 ) -> AllReduce | None:
     """The function (array, out) → result for arrays like this one, if there is one."""
-    node, agreement = engine.node, engine.agreement
-    if node is None or agreement is None or not node.memory_is_all:
+    node, call_check = engine.node, engine.call_check
+    if node is None or call_check is None or not node.memory_is_all:
         return None
     nbytes = given.array.size * given.dtype.itemsize
     fold = _small_fold(engine, given.op, given.dtype, nbytes)
     if fold is not None:
-        return _small(engine, agreement, given, fold, what)
+        return _small(engine, call_check, given, fold, what)
     paths = engine.paths("all_reduce", given.op, given.dtype)
     chosen = engine.choose("all_reduce", nbytes, paths)
     return _large(engine, given, paths[chosen], what) if chosen in paths else None
@@ -79,7 +79,7 @@ def _large(engine: Engine, given: ReduceInput, path: Path, what: str | None) -> 
     mean, ndarray, empty = op is ReduceOp.MEAN, np.ndarray, np.empty
     overlap = np.may_share_memory
 
-    quiet = engine.quiet.run
+    quiet = engine.errstate.run
 
     def run(source: Array | None, target: Array) -> None:
         engine.path = quiet(path, source, target, (), 0) or NATIVE
@@ -111,7 +111,7 @@ def _large(engine: Engine, given: ReduceInput, path: Path, what: str | None) -> 
 
 
 def _small(
-    engine: Engine, agreement: Agreement, given: ReduceInput, fold: Fold, what: str | None
+    engine: Engine, call_check: CallCheck, given: ReduceInput, fold: Fold, what: str | None
 ) -> AllReduce:
     """Each lays its elements down beside its arrival and folds everybody's for itself: one wait."""
     assert engine.node is not None
@@ -127,10 +127,10 @@ def _small(
     peer = others[0]
     fence, pair = memory.fence, size == 2
     acquire, release = engine.lock.acquire, engine.lock.release
-    run, ring, recorder = engine.quiet.run, engine.recorder.ring, engine.recorder
+    run, ring, recorder = engine.errstate.run, engine.recorder.ring, engine.recorder
     last, mean = CALLS_KEPT - 1, op is ReduceOp.MEAN
     arena, in_use = engine.node.arena, engine.node.arena.in_use
-    ndarray, empty, meet = np.ndarray, np.empty, agreement.meet_at
+    ndarray, empty, meet = np.ndarray, np.empty, call_check.check_at
 
     def all_reduce(array: Array, out: Any) -> Any:
         if out is None:
@@ -142,13 +142,13 @@ def _small(
             or out.dtype != dtype
         ):
             return PASS
-        # As `Calls.whole`, with a lock that is taken and given back in half of the time.
+        # As `CallScope.whole`, with a lock that is taken and given back in half of the time.
         inside = made = False
         sequence = -1
         try:
             acquire()
             try:
-                inside, sequence = True, agreement.sequence + 1
+                inside, sequence = True, call_check.sequence + 1
                 if engine.broken is not None:
                     raise engine.refusal()
                 if in_use is not arena.in_use:
@@ -161,7 +161,7 @@ def _small(
                 if fence is not None:
                     fence()
                 index = arrivals[parity]
-                agreement.sequence = sequence
+                call_check.sequence = sequence
                 own[index] = word
                 if not pair or fence is not None or peer[index] != word:
                     meet(signature, word, sequence)
@@ -176,7 +176,7 @@ def _small(
                 made = True
                 return out
             except BaseException as error:
-                if agreement.sequence == sequence:
+                if call_check.sequence == sequence:
                     engine.leave(error)
                 raise
             finally:
@@ -188,13 +188,13 @@ def _small(
     return all_reduce
 
 
-def quick_broadcast(engine: Engine, array: Array, root: int) -> Callable[[Array], Array]:
+def bind_broadcast(engine: Engine, array: Array, root: int) -> Callable[[Array], Array]:
     """The function of contiguous, writeable arrays like this one: as the general way, sooner."""
     signature = movements.broadcast(array, root, None, on_root=True).signature
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     paths = engine.paths("broadcast", None, _BYTES)
     chosen = engine.choose("broadcast", array.nbytes, paths) if engine.size > 1 else ""
-    path, quiet = paths.get(chosen), engine.quiet.run
+    path, quiet = paths.get(chosen), engine.errstate.run
 
     def run(source: Array | None, target: Array) -> None:
         if path is None:
@@ -209,14 +209,14 @@ def quick_broadcast(engine: Engine, array: Array, root: int) -> Callable[[Array]
     return broadcast
 
 
-def quick_all_gather(engine: Engine, array: Array, out: Array) -> Callable[[Array, Array], Any]:
+def bind_all_gather(engine: Engine, array: Array, out: Array) -> Callable[[Array, Array], Any]:
     """The function (array, out) for arrays like these along axis 0: as the general way, sooner."""
     signature = movements.all_gather(array, 0, out, None).signature
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     count, room, row_bytes = len(array), len(out), math.prod(array.shape[1:]) * array.itemsize
     paths = engine.paths("all_gather", None, _BYTES)
     chosen = engine.choose("all_gather", out.nbytes, paths) if engine.size > 1 else ""
-    path, quiet = paths.get(chosen), engine.quiet.run
+    path, quiet = paths.get(chosen), engine.errstate.run
 
     def run(source: Array, target: Array) -> None:
         counts = movements.counts_of_all(engine, count, room)
@@ -236,7 +236,7 @@ def quick_all_gather(engine: Engine, array: Array, out: Array) -> Callable[[Arra
     return all_gather
 
 
-def quick_reduce_scatter(
+def bind_reduce_scatter(
     engine: Engine, array: Array, op: ReduceOp, out: Array
 ) -> Callable[[Array, Array], Any]:
     """The function (array, out) for arrays like these along axis 0: as the general way, sooner."""
@@ -246,7 +246,7 @@ def quick_reduce_scatter(
     row = math.prod(array.shape[1:])
     lengths = [count * row for count in split_rows(len(array), size)]
     converted = fold_dtype(op, dtype) != dtype or not dtype.isnative
-    quiet, mean = engine.quiet.run, op is ReduceOp.MEAN
+    quiet, mean = engine.errstate.run, op is ReduceOp.MEAN
 
     def run(source: Array, target: Array) -> None:
         engine.run("reduce_scatter", source, target, lengths=lengths, op=op)

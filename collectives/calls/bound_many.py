@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from collectives.calls import Operation
-from collectives.calls.many import Many, Part, StagedBucket, overlapping
+from collectives.calls.many import Many, Part, SharedBucket, overlapping
 from collectives.consistency.signature import fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp
@@ -64,7 +64,7 @@ class Known:
     def __init__(
         self,
         engine: Engine,
-        parts: list[StagedBucket],
+        parts: list[SharedBucket],
         operation: Operation,
         arrays: list[Array],
         out: list[Array] | None,
@@ -97,7 +97,7 @@ class Known:
                 else:
                     deque(map(setitem, part.pick(out), repeat(...), views), maxlen=0)
 
-        quiet = self._engine.quiet.run
+        quiet = self._engine.errstate.run
         self._engine.perform_quickly(self._signature, self._base, lambda *_: quiet(run), None, None)
         if out is not None:
             return list(out)
@@ -150,7 +150,7 @@ class ManyReducer:
         if key not in self._seen:
             self._seen.append(key)
             return
-        staged = [part for part in parts if isinstance(part, StagedBucket)]
+        staged = [part for part in parts if isinstance(part, SharedBucket)]
         if len(staged) < len(parts) or not _plain(arrays, out, staged):
             return
         self._known[key] = Known(self._engine, staged, operation, arrays, out)
@@ -171,7 +171,7 @@ def _key(arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Key | None:
     return (op, bucket_bytes, len(arrays), id(arrays[0]), id(out[0]))
 
 
-def _plain(arrays: list[Any], out: list[Any] | None, parts: list[StagedBucket]) -> bool:
+def _plain(arrays: list[Any], out: list[Any] | None, parts: list[SharedBucket]) -> bool:
     """Whether these can go as they are: the parts hold all arrays, in the dtypes of the folds."""
     if any(type(array) is not np.ndarray for array in [*arrays, *(out or ())]):
         return False

@@ -9,10 +9,10 @@ from collectives.arrays.kinds import Output
 from collectives.calls.bound import (
     PASS,
     AllReduce,
-    quick_all_gather,
-    quick_all_reduce,
-    quick_broadcast,
-    quick_reduce_scatter,
+    bind_all_gather,
+    bind_all_reduce,
+    bind_broadcast,
+    bind_reduce_scatter,
 )
 from collectives.calls.reductions import ReduceInput
 from collectives.cuda.runtime import cuda, on_gpu
@@ -22,7 +22,7 @@ from collectives.reductions.reduction import Array, ReduceOp, as_op
 _KEPT = 512
 
 
-class ShortWays:
+class CallCache:
     """What `quick` makes, made once for each kind of call."""
 
     def __init__(self, engine: Engine, check_open: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class ShortWays:
         given = ReduceInput(array, op)
         output = given.output(out)
         self._check_open()
-        quick = quick_all_reduce(self._engine, given, what)
+        quick = bind_all_reduce(self._engine, given, what)
         if quick is None:
             return PASS
         key = op, given.array.dtype, given.shape
@@ -54,7 +54,7 @@ class ShortWays:
         quick = self.known.get(key)
         if quick is not None:
             return quick(array, out)
-        quick = self._engine.devices.quick_all_reduce(ReduceInput(array, op))
+        quick = self._engine.devices.bind_all_reduce(ReduceInput(array, op))
         if quick is not None:
             self._remember(key, quick)
         return PASS
@@ -65,7 +65,7 @@ class ShortWays:
         quick = self.known.get(key)
         if quick is None:
             self._check_open()
-            quick = self._remember(key, quick_broadcast(self._engine, array, root))
+            quick = self._remember(key, bind_broadcast(self._engine, array, root))
         return quick(array)
 
     def all_gather(self, array: Array, out: Array) -> Any:
@@ -74,7 +74,7 @@ class ShortWays:
         quick = self.known.get(key)
         if quick is None:
             self._check_open()
-            quick = self._remember(key, quick_all_gather(self._engine, array, out))
+            quick = self._remember(key, bind_all_gather(self._engine, array, out))
         return quick(array, out)
 
     def reduce_scatter(self, array: Array, op: ReduceOp | str, out: Array) -> Any:
@@ -83,7 +83,7 @@ class ShortWays:
         quick = self.known.get(key)
         if quick is None:
             self._check_open()
-            made = quick_reduce_scatter(self._engine, array, as_op(op), out)
+            made = bind_reduce_scatter(self._engine, array, as_op(op), out)
             quick = self._remember(key, made)
         return quick(array, out)
 

@@ -11,7 +11,7 @@ from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, check_reducible
 from collectives.schedules.paths import QUICKEST, SHARED
 from collectives.schedules.spec import spec_of
-from collectives.shm.selector import Route
+from collectives.shm.selector import PathSelector
 
 
 def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
@@ -25,13 +25,13 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
     paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
     if engine.size > 1 and engine.choose(collective, nbytes, paths) == QUICKEST:
         route = paths[QUICKEST]
-        assert isinstance(route, Route)
+        assert isinstance(route, PathSelector)
         return _learnt(route, nbytes)
     choice = engine.price(collective, nbytes, paths)
-    return f"{choice}\n  by {engine.figures_name}" if choice.seconds else str(choice)
+    return f"{choice}\n  by {engine.costs_source}" if choice.seconds else str(choice)
 
 
-def _learnt(route: Route, nbytes: int) -> str:
+def _learnt(route: PathSelector, nbytes: int) -> str:
     """A line for each way, the quickest first."""
     ways, measured = route.ways_for(nbytes), route.seconds(nbytes)
     untried = [way for way in ways if way not in measured]

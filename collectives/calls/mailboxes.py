@@ -20,11 +20,11 @@ def open_mailbox() -> Operation:
     def perform(engine: Engine) -> Mailbox:
         processes = Processes(gather_pickles(engine, own), engine.rank)
         with engine.watchdog:
-            post = engine.transport.open_post()
+            post = engine.transport.open_message_channel()
         if post is None:
             kind = type(engine.transport).__name__
             problem = f"mailbox(): {kind} carries no such messages (open_post)"
             raise in_step(BackendUnavailableError(problem))
-        return Mailbox(post, processes, engine.rank, engine.patience)
+        return Mailbox(post, processes, engine.rank, engine.wait_policy)
 
     return Operation(Signature("mailbox"), perform)

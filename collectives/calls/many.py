@@ -39,7 +39,7 @@ _PARTS_KEPT = 16
 _on_gpu: Callable[[ReduceInput], bool] = attrgetter("on_gpu")
 
 
-class StagedBucket:
+class SharedBucket:
     """A bucket that the ranks of a node pack into their stages and reduce there."""
 
     def __init__(self, packed: Packed, bucket: Bucket) -> None:
@@ -67,7 +67,7 @@ class StagedBucket:
         return views
 
 
-Part = StagedBucket | Bucket
+Part = SharedBucket | Bucket
 
 
 class Many:
@@ -83,9 +83,9 @@ class Many:
         node = self._engine.node
         if given is not None or node is None or not node.memory_is_all:
             return limit
-        figures = self._engine.figures
-        fixed = figures.shared_start + _WAITS * figures.shared_latency * self._engine.size
-        enough = fixed / _FIXED * figures.shared_bandwidth / _TOUCHED
+        costs = self._engine.costs
+        fixed = costs.shared_start + _WAITS * costs.shared_latency * self._engine.size
+        enough = fixed / _FIXED * costs.shared_bandwidth / _TOUCHED
         return min(bucket_of(int(enough)), STAGE_BYTES, DEFAULT_BUCKET_BYTES)
 
     def forget(self) -> None:
@@ -113,7 +113,7 @@ class Many:
         paths = engine.paths("all_reduce", op, bucket.dtype)
         if engine.choose("all_reduce", nbytes, paths) not in (SHARED, QUICKEST):
             return bucket
-        return StagedBucket(node.packed(op, bucket.dtype), bucket)
+        return SharedBucket(node.packed(op, bucket.dtype), bucket)
 
     def operation(
         self,
@@ -140,7 +140,7 @@ class Many:
 
         def perform(engine: Engine) -> list[Any]:
             for part in parts:
-                if isinstance(part, StagedBucket):
+                if isinstance(part, SharedBucket):
                     _reduce_in_stage(part, given, outputs)
                 elif len(part.slots) == 1:
                     _reduce_alone(engine, reduction, given, outputs, part.slots[0].index)
@@ -201,7 +201,7 @@ def describe_many(
     return Signature(collective, op.value, dtypes, shapes, None, detail, nbytes)
 
 
-def _reduce_in_stage(bucket: StagedBucket, given: list[ReduceInput], outputs: list[Output]) -> None:
+def _reduce_in_stage(bucket: SharedBucket, given: list[ReduceInput], outputs: list[Output]) -> None:
     views = bucket.reduce([each.converted() for each in bucket.pick(given)])
     for output, view in zip(bucket.pick(outputs), views, strict=True):
         output.buffer[...] = view.reshape(-1)

@@ -80,5 +80,5 @@ def _kind(dtype: np.dtype[Any]) -> int:
 
 def _begin(engine: Engine, call: str) -> None:
     """Let a wait that ends in an error name this call."""
-    waited = engine.patience.call
+    waited = engine.wait_policy.call
     waited.what, waited.sequence, waited.line = call, None, None

@@ -21,7 +21,7 @@ from collectives.calls.objects import broadcast_pickle, numbers_of_all
 from collectives.consistency.signature import Signature
 from collectives.execution import cost_model
 from collectives.execution.calibration import SMALL_BYTES, Seconds, fit
-from collectives.execution.cost_model import LARGEST_PRICED, Figures
+from collectives.execution.cost_model import LARGEST_PRICED, CostParameters
 from collectives.execution.engine import Engine
 from collectives.execution.parameters_file import Key, load, save
 from collectives.reductions.reduction import Array, ReduceOp, fold_function
@@ -51,7 +51,7 @@ def use_saved(engine: Engine) -> None:
         engine.use(*found)
 
 
-def _saved(engine: Engine) -> tuple[Figures, str] | None:
+def _saved(engine: Engine) -> tuple[CostParameters, str] | None:
     found = load(_key(engine))
     return None if found is None else (found[0], f"figures from {found[1]}")
 
@@ -70,28 +70,28 @@ def _tune(engine: Engine, keep: bool) -> str:
         return f"{_counted(engine.size, 'rank')}: no path is chosen by figures, nothing is measured"
     seconds, reduction = measure(engine)
 
-    def conclude() -> tuple[Figures, str]:
+    def conclude() -> tuple[CostParameters, str]:
         """On rank 0 alone: the others get the same bits."""
-        figures = figures_for(engine, seconds, reduction)
-        path = save(_key(engine), figures) if keep else None
+        costs = figures_for(engine, seconds, reduction)
+        path = save(_key(engine), costs) if keep else None
         where = "not saved" if path is None else f"saved in {path}"
-        return figures, "\n".join([_heading(engine), *_told(figures, seconds), where])
+        return costs, "\n".join([_heading(engine), *_told(costs, seconds), where])
 
-    figures, text = broadcast_pickle(engine, conclude if engine.rank == 0 else None, 0)
-    engine.use(figures, TUNED)
+    costs, text = broadcast_pickle(engine, conclude if engine.rank == 0 else None, 0)
+    engine.use(costs, TUNED)
     engine.path = ""
     return str(text)
 
 
-def figures_for(engine: Engine, seconds: Seconds, reduction: float) -> Figures:
+def figures_for(engine: Engine, seconds: Seconds, reduction: float) -> CostParameters:
     """The figures that explain what was measured; the others stay built in."""
     layout = engine.layout
     kinds = {path: path if path in (NATIVE, SHARED) else "schedule" for path, _ in seconds}
 
-    def model(path: str, nbytes: int, figures: Figures) -> float:
-        return cost_model.expected("all_reduce", path, nbytes, layout, figures)
+    def model(path: str, nbytes: int, costs: CostParameters) -> float:
+        return cost_model.expected("all_reduce", path, nbytes, layout, costs)
 
-    return fit(seconds, model, replace(Figures(), reduction=reduction), kinds)
+    return fit(seconds, model, replace(CostParameters(), reduction=reduction), kinds)
 
 
 # Measuring
@@ -132,7 +132,7 @@ def _within_node(engine: Engine) -> Run:
     assert engine.node is not None
     shared = engine.node.shared("all_reduce", ReduceOp.SUM, _DTYPE)
     if engine.node.steps.size > 1:
-        return lambda source, target: engine.quiet.run(shared, source, target, (), 0)
+        return lambda source, target: engine.errstate.run(shared, source, target, (), 0)
     return lambda source, target: None
 
 
@@ -168,17 +168,17 @@ def _heading(engine: Engine) -> str:
     return f"measured with {ranks} on {nodes} ({platform.node()}, {library}):"
 
 
-def _told(figures: Figures, seconds: Seconds) -> list[str]:
+def _told(costs: CostParameters, seconds: Seconds) -> list[str]:
     """A line for each kind of path that was measured, and one for the reduction."""
     measured = {path for path, _ in seconds}
     kinds = ["schedule", *(kind for kind in (NATIVE, SHARED) if kind in measured)]
     lines = [
-        f"  {kind:<10}start {getattr(figures, f'{kind}_start') * 1e6:.1f} µs,"
-        f" latency {getattr(figures, f'{kind}_latency') * 1e6:.1f} µs,"
-        f" {getattr(figures, f'{kind}_bandwidth') / 1e9:.1f} GB/s"
+        f"  {kind:<10}start {getattr(costs, f'{kind}_start') * 1e6:.1f} µs,"
+        f" latency {getattr(costs, f'{kind}_latency') * 1e6:.1f} µs,"
+        f" {getattr(costs, f'{kind}_bandwidth') / 1e9:.1f} GB/s"
         for kind in kinds
     ]
-    return [*lines, f"  reduction {figures.reduction / 1e9:.1f} GB/s"]
+    return [*lines, f"  reduction {costs.reduction / 1e9:.1f} GB/s"]
 
 
 def _counted(count: int, noun: str) -> str:

@@ -16,23 +16,23 @@ from collectives.shm.node_barrier import (
     DIFFERENT,
     SEQUENCE_BITS,
     SEQUENCE_MASK,
-    Arrival,
+    NodeBarrier,
     is_here,
 )
-from collectives.transports.base import Transport, Words
-from collectives.waiting.wait_policy import Patience
+from collectives.transports.base import ControlChannel, Transport
+from collectives.waiting.wait_policy import WaitPolicy
 
 # Instead of the fingerprint, in the word of a node whose own ranks differ.
 _DIFFERENT = ((1 << FINGERPRINT_BITS) - 1) << SEQUENCE_BITS
 
 
-class Agreement:
+class CallCheck:
     """One rank's meetings with all others of its group."""
 
     def __init__(
         self,
-        patience: Patience,
-        arrival: Arrival | None,
+        wait_policy: WaitPolicy,
+        node_barrier: NodeBarrier | None,
         leaders: Transport | None,
         nodes: list[list[int]],
         describe: Callable[[Signature], MismatchError],
@@ -42,44 +42,44 @@ class Agreement:
         `leaders` is None on one node, and on ranks that don't lead theirs. `nodes` holds the ranks
         of each node. `describe` exchanges what the ranks called, once they know that they differ.
         """
-        self._patience, self.arrival, self._leaders = patience, arrival, leaders
+        self._wait_policy, self.node_barrier, self._leaders = wait_policy, node_barrier, leaders
         self._nodes, self._describe = nodes, describe
         self._several_nodes = len(nodes) > 1
-        self._words = None if leaders is None else leaders.open_words()
+        self._words = None if leaders is None else leaders.open_control_channel()
         self.sequence = 0
         """The number of the last call that was made, or that other ranks may have seen."""
 
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for its node."""
-        return self.arrival is None or self.arrival.memory.rank == 0
+        return self.node_barrier is None or self.node_barrier.memory.rank == 0
 
-    def meet(self, signature: Signature, line: str | None = None) -> None:
+    def check(self, signature: Signature, line: str | None = None) -> None:
         """Return when every rank has made this call.
 
         Raises a MismatchError on every rank where they made different ones: the call is over then.
         Raises DeadlineExceededError where not all came in time: the call counts as not made.
         """
-        self.meet_word(signature, fingerprint(signature.agreed) << SEQUENCE_BITS, line)
+        self.check_word(signature, fingerprint(signature.agreed) << SEQUENCE_BITS, line)
 
-    def meet_word(self, signature: Signature, base: int, line: str | None = None) -> None:
+    def check_word(self, signature: Signature, base: int, line: str | None = None) -> None:
         """As `meet`, for a caller that keeps the call's fingerprint where the word has it."""
         sequence = self.sequence + 1
-        call = self._patience.call
+        call = self._wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, line
         # Before any other rank can see the call: whatever ends it from here on is judged by that.
         self.sequence = sequence
-        alike = self._withdrawing(self._meet, base | sequence & SEQUENCE_MASK, sequence)
-        self._patience.met()
+        alike = self._withdrawing(self._check, base | sequence & SEQUENCE_MASK, sequence)
+        self._wait_policy.all_arrived()
         if not alike:
             raise self._describe(signature)
 
-    def meet_at(self, signature: Signature, word: int, sequence: int) -> None:
+    def check_at(self, signature: Signature, word: int, sequence: int) -> None:
         """As `meet`, on one node, for a caller that has counted the call and stored its word."""
-        call = self._patience.call
+        call = self._wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, None
-        assert self.arrival is not None
-        if not self._withdrawing(self.arrival.await_all, word, sequence):
+        assert self.node_barrier is not None
+        if not self._withdrawing(self.node_barrier.wait_for_all, word, sequence):
             raise self._describe(signature)
 
     def _withdrawing(self, wait: Callable[[int, int], bool], word: int, sequence: int) -> bool:
@@ -93,28 +93,28 @@ class Agreement:
 
     def end(self) -> None:
         """Let the node's ranks know that this one makes no call any more."""
-        if self.arrival is not None:
-            self.arrival.end()
+        if self.node_barrier is not None:
+            self.node_barrier.end()
 
-    def _meet(self, word: int, sequence: int) -> bool:
-        if self.arrival is None:
+    def _check(self, word: int, sequence: int) -> bool:
+        if self.node_barrier is None:
             return self._ask_nodes(word, True)
-        self.arrival.come(word, sequence)
+        self.node_barrier.arrive(word, sequence)
         if not self._several_nodes:
-            return self.arrival.await_all(word, sequence)
+            return self.node_barrier.wait_for_all(word, sequence)
         if not self.leads:
             return self._follow(word, sequence)
         try:
-            alike = self._ask_nodes(word, self.arrival.collect(word, sequence))
+            alike = self._ask_nodes(word, self.node_barrier.collect(word, sequence))
         except DeadlineExceededError:
-            self.arrival.release()
+            self.node_barrier.release()
             raise
-        self.arrival.tell(ALIKE if alike else DIFFERENT, sequence)
+        self.node_barrier.tell(ALIKE if alike else DIFFERENT, sequence)
         return alike
 
     def _follow(self, word: int, sequence: int) -> bool:
-        assert self.arrival is not None
-        return self.arrival.await_verdict(word, sequence) == ALIKE
+        assert self.node_barrier is not None
+        return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
 
     def _ask_nodes(self, word: int, alike: bool) -> bool:
         """Whether all nodes have the same word."""
@@ -130,11 +130,11 @@ class Agreement:
             return not self._missing(words, number)
 
         try:
-            for _ in range(self._patience.spins):
+            for _ in range(self._wait_policy.spins):
                 if complete():
                     break
             else:
-                self._patience.until(complete, lambda: self._absent(words, number))
+                self._wait_policy.until(complete, lambda: self._absent(words, number))
         except DeadlineExceededError as error:
             # A node that sees this in time waits for the next word. One that has gone on already
             # finds this one in its call, if it makes the same again.
@@ -143,24 +143,24 @@ class Agreement:
             raise
         return alike and all(each == own for each in words.of(number))
 
-    def _missing(self, words: Words, number: int) -> list[int]:
+    def _missing(self, words: ControlChannel, number: int) -> list[int]:
         come = words.of(number)
         return [node for node, word in enumerate(come) if not is_here(word, number)]
 
-    def _absent(self, words: Words, number: int) -> dict[int, str]:
+    def _absent(self, words: ControlChannel, number: int) -> dict[int, str]:
         missing = self._missing(words, number)
         came = words.of(number)
         # Of those, some may have left because of the others.
         missing = [node for node in missing if came[node] != number] or missing
-        if self.arrival is not None:
-            self.arrival.note_missing(missing)
+        if self.node_barrier is not None:
+            self.node_barrier.note_missing(missing)
         return ranks_of(self._nodes, missing)
 
     def close(self) -> None:
         """Give back what the way to the other nodes holds."""
         if self._words is not None:
             self._words.close()
-        if self._leaders is not None and self.arrival is not None:
+        if self._leaders is not None and self.node_barrier is not None:
             self._leaders.close()
 
 

@@ -12,21 +12,21 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from collectives.consistency.call_check import Agreement
+from collectives.consistency.call_check import CallCheck
 from collectives.errors import DeadlineExceededError, RankFailedError, UnusableError, is_in_step
 from collectives.waiting.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
 
-class Calls:
+class CallScope:
     """One rank's calls on one communicator, one at a time."""
 
     def __init__(self, size: int, watchdog: Watchdog) -> None:
         """`watchdog` looks after the calls that wait inside a library."""
         self.size, self.watchdog = size, watchdog
         self.lock = threading.RLock()
-        self.agreement: Agreement | None = None
+        self.call_check: CallCheck | None = None
         self.begun = 0
         """How many calls have gone to another thread, which makes them for this rank."""
         self.broken: BaseException | None = None
@@ -37,14 +37,14 @@ class Calls:
         made = False
         try:
             with self.lock:
-                agreement, begun = self.agreement, self.begun
-                sequence = 0 if agreement is None else agreement.sequence
+                call_check, begun = self.call_check, self.begun
+                sequence = 0 if call_check is None else call_check.sequence
                 try:
                     result = action(*arguments)
                     made = self.size > 1
                     return result
                 except BaseException as error:
-                    known = agreement is not None and agreement.sequence != sequence
+                    known = call_check is not None and call_check.sequence != sequence
                     if known or self.begun != begun:
                         self.leave(error)
                     raise
@@ -80,8 +80,8 @@ class Calls:
         self.watchdog.stop()
         # Who waited in vain waited for the same ranks as the others, which say so themselves.
         waited = isinstance(error, DeadlineExceededError | RankFailedError)
-        if self.agreement is not None and not waited:
-            self.agreement.end()
+        if self.call_check is not None and not waited:
+            self.call_check.end()
 
     def refusal(self) -> UnusableError:
         """Why no call can be made any more."""

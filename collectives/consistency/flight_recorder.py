@@ -21,7 +21,7 @@ Entry = tuple[int, Signature, str, int, int]
 """Sequence number, call, algorithm, start and end in nanoseconds."""
 
 
-class Recorder:
+class FlightRecorder:
     """One rank's last calls."""
 
     def __init__(self, rank: int) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from collectives.execution.cost_model import Figures
+from collectives.execution.cost_model import CostParameters
 
 SMALL_BYTES = 8
 
 Seconds = Mapping[tuple[str, int], float]
 """What an all_reduce took, by path and bytes; paths that aren't there are missing."""
 
-Model = Callable[[str, int, Figures], float]
+Model = Callable[[str, int, CostParameters], float]
 """The seconds expected of an all_reduce by a path, of so many bytes, with those figures."""
 
 _LEAST_SECONDS = 1e-9
@@ -22,40 +22,44 @@ _BANDWIDTHS = (1e6, 1e13)
 _HALVINGS = 40
 
 
-def fit(seconds: Seconds, model: Model, figures: Figures, kinds: Mapping[str, str]) -> Figures:
+def fit(
+    seconds: Seconds, model: Model, costs: CostParameters, kinds: Mapping[str, str]
+) -> CostParameters:
     """The figures that explain the seconds best; what no path tells about stays as it was.
 
     `kinds` says which figures a path follows: "schedule", "native" or "shared".
     """
     for kind in dict.fromkeys(kinds.values()):
         own = {key: value for key, value in seconds.items() if kinds[key[0]] == kind}
-        figures = _fit_bandwidth(kind, own, model, _fit_start(kind, own, model, figures))
-    return figures
+        costs = _fit_bandwidth(kind, own, model, _fit_start(kind, own, model, costs))
+    return costs
 
 
-def _fit_start(kind: str, seconds: Seconds, model: Model, figures: Figures) -> Figures:
+def _fit_start(kind: str, seconds: Seconds, model: Model, costs: CostParameters) -> CostParameters:
     """Start and latency, in the proportion that they had: a single size can't part them."""
     ratios = [
-        taken / model(path, nbytes, figures)
+        taken / model(path, nbytes, costs)
         for (path, nbytes), taken in seconds.items()
         if nbytes == SMALL_BYTES
     ]
     names = (f"{kind}_start", f"{kind}_latency")
     return replace(
-        figures,
-        **{name: max(_LEAST_SECONDS, getattr(figures, name) * median(ratios)) for name in names},
+        costs,
+        **{name: max(_LEAST_SECONDS, getattr(costs, name) * median(ratios)) for name in names},
     )
 
 
-def _fit_bandwidth(kind: str, seconds: Seconds, model: Model, figures: Figures) -> Figures:
+def _fit_bandwidth(
+    kind: str, seconds: Seconds, model: Model, costs: CostParameters
+) -> CostParameters:
     """The median of what each of the larger sizes tells."""
     name = f"{kind}_bandwidth"
 
     def found(path: str, nbytes: int, taken: float) -> float:
-        return _solve(lambda value: model(path, nbytes, replace(figures, **{name: value})), taken)
+        return _solve(lambda value: model(path, nbytes, replace(costs, **{name: value})), taken)
 
     values = [found(*key, taken) for key, taken in seconds.items() if key[1] > SMALL_BYTES]
-    return replace(figures, **{name: median(values)})
+    return replace(costs, **{name: median(values)})
 
 
 def _solve(expected: Callable[[float], float], taken: float) -> float:

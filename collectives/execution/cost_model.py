@@ -26,7 +26,7 @@ LARGEST_PRICED = 512
 
 
 @dataclass(frozen=True)
-class Figures:
+class CostParameters:
     """What the paths were measured to take; the built-in ones are those of bench/results/.
 
     Starts and latencies are in seconds, bandwidths in bytes per second. `shared_bandwidth` counts
@@ -66,7 +66,7 @@ class Layout:
     """How many ranks there are on each node, in which of them ranks outnumber the cores."""
 
     local_sizes: tuple[int, ...]
-    crowding: float = 1.0
+    oversubscription: float = 1.0
     """Ranks for each core of the fullest node, at least 1."""
 
     @property
@@ -92,13 +92,13 @@ class Choice:
 
 
 def choose(
-    collective: str, nbytes: int, layout: Layout, paths: tuple[str, ...], figures: Figures
+    collective: str, nbytes: int, layout: Layout, paths: tuple[str, ...], costs: CostParameters
 ) -> Choice:
     """The candidate of least expected time for `nbytes` bytes, counted as in `cost.traffic`.
 
     `paths` are those beside the schedules that can do it.
     """
-    return _choose(collective, tuple(algorithms.names(collective)), nbytes, layout, paths, figures)
+    return _choose(collective, tuple(algorithms.names(collective)), nbytes, layout, paths, costs)
 
 
 @lru_cache(maxsize=1024)
@@ -108,42 +108,42 @@ def _choose(
     nbytes: int,
     layout: Layout,
     paths: tuple[str, ...],
-    figures: Figures,
+    costs: CostParameters,
 ) -> Choice:
     size = layout.size
     if size == 1:
         return Choice("a copy", {}, "")
     if size > LARGEST_PRICED and paths:
         return Choice(paths[0], {}, f"with more than {LARGEST_PRICED} ranks nothing is priced")
-    seconds = {
-        name: expected(collective, name, nbytes, layout, figures) for name in (*names, *paths)
-    }
+    seconds = {name: expected(collective, name, nbytes, layout, costs) for name in (*names, *paths)}
     return Choice(min(seconds, key=lambda name: seconds[name]), seconds)
 
 
-def expected(collective: str, path: str, nbytes: int, layout: Layout, figures: Figures) -> float:
+def expected(
+    collective: str, path: str, nbytes: int, layout: Layout, costs: CostParameters
+) -> float:
     """Seconds that a path is expected to take; `nbytes` counts as in `cost.traffic`.
 
     Ranks that take turns on a core take their time one after the other, whatever they do.
     """
     if path == NATIVE:
-        seconds = _native(collective, layout.size, nbytes, figures)
+        seconds = _native(collective, layout.size, nbytes, costs)
     elif path == SHARED:
-        seconds = _shared(collective, nbytes, layout, figures)
+        seconds = _shared(collective, nbytes, layout, costs)
     elif path == HIERARCHICAL:
-        seconds = _hierarchical(nbytes, layout, figures)
+        seconds = _hierarchical(nbytes, layout, costs)
     else:
-        link = figures.schedule_link
+        link = costs.schedule_link
         inside = estimate(collective, path, layout.size, nbytes, link)
-        seconds = figures.schedule_start + inside
-    return layout.crowding * seconds
+        seconds = costs.schedule_start + inside
+    return layout.oversubscription * seconds
 
 
-def _native(collective: str, size: int, nbytes: int, figures: Figures) -> float:
-    link = figures.native_link if spec_of(collective).reduces else figures.native_move_link
+def _native(collective: str, size: int, nbytes: int, costs: CostParameters) -> float:
+    link = costs.native_link if spec_of(collective).reduces else costs.native_move_link
     names = algorithms.names(collective)
     inside = min(estimate(collective, name, size, nbytes, link) for name in names)
-    return figures.native_start + inside
+    return costs.native_start + inside
 
 
 # Bytes that a rank touches for each byte of the buffer, by the number of ranks.
@@ -160,23 +160,23 @@ _TOUCHED: dict[str, Callable[[int], float]] = {
 }
 
 
-def _shared(collective: str, nbytes: int, layout: Layout, figures: Figures) -> float:
+def _shared(collective: str, nbytes: int, layout: Layout, costs: CostParameters) -> float:
     size = max(layout.local_sizes)
-    touched = _TOUCHED[collective](size) * nbytes / figures.shared_bandwidth
-    waits = figures.shared_latency * size
-    return figures.shared_start + waits + touched
+    touched = _TOUCHED[collective](size) * nbytes / costs.shared_bandwidth
+    waits = costs.shared_latency * size
+    return costs.shared_start + waits + touched
 
 
-def _hierarchical(nbytes: int, layout: Layout, figures: Figures) -> float:
+def _hierarchical(nbytes: int, layout: Layout, costs: CostParameters) -> float:
     """Within the nodes, between ranks of equal place on all nodes, and within the nodes again."""
     slices = min(layout.local_sizes)
-    nodes, slice_bytes, link = len(layout.local_sizes), -(-nbytes // slices), figures.schedule_link
+    nodes, slice_bytes, link = len(layout.local_sizes), -(-nbytes // slices), costs.schedule_link
     across = min(
         estimate("all_reduce", name, nodes, slice_bytes, link)
         for name in algorithms.names("all_reduce")
     )
-    within = [_shared(each, nbytes, layout, figures) for each in ("reduce_scatter", "all_gather")]
-    return sum(within) + figures.schedule_start + across
+    within = [_shared(each, nbytes, layout, costs) for each in ("reduce_scatter", "all_gather")]
+    return sum(within) + costs.schedule_start + across
 
 
 def bucket_of(nbytes: int) -> int:

@@ -44,7 +44,7 @@ class DevicePath(ABC):
     def run(self, request: Request) -> str:
         """Take part; the name of the way that it went, for the record."""
 
-    def quick_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
+    def bind_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
         """The shortest way to reduce contiguous arrays that aren't empty; None for `run` alone."""
         return None
 
@@ -86,8 +86,8 @@ class OnDevices(Protocol):
     def room(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
         """New memory on this rank's GPU, for a rank that has no array there yet. Collective."""
 
-    def quick_all_reduce(self, given: Any) -> Callable[[DeviceArray, Any], Any] | None:
-        """What `quick.quick_all_reduce` is for arrays on the host."""
+    def bind_all_reduce(self, given: Any) -> Callable[[DeviceArray, Any], Any] | None:
+        """What `quick.bind_all_reduce` is for arrays on the host."""
 
     def run(self, request: Request) -> str:
         """Take part; the name of the way that it went. It divides for MEAN."""

@@ -16,11 +16,18 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import empty, is_device
-from collectives.consistency.call_scope import Calls
-from collectives.consistency.flight_recorder import Recorder, clock
+from collectives.consistency.call_scope import CallScope
+from collectives.consistency.flight_recorder import FlightRecorder, clock
 from collectives.consistency.signature import Signature
 from collectives.errors import RankFailedError, in_step
-from collectives.execution.cost_model import PRICED, Choice, Figures, Layout, bucket_of, choose
+from collectives.execution.cost_model import (
+    PRICED,
+    Choice,
+    CostParameters,
+    Layout,
+    bucket_of,
+    choose,
+)
 from collectives.execution.device_path import OnDevices, Request
 from collectives.execution.executor import HostMemory, Plans, own_part
 from collectives.reductions.reduction import Array, ReduceOp, finish
@@ -28,34 +35,34 @@ from collectives.schedules.paths import FORCED, NATIVE, QUICKEST, SHARED
 from collectives.shm.node import Node, Path
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
 from collectives.transports.base import Native, Transport
-from collectives.waiting.wait_policy import Patience
+from collectives.waiting.wait_policy import WaitPolicy
 from collectives.waiting.watchdog import Watchdog
 
 _CHOICES_KEPT = 1024
 
 
-class Engine(Calls):
+class Engine(CallScope):
     """One rank's calls over one transport. One thread at a time runs on it."""
 
-    def __init__(self, transport: Transport, patience: Patience | None = None) -> None:
+    def __init__(self, transport: Transport, wait_policy: WaitPolicy | None = None) -> None:
         self.transport = transport
-        if patience is None:
-            patience = Patience()
-            patience.before_raise = self._fail
-        self.patience = transport.patience = patience
+        if wait_policy is None:
+            wait_policy = WaitPolicy()
+            wait_policy.before_raise = self._fail
+        self.wait_policy = transport.wait_policy = wait_policy
         if transport.one_process:
-            patience.sleep_early()
+            wait_policy.sleep_early()
         self.rank = transport.rank
-        super().__init__(transport.size, Watchdog(patience, self.end_job))
-        self.recorder = Recorder(self.rank)
+        super().__init__(transport.size, Watchdog(wait_policy, self.end_job))
+        self.recorder = FlightRecorder(self.rank)
         self.node: Node | None = None
         self.devices: OnDevices | None = None
         self.layout = Layout((1,) * self.size)
-        self.figures, self.figures_name = Figures(), "built-in figures"
+        self.costs, self.costs_source = CostParameters(), "built-in figures"
         self.path = ""
         self.forked = False
-        self.quiet = contextvars.copy_context()
-        self.quiet.run(np.seterr, all="ignore")
+        self.errstate = contextvars.copy_context()
+        self.errstate.run(np.seterr, all="ignore")
         self._memory = HostMemory()
         self._plans = Plans(transport, self._memory)
         self._chosen: dict[tuple[Any, ...], str] = {}
@@ -94,12 +101,12 @@ class Engine(Calls):
         if self.broken is not None:
             raise self.refusal()
         number = 0
-        if self.agreement is not None:
+        if self.call_check is not None:
             if base is None:
-                self.agreement.meet(signature, line)
+                self.call_check.check(signature, line)
             else:
-                self.agreement.meet_word(signature, base)
-            number = self.agreement.sequence
+                self.call_check.check_word(signature, base)
+            number = self.call_check.sequence
         start = clock()
         self.path = path
         try:
@@ -111,15 +118,15 @@ class Engine(Calls):
         """Refuse every call, in a process that is forked off the rank."""
         # Another thread may have held it when the process was forked.
         self.lock = threading.RLock()
-        self.watchdog = Watchdog(self.patience, self.end_job)
+        self.watchdog = Watchdog(self.wait_policy, self.end_job)
         self.broken, self.forked = RuntimeError("this process is a forked child of the rank"), True
 
     def close(self) -> None:
         """Give back what the engine holds. Collective."""
         # A thread may wait for the lock, in front of memory that is gone when it gets it.
         self.broken = RuntimeError("it is closed")
-        if self.agreement is not None:
-            self.agreement.close()
+        if self.call_check is not None:
+            self.call_check.close()
         if self.node is not None:
             self.node.close()
         self.transport.close()
@@ -181,7 +188,7 @@ class Engine(Calls):
             algorithm = self.choose(collective, whole.nbytes, paths)
         self.path = algorithm
         if algorithm in paths:
-            went = self.quiet.run(paths[algorithm], source, target, lengths or (), root)
+            went = self.errstate.run(paths[algorithm], source, target, lengths or (), root)
             self.path = went or algorithm
         elif algorithm in FORCED:
             kind = "" if op is None else f" for {op.value} of {target.dtype}"
@@ -189,7 +196,7 @@ class Engine(Calls):
             raise in_step(ValueError(f"algorithm={algorithm!r}: {text}"))
         else:
             run = partial(self._plans.run, collective, algorithm, source, target)
-            self.quiet.run(run, lengths, op, root)
+            self.errstate.run(run, lengths, op, root)
 
     def join(self, node: Node) -> None:
         """Use the node's memory from now on."""
@@ -197,9 +204,9 @@ class Engine(Calls):
         self._paths.clear()
         self._chosen.clear()
 
-    def use(self, figures: Figures, name: str) -> None:
+    def use(self, costs: CostParameters, name: str) -> None:
         """Choose by these figures, from `name`, from now on: all ranks between the same calls."""
-        self.figures, self.figures_name = figures, name
+        self.costs, self.costs_source = costs, name
         self._chosen.clear()
 
     def choose(self, collective: str, nbytes: int, paths: dict[str, Path]) -> str:
@@ -220,7 +227,7 @@ class Engine(Calls):
         # The ranks of an all_to_all may hold different amounts, and yet must choose alike.
         bucket = 0 if collective == "all_to_all" else bucket_of(nbytes)
         there = tuple(n for n in PRICED if n in paths and (n != NATIVE or bucket <= LARGEST_NATIVE))
-        return choose(collective, bucket, self.layout, there, self.figures)
+        return choose(collective, bucket, self.layout, there, self.costs)
 
     def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
         """This rank's part, as a view, of a buffer that holds one for each rank."""

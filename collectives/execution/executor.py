@@ -23,7 +23,7 @@ from collectives.execution.plan import Fold, Piece, Resolver
 from collectives.reductions.reduction import Action, Array, ReduceOp, bind_fold
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
-from collectives.transports.base import Wires
+from collectives.transports.base import PointToPoint
 
 _BINDINGS_KEPT = 8
 _PLANS_KEPT = 64
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 class Plan:
     """One rank's part in one kind of call."""
 
-    def __init__(self, transport: Wires, memory: Memory, call: Call) -> None:
+    def __init__(self, transport: PointToPoint, memory: Memory, call: Call) -> None:
         rank, size = transport.rank, transport.size
         algorithm, root = algorithms.find(call.collective, call.algorithm), call.root
         lengths = call.shape
@@ -178,7 +178,7 @@ def own_part(whole: Any, lengths: Sequence[int], rank: int) -> Any:
 class Plans:
     """The plans of one rank, made when they are first asked for; those used lately are kept."""
 
-    def __init__(self, transport: Wires, memory: Memory) -> None:
+    def __init__(self, transport: PointToPoint, memory: Memory) -> None:
         """Between buffers in this memory."""
         self._transport, self._memory = transport, memory
         self._plans: OrderedDict[Call, Plan] = OrderedDict()

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from collectives.execution.cost_model import Figures, Layout
+from collectives.execution.cost_model import CostParameters, Layout
 from collectives.waiting.wait_policy import log
 
 CACHE_VARIABLE = "COLLECTIVES_CACHE"
@@ -51,12 +51,12 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / _FOLDER
 
 
-def save(key: Key, figures: Figures) -> Path | None:
+def save(key: Key, costs: CostParameters) -> Path | None:
     """Write the figures' file, whole or not at all; None, and a warning, where that fails."""
     try:
         path = key.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, to_text(key, figures))
+        _replace(path, to_text(key, costs))
     except (OSError, RuntimeError) as error:
         log.warning("the measured figures could not be saved: %s", error)
         return None
@@ -75,7 +75,7 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def load(key: Key) -> tuple[Figures, Path] | None:
+def load(key: Key) -> tuple[CostParameters, Path] | None:
     """The figures saved for this key, and their file; None, and a warning where it is no good."""
     try:
         path = key.path
@@ -92,13 +92,13 @@ def load(key: Key) -> tuple[Figures, Path] | None:
         return None
 
 
-def to_text(key: Key, figures: Figures) -> str:
+def to_text(key: Key, costs: CostParameters) -> str:
     """The file's content."""
-    content = {"version": VERSION, "key": _key_fields(key), "figures": asdict(figures)}
+    content = {"version": VERSION, "key": _key_fields(key), "figures": asdict(costs)}
     return json.dumps(content, indent=1)
 
 
-def from_text(key: Key, text: str) -> Figures:
+def from_text(key: Key, text: str) -> CostParameters:
     """The figures; ValueError where they aren't for this key, of this version, or no figures."""
     try:
         content = json.loads(text)
@@ -116,15 +116,15 @@ def _key_fields(key: Key) -> dict[str, object]:
         "host": key.host,
         "library": key.library,
         "local_sizes": list(key.layout.local_sizes),
-        "crowding": key.layout.crowding,
+        "crowding": key.layout.oversubscription,
     }
 
 
-def _figures(values: object) -> Figures:
-    names = {field.name for field in fields(Figures)}
+def _figures(values: object) -> CostParameters:
+    names = {field.name for field in fields(CostParameters)}
     if not isinstance(values, dict) or set(values) != names:
         raise ValueError("its figures are not those that are needed")
     for name, value in values.items():
         if not isinstance(value, float) or not _LEAST_FIGURE < value < _LARGEST_FIGURE:
             raise ValueError(f"{name} is {value!r}: no machine is like that")
-    return Figures(**values)
+    return CostParameters(**values)

@@ -21,12 +21,12 @@ from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu import probe
 from collectives.gpu.bootstrap import Verdict, connect, judge
-from collectives.gpu.bound import quick_all_reduce
+from collectives.gpu.bound import bind_all_reduce
 from collectives.gpu.future import DeviceHandle
-from collectives.gpu.host_path import StagedPath
+from collectives.gpu.host_path import HostPath
 from collectives.gpu.ipc_path import IpcPath
 from collectives.gpu.nccl_path import NcclPath
-from collectives.gpu.stream_work import Launches
+from collectives.gpu.stream_work import StreamWork
 from collectives.lifecycle.futures import Handle, run_into
 from collectives.reductions.reduction import as_op, fold_dtype
 from collectives.transports.nccl import NcclTransport
@@ -93,11 +93,11 @@ class Devices:
             raise
 
     def _failed(self, error: NcclError) -> CollectiveError:
-        failure = CollectiveError(f"{self._engine.patience.call}: {error}")
+        failure = CollectiveError(f"{self._engine.wait_policy.call}: {error}")
         self.give_up(failure)
         return failure
 
-    def quick_all_reduce(self, given: ReduceInput) -> Callable[[DeviceArray, Any], Any] | None:
+    def bind_all_reduce(self, given: ReduceInput) -> Callable[[DeviceArray, Any], Any] | None:
         """The function (array, out) → result for device arrays like this one, if there is one.
 
         It returns PASS, before it did anything, for arguments that need care.
@@ -105,7 +105,7 @@ class Devices:
         if self._path is None or self._device is None:
             return None
         signature = given.signature("all_reduce").on_gpu()
-        return quick_all_reduce(
+        return bind_all_reduce(
             self._engine, self._path, self._device, given, signature, self._failed
         )
 
@@ -159,7 +159,7 @@ class Devices:
     def _choose(self, array: DeviceArray | None) -> DevicePath:
         """All ranks are in the same call, the first with an array on a GPU. Collective."""
         if self.over_host:
-            self._path = StagedPath(cuda(), self._engine)
+            self._path = HostPath(cuda(), self._engine)
             return self._path
         found, verdict = self._examine(
             lambda gpus: gpus.current_device() if array is None else gpus.device_of(array)
@@ -179,7 +179,7 @@ class Devices:
                 return self._over_ipc(gpus)
             except BackendUnavailableError as error:
                 log.warning("CUDA IPC can't be used, but the host's memory: %s", error)
-        return StagedPath(gpus, self._engine)
+        return HostPath(gpus, self._engine)
 
     def _use(self, path: DevicePath, found: probe.Found) -> DevicePath:
         self._path, self._device = path, found.device
@@ -198,10 +198,10 @@ class Devices:
             return made[0].failure() if made else None
 
         launches = self._on_all(
-            lambda: Launches(
+            lambda: StreamWork(
                 gpus,
                 found.device,
-                engine.patience,
+                engine.wait_policy,
                 failure=failure,
                 give_up=self.give_up,
                 end_job=engine.end_job,

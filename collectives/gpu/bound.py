@@ -16,7 +16,7 @@ from collectives.shm.node_barrier import SEQUENCE_BITS
 from collectives.transports.nccl_driver import NcclError
 
 
-def quick_all_reduce(
+def bind_all_reduce(
     engine: Engine,
     path: DevicePath,
     number: int,
@@ -31,7 +31,7 @@ def quick_all_reduce(
     """
     shape, dtype, nbytes = given.shape, given.dtype, given.array.nbytes
     whole = nbytes and given.array.dtype == dtype
-    reduce = path.quick_all_reduce(given.op, dtype) if whole else None
+    reduce = path.bind_all_reduce(given.op, dtype) if whole else None
     if reduce is None:
         return None
     base, name = fingerprint(signature.agreed) << SEQUENCE_BITS, path.name

@@ -24,7 +24,7 @@ CHUNK_BYTES = 4 << 20
 """Of a copy: a few hundred microseconds of a bus's time."""
 
 
-class StagedPath(DevicePath):
+class HostPath(DevicePath):
     """Through pinned memory. The host waits for the copies."""
 
     name = "staged"

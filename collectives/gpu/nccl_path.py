@@ -13,7 +13,7 @@ from collectives.errors import in_step
 from collectives.execution.device_path import DevicePath, Reduce, Request
 from collectives.execution.executor import Plans
 from collectives.gpu.conversions import Conversion, conversion_of
-from collectives.gpu.stream_work import Launches
+from collectives.gpu.stream_work import StreamWork
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.paths import FORCED, NATIVE
 from collectives.transports.base import Native
@@ -31,7 +31,7 @@ class NcclPath(DevicePath):
 
     name = "nccl"
 
-    def __init__(self, cuda: Cuda, transport: NcclTransport, launches: Launches) -> None:
+    def __init__(self, cuda: Cuda, transport: NcclTransport, launches: StreamWork) -> None:
         """The transport's calls go to the stream of `launches`."""
         self._cuda, self._transport, self._launches = cuda, transport, launches
         self._plans = Plans(transport, DeviceMemory(cuda))
@@ -109,7 +109,7 @@ class NcclPath(DevicePath):
             self._cuda.divide(request.target, self._transport.size)
         return algorithm
 
-    def quick_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
+    def bind_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
         """NCCL's own, where the elements travel as they are."""
         native = self._transport.native("all_reduce", op.value, dtype)
         if native is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from collectives.cuda.interface import Cuda, DeviceArray, Event, Stream
 from collectives.errors import CollectiveError, DeadlineExceededError, RankFailedError
-from collectives.waiting.wait_policy import Patience, Waited
+from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
 from collectives.waiting.watchdog import GRACE_SECONDS, watch
 
 _EVENTS_KEPT = 64
@@ -37,17 +37,17 @@ class _Launch:
 
     def __str__(self) -> str:
         """The call and its number."""
-        return str(Waited(self.what, self.sequence))
+        return str(WaitingCall(self.what, self.sequence))
 
 
-class Launches:
+class StreamWork:
     """One communicator's stream, and what runs on it."""
 
     def __init__(
         self,
         cuda: Cuda,
         device: int,
-        patience: Patience,
+        wait_policy: WaitPolicy,
         *,
         failure: Callable[[], Exception | None],
         give_up: Callable[[BaseException], None],
@@ -58,7 +58,7 @@ class Launches:
         `give_up` ends what runs there, because of an error; `end_job` is for a deadline that no
         one's call can raise.
         """
-        self._cuda, self._device, self._patience = cuda, device, patience
+        self._cuda, self._device, self._wait_policy = cuda, device, wait_policy
         self._failure, self._give_up, self._end_job = failure, give_up, end_job
         self.stream = cuda.new_stream()
         self._launched: deque[_Launch] = deque()
@@ -98,7 +98,7 @@ class Launches:
             # It runs when the graph does: again and again, with the same memory.
             self.captured.append(held)
             return
-        call = self._patience.call
+        call = self._wait_policy.call
         with self._lock:
             self._forget_done()
             self._launched.append(_Launch(call.what, call.sequence, ready, done, held))
@@ -130,7 +130,7 @@ class Launches:
         if launch.began is None:
             launch.began = time.monotonic() if launch.ready.done() else None
             return None
-        deadline, seconds = self._patience.deadline, time.monotonic() - launch.began
+        deadline, seconds = self._wait_policy.deadline, time.monotonic() - launch.began
         if deadline is None or seconds < deadline + GRACE_SECONDS:
             return None
         problem = self._failure() or "other ranks have not begun it, or have ended"
@@ -146,8 +146,8 @@ class Launches:
         after which nothing runs any more; TimeoutError after `timeout` seconds, when it goes on.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        patience = self._patience.another(name, self._patience.deadline)
-        patience.check_alive = self._patience.check_alive
+        wait_policy = self._wait_policy.another(name, self._wait_policy.deadline)
+        wait_policy.check_alive = self._wait_policy.check_alive
 
         def over() -> bool:
             problem = None if event.done() else self._failure()
@@ -159,7 +159,7 @@ class Launches:
 
         self._waiting += 1
         try:
-            patience.spin_until(over, dict)
+            wait_policy.spin_until(over, dict)
         except (DeadlineExceededError, RankFailedError, CollectiveError) as error:
             self._give_up(error)
             raise

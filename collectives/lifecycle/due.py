@@ -9,7 +9,7 @@ from typing import Any
 from collectives.execution.engine import Engine
 
 
-class Due:
+class Deferred:
     """The part of a communicator that keeps such actions."""
 
     _quick: dict[Any, Callable[..., Any]]
@@ -44,13 +44,13 @@ class Due:
         for kept in self._at_end:
             if (action := kept()) is not None:
                 action()
-        self.do_what_is_due()
+        self.run_deferred()
 
-    def do_what_is_due(self) -> None:
+    def run_deferred(self) -> None:
         """Do it now, unless no call can be made any more."""
         if not self._closed and self._engine.broken is None:
-            self._do_what_is_due()
+            self._run_deferred()
 
-    def _do_what_is_due(self) -> None:
+    def _run_deferred(self) -> None:
         while self._due:
             self._due.pop(0)()

@@ -10,10 +10,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from collectives.calls import Operation
-from collectives.consistency.flight_recorder import Entry, Recorder
+from collectives.consistency.flight_recorder import Entry, FlightRecorder
 from collectives.consistency.signature import Signature
 from collectives.errors import CollectiveError, MismatchError, in_step
-from collectives.execution.cost_model import Figures
+from collectives.execution.cost_model import CostParameters
 from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
 from collectives.lifecycle.topology import Topology
@@ -21,7 +21,7 @@ from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import calling_line, log
 
 Result = TypeVar("Result")
-Tuned = tuple[Figures, str]
+Tuned = tuple[CostParameters, str]
 
 _CLOSE = Signature("close")
 _END = _CLOSE._replace(scope="exit()")
@@ -57,7 +57,7 @@ class Handle(Generic[Result]):
             raise TimeoutError(f"not done after {timeout} s") from error
 
 
-class Progress:
+class ProgressThread:
     """The thread that runs asynchronous calls, in the order of their submission on every rank.
 
     It has a duplicate of the communicator for itself, so that its messages and those of blocking
@@ -73,7 +73,7 @@ class Progress:
         self._transport, self._topology = transport, topology
         self.deadline = deadline
         """Of the calls that begin from now on."""
-        self.recorder: Recorder | None = None
+        self.recorder: FlightRecorder | None = None
         self._closed = self._settled = False
         self._told: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -118,8 +118,8 @@ class Progress:
 
     def _work(self) -> None:
         engine = Engine(self._transport)
-        engine.patience.deadline = self.deadline
-        engine.patience.sleep_early()
+        engine.wait_policy.deadline = self.deadline
+        engine.wait_policy.sleep_early()
         nodes.agree_by_messages(engine)
         self.recorder = engine.recorder
         while self._run_next(engine):
@@ -146,11 +146,11 @@ class Progress:
         """Run one job; False at the end. Nothing is kept of it while the thread waits again."""
         job = self._jobs.get()
         if job is not None:
-            engine.patience.deadline = self.deadline
-            if job.tuned is not None and job.tuned[0] is not engine.figures:
+            engine.wait_policy.deadline = self.deadline
+            if job.tuned is not None and job.tuned[0] is not engine.costs:
                 engine.use(*job.tuned)
             ends = job.operation.signature is _END
-            with engine.patience.no_longer_than(_TURN if ends else None):
+            with engine.wait_policy.no_longer_than(_TURN if ends else None):
                 # To tell the end needs no memory in common, and no communicators made at this time.
                 if ends or self._settle(engine, job):
                     run_into(job.future, engine, job.operation, job.line)
@@ -198,7 +198,7 @@ def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:
     return Handle(future)
 
 
-_running: weakref.WeakSet[Progress] = weakref.WeakSet()
+_running: weakref.WeakSet[ProgressThread] = weakref.WeakSet()
 
 
 def complete_all() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles, make_on_all, numbers_of_all
-from collectives.consistency.call_check import Agreement, ranks_of
+from collectives.consistency.call_check import CallCheck, ranks_of
 from collectives.consistency.signature import Signature, mismatch
 from collectives.consistency.uncaught import raised_on_all
 from collectives.errors import MismatchError
@@ -20,9 +20,9 @@ from collectives.lifecycle.topology import Topology
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
 from collectives.shm.node import Node
-from collectives.shm.node_barrier import Arrival
-from collectives.shm.pool import ALIGNMENT, Arena
-from collectives.shm.progress import Steps
+from collectives.shm.node_barrier import NodeBarrier
+from collectives.shm.pool import ALIGNMENT, Pool
+from collectives.shm.progress import ProgressCounters
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import warn_once
 
@@ -74,10 +74,10 @@ def settle(engine: Engine, where: Topology) -> None:
         return
     part = engine.transport.split(where.node, engine.rank)
     assert part is not None
-    node = Engine(part, engine.patience)
+    node = Engine(part, engine.wait_policy)
     engine.layout = _layout(engine, node, where)
-    if engine.layout.crowding > 1:
-        engine.patience.share_cores()
+    if engine.layout.oversubscription > 1:
+        engine.wait_policy.share_cores()
     segments = _share(engine, node)
     if segments is None:
         part.close()
@@ -86,19 +86,21 @@ def settle(engine: Engine, where: Topology) -> None:
     members = _members(where)
     memory = NodeMemory(segments, part.rank, part.fence)
     own = members[where.node]
-    arrival = Arrival(memory, engine.patience, own, partial(ranks_of, members))
-    engine.join(_join(engine, node, where, Steps(memory, engine.patience, own), segments))
+    node_barrier = NodeBarrier(memory, engine.wait_policy, own, partial(ranks_of, members))
+    engine.join(
+        _join(engine, node, where, ProgressCounters(memory, engine.wait_policy, own), segments)
+    )
     leaders = _leaders(engine, where)
     describe = partial(_describe, engine)
-    engine.agreement = Agreement(engine.patience, arrival, leaders, members, describe)
+    engine.call_check = CallCheck(engine.wait_policy, node_barrier, leaders, members, describe)
 
 
 def agree_by_messages(engine: Engine) -> None:
     """Let each rank be a node, and from now on agree on every call."""
     if engine.size > 1:
-        patience, members = engine.patience, [[rank] for rank in range(engine.size)]
+        wait_policy, members = engine.wait_policy, [[rank] for rank in range(engine.size)]
         describe = partial(_describe, engine)
-        engine.agreement = Agreement(patience, None, engine.transport, members, describe)
+        engine.call_check = CallCheck(wait_policy, None, engine.transport, members, describe)
 
 
 def _members(where: Topology) -> list[list[int]]:
@@ -137,7 +139,11 @@ def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
 
 
 def _join(
-    engine: Engine, node: Engine, where: Topology, steps: Steps, segments: list[memoryview]
+    engine: Engine,
+    node: Engine,
+    where: Topology,
+    steps: ProgressCounters,
+    segments: list[memoryview],
 ) -> Node:
     """The node's memory in use, and connected to the other nodes."""
     steps.memory.sign_in()
@@ -152,13 +158,20 @@ def _join(
         return transport.reserve(memory[node.rank * part :][:part])
 
     transport = node.transport
-    arena = Arena(transport.share, transport.reserve, transport.free, gather, node.rank)
-    common = Arena(transport.share_one, reserve_together, transport.free, gather, 0)
-    slices, crowded = min(map(len, _members(where))), engine.layout.crowding > 1
+    arena = Pool(transport.share, transport.reserve, transport.free, gather, node.rank)
+    common = Pool(transport.share_one, reserve_together, transport.free, gather, 0)
+    slices, oversubscribed = min(map(len, _members(where))), engine.layout.oversubscription > 1
     across = _across(engine, where, slices) if where.nodes > 1 else None
     layout = None if where.nodes == 1 else slices
     return Node(
-        transport, segments, steps, arena, common, slices=layout, across=across, crowded=crowded
+        transport,
+        segments,
+        steps,
+        arena,
+        common,
+        slices=layout,
+        across=across,
+        oversubscribed=oversubscribed,
     )
 
 
@@ -168,7 +181,7 @@ def _across(engine: Engine, where: Topology, slices: int) -> Across | None:
     transport = engine.transport.split(where.local_rank if speaks else None, where.node)
     if transport is None:
         return None
-    return Across(Engine(transport, engine.patience))
+    return Across(Engine(transport, engine.wait_policy))
 
 
 class Across:
@@ -192,12 +205,12 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
         return None
     leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
     if leaders is not None:
-        leaders.patience = engine.patience
+        leaders.wait_policy = engine.wait_policy
     return leaders
 
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
-    named = signature._replace(scope=signature.scope or engine.patience.call.scope)
+    named = signature._replace(scope=signature.scope or engine.wait_policy.call.scope)
     called = gather_pickles(engine, pickle.dumps(named))
     # The error may reach nobody on a rank that closes because its program ends.
     going_on = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)

@@ -21,14 +21,14 @@ class Message(NamedTuple):
     arrays: list[Array]
 
 
-class Letter(NamedTuple):
+class IncomingMessage(NamedTuple):
     """A message that is yet to be read."""
 
     source: int
     buffers: list[Array]
 
     @classmethod
-    def copied(cls, source: int, buffers: Sequence[Bytes]) -> Letter:
+    def copied(cls, source: int, buffers: Sequence[Bytes]) -> IncomingMessage:
         """With memory of its own."""
         return cls(source, [np.array(buffer, np.uint8) for buffer in buffers])
 
@@ -44,7 +44,7 @@ def write(header: Any, arrays: Iterable[Any]) -> list[Bytes]:
     return [memoryview(content), *(flat(array).view(np.uint8).data for array in given)]
 
 
-def read(letter: Letter) -> Message:
+def read(letter: IncomingMessage) -> Message:
     """The arrays lie in the buffers' memory."""
     content, *buffers = letter.buffers
     header, kinds = pickle.loads(content.data)

@@ -9,7 +9,7 @@ import threading
 from types import TracebackType
 
 
-class Turns:
+class FairLock:
     """A context that one thread at a time is in; whoever waits comes before whoever left."""
 
     def __init__(self) -> None:

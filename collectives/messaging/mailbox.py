@@ -13,12 +13,12 @@ from typing import Any
 
 from collectives.consistency.arguments import check_index
 from collectives.errors import DeadlineExceededError, RankFailedError
-from collectives.messaging.codec import Letter, Message, read, write
-from collectives.messaging.fair_lock import Turns
+from collectives.messaging.codec import IncomingMessage, Message, read, write
+from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Processes
-from collectives.messaging.send_request import Done, Sent, abandoned
-from collectives.transports.base import Bytes, Post
-from collectives.waiting.wait_policy import Patience
+from collectives.messaging.send_request import Done, SendRequest, abandoned
+from collectives.transports.base import Bytes, MessageChannel
+from collectives.waiting.wait_policy import WaitPolicy
 
 
 class Mailbox:
@@ -29,21 +29,23 @@ class Mailbox:
     large message arrives when the receiver calls `receive`.
     """
 
-    def __init__(self, post: Post, processes: Processes, rank: int, patience: Patience) -> None:
+    def __init__(
+        self, post: MessageChannel, processes: Processes, rank: int, wait_policy: WaitPolicy
+    ) -> None:
         """`patience` is the communicator's."""
         self.rank, self.size = rank, processes.count
-        self._post, self._processes, self._patience = post, processes, patience
+        self._post, self._processes, self._wait_policy = post, processes, wait_policy
         self._peers = [peer for peer in range(self.size) if peer != rank]
-        self._turns = Turns()
-        self._own: deque[Letter] = deque()
+        self._fair_lock = FairLock()
+        self._own: deque[IncomingMessage] = deque()
         self._writes_to_itself = False
-        self._outstanding: dict[int, deque[Sent]] = {}
+        self._outstanding: dict[int, deque[SendRequest]] = {}
         self._ended: set[int] = set()
         self._finished: set[int] = set()
         self._end_told = self._finish_told = False
         self._refusal: str | None = None
 
-    def send(self, peer: int, header: Any, arrays: Iterable[Any] = ()) -> Sent:
+    def send(self, peer: int, header: Any, arrays: Iterable[Any] = ()) -> SendRequest:
         """Send a message to a rank, this one included; return at once.
 
         `header` is any small object, which travels by pickle. `arrays` are of any shape, strides
@@ -56,23 +58,23 @@ class Mailbox:
         """
         peer = check_index("peer", peer, self.size)
         buffers = write(header, arrays)
-        with self._turns:
+        with self._fair_lock:
             self._check_open()
             return self._send(peer, buffers)
 
-    def _send(self, peer: int, buffers: list[Bytes]) -> Sent:
+    def _send(self, peer: int, buffers: list[Bytes]) -> SendRequest:
         if peer == self.rank:
             self._writes_to_itself = True
-            self._own.append(Letter.copied(peer, buffers))
-            return Sent(self, peer, Done(), ())
+            self._own.append(IncomingMessage.copied(peer, buffers))
+            return SendRequest(self, peer, Done(), ())
         if self._died(peer):
             raise RankFailedError(f"rank {peer} has died: nothing can be sent to it")
         if peer in self._ended:
             raise RankFailedError(f"rank {peer} has closed its mailbox: nothing can be sent to it")
         return self._post_to(peer, buffers)
 
-    def _post_to(self, peer: int, buffers: list[Bytes]) -> Sent:
-        sent = Sent(self, peer, self._post.send(buffers, peer), buffers)
+    def _post_to(self, peer: int, buffers: list[Bytes]) -> SendRequest:
+        sent = SendRequest(self, peer, self._post.send(buffers, peer), buffers)
         self._outstanding.setdefault(peer, deque()).append(sent)
         self._advance()
         return sent
@@ -92,8 +94,8 @@ class Mailbox:
             came = self._await_letter(timeout)
         return None if came is None else read(came)
 
-    def _await_letter(self, timeout: float | None) -> Letter | None:
-        came: list[Letter] = []
+    def _await_letter(self, timeout: float | None) -> IncomingMessage | None:
+        came: list[IncomingMessage] = []
 
         def arrived() -> bool:
             # Patience asks again where this was true: a second letter would be lost.
@@ -106,11 +108,11 @@ class Mailbox:
             if timeout is None and self._nobody_left() and not arrived():
                 raise RankFailedError(f"receive: nobody is left to send: {self._gone()}")
 
-        patience = self._new_patience("receive", None)
-        patience.check_alive = check_senders
+        wait_policy = self._new_patience("receive", None)
+        wait_policy.check_alive = check_senders
         try:
-            with patience.no_longer_than(timeout):
-                patience.spin_until(arrived, dict)
+            with wait_policy.no_longer_than(timeout):
+                wait_policy.spin_until(arrived, dict)
         except DeadlineExceededError:
             return None
         return came[0]
@@ -121,7 +123,7 @@ class Mailbox:
         Raises RankFailedError where some of it was for a rank that has died, once the rest is done;
         DeadlineExceededError where that takes longer than the communicator's deadline.
         """
-        with self._turns:
+        with self._fair_lock:
             waiting = [sent for line in self._outstanding.values() for sent in line]
 
         def absent() -> dict[int, str]:
@@ -171,7 +173,7 @@ class Mailbox:
 
     def tell_end(self) -> None:
         """Let the others know that this rank takes part no more; throw away what has come."""
-        with self._turns:
+        with self._fair_lock:
             if self._refusal is None and not self._end_told:
                 self._tell_all()
                 self._end_told = True
@@ -182,10 +184,10 @@ class Mailbox:
         if self._refusal is not None:
             return
         self.tell_end()
-        patience = self._new_patience("end", None)
+        wait_policy = self._new_patience("end", None)
         try:
-            with patience.no_longer_than(seconds):
-                patience.until(self._drained, dict)
+            with wait_policy.no_longer_than(seconds):
+                wait_policy.until(self._drained, dict)
         except DeadlineExceededError:
             abandoned.append(self._outstanding)
         self._end(together=False)
@@ -193,11 +195,11 @@ class Mailbox:
     def forbid(self, reason: str) -> None:
         """Refuse every call from now on, without touching the transport."""
         # Another thread may have held it when the process was forked.
-        self._turns = Turns()
+        self._fair_lock = FairLock()
         self._refusal = reason
 
     def _end(self, *, together: bool) -> None:
-        with self._turns:
+        with self._fair_lock:
             self._refusal = "the mailbox is closed"
             self._post.close(together=together)
 
@@ -207,20 +209,20 @@ class Mailbox:
         if self._end_told:
             raise RuntimeError("the mailbox is being closed")
 
-    def _take(self) -> Letter | None:
+    def _take(self) -> IncomingMessage | None:
         """The next message that is here, if there is one."""
-        with self._turns:
+        with self._fair_lock:
             self._check_open()
             return self._poll()
 
-    def _poll(self) -> Letter | None:
+    def _poll(self) -> IncomingMessage | None:
         self._advance()
         if self._own:
             return self._own.popleft()
         while (came := self._post.poll()) is not None:
             source, buffers = came
             if buffers:
-                return Letter(source, buffers)
+                return IncomingMessage(source, buffers)
             (self._finished if source in self._ended else self._ended).add(source)
         return None
 
@@ -244,14 +246,14 @@ class Mailbox:
             if not self._died(peer):
                 self._post_to(peer, [])
 
-    def look(self, sent: Sent) -> bool:
+    def look(self, sent: SendRequest) -> bool:
         """Let a message advance; whether it is done or has failed."""
-        with self._turns:
+        with self._fair_lock:
             return self._refusal is not None or sent.advance(self._processes)
 
     def _drained(self) -> bool:
         """Throw away what has come; whether nothing is on its way, from here or to here."""
-        with self._turns:
+        with self._fair_lock:
             if self._refusal is not None:
                 return True
             while self._poll() is not None:
@@ -284,13 +286,13 @@ class Mailbox:
     ) -> None:
         """Return when `ready()`, within the communicator's deadline."""
         if not ready():
-            self._new_patience(f"mailbox: {what}", self._patience.deadline).spin_until(
+            self._new_patience(f"mailbox: {what}", self._wait_policy.deadline).spin_until(
                 ready, absent
             )
 
-    def _new_patience(self, what: str, deadline: float | None) -> Patience:
+    def _new_patience(self, what: str, deadline: float | None) -> WaitPolicy:
         """That of one wait: several threads may wait at once."""
-        patience = self._patience.another(what, deadline)
+        wait_policy = self._wait_policy.another(what, deadline)
         if threading.current_thread() is not threading.main_thread():
-            patience.sleep_early()
-        return patience
+            wait_policy.sleep_early()
+        return wait_policy

@@ -16,7 +16,7 @@ abandoned: list[object] = []
 class Sender(Protocol):
     """What a message on its way needs of the mailbox that sends it."""
 
-    def look(self, sent: Sent) -> bool:
+    def look(self, sent: SendRequest) -> bool:
         """Let it advance; whether it is done or has failed."""
 
     def wait(
@@ -25,7 +25,7 @@ class Sender(Protocol):
         """Return when `ready()`; DeadlineExceededError names the ranks in `absent()`."""
 
 
-class Sent:
+class SendRequest:
     """A message on its way. It may be dropped: the mailbox keeps it until it is done."""
 
     def __init__(self, sender: Sender, peer: int, sending: Sending, kept: Sequence[Bytes]):

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from collectives.reductions.reduction import Array
 from collectives.shm.copy_in_copy_out import Lengths
-from collectives.shm.online_tuning import Experience
+from collectives.shm.online_tuning import OnlineTuning
 from collectives.shm.peer_memory import address_of
-from collectives.shm.pool import Arena
-from collectives.shm.progress import Steps
+from collectives.shm.pool import Pool
+from collectives.shm.progress import ProgressCounters
 
-Way = Callable[["Places", Array | None, Array, Lengths, int], None]
+Way = Callable[["BufferAddresses", Array | None, Array, Lengths, int], None]
 """A collective of a node's ranks, for arrays that lie at those places."""
 
 
-class Places(NamedTuple):
+class BufferAddresses(NamedTuple):
     """What each rank told of its input and of where the result goes, in rank order."""
 
     sources: tuple[int, ...]
@@ -40,17 +40,17 @@ class Places(NamedTuple):
         return start if self.source_addresses[rank] == self.target_addresses[rank] else 0
 
 
-NOWHERE = Places((), (), (), ())
+NOWHERE = BufferAddresses((), (), (), ())
 """Of arrays that go through the stages, unasked."""
 
 
-class PlaceExchange:
+class AddressExchange:
     """Tells the others where this rank's arrays lie, and learns what their last call took them."""
 
-    def __init__(self, steps: Steps, arena: Arena, *, crowded: bool) -> None:
+    def __init__(self, steps: ProgressCounters, arena: Pool, *, oversubscribed: bool) -> None:
         """`crowded`: whether ranks take turns on a core, so that every wait costs much."""
-        self._steps, self._arena, self._crowded = steps, arena, crowded
-        self.experience = Experience()
+        self._steps, self._arena, self._crowded = steps, arena, oversubscribed
+        self.experience = OnlineTuning()
         # What was told last, and what it means: a program often makes the same call again.
         self._told: list[list[int]] = []
         self._found = NOWHERE, 0
@@ -67,7 +67,7 @@ class PlaceExchange:
             self._prepared = True
             self._steps.memory.touch_stages()
 
-    def exchange(self, source: Array, target: Array, nbytes: int) -> tuple[Places, int]:
+    def exchange(self, source: Array, target: Array, nbytes: int) -> tuple[BufferAddresses, int]:
         """Where everybody's arrays lie, and the largest of the numbers of bytes told."""
         own, experience = self._places_of(source, target), self.experience
         told = self._steps.tell(*own, nbytes, experience.nanoseconds)
@@ -76,7 +76,7 @@ class PlaceExchange:
         if without_times != self._told:
             sources, targets, first, second, sizes = zip(*without_times, strict=True)
             self._told = without_times
-            self._found = Places(sources, targets, first, second), max(sizes)
+            self._found = BufferAddresses(sources, targets, first, second), max(sizes)
         return self._found
 
     def _places_of(self, source: Array, target: Array) -> tuple[int, int, int, int]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
 from collectives.shm.layout import STAGE_BYTES
-from collectives.shm.progress import Steps
+from collectives.shm.progress import ProgressCounters
 
 Fold = Callable[[Array, Array, Array], Any]
 Lengths = Sequence[int]
@@ -49,10 +49,10 @@ def part_starts(lengths: Lengths) -> list[int]:
     return list(accumulate(lengths, initial=0))
 
 
-class Staged:
+class CopyInCopyOut:
     """One rank's collectives through the stages; `op` and `dtype` of its reductions are bound."""
 
-    def __init__(self, steps: Steps, op: ReduceOp | None, dtype: np.dtype[Any]) -> None:
+    def __init__(self, steps: ProgressCounters, op: ReduceOp | None, dtype: np.dtype[Any]) -> None:
         self._steps = steps
         self._rank, self._size = steps.rank, steps.size
         self._capacity = STAGE_BYTES // dtype.itemsize

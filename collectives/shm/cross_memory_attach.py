@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
-from collectives.shm.addresses import Places, Way
+from collectives.shm.addresses import BufferAddresses, Way
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory, address_of
-from collectives.shm.progress import Steps
+from collectives.shm.progress import ProgressCounters
 
 # What is read is folded while it lies in the core's own cache.
 _BLOCK_BYTES = 512 << 10
 
 
-class SingleCopy:
+class CrossMemoryAttach:
     """One rank's collectives by single copies; `op` and `dtype` of its reductions are bound."""
 
     def __init__(
-        self, steps: Steps, peers: PeerMemory, op: ReduceOp | None, dtype: np.dtype[Any]
+        self, steps: ProgressCounters, peers: PeerMemory, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> None:
         self._steps, self._peers = steps, peers
         self._rank, self._size, self._itemsize = steps.rank, steps.size, dtype.itemsize
@@ -44,7 +44,12 @@ class SingleCopy:
     # Reductions
 
     def all_reduce(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> None:
         """Of two ranks each folds everything; of more each folds a slice, and copies the rest."""
         given = target if source is None else source
@@ -65,7 +70,7 @@ class SingleCopy:
             start, nbytes = self._span(edges[peer], edges[peer + 1])
             self._peers.read(peer, arrays[peer] + start, nbytes, into + start)
 
-    def _fold_all(self, places: Places, given: Array, target: Array) -> None:
+    def _fold_all(self, places: BufferAddresses, given: Array, target: Array) -> None:
         steps, in_place = self._steps, places.in_place
         for block in blocks_of(len(target), self._block):
             pieces = self._read_pieces(places, given, block)
@@ -76,7 +81,7 @@ class SingleCopy:
         if not in_place:
             steps.together()
 
-    def _read_pieces(self, places: Places, given: Array, block: slice) -> list[Array]:
+    def _read_pieces(self, places: BufferAddresses, given: Array, block: slice) -> list[Array]:
         """Everybody's elements of a block, in rank order."""
         start, nbytes = self._span(block.start, block.stop)
         pieces = [scratch[: block.stop - block.start] for scratch in self._scratch]
@@ -86,7 +91,7 @@ class SingleCopy:
             self._peers.read(peer, address, nbytes, self._addresses[peer])
         return pieces
 
-    def _fold_part(self, places: Places, given: Array, start: int, folded: Array) -> None:
+    def _fold_part(self, places: BufferAddresses, given: Array, start: int, folded: Array) -> None:
         """Fold everybody's elements from `start` on, as many as go into `folded`."""
         for block in blocks_of(start + len(folded), self._block, start):
             place = folded[block.start - start : block.stop - start]
@@ -99,7 +104,12 @@ class SingleCopy:
         return first * self._itemsize, (last - first) * self._itemsize
 
     def reduce(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> None:
         """Each folds a slice, the root reads them."""
         given = target if source is None else source
@@ -112,7 +122,12 @@ class SingleCopy:
         self._steps.together()
 
     def reduce_scatter(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> None:
         """Each folds its part; the target is that part alone."""
         assert source is not None
@@ -122,7 +137,12 @@ class SingleCopy:
     # Movements
 
     def broadcast(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> None:
         """The others read the root's array, but for a share that the root writes into theirs."""
         edges = bounds(len(target), self._size, self._itemsize)
@@ -136,7 +156,12 @@ class SingleCopy:
         self._steps.together()
 
     def all_gather(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> None:
         """Each reads the others' parts."""
         starts = part_starts(lengths)
@@ -151,7 +176,12 @@ class SingleCopy:
         self._steps.together()
 
     def gather(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> None:
         """The root reads the others' parts."""
         if self._rank == root:
@@ -159,7 +189,12 @@ class SingleCopy:
         self._steps.together()
 
     def scatter(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> None:
         """The others read their parts of the root's array."""
         if self._rank != root:

@@ -11,15 +11,15 @@ import numpy as np
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.schedules.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
 from collectives.schedules.schedule import split_lengths
-from collectives.shm.addresses import PlaceExchange, Way
-from collectives.shm.copy_in_copy_out import Staged
-from collectives.shm.cross_memory_attach import SingleCopy
+from collectives.shm.addresses import AddressExchange, Way
+from collectives.shm.copy_in_copy_out import CopyInCopyOut
+from collectives.shm.cross_memory_attach import CrossMemoryAttach
 from collectives.shm.packed import Packed
 from collectives.shm.peer_memory import open_peer_memory
-from collectives.shm.pool import Arena
-from collectives.shm.progress import Steps
-from collectives.shm.selector import LEAST_BYTES, Route
-from collectives.shm.zero_copy import Attempt, Direct
+from collectives.shm.pool import Pool
+from collectives.shm.progress import ProgressCounters
+from collectives.shm.selector import LEAST_BYTES, PathSelector
+from collectives.shm.zero_copy import Attempt, ZeroCopy
 from collectives.transports.base import Native, Transport
 
 Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
@@ -47,13 +47,13 @@ class Node:
         self,
         transport: Transport,
         segments: list[memoryview],
-        steps: Steps,
-        arena: Arena,
-        common: Arena,
+        steps: ProgressCounters,
+        arena: Pool,
+        common: Pool,
         *,
         slices: int | None,
         across: Across | None,
-        crowded: bool,
+        oversubscribed: bool,
     ) -> None:
         """`transport` connects the node's ranks.
 
@@ -65,7 +65,7 @@ class Node:
         self.steps, self.arena, self.common = steps, arena, common
         self._slices, self._across = slices, across
         self._peers = open_peer_memory(steps)
-        self.places = PlaceExchange(steps, arena, crowded=crowded)
+        self.places = AddressExchange(steps, arena, oversubscribed=oversubscribed)
         self._packed: dict[tuple[str, np.dtype[Any]], Packed] = {}
 
     @property
@@ -83,7 +83,7 @@ class Node:
         if self._slices is None:
             ways, attempt = self._ways(collective, op, dtype), self._attempt(collective, op, dtype)
             alone = {
-                name: Route(self.places, None, {name: way}, least_bytes=0, forced=True)
+                name: PathSelector(self.places, None, {name: way}, least_bytes=0, forced=True)
                 for name, way in ways.items()
             }
             shared = {SHARED: self._route(collective, attempt, ways)}
@@ -97,7 +97,7 @@ class Node:
             return {HIERARCHICAL: partial(self._hierarchical, first, last, op, self._slices)}
         return {}
 
-    def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> Route:
+    def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> PathSelector:
         """Of this node's ranks alone."""
         attempt = self._attempt(collective, op, dtype)
         return self._route(collective, attempt, self._ways(collective, op, dtype))
@@ -106,19 +106,21 @@ class Node:
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> Attempt | None:
         """That of registered arrays."""
-        return Direct(self.steps, self.arena, op, dtype).find(collective)
+        return ZeroCopy(self.steps, self.arena, op, dtype).find(collective)
 
-    def _route(self, collective: str, attempt: Attempt | None, ways: dict[str, Way]) -> Route:
+    def _route(
+        self, collective: str, attempt: Attempt | None, ways: dict[str, Way]
+    ) -> PathSelector:
         # The ranks of an all_to_all may hold different amounts.
         least = 0 if collective == "all_to_all" else LEAST_BYTES
-        return Route(self.places, attempt, ways, least_bytes=least)
+        return PathSelector(self.places, attempt, ways, least_bytes=least)
 
     def _ways(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Way]:
         """Those of ordinary arrays."""
-        staged: Native = getattr(Staged(self.steps, op, dtype), collective)
+        staged: Native = getattr(CopyInCopyOut(self.steps, op, dtype), collective)
         ways = {STAGED: _without_places(staged)}
         if self._peers is not None:
-            copied = SingleCopy(self.steps, self._peers, op, dtype).find(collective)
+            copied = CrossMemoryAttach(self.steps, self._peers, op, dtype).find(collective)
             if copied is not None:
                 ways[SINGLE_COPY] = copied
         return ways
@@ -132,8 +134,8 @@ class Node:
 
     def _hierarchical(
         self,
-        reduce_scatter: Route,
-        all_gather: Route,
+        reduce_scatter: PathSelector,
+        all_gather: PathSelector,
         op: ReduceOp,
         slices: int,
         source: Array | None,

@@ -34,7 +34,7 @@ from collectives.shm.layout import (
     NodeMemory,
 )
 from collectives.shm.membarrier import order_all_threads
-from collectives.waiting.wait_policy import Patience
+from collectives.waiting.wait_policy import WaitPolicy
 
 SEQUENCE_BITS = 16
 SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
@@ -52,13 +52,13 @@ def word_of(fingerprint: int, sequence: int) -> int:
     return fingerprint << SEQUENCE_BITS | sequence & SEQUENCE_MASK
 
 
-class Arrival:
+class NodeBarrier:
     """One rank's meetings with the others of its node."""
 
     def __init__(
         self,
         memory: NodeMemory,
-        patience: Patience,
+        wait_policy: WaitPolicy,
         ranks: list[int],
         ranks_of: Callable[[list[int]], dict[int, str]],
     ) -> None:
@@ -66,22 +66,22 @@ class Arrival:
 
         `ranks_of` gives those of several nodes.
         """
-        self.memory, self._patience, self._ranks = memory, patience, ranks
+        self.memory, self._wait_policy, self._ranks = memory, wait_policy, ranks
         self._ranks_of = ranks_of
         self._waits_since = 0
-        patience.check_alive = self._check_alive
+        wait_policy.check_alive = self._check_alive
 
-    def come(self, word: int, sequence: int) -> None:
+    def arrive(self, word: int, sequence: int) -> None:
         """Store the word."""
         self.memory.publish(ARRIVALS[sequence & 1], word)
 
-    def await_all(self, word: int, sequence: int, *, leave: bool = True) -> bool:
+    def wait_for_all(self, word: int, sequence: int, *, leave: bool = True) -> bool:
         """Wait for all the node's ranks; whether their words are alike.
 
         Where the deadline comes first, the word is taken back before the error is raised.
         """
         index = ARRIVALS[sequence & 1]
-        others, spins = self.memory.others, self._patience.spins
+        others, spins = self.memory.others, self._wait_policy.spins
         self._waits_since = 0
         while True:
             alike = True
@@ -116,10 +116,10 @@ class Arrival:
             return is_here(words[index], number)
 
         try:
-            self._patience.until(here, lambda: self._culprits(word, index))
+            self._wait_policy.until(here, lambda: self._culprits(word, index))
         except DeadlineExceededError as error:
             while leave and not here():
-                if self._leave(index, word):
+                if self._withdraw(index, word):
                     error.withdrawn = True
                     raise
                 # Somebody goes on, or all came in this moment.
@@ -128,7 +128,7 @@ class Arrival:
                 raise
         return words[index] == word
 
-    def _leave(self, index: int, word: int) -> bool:
+    def _withdraw(self, index: int, word: int) -> bool:
         """Take the word back; False where it stays, since somebody goes on."""
         self._take_back(index, word)
         if not order_all_threads():
@@ -185,8 +185,10 @@ class Arrival:
             if (problem := _problem(words)) is not None
         ]
         if problems:
-            error = RankFailedError(f"{', '.join(problems)}; {self._patience.call}, waited for it")
-            self._patience.before_raise(error)
+            error = RankFailedError(
+                f"{', '.join(problems)}; {self._wait_policy.call}, waited for it"
+            )
+            self._wait_policy.before_raise(error)
             raise error
 
     # Between the leader, which speaks with the other nodes, and the rest
@@ -195,7 +197,7 @@ class Arrival:
         """As the leader: wait for all, and bind them to the call; whether they are alike."""
         index = ARRIVALS[sequence & 1]
         while True:
-            alike = self.await_all(word, sequence)
+            alike = self.wait_for_all(word, sequence)
             self.memory.publish(COLLECTED, word)
             if not self.absent(word, index):
                 return alike
@@ -222,7 +224,7 @@ class Arrival:
             self.memory.publish(MISSING_NODES, 0)
         self.memory.publish(VERDICTS[sequence & 1], word_of(verdict, sequence))
 
-    def await_verdict(self, word: int, sequence: int) -> int:
+    def wait_for_verdict(self, word: int, sequence: int) -> int:
         """As one of the others: wait for it."""
         leader, index = self.memory.words[0], VERDICTS[sequence & 1]
         number = sequence & SEQUENCE_MASK
@@ -235,10 +237,10 @@ class Arrival:
             return self._never_came(word, ARRIVALS[sequence & 1]) or self._missing(word)
 
         try:
-            self._patience.until(told, absent)
+            self._wait_policy.until(told, absent)
         except DeadlineExceededError as error:
             while not told():
-                if self._leave_leader(word, sequence):
+                if self._withdraw_leader(word, sequence):
                     error.withdrawn = True
                     raise
                 # The leader is bound to the call until the other nodes come, or it gives up.
@@ -251,16 +253,16 @@ class Arrival:
         Where it does neither for another deadline and a little more, it may do so at any time.
         """
         try:
-            self._patience.until(ready, absent, _GRACE_SECONDS)
+            self._wait_policy.until(ready, absent, _GRACE_SECONDS)
         except DeadlineExceededError as error:
             # Who limits the wait makes the same call again.
-            error.withdrawn = self._patience.limited
+            error.withdrawn = self._wait_policy.limited
             raise
 
     def _bound(self, sequence: int) -> bool:
         return is_here(self.memory.words[0][COLLECTED], sequence & SEQUENCE_MASK)
 
-    def _leave_leader(self, word: int, sequence: int) -> bool:
+    def _withdraw_leader(self, word: int, sequence: int) -> bool:
         """Take the word back; whether that came before the leader had counted this rank."""
         index = ARRIVALS[sequence & 1]
         self._take_back(index, word)

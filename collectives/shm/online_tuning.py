@@ -88,7 +88,7 @@ class Entry:
             known.seconds += (_WEIGHT_LESS if change < 0 else _WEIGHT_MORE) * change
 
 
-class Experience:
+class OnlineTuning:
     """What the calls of a node's ranks took, the same on all of them."""
 
     def __init__(self) -> None:

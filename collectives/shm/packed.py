@@ -14,13 +14,13 @@ import numpy as np
 from collectives.reductions.reduction import Array, ReduceOp, finish, fold_function, fold_in_order
 from collectives.shm.copy_in_copy_out import LINE_BYTES, bounds
 from collectives.shm.layout import STAGE_BYTES
-from collectives.shm.progress import Steps
+from collectives.shm.progress import ProgressCounters
 
 
 class Packed:
     """One rank's reductions of packed elements, of one op and dtype, up to `capacity` at a time."""
 
-    def __init__(self, steps: Steps, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+    def __init__(self, steps: ProgressCounters, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._steps, self._op = steps, op
         self._rank, self._size = steps.rank, steps.size
         self._fold: Callable[[Array, Array, Array], Any] = fold_function(op, dtype)

@@ -19,7 +19,7 @@ import numpy as np
 from collectives.errors import RankFailedError
 from collectives.reductions.reduction import Array
 from collectives.shm.layout import PROCESS
-from collectives.shm.progress import Steps
+from collectives.shm.progress import ProgressCounters
 
 # prctl(2): let any process of the same user trace this one, where Yama allows only its parents.
 _PR_SET_PTRACER = 0x59616D61
@@ -39,7 +39,7 @@ _Copy = Callable[..., int]
 class PeerMemory:
     """Copies between this process's memory and that of the other ranks, by address."""
 
-    def __init__(self, steps: Steps, read: _Copy, write: _Copy) -> None:
+    def __init__(self, steps: ProgressCounters, read: _Copy, write: _Copy) -> None:
         self._read, self._write, self._ranks = read, write, steps.ranks
         self._processes = [words[PROCESS] for words in steps.memory.words]
         self._own, self._theirs = _Span(), _Span()
@@ -71,7 +71,7 @@ class PeerMemory:
         return RankFailedError(f"the memory of rank {rank} can't be reached any more: {reason}")
 
 
-def open_peer_memory(steps: Steps) -> PeerMemory | None:
+def open_peer_memory(steps: ProgressCounters) -> PeerMemory | None:
     """The way to the memory of all ranks of the node; None where any has none. Collective."""
     calls = _system_calls()
     if not _all(steps, bool(calls)):
@@ -99,7 +99,7 @@ def _system_calls() -> tuple[_Copy, ...]:
     return tuple(found)
 
 
-def _try(steps: Steps, memory: PeerMemory) -> bool:
+def _try(steps: ProgressCounters, memory: PeerMemory) -> bool:
     """Whether every other rank's secret can be read: another process could have its number."""
     secret, found = np.array([secrets.randbits(63)]), np.zeros(1, np.int64)
     told = steps.tell(address_of(secret), int(secret[0]))
@@ -115,7 +115,7 @@ def _try(steps: Steps, memory: PeerMemory) -> bool:
     return True
 
 
-def _all(steps: Steps, yes: bool) -> bool:
+def _all(steps: ProgressCounters, yes: bool) -> bool:
     return all(each for (each,) in steps.tell(int(yes)))
 
 

@@ -65,7 +65,7 @@ class Window:
         return self._free == [(0, self.nbytes)]
 
 
-class Arena:
+class Pool:
     """The registered arrays of one rank; every rank of the node allocates in the same order."""
 
     def __init__(

@@ -9,15 +9,15 @@ step s − 2, it waits until all have read that.
 from __future__ import annotations
 
 from collectives.shm.layout import PROGRESS, TOLD, NodeMemory
-from collectives.waiting.wait_policy import Patience
+from collectives.waiting.wait_policy import WaitPolicy
 
 
-class Steps:
+class ProgressCounters:
     """One rank's steps through the node's memory."""
 
-    def __init__(self, memory: NodeMemory, patience: Patience, ranks: list[int]) -> None:
+    def __init__(self, memory: NodeMemory, wait_policy: WaitPolicy, ranks: list[int]) -> None:
         """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
-        self.memory, self.ranks, self._patience = memory, ranks, patience
+        self.memory, self.ranks, self._wait_policy = memory, ranks, wait_policy
         self.rank, self.size = memory.rank, memory.size
         self._step = 0
 
@@ -86,10 +86,10 @@ class Steps:
             self.memory.fence()
 
     def _await(self, words: memoryview, value: int) -> None:
-        for _ in range(self._patience.spins):
+        for _ in range(self._wait_policy.spins):
             if words[PROGRESS] >= value:
                 return
-        self._patience.until(lambda: words[PROGRESS] >= value, lambda: self._behind(value))
+        self._wait_policy.until(lambda: words[PROGRESS] >= value, lambda: self._behind(value))
 
     def _behind(self, value: int) -> dict[int, str]:
         return {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from collectives.reductions.reduction import Array
 from collectives.schedules.paths import DIRECT, NATIVE, STAGED
-from collectives.shm.addresses import NOWHERE, PlaceExchange, Way
+from collectives.shm.addresses import NOWHERE, AddressExchange, Way
 from collectives.shm.copy_in_copy_out import Lengths
 from collectives.shm.online_tuning import Entry
 from collectives.shm.zero_copy import Attempt
@@ -21,12 +21,12 @@ LEAST_BYTES = 16 << 10
 _clock = time.perf_counter_ns
 
 
-class Route:
+class PathSelector:
     """One collective, of one op and dtype. Its call returns the name of the way that it went."""
 
     def __init__(
         self,
-        places: PlaceExchange,
+        places: AddressExchange,
         attempt: Attempt | None,
         ways: Mapping[str, Way],
         least_bytes: int,

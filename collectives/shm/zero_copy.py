@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
-from collectives.shm.addresses import NOWHERE, Places
+from collectives.shm.addresses import NOWHERE, BufferAddresses
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
-from collectives.shm.pool import Arena
-from collectives.shm.progress import Steps
+from collectives.shm.pool import Pool
+from collectives.shm.progress import ProgressCounters
 
 # A block of the result stays in the core's own cache until it is stored everywhere.
 _BLOCK_BYTES = 128 << 10
@@ -29,14 +29,14 @@ _FOLDS_KEPT = 64
 _Block = tuple[list[Array], Array, list[Array]]
 """Everybody's input, and where the result goes: this rank's output, and its peers'."""
 
-Attempt = Callable[[Places, Array | None, Array, Lengths, int], bool]
+Attempt = Callable[[BufferAddresses, Array | None, Array, Lengths, int], bool]
 
 
-class Direct:
+class ZeroCopy:
     """One rank's collectives on registered arrays, if all that count are: each tells whether."""
 
     def __init__(
-        self, steps: Steps, arena: Arena, op: ReduceOp | None, dtype: np.dtype[Any]
+        self, steps: ProgressCounters, arena: Pool, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> None:
         self._steps, self._arena, self._dtype = steps, arena, dtype
         self._rank, self._size = steps.rank, steps.size
@@ -46,7 +46,7 @@ class Direct:
         self._scratch = np.empty(self._block, dtype)
         self._folds: dict[tuple[Any, ...], list[_Block]] = {}
         # Of the last call, whose places are the same object where the next one's are the same.
-        self._last: tuple[Places, int, list[_Block]] = NOWHERE, 0, []
+        self._last: tuple[BufferAddresses, int, list[_Block]] = NOWHERE, 0, []
 
     def find(self, collective: str) -> Attempt | None:
         """The collective of that name, if there is a direct way."""
@@ -58,7 +58,12 @@ class Direct:
         return [view(place, peer, length, dtype) for peer, place in enumerate(places)]
 
     def all_reduce(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> bool:
         """Each folds a slice of everybody's array and stores it into everybody's."""
         if not all(places.sources):
@@ -73,7 +78,7 @@ class Direct:
         self._steps.together()
         return True
 
-    def _fold_slice(self, places: Places, length: int) -> None:
+    def _fold_slice(self, places: BufferAddresses, length: int) -> None:
         """2 bytes touched for each byte of the vector."""
         last, count, blocks = self._last
         if last is not places or count != length:
@@ -84,7 +89,7 @@ class Direct:
             for store in stores:
                 store[...] = folded
 
-    def _find_blocks(self, places: Places, length: int) -> list[_Block]:
+    def _find_blocks(self, places: BufferAddresses, length: int) -> list[_Block]:
         key = (*places.sources, *places.targets, length)
         blocks = self._folds.get(key)
         if blocks is None:
@@ -93,7 +98,7 @@ class Direct:
             blocks = self._folds[key] = self._make_blocks(places, length)
         return blocks
 
-    def _make_blocks(self, places: Places, length: int) -> list[_Block]:
+    def _make_blocks(self, places: BufferAddresses, length: int) -> list[_Block]:
         """This rank's slice, cut into blocks of everybody's inputs and outputs."""
         inputs = self._views(places.sources, length)
         outputs = self._views(places.targets, length)
@@ -111,7 +116,12 @@ class Direct:
             fold_in_order(self._fold, pieces, target[block], self._scratch)
 
     def reduce(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> bool:
         """Each folds a slice of everybody's array and stores it into the root's."""
         if not all(places.sources) or not places.targets[root]:
@@ -126,7 +136,12 @@ class Direct:
         return True
 
     def reduce_scatter(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> bool:
         """Each folds its part of everybody's array; the target is that part alone."""
         assert source is not None
@@ -139,7 +154,12 @@ class Direct:
         return True
 
     def broadcast(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> bool:
         """The others read the root's array; of those that are registered it writes a share."""
         if not places.targets[root]:
@@ -159,7 +179,12 @@ class Direct:
         return True
 
     def all_gather(
-        self, places: Places, source: Array | None, target: Array, lengths: Lengths, root: int
+        self,
+        places: BufferAddresses,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
     ) -> bool:
         """Each writes its part into everybody's array, or reads the others' parts."""
         starts, rank = part_starts(lengths), self._rank

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.waiting.wait_policy import Patience
+from collectives.waiting.wait_policy import WaitPolicy
 
 Bytes: TypeAlias = memoryview
 Message: TypeAlias = tuple[int, Bytes]
@@ -28,7 +28,7 @@ Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], 
 LARGEST_TAG = 32_000
 
 
-class Words(ABC):
+class ControlChannel(ABC):
     """A way to tell all ranks numbers below 2^64, and to hear theirs.
 
     Of each rank's even numbers, and of its odd ones, the last that came is kept.
@@ -62,7 +62,7 @@ class Sending(ABC):
         """
 
 
-class Post(ABC):
+class MessageChannel(ABC):
     """A way for messages that the receiver doesn't ask for: any rank to any other, at any time.
 
     A message is a list of byte buffers. Between two ranks messages keep their order. One thread at
@@ -91,7 +91,7 @@ class Post(ABC):
         """Give back what it holds; `together` says that all ranks do."""
 
 
-class Wires(ABC):
+class PointToPoint(ABC):
     """What a schedule needs: one rank's end of the wires between `size` ranks."""
 
     rank: int
@@ -111,7 +111,7 @@ class Wires(ABC):
         return None
 
 
-class Transport(Wires):
+class Transport(PointToPoint):
     """Wires that lie between the memories of hosts, and what else a communicator needs."""
 
     threads: bool = True
@@ -142,7 +142,7 @@ class Transport(Wires):
         """
 
     @abstractmethod
-    def open_words(self) -> Words:
+    def open_control_channel(self) -> ControlChannel:
         """A way to tell all ranks numbers; one at a time. Collective."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Transport(Wires):
 
         return complete
 
-    def open_post(self) -> Post | None:
+    def open_message_channel(self) -> MessageChannel | None:
         """A way for messages that nobody asks for. Collective; None where there is no such."""
         return None
 
@@ -215,5 +215,5 @@ class Transport(Wires):
     fence: Callable[[], None] | None = None
     """Orders loads and stores in shared memory, where the machine doesn't by itself."""
 
-    patience: Patience
+    wait_policy: WaitPolicy
     """How the transport waits; whoever uses it sets it."""

@@ -15,8 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import RankFailedError
-from collectives.transports.base import Bytes, Message, Post, Sending, Transport, Words
-from collectives.waiting.wait_policy import CHECK_SECONDS, Patience
+from collectives.transports.base import (
+    Bytes,
+    ControlChannel,
+    Message,
+    MessageChannel,
+    Sending,
+    Transport,
+)
+from collectives.waiting.wait_policy import CHECK_SECONDS, WaitPolicy
 
 Result = TypeVar("Result")
 
@@ -67,24 +74,24 @@ class LocalTransport(Transport):
         self._switchboard, self._world = switchboard, world
         self._children = 0
         self.rank, self.size = rank, size
-        self.patience = Patience()
+        self.wait_policy = WaitPolicy()
 
     def _put(self, content: Any, peer: int, tag: int) -> None:
         self._switchboard.line(self._world, self.rank, peer, tag).put(content)
 
     def _get(self, peer: int, tag: int) -> Any:
         line = self._switchboard.line(self._world, peer, self.rank, tag)
-        deadline = self.patience.deadline
+        deadline = self.wait_policy.deadline
         end = math.inf if deadline is None else time.monotonic() + deadline
         while True:
             left = max(0.0, end - time.monotonic())
             try:
                 return self._checked(line.get(timeout=min(CHECK_SECONDS, left)))
             except queue.Empty:
-                self.patience.check_alive()
+                self.wait_policy.check_alive()
                 if time.monotonic() >= end:
                     absent = {peer: " in the middle of the call"}
-                    raise self.patience.exceeded(absent) from None
+                    raise self.wait_policy.exceeded(absent) from None
 
     def get_now(self, peer: int) -> int | None:
         """A peer's word, if it has come."""
@@ -120,13 +127,13 @@ class LocalTransport(Transport):
         """All threads share one memory."""
         return 0
 
-    def open_words(self) -> Words:
+    def open_control_channel(self) -> ControlChannel:
         """Words in queues of their own."""
-        return _LocalWords(self)
+        return _LocalControlChannel(self)
 
-    def open_post(self) -> Post:
+    def open_message_channel(self) -> MessageChannel:
         """A queue for each rank, into which all the others put."""
-        return _LocalPost(self._switchboard, self._child_world(), self.rank)
+        return _LocalMessageChannel(self._switchboard, self._child_world(), self.rank)
 
     def put_word(self, word: int) -> None:
         """Put it into everybody's queue."""
@@ -159,7 +166,7 @@ class LocalTransport(Transport):
         """Nothing is held."""
 
 
-class _LocalWords(Words):
+class _LocalControlChannel(ControlChannel):
     """Words that come out of queues."""
 
     def __init__(self, transport: LocalTransport) -> None:
@@ -192,7 +199,7 @@ class _Copied(Sending):
         return True
 
 
-class _LocalPost(Post):
+class _LocalMessageChannel(MessageChannel):
     """Messages in queues."""
 
     def __init__(self, switchboard: _Switchboard, world: Any, rank: int) -> None:

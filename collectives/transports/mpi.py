@@ -11,12 +11,19 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from collectives.transports.base import Bytes, Message, Native, Post, Transport, Words
-from collectives.transports.mpi_mailbox import MpiPost, parts_of
+from collectives.transports.base import (
+    Bytes,
+    ControlChannel,
+    Message,
+    MessageChannel,
+    Native,
+    Transport,
+)
+from collectives.transports.mpi_mailbox import MpiMessageChannel, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, Messages
 from collectives.transports.mpi_native import native
 from collectives.transports.pages import give_pages_back, has_room, take_pages
-from collectives.waiting.wait_policy import Patience
+from collectives.waiting.wait_policy import WaitPolicy
 
 _EXCHANGE_TAG = 0
 _WORDS_TAG = LAST_TAG + 1
@@ -35,7 +42,7 @@ class MpiTransport(Transport):
         """`beside` says that another thread uses it than the one that uses its origin."""
         self._comm: MPI.Intracomm | None = owned
         self._beside = beside
-        self.patience = Patience()
+        self.wait_policy = WaitPolicy()
         self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
         self._abandoned: list[Any] = []
         self._messages = Messages(owned, self._wait_for)
@@ -71,7 +78,7 @@ class MpiTransport(Transport):
                 for peer, buffer in sends
                 for part in parts_of(buffer)
             ]
-            self.patience.spin_until(
+            self.wait_policy.spin_until(
                 lambda: MPI.Request.Testall(requests),
                 lambda: dict.fromkeys(peers, " in the middle of the call"),
             )
@@ -89,15 +96,15 @@ class MpiTransport(Transport):
         return self._messages.receive(buffer, peer, tag)
 
     def _wait_for(self, ready: Callable[[], bool], peer: int) -> None:
-        self.patience.spin_until(ready, lambda: {peer: ""})
+        self.wait_policy.spin_until(ready, lambda: {peer: ""})
 
-    def open_words(self) -> Words:
+    def open_control_channel(self) -> ControlChannel:
         """A message to everybody for each."""
-        return _MpiWords(self.comm)
+        return _MpiControlChannel(self.comm)
 
-    def open_post(self) -> Post:
+    def open_message_channel(self) -> MessageChannel:
         """On a duplicate, so that another thread may use it."""
-        return MpiPost(self.comm.Dup())
+        return MpiMessageChannel(self.comm.Dup())
 
     @property
     def fence(self) -> Callable[[], None] | None:  # type: ignore[override]
@@ -227,7 +234,7 @@ def _windows_may_crash() -> bool:
     return not chosen or named != chosen.startswith("^")
 
 
-class _MpiWords(Words):
+class _MpiControlChannel(ControlChannel):
     """Words in messages of 8 bytes."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import RankFailedError
-from collectives.transports.base import Bytes, Post, Sending
+from collectives.transports.base import Bytes, MessageChannel, Sending
 from collectives.transports.envelope import Buffer, pack, unpack
 
 # An MPI 3 library counts a message's bytes in 31 bits.
@@ -75,7 +75,7 @@ class _Arriving:
         return not self._requests or MPI.Request.Testall(self._requests)
 
 
-class MpiPost(Post):
+class MpiMessageChannel(MessageChannel):
     """One rank's end of an MPI communicator, which it owns and uses for nothing else."""
 
     def __init__(self, owned: MPI.Intracomm) -> None:

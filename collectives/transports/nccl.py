@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.transports.base import Native, Wires
+from collectives.transports.base import Native, PointToPoint
 from collectives.transports.nccl_driver import NcclDriver, NcclError
 
 _BYTE = 1
@@ -48,7 +48,7 @@ def reduction_of(op: str, dtype: np.dtype[Any], *, float8: bool) -> tuple[int, i
     return (floats[name], 1, _OPS[op]) if name in floats else None
 
 
-class NcclTransport(Wires):
+class NcclTransport(PointToPoint):
     """One rank's end of a communicator of NCCL, which it owns."""
 
     def __init__(

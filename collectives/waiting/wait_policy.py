@@ -44,7 +44,7 @@ Absent = Callable[[], dict[int, str]]
 
 
 @dataclass
-class Waited:
+class WaitingCall:
     """The call that waits."""
 
     what: object = "nothing"
@@ -61,12 +61,12 @@ class Waited:
         return call if self.sequence is None else f"{call}, call {self.sequence}"
 
 
-class Patience:
+class WaitPolicy:
     """One rank's waits on one communicator."""
 
     def __init__(self, deadline: float | None = DEFAULT_DEADLINE) -> None:
         self.deadline = deadline
-        self.call = Waited()
+        self.call = WaitingCall()
         self.spins = _SPINS
         self._yield_seconds = _YIELD_SECONDS
         self.check_alive: Callable[[], None] = lambda: None
@@ -87,7 +87,7 @@ class Patience:
         """Whether it is within `no_longer_than`: the call is made again."""
         return self._limit is not None
 
-    def met(self) -> None:
+    def all_arrived(self) -> None:
         """All have come: what follows takes the time it takes."""
         self._limit = None
 
@@ -99,11 +99,11 @@ class Patience:
         """Leave the core, and Python's lock, to a thread that computes."""
         self.spins, self._yield_seconds = 0, _PATIENT_YIELD_SECONDS
 
-    def another(self, what: str, deadline: float | None) -> Patience:
+    def another(self, what: str, deadline: float | None) -> WaitPolicy:
         """One for a single wait, which may go on beside others, of the same manners."""
-        other = Patience(deadline)
+        other = WaitPolicy(deadline)
         other.spins, other._yield_seconds = self.spins, self._yield_seconds
-        other.call = Waited(what, None)
+        other.call = WaitingCall(what, None)
         return other
 
     def spin_until(self, ready: Callable[[], bool], absent: Absent) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from collectives.waiting.wait_policy import Patience, calling_line, log
+from collectives.waiting.wait_policy import WaitPolicy, calling_line, log
 
 _LOOK_SECONDS = 0.2
 # Beyond the deadline: to end the job is no small thing, and a rank may just wait for a core.
@@ -32,9 +32,9 @@ class Watched(Protocol):
 class Watchdog:
     """A context around such calls, of one rank on one communicator."""
 
-    def __init__(self, patience: Patience, end: End) -> None:
+    def __init__(self, wait_policy: WaitPolicy, end: End) -> None:
         """`end` is given the reason; it doesn't return."""
-        self._patience, self._end = patience, end
+        self._wait_policy, self._end = wait_policy, end
         self._since: float | None = None
         self._thread = 0
 
@@ -57,10 +57,10 @@ class Watchdog:
 
     def look(self) -> None:
         """End the job if the deadline is over."""
-        since, deadline = self._since, self._patience.deadline
+        since, deadline = self._since, self._wait_policy.deadline
         if since is None or deadline is None or time.monotonic() - since < deadline + GRACE_SECONDS:
             return
-        call = self._patience.call
+        call = self._wait_policy.call
         frame: FrameType | None = sys._current_frames().get(self._thread)
         line = call.line or (calling_line(frame) if frame else "unknown line")
         self._end(

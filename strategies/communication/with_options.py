@@ -24,7 +24,7 @@ from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_p
 log = logging.getLogger("strategies")
 
 
-class OptionedCollectives:
+class CollectivesWithOptions:
     """A strategy's collectives on its communicator, with its options and those of single calls."""
 
     def __init__(self, communicator: Communicator, options: CommunicationOptions) -> None:

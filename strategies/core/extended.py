@@ -119,7 +119,7 @@ class StrategyExtended:
         Raises ValueError for a variable of another strategy.
         """
         self._check_created_here(colocate_with_variable)
-        with self._strategy.scope(), self._strategy.beside(colocate_with_variable):
+        with self._strategy.scope(), self._strategy.colocate_with(colocate_with_variable):
             yield
 
     @property

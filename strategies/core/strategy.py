@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives import Communicator
 from strategies.cluster_resolver import ClusterResolver
 from strategies.communication.options import CommunicationOptions
-from strategies.communication.with_options import OptionedCollectives
+from strategies.communication.with_options import CollectivesWithOptions
 from strategies.core import contexts, values
 from strategies.core.consensus import Report, agree
 from strategies.core.cross_replica import gather_nest, reduce_nest
@@ -74,7 +74,7 @@ class Strategy(InStep, OlderNames):
         self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         self._cross_device_ops = cross_device_ops
         options = communication_options or CommunicationOptions()
-        self._collectives = OptionedCollectives(communicator, options)
+        self._collectives = CollectivesWithOptions(communicator, options)
         self._plain = cross_device_ops is None and options.leave_it_to_collectives
         self.trains_alone = communicator.size == 1
         """Whether no other rank trains with this one."""
@@ -224,7 +224,7 @@ class Strategy(InStep, OlderNames):
         """
         return LocalStorage(self.mirrored(value, what))
 
-    def beside(self, variable: Variable) -> AbstractContextManager[None]:
+    def colocate_with(self, variable: Variable) -> AbstractContextManager[None]:
         """A context in which variables are put where this one is, where there is a choice."""
         return nullcontext()
 

@@ -13,7 +13,7 @@ from strategies.input import DatasetError, messages
 _LOOK_SECONDS = 0.5
 
 
-class DealtBatches:
+class DatasetClient:
     """What the dataset ranks deal to this one."""
 
     def __init__(

@@ -24,8 +24,8 @@ from strategies.cluster_resolver import (
 )
 from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
-from strategies.data_service.client import DealtBatches
-from strategies.data_service.server import Dealer
+from strategies.data_service.client import DatasetClient
+from strategies.data_service.server import DatasetServer
 from strategies.input import DistributedDataset, InputContext
 from strategies.input.sources import check_iterable, iterate
 
@@ -99,8 +99,8 @@ class DatasetWorker:
         # A data task's own strategy counts the data tasks.
         self._in_sync = len(training) if self._strategy.steps_together else 1
         self._box = membership.world.mailbox()
-        self._dealer = Dealer(self._box, training, self._dataset)
-        self._dealt = DealtBatches(self._box, self._servers, credits, membership.world)
+        self._dealer = DatasetServer(self._box, training, self._dataset)
+        self._dealt = DatasetClient(self._box, self._servers, credits, membership.world)
 
     @staticmethod
     def resolver(data_tasks: int = 1, communicator: Communicator | None = None) -> ClusterResolver:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from collectives import Mailbox, RankFailedError, Sent
+from collectives import Mailbox, RankFailedError, SendRequest
 from strategies.input import messages
 from strategies.input.failures import as_told
 from strategies.input.sources import iterate
@@ -70,7 +70,7 @@ class _Training:
     """Whether it has taken leave, as it does where it is told an error."""
 
 
-class Dealer:
+class DatasetServer:
     """Deals a dataset to the training ranks in the order in which their credits come."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Dealer:
         self._epoch = self._number = 0
         self._source: Iterator[tuple[int, Any]] | None = None
         self._ready: deque[tuple[int, Any]] = deque()
-        self._sent: list[tuple[int, int, Sent]] = []
+        self._sent: list[tuple[int, int, SendRequest]] = []
 
     def deal(self, epochs: int | None, deadline: float | None) -> int:
         """Deal so many epochs, or until no training rank is left; how many were dealt.
@@ -102,7 +102,7 @@ class Dealer:
             self._hear(_LOOK_SECONDS)
         return self._epoch
 
-    def _on_way(self) -> list[Sent]:
+    def _on_way(self) -> list[SendRequest]:
         """The batches that are still wanted where they go, and have yet to come there."""
         self._sent = [
             (rank, epoch, sent)
@@ -210,7 +210,7 @@ class Dealer:
         for rank in list(self._training):
             self._send(rank, what)
 
-    def _send(self, rank: int, what: Any, arrays: Sequence[Any] = ()) -> Sent | None:
+    def _send(self, rank: int, what: Any, arrays: Sequence[Any] = ()) -> SendRequest | None:
         """None where the rank has ended, so that nothing was sent."""
         try:
             return self._box.send(rank, what, arrays)

@@ -14,7 +14,7 @@ from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import requests
 from strategies.parameter_server.memory import MappedMemory, MappedShard
 from strategies.parameter_server.requests import ShardInfo, as_pickle
-from strategies.parameter_server.rpc_client import Correspondence
+from strategies.parameter_server.rpc_client import RpcClient
 from strategies.variables.indexed_slices import Gradient, IndexedSlices
 from strategies.variables.storage import Change
 
@@ -40,7 +40,7 @@ class Client:
 
     def __init__(
         self,
-        correspondence: Correspondence,
+        correspondence: RpcClient,
         memory: MappedMemory,
         same_node: Callable[[int], bool],
         *,

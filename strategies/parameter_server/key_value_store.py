@@ -9,7 +9,7 @@ Key = tuple[str, int]
 """A kind of thing, and the number of this one among those."""
 
 
-class Announcements:
+class KeyValueStore:
     """By their keys. Each listener asks for those of a kind in the order of their numbers.
 
     One may be asked for twice, where the first answer took too long: it is kept until all listeners

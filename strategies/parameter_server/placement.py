@@ -33,7 +33,7 @@ class RoundRobin:
         return self._colocated is not None
 
     @contextmanager
-    def beside(self, server: int) -> Iterator[None]:
+    def colocate_with(self, server: int) -> Iterator[None]:
         """Put what is created meanwhile onto this server, uncounted."""
         before, self._colocated = self._colocated, server
         try:

@@ -18,8 +18,8 @@ from collectives import DtypeMismatchError, ShapeMismatchError
 from strategies.parameter_server import requests
 from strategies.parameter_server.placement import RoundRobin
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
-from strategies.parameter_server.roles import Cast
-from strategies.parameter_server.rpc_client import Correspondence
+from strategies.parameter_server.roles import Roles
+from strategies.parameter_server.rpc_client import RpcClient
 
 Array = NDArray[Any]
 
@@ -30,7 +30,7 @@ _HOME = 0
 class Registry:
     """One worker's view of what the chief has made."""
 
-    def __init__(self, correspondence: Correspondence, cast: Cast, placement: RoundRobin) -> None:
+    def __init__(self, correspondence: RpcClient, cast: Roles, placement: RoundRobin) -> None:
         self._mail, self._cast, self._placement = correspondence, cast, placement
         self._shards = count()
         self._counts: dict[str, int] = {}

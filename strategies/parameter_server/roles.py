@@ -8,7 +8,7 @@ from strategies.cluster.membership import Membership
 
 
 @dataclass(frozen=True)
-class Cast:
+class Roles:
     """The world's ranks by what they do, each in the order of their tasks."""
 
     workers: tuple[int, ...]
@@ -19,7 +19,7 @@ class Cast:
     """The name of each rank's task."""
 
     @classmethod
-    def of(cls, membership: Membership) -> Cast:
+    def of(cls, membership: Membership) -> Roles:
         """As the cluster says."""
         workers = membership.ranks_of("chief", "worker")
         servers = membership.ranks_of("ps")

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, RankFailedError
 from collectives.messaging.mailbox import Mailbox
-from collectives.messaging.send_request import Sent
-from collectives.waiting.wait_policy import Patience, Waited
+from collectives.messaging.send_request import SendRequest
+from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
 from strategies.parameter_server.buffers import Copies
 from strategies.parameter_server.requests import Answer, Leave
-from strategies.parameter_server.roles import Cast
+from strategies.parameter_server.roles import Roles
 
 Array = NDArray[Any]
 Result = tuple[Any, Sequence[Array]]
@@ -37,7 +37,7 @@ class RaisedOnServerError(Exception):
     """The cause of an error that was raised on a parameter server: where that was."""
 
 
-class Correspondence:
+class RpcClient:
     """Requests to the servers, answers, and the errors of pushes.
 
     A push is on its way when it returns, and its arrays may be changed. What goes wrong with it on
@@ -45,14 +45,14 @@ class Correspondence:
     server that is waited for has died, and DeadlineExceededError after the communicator's deadline.
     """
 
-    def __init__(self, mailbox: Mailbox, cast: Cast, world: Communicator) -> None:
+    def __init__(self, mailbox: Mailbox, cast: Roles, world: Communicator) -> None:
         self._mailbox, self._cast, self._world = mailbox, cast, world
         self._numbers = count()
         self._expected: set[int] = set()
         self._answers: dict[int, tuple[Answer, Sequence[Array]]] = {}
         self._errors: list[Answer] = []
         self._copies = Copies()
-        self._under_way: deque[tuple[Sent, list[Array]]] = deque()
+        self._under_way: deque[tuple[SendRequest, list[Array]]] = deque()
         self._bytes_under_way = 0
         self.has_left = False
         self._refusal: str | None = None
@@ -139,8 +139,8 @@ class Correspondence:
                     raise RankFailedError(f"{self._gone(rank)}: {what} waited for it")
 
         if not look():
-            patience = Patience(self._world.deadline)
-            patience.call = Waited(what, None)
+            patience = WaitPolicy(self._world.deadline)
+            patience.call = WaitingCall(what, None)
             patience.check_alive = check_alive
             if self._crowded:
                 patience.share_cores()
@@ -175,7 +175,7 @@ class Correspondence:
             assert errors[0].error is not None
             raise errors[0].error from RaisedOnServerError(traces)
 
-    def _send(self, server: int, header: Any, arrays: Sequence[Array]) -> Sent:
+    def _send(self, server: int, header: Any, arrays: Sequence[Array]) -> SendRequest:
         self._check_here()
         rank = self._cast.servers[server]
         try:

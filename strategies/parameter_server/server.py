@@ -14,9 +14,9 @@ from collectives.messaging.mailbox import Mailbox
 from strategies.core.portable_error import portable
 from strategies.parameter_server import requests
 from strategies.parameter_server.clock import Clock
-from strategies.parameter_server.key_value_store import Announcements
+from strategies.parameter_server.key_value_store import KeyValueStore
 from strategies.parameter_server.requests import Answer
-from strategies.parameter_server.roles import Cast
+from strategies.parameter_server.roles import Roles
 from strategies.parameter_server.shards import Shards, shared_out
 
 Array = NDArray[Any]
@@ -39,13 +39,13 @@ class _Asked(NamedTuple):
 class Server:
     """One parameter server. Errors of what workers ask are sent to them; it goes on itself."""
 
-    def __init__(self, mailbox: Mailbox, cast: Cast, staleness: int | None) -> None:
+    def __init__(self, mailbox: Mailbox, cast: Roles, staleness: int | None) -> None:
         self._mailbox, self._cast, self._staleness = mailbox, cast, staleness
         self._index = {rank: place for place, rank in enumerate(cast.workers)}
         self._present = set(cast.workers)
         self._shards = Shards(len(cast.workers))
         self._clock = Clock(cast.workers)
-        self._announced = Announcements(set(cast.workers) - {cast.chief})
+        self._announced = KeyValueStore(set(cast.workers) - {cast.chief})
         self._finding: list[_Asked] = []
         self._ticking: list[_Asked] = []
         # Those that give None are answered later, or never.

@@ -21,7 +21,7 @@ from strategies.core.run_options import RunOptions
 from strategies.core.strategy import Strategy
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
-from strategies.parameter_server.roles import Cast
+from strategies.parameter_server.roles import Roles
 from strategies.parameter_server.server import Server
 from strategies.parameter_server.sharded_variable import ShardedVariable
 from strategies.parameter_server.shutdown import leave_at_exit, survive_deaths
@@ -70,7 +70,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         _check_arguments(variable_partitioner, staleness)
         self.membership = join_cluster(communicator, cluster_resolver, _validate)
-        self.cast = Cast.of(self.membership)
+        self.cast = Roles.of(self.membership)
         self.staleness = staleness
         world = self.membership.world
         self._mailbox = world.mailbox()
@@ -193,11 +193,11 @@ class ParameterServerStrategy(Strategy):
         if isinstance(variable.storage, SplitStorage):
             variable.__class__ = ShardedVariable
 
-    def beside(self, variable: Variable) -> AbstractContextManager[None]:
+    def colocate_with(self, variable: Variable) -> AbstractContextManager[None]:
         """Within it variables are put onto the server of this one (of its first part), unsplit."""
         if self._keeps_its_own:
-            return super().beside(variable)
-        return self.worker.beside(variable.storage)
+            return super().colocate_with(variable)
+        return self.worker.colocate_with(variable.storage)
 
     def apply_gradients(
         self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]

@@ -15,8 +15,8 @@ from strategies.parameter_server.client import Client
 from strategies.parameter_server.memory import MappedMemory
 from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
 from strategies.parameter_server.registry import Registry
-from strategies.parameter_server.roles import Cast
-from strategies.parameter_server.rpc_client import Correspondence
+from strategies.parameter_server.roles import Roles
+from strategies.parameter_server.rpc_client import RpcClient
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
 from strategies.variables.indexed_slices import Gradient
 from strategies.variables.storage import Storage
@@ -33,7 +33,7 @@ class Worker:
     def __init__(
         self,
         mailbox: Mailbox,
-        cast: Cast,
+        cast: Roles,
         world: Communicator,
         nodes: Sequence[int],
         partitioner: PartitionFunction | None,
@@ -42,7 +42,7 @@ class Worker:
         self._is_chief = world.rank == cast.chief
         self._partitioner = partitioner
         self._placement = RoundRobin(len(cast.servers))
-        self._mail = Correspondence(mailbox, cast, world)
+        self._mail = RpcClient(mailbox, cast, world)
         memory = MappedMemory(cast.workers.index(world.rank), len(cast.workers))
         near = {number for number, rank in enumerate(cast.servers) if nodes[rank] == world.node}
         self.client = Client(self._mail, memory, near.__contains__, is_chief=self._is_chief)
@@ -59,11 +59,11 @@ class Worker:
             info = self._registry.find(value, what)
         return (SplitStorage if info.split else WholeStorage)(self.client, info)
 
-    def beside(self, storage: Storage) -> AbstractContextManager[None]:
+    def colocate_with(self, storage: Storage) -> AbstractContextManager[None]:
         """Within it variables are put where this one is."""
         if not isinstance(storage, ServedStorage):
             raise ValueError("the variable isn't on a parameter server: nothing can be put there")
-        return self._placement.beside(storage.info.shards[0].server)
+        return self._placement.colocate_with(storage.info.shards[0].server)
 
     def push_gradients(
         self, optimizer: Optimizer, pairs: Sequence[tuple[Gradient, ServedStorage]]

@@ -175,7 +175,7 @@ def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
     monkeypatch.setattr(algorithms, "_TABLE", dict(algorithms._TABLE))
     names = {collective: list(names) for collective, names in algorithms._NAMES.items()}
     monkeypatch.setattr(algorithms, "_NAMES", names)
-    layout, figures = cost_model.Layout((4,)), cost_model.Figures()
+    layout, figures = cost_model.Layout((4,)), cost_model.CostParameters()
     assert "flat" not in cost_model.choose("all_reduce", 8, layout, (), figures).seconds
     register_algorithm("all_reduce", "flat", through_one, chunks=lambda size: 1)
     for size in (1, 2, 5, 300):

@@ -11,7 +11,7 @@ import pytest
 import collectives
 from collectives import Communicator, DtypeMismatchError
 from collectives.calls import tuning
-from collectives.shm.selector import Route
+from collectives.shm.selector import PathSelector
 
 on_two = [pytest.mark.mpi, pytest.mark.ranks(2)]
 on_few = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
@@ -250,7 +250,7 @@ def test_the_arrays_of_a_call_that_ended_early_are_kept(comm):
     """The others may write into them, as long as they don't know."""
     with collectives_of(comm) as other:
         route = other._engine.paths("broadcast", None, np.dtype(np.uint8))["shared"]
-        assert isinstance(route, Route)
+        assert isinstance(route, PathSelector)
         target = np.zeros(40_000, np.uint8)
 
         def interrupted(*arguments):

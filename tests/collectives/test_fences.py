@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from collectives.reductions.reduction import ReduceOp
-from collectives.shm.copy_in_copy_out import Staged
+from collectives.shm.copy_in_copy_out import CopyInCopyOut
 from collectives.shm.layout import PROGRESS, SEGMENT_BYTES, NodeMemory
-from collectives.shm.node_barrier import Arrival, word_of
-from collectives.shm.progress import Steps
-from collectives.waiting.wait_policy import Patience
+from collectives.shm.node_barrier import NodeBarrier, word_of
+from collectives.shm.progress import ProgressCounters
+from collectives.waiting.wait_policy import WaitPolicy
 
 
 class Watched(NodeMemory):
@@ -33,10 +33,10 @@ def run_ranks(size, function):
     failures = []
 
     def one_rank(memory):
-        patience = Patience(20)
-        patience.sleep_early()
+        wait_policy = WaitPolicy(20)
+        wait_policy.sleep_early()
         try:
-            function(memory, patience)
+            function(memory, wait_policy)
         except BaseException as error:
             failures.append(error)
 
@@ -53,11 +53,11 @@ def run_ranks(size, function):
 def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
     results = {}
 
-    def one_rank(memory, patience):
-        steps = Steps(memory, patience, list(range(size)))
+    def one_rank(memory, wait_policy):
+        steps = ProgressCounters(memory, wait_policy, list(range(size)))
         target = np.empty(500)
         given = np.arange(500.0) * (memory.rank + 1)
-        Staged(steps, ReduceOp.SUM, target.dtype).all_reduce(given, target)
+        CopyInCopyOut(steps, ReduceOp.SUM, target.dtype).all_reduce(given, target)
         results[memory.rank] = target
         assert memory.own[PROGRESS] == (2 if size == 2 else 4)
 
@@ -75,12 +75,12 @@ def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
 
 
 def test_a_meeting_ends_with_a_fence():
-    def one_rank(memory, patience):
-        arrival = Arrival(memory, patience, [0, 1], lambda nodes: {})
+    def one_rank(memory, wait_policy):
+        node_barrier = NodeBarrier(memory, wait_policy, [0, 1], lambda nodes: {})
         for sequence in range(1, 50):
             word = word_of(77, sequence)
-            arrival.come(word, sequence)
-            assert arrival.await_all(word, sequence)
+            node_barrier.arrive(word, sequence)
+            assert node_barrier.wait_for_all(word, sequence)
             assert memory.events[-1] == "fence"
             assert memory.events[-3:-1] == ["fence", "publish"]
 
@@ -90,11 +90,11 @@ def test_a_meeting_ends_with_a_fence():
 def test_ranks_that_differ_see_it():
     seen = {}
 
-    def one_rank(memory, patience):
-        arrival = Arrival(memory, patience, [0, 1, 2], lambda nodes: {})
+    def one_rank(memory, wait_policy):
+        node_barrier = NodeBarrier(memory, wait_policy, [0, 1, 2], lambda nodes: {})
         word = word_of(5 if memory.rank == 1 else 6, 1)
-        arrival.come(word, 1)
-        seen[memory.rank] = arrival.await_all(word, 1)
+        node_barrier.arrive(word, 1)
+        seen[memory.rank] = node_barrier.wait_for_all(word, 1)
 
     run_ranks(3, one_rank)
     assert seen == {0: False, 1: False, 2: False}

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.execution import parameters_file
-from collectives.execution.cost_model import Figures, Layout
+from collectives.execution.cost_model import CostParameters, Layout
 from collectives.execution.parameters_file import Key, from_text, to_text
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
 POSITIVE = st.floats(1.1e-12, 0.9e15)
-FIGURES = st.builds(Figures, **{field.name: POSITIVE for field in fields(Figures)})
+FIGURES = st.builds(CostParameters, **{field.name: POSITIVE for field in fields(CostParameters)})
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_figures_survive_the_file(figures):
 
 
 def test_what_is_saved_is_loaded(cache):
-    figures = replace(Figures(), reduction=1.25)
+    figures = replace(CostParameters(), reduction=1.25)
     path = parameters_file.save(KEY, figures)
     assert parameters_file.load(KEY) == (figures, path)
     assert [each.name for each in cache.iterdir()] == [path.name]
@@ -51,7 +51,7 @@ def test_nothing_saved_is_no_warning(cache, caplog):
     ],
 )
 def test_figures_are_for_one_host_library_and_layout(cache, caplog, other):
-    path = parameters_file.save(KEY, Figures())
+    path = parameters_file.save(KEY, CostParameters())
     assert parameters_file.load(other) is None
     # Nor are they taken where the names of the files meet.
     path.rename(other.path)
@@ -60,11 +60,11 @@ def test_figures_are_for_one_host_library_and_layout(cache, caplog, other):
 
 
 def changed(**changes):
-    return json.dumps(json.loads(to_text(KEY, Figures())) | changes)
+    return json.dumps(json.loads(to_text(KEY, CostParameters())) | changes)
 
 
 def with_figure(value):
-    return changed(figures=asdict(Figures()) | {"reduction": value})
+    return changed(figures=asdict(CostParameters()) | {"reduction": value})
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def with_figure(value):
     [
         ("", "no JSON"),
         ("[" * 100_000, "no JSON"),
-        (to_text(KEY, Figures())[:-9], "no JSON"),
+        (to_text(KEY, CostParameters())[:-9], "no JSON"),
         ("[]", "version"),
         (changed(version=0), "version"),
         (changed(figures=None), "not those that are needed"),
@@ -88,7 +88,7 @@ def with_figure(value):
     ],
 )
 def test_a_file_that_is_no_good_is_ignored(cache, caplog, content, reason):
-    path = parameters_file.save(KEY, Figures())
+    path = parameters_file.save(KEY, CostParameters())
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert parameters_file.load(KEY) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -98,20 +98,20 @@ def test_a_file_that_is_no_good_is_ignored(cache, caplog, content, reason):
 def test_a_folder_that_cant_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv(parameters_file.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
-    assert parameters_file.save(KEY, Figures()) is None
+    assert parameters_file.save(KEY, CostParameters()) is None
     assert "could not be saved" in caplog.text
     assert parameters_file.load(KEY) is None
 
 
 def test_a_write_that_fails_leaves_the_old_file(cache, monkeypatch):
-    path = parameters_file.save(KEY, Figures())
+    path = parameters_file.save(KEY, CostParameters())
 
     def fail(*_):
         raise OSError("full")
 
     monkeypatch.setattr(parameters_file.os, "replace", fail)
-    assert parameters_file.save(KEY, replace(Figures(), reduction=1.0)) is None
-    assert parameters_file.load(KEY) == (Figures(), path)
+    assert parameters_file.save(KEY, replace(CostParameters(), reduction=1.0)) is None
+    assert parameters_file.load(KEY) == (CostParameters(), path)
     assert list(cache.iterdir()) == [path]
 
 

@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return self.size * (np.arange(length) + 10.0 * call) + ranks
 
 
-class Route:
+class PathSelector:
     """A kind of call: what `make` returns must be what `expect` does, once it was `looked_at`."""
 
     before = 1
@@ -56,7 +56,7 @@ class Route:
         return self.at.total(call, 3)
 
 
-class Reduced(Route):
+class Reduced(PathSelector):
     length, algorithm, op = 3, None, "sum"
 
     def make(self, call):
@@ -82,14 +82,14 @@ class Mean(Reduced):
         return self.at.total(call, self.length) / self.at.size
 
 
-class OfAList(Route):
+class OfAList(PathSelector):
     before = 0
 
     def make(self, call):
         return self.at.comm.all_reduce(self.at.given(call, 3).tolist())
 
 
-class IntoStrides(Route):
+class IntoStrides(PathSelector):
     def make(self, call):
         return self.at.comm.all_reduce(self.at.given(call, 3), out=np.zeros(6)[::2])
 
@@ -98,7 +98,7 @@ class Large(Reduced):
     length = 20_000
 
 
-class Staged(Reduced):
+class CopyInCopyOut(Reduced):
     length, algorithm = 3000, "staged"
 
 
@@ -106,7 +106,7 @@ class Schedule(Reduced):
     algorithm = "ring"
 
 
-class Asynchronous(Route):
+class Asynchronous(PathSelector):
     most = 10
 
     def make(self, call):
@@ -116,7 +116,7 @@ class Asynchronous(Route):
         return result.wait()
 
 
-class ToRoot(Route):
+class ToRoot(PathSelector):
     def make(self, call):
         return self.at.comm.reduce(self.at.given(call, 3))
 
@@ -124,7 +124,7 @@ class ToRoot(Route):
         return None if self.at.rank else self.at.total(call, 3)
 
 
-class Broadcast(Route):
+class Broadcast(PathSelector):
     def make(self, call):
         return self.at.comm.broadcast(self.at.given(call, 3))
 
@@ -132,7 +132,7 @@ class Broadcast(Route):
         return self.at._replace(rank=0).given(call, 3)
 
 
-class Gathered(Route):
+class Gathered(PathSelector):
     def make(self, call):
         return self.at.comm.all_gather(self.at.given(call, 2), out=np.empty(2 * self.at.size))
 
@@ -141,7 +141,7 @@ class Gathered(Route):
         return np.concatenate([self.at._replace(rank=rank).given(call, 2) for rank in ranks])
 
 
-class Scattered(Route):
+class Scattered(PathSelector):
     def make(self, call):
         return self.at.comm.reduce_scatter(self.at.given(call, 2 * self.at.size), out=np.empty(2))
 
@@ -149,7 +149,7 @@ class Scattered(Route):
         return self.at.total(call, 2 * self.at.size)[2 * self.at.rank :][:2]
 
 
-class Many(Route):
+class Many(PathSelector):
     before = 3
 
     def __init__(self, at):
@@ -187,7 +187,7 @@ class Fused(Many):
         return self.fusion.all_reduce()
 
 
-class MadeFusion(Route):
+class MadeFusion(PathSelector):
     def make(self, call):
         like = [((3,), float), ((2 + call,), float)]
         return collectives.Fusion(self.at.comm, like, bucket_bytes=24)
@@ -200,7 +200,7 @@ class MadeFusion(Route):
         return self.at.total(call, 2 + call)
 
 
-class Objects(Route):
+class Objects(PathSelector):
     def make(self, call):
         return self.at.comm.all_gather_object((call, self.at.rank))
 
@@ -208,7 +208,7 @@ class Objects(Route):
         return [(call, rank) for rank in range(self.at.size)]
 
 
-class AnObject(Route):
+class AnObject(PathSelector):
     def make(self, call):
         return self.at.comm.broadcast_object((call, self.at.rank))
 
@@ -216,7 +216,7 @@ class AnObject(Route):
         return call, 0
 
 
-class AllToAll(Route):
+class AllToAll(PathSelector):
     def make(self, call):
         ranks = range(self.at.size)
         return self.at.comm.all_to_all([self.at.given(call, 2) + rank for rank in ranks])
@@ -226,7 +226,7 @@ class AllToAll(Route):
         return [self.at._replace(rank=rank).given(call, 2) + self.at.rank for rank in ranks]
 
 
-class Barrier(Route):
+class Barrier(PathSelector):
     most = 1000
 
     def make(self, call):
@@ -236,7 +236,7 @@ class Barrier(Route):
         return None
 
 
-class Zeros(Route):
+class Zeros(PathSelector):
     def make(self, call):
         return self.at.comm.zeros(10 + call)
 
@@ -248,7 +248,7 @@ class Zeros(Route):
         return self.at.total(call, 10 + call)
 
 
-class Split(Route):
+class Split(PathSelector):
     most = 10
 
     def make(self, call):
@@ -259,7 +259,7 @@ class Split(Route):
 
 
 ROUTES = [
-    *(Small, SmallAndNew, Mean, OfAList, IntoStrides, Large, Staged, Schedule, Asynchronous),
+    *(Small, SmallAndNew, Mean, OfAList, IntoStrides, Large, CopyInCopyOut, Schedule, Asynchronous),
     *(ToRoot, Broadcast, Gathered, Scattered, Many, NewMany, Fused, MadeFusion),
     *(Objects, AnObject, AllToAll, Barrier, Zeros, Split),
 ]

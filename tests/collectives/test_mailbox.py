@@ -19,10 +19,10 @@ from collectives.messaging import codec
 from collectives.messaging.liveness import Process, Processes
 from collectives.shm import node_barrier
 from collectives.transports import local
-from collectives.transports.base import Post, Sending
+from collectives.transports.base import MessageChannel, Sending
 from collectives.transports.envelope import LARGEST_ENVELOPE, pack, unpack
 from collectives.waiting import wait_policy
-from collectives.waiting.wait_policy import Patience
+from collectives.waiting.wait_policy import WaitPolicy
 from tests.worlds.dying import run_dying
 
 worlds = pytest.mark.ranks(1, 2, 3, 5)
@@ -162,7 +162,7 @@ def test_contiguous_arrays_are_sent_and_read_in_place():
     array = np.ones((3, 4))
     _, content = codec.write("header", [array])
     assert np.shares_memory(np.frombuffer(content, np.uint8), array)
-    letter = codec.Letter.copied(0, codec.write("header", [array]))
+    letter = codec.IncomingMessage.copied(0, codec.write("header", [array]))
     message = codec.read(letter)
     assert np.shares_memory(message.arrays[0], letter.buffers[1])
     assert message.arrays[0].flags.writeable
@@ -446,7 +446,7 @@ class Held(Sending):
         return False
 
 
-class HoldingPost(Post):
+class HoldingPost(MessageChannel):
     def send(self, buffers, peer):
         return Held()
 
@@ -459,7 +459,7 @@ class HoldingPost(Post):
 
 def test_what_nobody_takes_does_not_slow_down_what_follows():
     processes = Processes([Process(1, "here"), Process(2, "elsewhere")], 0)
-    box = Mailbox(HoldingPost(), processes, 0, Patience())
+    box = Mailbox(HoldingPost(), processes, 0, WaitPolicy())
     Held.looks = 0
     for number in range(1000):
         box.send(1, number)

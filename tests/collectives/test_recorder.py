@@ -6,12 +6,12 @@ import tempfile
 
 import pytest
 
-from collectives.consistency.flight_recorder import CALLS_KEPT, DIRECTORY_VARIABLE, Recorder
+from collectives.consistency.flight_recorder import CALLS_KEPT, DIRECTORY_VARIABLE, FlightRecorder
 from collectives.consistency.signature import Signature
 
 
 def record(count):
-    recorder = Recorder(3)
+    recorder = FlightRecorder(3)
     for number in range(count):
         call = Signature("all_reduce", "sum", "float32", (number,), nbytes=4 * number)
         recorder.add((number, call, "ring", number * 10**9, number * 10**9 + 500_000_000))

@@ -11,13 +11,13 @@ import collectives
 from collectives.calls import tuning
 from collectives.execution import cost_model, parameters_file
 from collectives.execution.calibration import fit
-from collectives.execution.cost_model import NATIVE, SHARED, Figures, Layout
+from collectives.execution.cost_model import NATIVE, SHARED, CostParameters, Layout
 from collectives.execution.parameters_file import Key
 from collectives.transports.local import run
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
-FIGURES = st.builds(Figures, **{field.name: POSITIVE for field in fields(Figures)})
+FIGURES = st.builds(CostParameters, **{field.name: POSITIVE for field in fields(CostParameters)})
 
 SLOW, FAST = {"start": 1.0, "bandwidth": 1e3}, {"start": 1e-9, "bandwidth": 1e15}
 
@@ -27,7 +27,7 @@ def preferring(kind):
     values = {}
     for each in ("schedule", "native", "shared"):
         values |= {f"{each}_{name}": v for name, v in (FAST if each == kind else SLOW).items()}
-    return Figures(**values)
+    return CostParameters(**values)
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def test_the_choice_follows_the_figures(collective, nbytes, kind):
 def test_the_built_in_choice_of_two_ranks(mebibytes, expected):
     """Where measurements under both MPIs differed by more than a fifth."""
     layout, paths = Layout((2,)), (NATIVE, SHARED)
-    choice = cost_model.choose("all_reduce", mebibytes << 20, layout, paths, Figures())
+    choice = cost_model.choose("all_reduce", mebibytes << 20, layout, paths, CostParameters())
     assert choice.algorithm == expected
 
 
-TRUE = Figures(
+TRUE = CostParameters(
     schedule_start=7e-6,
     schedule_latency=2e-6,
     schedule_bandwidth=3e9,
@@ -80,7 +80,7 @@ def test_the_fit_finds_the_figures_that_the_times_came_from(layout):
     seconds = {
         (path, nbytes): model(path, nbytes, TRUE) for path in paths for nbytes in (8, 1 << 22)
     }
-    fitted = fit(seconds, model, replace(Figures(), reduction=TRUE.reduction), paths)
+    fitted = fit(seconds, model, replace(CostParameters(), reduction=TRUE.reduction), paths)
     for key, taken in seconds.items():
         assert model(*key, fitted) == pytest.approx(taken, rel=0.25 if key[1] == 8 else 0.02)
     for name in ("schedule_bandwidth", "native_bandwidth", "shared_bandwidth"):
@@ -97,11 +97,11 @@ def test_times_that_no_figures_explain_give_positive_ones():
         lambda path, nbytes, figures: cost_model.expected(
             "all_reduce", path, nbytes, layout, figures
         ),
-        Figures(),
+        CostParameters(),
         paths,
     )
     assert all(0 < value < float("inf") for value in asdict(fitted).values())
-    assert fitted.native_start == Figures().native_start
+    assert fitted.native_start == CostParameters().native_start
 
 
 def test_one_rank_has_nothing_to_measure(cache):
@@ -116,14 +116,14 @@ def test_tuning_between_threads(cache):
     def one_rank(transport):
         comm = collectives.Communicator(transport)
         text = comm.tune(save=False)
-        return text, comm._engine.figures, comm.explain("all_reduce", 1 << 20)
+        return text, comm._engine.costs, comm.explain("all_reduce", 1 << 20)
 
     results = run(2, one_rank)
     assert results[0] == results[1]
     text, figures, explained = results[0]
     assert "schedule" in text
     assert "native" not in text
-    assert figures.native_start == Figures().native_start
+    assert figures.native_start == CostParameters().native_start
     assert explained.endswith("by figures tuned now")
     assert not cache.exists()
 
@@ -169,10 +169,10 @@ def test_all_ranks_choose_alike_after_tune(comm, made):
     text = alike(comm, tuned.tune())
     for word in ("schedule", "native", "shared", "reduction", "saved in"):
         assert word in text
-    alike(comm, tuned._engine.figures)
+    alike(comm, tuned._engine.costs)
     assert all("figures tuned now" in each for each in known(tuned))
     later = made()
-    assert later._engine.figures == tuned._engine.figures
+    assert later._engine.costs == tuned._engine.costs
     assert all(
         f"by figures from {tuning._key(tuned._engine).path}" in each for each in known(later)
     )

@@ -13,10 +13,10 @@ from collectives import Communicator
 from collectives.errors import RankFailedError
 from collectives.shm import online_tuning, peer_memory
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
-from collectives.shm.online_tuning import Entry, Experience
+from collectives.shm.online_tuning import Entry, OnlineTuning
 from collectives.shm.peer_memory import PeerMemory, address_of
-from collectives.shm.progress import Steps
-from collectives.waiting.wait_policy import Patience
+from collectives.shm.progress import ProgressCounters
+from collectives.waiting.wait_policy import WaitPolicy
 from tests.collectives.oracle import PAIR_IDS, PAIRS, reduced, value, values
 
 WAYS = ["staged", "single_copy", "shared", "native"]
@@ -223,7 +223,7 @@ def test_one_call_that_was_held_up_changes_nothing():
 
 
 def test_an_entry_learns_the_longest_time_of_any_rank():
-    learnt, entry = Experience(), Entry(["a"])
+    learnt, entry = OnlineTuning(), Entry(["a"])
     learnt.learn([[1], [2]])
     for times in ([5000, 7000], [6000, 3000]):
         assert learnt.choose(entry) == "a"
@@ -258,7 +258,7 @@ def alone():
     """The steps of a rank alone."""
     memory = NodeMemory([memoryview(bytearray(SEGMENT_BYTES))], 0, None)
     memory.sign_in()
-    return Steps(memory, Patience(), [7])
+    return ProgressCounters(memory, WaitPolicy(), [7])
 
 
 def test_a_process_reads_and_writes_memory_by_address():
@@ -296,6 +296,8 @@ def test_memory_that_is_not_there_and_a_process_that_died_are_told():
 
 def test_another_process_of_that_number_is_no_rank(monkeypatch):
     """As in another namespace of processes: what is read there isn't what the rank told."""
-    monkeypatch.setattr(Steps, "tell", lambda self, *numbers: [tuple(n + 1 for n in numbers)])
+    monkeypatch.setattr(
+        ProgressCounters, "tell", lambda self, *numbers: [tuple(n + 1 for n in numbers)]
+    )
     steps = alone()
     assert not peer_memory._try(steps, PeerMemory(steps, *peer_memory._system_calls()))

@@ -146,8 +146,8 @@ class _Group(threading.local):
 class SimulatedNccl(NcclDriver):
     """All ranks' NCCL: an `NcclDriver` whose calls belong to the calling thread's rank."""
 
-    def __init__(self, cuda, patience=20):
-        self.cuda, self.patience = cuda, patience
+    def __init__(self, cuda, wait_policy=20):
+        self.cuda, self.wait_policy = cuda, wait_policy
         self.missing: dict[int, str] = {}  # by rank: what `problem` says
         self.version_number = 23007
         self.calls, self.comms = defaultdict(list), []  # calls by rank: (name, arguments)
@@ -180,7 +180,7 @@ class SimulatedNccl(NcclDriver):
             assert rank in set(range(size)).difference(world.uuids)
             world.uuids[rank] = self.cuda.uuid(self.cuda.device)
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: len(world.uuids) == size, self.patience):
+            if not self._changed.wait_for(lambda: len(world.uuids) == size, self.wait_policy):
                 raise _error(_INTERNAL)
             shares = self.version_number >= 23000 and os.environ.get(_SHARING) == "1"
             if len(set(world.uuids.values())) < size and not shares:

@@ -133,7 +133,7 @@ def test_a_rank_whose_start_fails_ends_the_start_of_all(failing):
     """What others may have made by then is aborted, since to destroy it would wait."""
 
     def prepare(gpus, nccl):
-        nccl.patience = 0.5
+        nccl.wait_policy = 0.5
         nccl.fail_next(failing, "init_rank", 5)
 
     made, calls = started(3, prepare, backend="nccl")

@@ -20,8 +20,8 @@ SABOTAGES = {
         ["other_arguments"],
     ),
     "a rank that skips a call is not waited for": (
-        "from collectives.consistency.call_check import Agreement\n"
-        "Agreement.meet_word = lambda self, *a, **k: None",
+        "from collectives.consistency.call_check import CallCheck\n"
+        "CallCheck.check_word = lambda self, *a, **k: None",
         ["skipped"],
     ),
 }

@@ -24,7 +24,7 @@ class Dead(BaseException):
     """The thread of a rank ends as if its process did."""
 
 
-class Post:
+class MessageChannel:
     """Between ranks that are threads; `kill` ends one as far as the others can see."""
 
     def __init__(self, size):

@@ -7,13 +7,13 @@ import pytest
 
 from strategies import Variable
 from strategies.coordinator import ClusterCoordinator
-from strategies.parameter_server.key_value_store import Announcements
+from strategies.parameter_server.key_value_store import KeyValueStore
 from tests.strategies.parameter_servers import strategy_on, together
 from tests.strategies.support import refusal
 
 
 def test_a_thing_is_kept_until_all_have_asked_for_the_next_one():
-    announced = Announcements([3, 5])
+    announced = KeyValueStore([3, 5])
     for number in range(4):
         announced.put(("action", number), bytes([number]))
     announced.put(("variable", 0), b"v")

@@ -20,8 +20,8 @@ from tests.strategies.posts import (
     CHIEF,
     FragileBox,
     Letter,
+    MessageChannel,
     PlainReferences,
-    Post,
     PostBox,
     call_plainly,
     start_worker,
@@ -37,7 +37,7 @@ class Cluster:
 
     def __init__(self, deaths, box_of_chief=PostBox):
         """`deaths`: for each worker the arguments of its FragileBox."""
-        self.post = Post(len(deaths) + 2)
+        self.post = MessageChannel(len(deaths) + 2)
         self.workers = {rank + 1: f"worker {rank} (rank {rank + 1})" for rank in range(len(deaths))}
         self.server = len(deaths) + 1
         self.threads = [

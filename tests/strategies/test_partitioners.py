@@ -138,7 +138,7 @@ def test_a_partitioner_that_asks_for_what_cannot_be(parts):
 def test_servers_get_shards_in_turn():
     dealer = RoundRobin(3)
     assert [dealer.next() for _ in range(4)] == [0, 1, 2, 0]
-    with dealer.beside(2):
+    with dealer.colocate_with(2):
         assert [dealer.next() for _ in range(2)] == [2, 2]
         assert dealer.colocating
     assert not dealer.colocating

@@ -157,7 +157,7 @@ class Loops:
 
     def _make_due(self) -> None:
         self._communicator.before_next_call(self.finish)
-        self._world.before_next_call(self._communicator.do_what_is_due)
+        self._world.before_next_call(self._communicator.run_deferred)
 
     @property
     def current(self) -> int:
