@@ -1,4 +1,4 @@
-"""Which way imports run, read from the syntax trees."""
+"""Which way imports run, read from the syntax trees: anywhere in a file, for type checkers too."""
 
 import ast
 from pathlib import Path
@@ -6,130 +6,181 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MOST_FILES = 10
 
-# What the modules of a layer may import of this project; a layer is a module or a package.
-ALLOWED = {
-    "collectives.errors": set(),
-    "collectives.consistency.uncaught": {"errors"},
-    "collectives.lifecycle.launcher": {"errors"},
-    "collectives.schedules.paths": set(),
-    "collectives.lifecycle.topology": set(),
-    "collectives.schedule": set(),
-    "collectives.reductions.reduction": set(),
-    "collectives.schedules.spec": {"schedule"},
-    "collectives.analysis.traffic": {"schedule", "errors"},
-    "collectives.algorithms": {"algorithms", "paths", "schedule", "spec"},
-    "collectives.verify": {"algorithms", "schedule", "spec", "traffic", "errors"},
-    "collectives.analysis.cost": {"algorithms", "schedule", "traffic"},
-    "collectives.execution.plan": {"schedule"},
-    "collectives.execution.executor": {
-        "algorithms",
-        "reduction",
-        "resolve",
-        "schedule",
-        "spec",
-        "transports.base",
-    },
-    "collectives.waiting.wait_policy": {"errors"},
-    "collectives.consistency.signature": {"errors"},
-    "collectives.consistency.flight_recorder": {"signature"},
-    "collectives.transports": {"transports", "errors", "waiting"},
-    "collectives.shm": {"shared", "paths", "reduction", "waiting", "errors"},
-    "collectives.consistency.call_check": {
+# For each folder, and each module that lies in none, what it may import of `collectives`.
+# Top to bottom: what users call, what serves their calls, what is served.
+COLLECTIVES = {
+    "__init__": {"algorithms", "analysis", "communicator", "errors", "fusion", "lifecycle"}
+    | {"messaging", "reductions", "world"},
+    "__main__": {"doctor"},
+    "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports", "world"},
+    "world": {"communicator", "consistency", "lifecycle", "waiting"},
+    "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
+    "communicator": {"calls", "consistency", "gpu", "group", "lifecycle", "messaging"}
+    | {"reductions", "schedules"},
+    "scope": {"group"},
+    "group": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle", "messaging"}
+    | {"transports", "waiting"},
+    "gpu": {"algorithms", "arrays", "calls", "consistency", "cuda", "errors", "execution"}
+    | {"lifecycle", "reductions", "schedules", "shm", "transports", "waiting"},
+    "lifecycle": {"calls", "consistency", "errors", "execution", "reductions", "shm"}
+    | {"transports", "waiting"},
+    "calls": {"algorithms", "arrays", "consistency", "cuda", "errors", "execution", "messaging"}
+    | {"reductions", "schedules", "shm", "transports", "waiting"},
+    "execution": {"algorithms", "analysis", "arrays", "consistency", "cuda", "errors"}
+    | {"reductions", "schedules", "shm", "transports", "waiting"},
+    "messaging": {"arrays", "consistency", "errors", "reductions", "shm", "transports", "waiting"},
+    "consistency": {"errors", "shm", "transports", "waiting"},
+    "shm": {"errors", "reductions", "schedules", "transports", "waiting"},
+    "transports": {"errors", "waiting"},
+    "arrays": {"cuda", "reductions"},
+    "cuda": {"errors", "reductions"},
+    "analysis": {"algorithms", "errors", "schedules"},
+    "algorithms": {"schedules"},
+    "waiting": {"errors"},
+    "reductions": set(),
+    "schedules": set(),
+    "schedule": {"schedules"},
+    "errors": set(),
+}
+
+# The same of `strategies`; "collectives" is its public face.
+STRATEGIES = {
+    "__init__": {
+        "checkpoint",
+        "cluster",
+        "cluster_resolver",
+        "communication",
+        "coordinator",
+        "core",
+        "cross_device_ops",
+        "data_service",
         "errors",
-        "shared.arrival",
-        "signature",
-        "transports.base",
-        "waiting",
+        "evaluation",
+        "experimental",
+        "input",
+        "metrics",
+        "optimizers",
+        "parameter_server",
+        "synchronous",
+        "variables",
     },
-    "collectives.calls": {"agreement", "errors", "watchdog"},
-    "collectives.execution.cost_model": {"algorithms", "cost", "paths", "spec"},
-    "collectives.fusion": set(),
-    "collectives.arrays.kinds.tensors": {"reduction"},
-    "collectives.arrays": {"devices.cuda", "reduction", "tensors"},
-    "collectives.cuda.kernels": set(),
-    "collectives.cuda.interface": {"devices.cupy_cuda", "errors", "reduction"},
-    "collectives.cuda.cupy_cuda": {"devices.cuda", "devices.kernels", "reduction"},
-    "collectives.cuda.host_copies": {"devices.cuda"},
-    "collectives.gpu.side_stream": {"devices.cuda"},
-    "collectives.cuda.memory": {"devices.cuda", "reduction"},
-    "collectives.gpu.conversions": {"devices.cuda", "reduction"},
-    "collectives.execution.device_path": {"devices.cuda", "reduction"},
-    "collectives.gpu.bootstrap": {
-        "devices.cuda",
-        "transports.nccl",
-        "transports.nccl_driver",
+    "checkpoint": {
+        "collectives",
+        "collectives.consistency",
+        "collectives.scope",
+        "core",
+        "foreign",
+        "optimizers",
+        "synchronous",
+        "variables",
     },
-    "collectives.gpu.buckets": {
-        "devices.cuda",
-        "devices.kernels",
-        "fusion",
-        "reduction",
+    "cluster": {"cluster_resolver", "collectives", "collectives.consistency", "core"},
+    "cluster_resolver": {"cluster", "core"},
+    "communication": {
+        "collectives",
+        "collectives.calls",
+        "collectives.consistency",
+        "collectives.cuda",
+        "collectives.gpu",
+        "core",
+        "cross_device_ops",
     },
-    "collectives.gpu.stream_work": {"devices.cuda", "errors", "waiting", "watchdog"},
-    "collectives.gpu.nccl_path": {
-        "algorithms",
-        "devices.conversions",
-        "devices.cuda",
-        "devices.launches",
-        "devices.memory",
-        "devices.path",
+    "coordinator": {
+        "cluster",
+        "collectives.errors",
+        "core",
         "errors",
-        "executor",
-        "paths",
-        "reduction",
-        "transports.base",
-        "transports.nccl",
+        "optimizers",
+        "parameter_server",
+        "variables",
     },
-    "collectives.gpu.ipc_path": {
-        "devices.cuda",
-        "devices.side_stream",
-        "devices.path",
-        "errors",
-        "reduction",
-        "shared.staged",
+    "core": {
+        "cluster_resolver",
+        "collectives",
+        "collectives.arrays",
+        "collectives.consistency",
+        "collectives.cuda",
+        "collectives.errors",
+        "collectives.gpu",
+        "collectives.scope",
+        "communication",
+        "cross_device_ops",
+        "foreign",
+        "input",
+        "optimizers",
+        "variables",
     },
-    "collectives.gpu.host_path": {
-        "devices.cuda",
-        "devices.side_stream",
-        "devices.path",
-        "engine",
-        "reduction",
+    "cross_device_ops": {
+        "collectives",
+        "collectives.calls",
+        "collectives.cuda",
+        "collectives.reductions",
+        "communication",
+        "core",
     },
-    "collectives.gpu.future": {"devices.cuda", "handles"},
-    "collectives.gpu.probe": {
-        "devices.bootstrap",
-        "devices.cuda",
-        "errors",
-        "transports.cupy_nccl",
-        "transports.nccl_driver",
+    "data_service": {"cluster", "cluster_resolver", "collectives", "core", "input"},
+    "evaluation": {
+        "checkpoint",
+        "cluster",
+        "collectives",
+        "core",
+        "input",
+        "parameter_server",
+        "synchronous",
     },
-    "collectives.gpu.bound": {
-        "devices.cuda",
-        "devices.path",
-        "engine",
-        "operations",
-        "quick",
-        "shared.arrival",
-        "signature",
-        "transports.nccl_driver",
+    "experimental": {
+        "cluster_resolver",
+        "collectives",
+        "communication",
+        "coordinator",
+        "parameter_server",
+        "synchronous",
     },
-    "collectives.gpu.backend": {
-        "devices",
-        "engine",
-        "errors",
-        "handles",
-        "operations",
-        "reduction",
-        "signature",
-        "transports.nccl",
-        "transports.nccl_driver",
-        "waiting",
+    "foreign": {"collectives.consistency"},
+    "input": {
+        "collectives",
+        "collectives.arrays",
+        "collectives.consistency",
+        "collectives.cuda",
+        "collectives.scope",
+        "core",
     },
-    "collectives.transports.mpi_cuda": set(),
-    "collectives.transports.nccl": {"transports.base", "transports.nccl_driver"},
-    "collectives.transports.nccl_driver": set(),
-    "collectives.transports.cupy_nccl": {"transports.nccl_driver"},
+    "metrics": {"collectives.scope", "core", "variables"},
+    "optimizers": {"collectives", "core", "foreign", "variables"},
+    "parameter_server": {
+        "cluster",
+        "cluster_resolver",
+        "collectives",
+        "collectives.consistency",
+        "collectives.lifecycle",
+        "collectives.messaging",
+        "collectives.shm",
+        "collectives.transports",
+        "collectives.waiting",
+        "coordinator",
+        "core",
+        "input",
+        "optimizers",
+        "variables",
+    },
+    "synchronous": {
+        "cluster",
+        "cluster_resolver",
+        "collectives",
+        "collectives.consistency",
+        "collectives.scope",
+        "collectives.transports",
+        "communication",
+        "core",
+        "cross_device_ops",
+        "input",
+        "optimizers",
+        "variables",
+    },
+    "variables": {"collectives", "core", "optimizers"},
+    "errors": set(),
 }
 LAZY = {
     "mpi4py": {
@@ -165,17 +216,36 @@ def module_of(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("layer", ALLOWED)
-def test_a_layer_imports_only_what_lies_below_it(layer):
-    allowed = tuple(f"collectives.{name}." for name in ALLOWED[layer])
-    files = [
-        path for path in sources("collectives") if (module_of(path) + ".").startswith(layer + ".")
-    ]
-    assert files
-    for path in files:
-        for name in imported(path):
-            if name == "collectives" or name.startswith("collectives."):
-                assert f"{name}.".startswith(allowed), f"{path.name} imports {name}"
+def room_of(name, package):
+    """The folder, or the module in none, that a module of the package lies in."""
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+@pytest.mark.parametrize(
+    ("package", "rules"), [("collectives", COLLECTIVES), ("strategies", STRATEGIES)]
+)
+def test_a_folder_imports_only_what_it_may(package, rules):
+    edges = graph()
+    rooms = {room_of(name, package) for name in edges if name.split(".")[0] == package}
+    assert rooms == set(rules), "each folder and each module beside them has a rule"
+    used = {room: set() for room in rooms}
+    for name, imports in edges.items():
+        if name.split(".")[0] != package:
+            continue
+        room = room_of(name, package)
+        for each in imports:
+            other = room_of(each, package)
+            if each.split(".")[0] != package:
+                other = each if each == "collectives" else ".".join(each.split(".")[:2])
+            if other != room or each.split(".")[0] != package:
+                assert other in rules[room], f"{name} imports {each}"
+                used[room].add(other)
+    assert used == rules, "a rule allows no more than what is used"
+
+
+@pytest.mark.parametrize("package", ["collectives", "strategies"])
+def test_few_files_lie_outside_of_folders(package):
+    assert len(list((ROOT / package).glob("*.py"))) <= MOST_FILES
 
 
 @pytest.mark.parametrize(
@@ -231,19 +301,23 @@ def test_the_transport_gives_pythons_lock_back_while_it_waits():
                 assert node.func.attr not in HOLD_THE_LOCK, f"{path}:{node.lineno}"
 
 
-def test_no_import_runs_in_a_circle():
-    edges = {}
+def graph():
+    """What each module imports of this project, function-level imports included."""
     modules = {module_of(path) for path in sources("collectives", "strategies")}
-    for path in sources("collectives", "strategies"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = [
+    return {
+        module_of(path): {
             name
-            for node in tree.body
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name in _names(node, modules)
-        ]
-        edges[module_of(path)] = {name for name in names if name in modules}
-    done = set()
+            if name in modules and name != module_of(path)
+        }
+        for path in sources("collectives", "strategies")
+    }
+
+
+def test_no_import_runs_in_a_circle():
+    edges, done = graph(), set()
     while ready := {name for name in edges if name not in done and edges[name] <= done}:
         done |= ready
     assert done == set(edges), f"in a circle: {sorted(set(edges) - done)}"
