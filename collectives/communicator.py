@@ -94,8 +94,10 @@ class Communicator(Group):
         """
         root = self._root(root)
         on_root = self.rank == root
-        if algorithm is None and type(array) is np.ndarray and array.flags.carray:
-            return self._call_cache.broadcast(array, root)
+        if algorithm is None:
+            result = self._call_cache.broadcast(array, root, on_root=on_root)
+            if result is not PASS:
+                return result
         return self._run(movements.broadcast(array, root, algorithm, on_root=on_root))
 
     def all_gather(
@@ -107,9 +109,8 @@ class Communicator(Group):
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row.
         `out` is where the result goes; ValueError on every rank where it has another length.
         """
-        plain = type(array) is type(out) is np.ndarray and array.ndim
-        if algorithm is None and axis == 0 and plain:
-            result = self._call_cache.all_gather(array, out)
+        if algorithm is None:
+            result = self._call_cache.all_gather(array, axis, out)
             if result is not PASS:
                 return result
         return self._run(movements.all_gather(array, axis, out, algorithm))
@@ -141,9 +142,8 @@ class Communicator(Group):
         algorithm: str | None = None,
     ) -> Any:
         """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
-        plain = type(array) is type(out) is np.ndarray and array.ndim
-        if algorithm is None and axis == 0 and plain and isinstance(op, str | ReduceOp):
-            result = self._call_cache.reduce_scatter(array, op, out)
+        if algorithm is None:
+            result = self._call_cache.reduce_scatter(array, op, axis, out)
             if result is not PASS:
                 return result
         place = {"rank": self.rank, "size": self.size}

@@ -27,7 +27,7 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
             return room
         block = None
         if engine.node is not None and nbytes:
-            block = engine.node.arena.allocate(nbytes)
+            block = engine.node.pool.allocate(nbytes)
             if block is None and engine.node.steps.rank == 0:
                 warn_once(
                     "no memory is left that ranks can share (/dev/shm) for some registered arrays:"

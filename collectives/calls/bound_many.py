@@ -1,15 +1,15 @@
-"""all_reduce_many of arrays that were reduced before, the short way.
+"""Bound calls of all_reduce_many, for lists of arrays that were reduced before.
 
-A program reduces the same gradients at every step. Here the arrays are known again by identity,
-and nothing is done for each of them in Python but in loops of C. What the ranks agree on, and so
-which way their data go, is what it was when the arrays were first seen, and what is found to have
-changed since takes the general way, which goes through the same memory in the same steps.
+A program reduces the same gradients at every step. The arrays are recognized by identity, and all
+that is done for each of them is done in loops of C. What the ranks agree on, and so the path of
+their data, is what it was when the list was bound. A list that has changed since is reduced
+unbound, through the same memory in the same steps.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, itemgetter, setitem
@@ -17,14 +17,12 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from collectives.caching import LRU
 from collectives.calls import Operation
+from collectives.calls.bound import PASS, bind
 from collectives.calls.many import Many, Part, SharedBucket, overlapping
-from collectives.consistency.signature import fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp
-from collectives.shm.node_barrier import SEQUENCE_BITS
-
-_KEPT = 8
 
 Key: TypeAlias = tuple[Any, ...]
 Outs: TypeAlias = list[Any] | None
@@ -36,7 +34,7 @@ _copy: Callable[[Array], Array] = np.ndarray.copy
 
 
 class Same:
-    """Arrays to be known again, by weak references; who holds them may free them.
+    """Arrays to be recognized, by weak references, which keep no array alive.
 
     NumPy doesn't resize an array that has one, so that their sizes stay what they were.
     """
@@ -59,7 +57,7 @@ class Same:
 
 
 class Known:
-    """A call that was made before, all of whose buckets go through the node's memory."""
+    """A bound call, all of whose buckets go through the node's memory."""
 
     def __init__(
         self,
@@ -69,8 +67,8 @@ class Known:
         arrays: list[Array],
         out: list[Array] | None,
     ) -> None:
-        self._engine, self._parts, self._signature = engine, parts, operation.signature
-        self._base = fingerprint(operation.signature.agreed) << SEQUENCE_BITS
+        self._parts, self._call = parts, bind(engine, operation.signature, self._run)
+        self._errstate = engine.errstate.run
         self._arrays = Same(arrays)
         self._outs = None if out is None or out is arrays else Same(out)
         self._in_place = out is arrays
@@ -85,23 +83,27 @@ class Known:
             return self._outs is None and self._in_place == (out is arrays)
         return self._outs is not None and self._outs.fits(out)
 
-    def make(self, arrays: list[Array], out: list[Array] | None) -> list[Array]:
-        """Make the call."""
-        results: list[Array] = []
-
-        def run() -> None:
-            for part in self._parts:
-                views = part.reduce(part.pick(arrays))
-                if out is None:
-                    results.extend(map(_copy, views))
-                else:
-                    deque(map(setitem, part.pick(out), repeat(...), views), maxlen=0)
-
-        quiet = self._engine.errstate.run
-        self._engine.perform_quickly(self._signature, self._base, lambda *_: quiet(run), None, None)
+    def make(self, arrays: list[Array], out: list[Array] | None) -> Any:
+        """Make the call; PASS where a first registered array has been made since."""
+        results = self._call(arrays, out)
+        if results is PASS:
+            return PASS
         if out is not None:
             return list(out)
         return results if self._in_order is None else list(self._in_order(results))
+
+    def _run(self, arrays: list[Array], out: list[Array] | None, index: int | None) -> Any:
+        return self._errstate(self._reduce, arrays, out)
+
+    def _reduce(self, arrays: list[Array], out: list[Array] | None) -> list[Array]:
+        results: list[Array] = []
+        for part in self._parts:
+            views = part.reduce(part.pick(arrays))
+            if out is None:
+                results.extend(map(_copy, views))
+            else:
+                deque(map(setitem, part.pick(out), repeat(...), views), maxlen=0)
+        return results
 
 
 class ManyReducer:
@@ -109,8 +111,8 @@ class ManyReducer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._many = engine, Many(engine)
-        self._known: OrderedDict[Key, Known] = OrderedDict()
-        self._seen: deque[Key] = deque(maxlen=_KEPT)
+        self._known: LRU[Key, Known] = LRU()
+        self._seen: LRU[Key, None] = LRU()
 
     def forget(self) -> None:
         """Find the way of every call anew."""
@@ -125,18 +127,20 @@ class ManyReducer:
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
     ) -> list[Any]:
-        """Make the call, in the short way where it is known."""
+        """Make the call, bound where it is known."""
         key = _key(arrays, op, out, bucket_bytes)
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            given, outs = cast("list[Any]", arrays), cast(Outs, out)
+            if known.fits(given, outs):
+                results: Any = known.make(given, outs)
+                if results is not PASS:
+                    return cast("list[Any]", results)
         return self._engine.whole(self._reduce, key, arrays, op, out, bucket_bytes)
 
     def _reduce(
         self, key: Key | None, arrays: Sequence[Any], op: Any, out: Any, bucket_bytes: int | None
     ) -> list[Any]:
-        known = None if key is None else self._known.get(key)
-        if known is not None:
-            given, outs = cast("list[Any]", arrays), cast(Outs, out)
-            if known.fits(given, outs):
-                return known.make(given, outs)
         operation, parts = self._many.operation(arrays, op, out, bucket_bytes)
         reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
         if key is not None:
@@ -148,14 +152,12 @@ class ManyReducer:
     ) -> None:
         """Prepare for the call's return, once it has come twice: to prepare takes time."""
         if key not in self._seen:
-            self._seen.append(key)
+            self._seen.put(key, None)
             return
         staged = [part for part in parts if isinstance(part, SharedBucket)]
         if len(staged) < len(parts) or not _plain(arrays, out, staged):
             return
-        self._known[key] = Known(self._engine, staged, operation, arrays, out)
-        if len(self._known) > _KEPT:
-            self._known.popitem(last=False)
+        self._known.put(key, Known(self._engine, staged, operation, arrays, out))
 
 
 def _key(arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Key | None:

@@ -1,101 +1,236 @@
-"""The short ways of one communicator's calls, kept by what was asked for."""
+"""The bound calls of one communicator, by what was asked for.
+
+Arrays that a bound call can't take as they are (of another library, strides or dtype than that of
+the fold) are brought into shape here, before the same bound call: all ranks take the same path,
+whatever they give.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.arrays.kinds import Output
+import numpy as np
+
+from collectives.arrays.kinds import Output, like, may_overlap, to_array
+from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.caching import LRU
+from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.bound import (
     PASS,
-    AllReduce,
     bind_all_gather,
     bind_all_reduce,
     bind_broadcast,
     bind_reduce_scatter,
 )
-from collectives.calls.reductions import ReduceInput
+from collectives.calls.counts import ANY_ROOM
+from collectives.calls.movements import broadcast_output, broadcast_signature, rows_of, signature_of
+from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, as_op
+from collectives.reductions.reduction import Array, ReduceOp, as_op, fold_dtype
 
-_KEPT = 512
+Bound = Callable[..., Any]
 
 
 class CallCache:
-    """What `quick` makes, made once for each kind of call."""
+    """Bound calls. Each method returns PASS for arrays on GPUs, before it did anything."""
 
     def __init__(self, engine: Engine, check_open: Callable[[], None]) -> None:
         """`check_open` raises where no call can be made."""
         self._engine, self._check_open = engine, check_open
-        self.known: dict[Any, Callable[..., Any]] = {}
+        self.known: LRU[Any, Bound] = LRU()
         """By (op, dtype, shape) those of `all_reduce`, by longer keys the others."""
 
+    def _call(self, key: Any, bind: Callable[[], Bound], source: Any, target: Any) -> Any:
+        """Make the call of that key, which is bound where it isn't yet."""
+        for _ in range(2):
+            bound = self.known.get(key)
+            if bound is None:
+                self._check_open()
+                bound = self.known.put(key, bind())
+            else:
+                self.known.touch(key)
+            result = bound(source, target)
+            # Bound before another thread made the first registered array: once more.
+            if result is not PASS:
+                return result
+        raise AssertionError(f"{key}: no call was made")
+
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
-        """Of arguments of any kind; PASS, before anything was done, where there is no short way."""
+        """As `Communicator.all_reduce`."""
         if on_gpu(array):
             return PASS if what is not None else self._all_reduce_on_gpu(array, op, out)
         given = ReduceInput(array, op)
-        output = given.output(out)
-        self._check_open()
-        quick = bind_all_reduce(self._engine, given, what)
-        if quick is None:
-            return PASS
+        return self._engine.whole(self._all_reduce, given, op, given.output(out), what)
+
+    def _all_reduce(
+        self, given: ReduceInput, op: ReduceOp | str, output: Output, what: str | None
+    ) -> Any:
+        def bind() -> Bound:
+            signature = given.signature("all_reduce", detail=what)
+            return bind_all_reduce(self._engine, signature, given.op, given.dtype, given.shape)
+
+        source, target = given.source_for(output), output.buffer.reshape(given.shape)
         key = op, given.array.dtype, given.shape
-        self._remember(key if what is None else (*key, what), quick)
-        return self._engine.whole(_make, quick, given, output)
+        shaped = target if source is None else source.reshape(given.shape)
+        self._call(key if what is None else (*key, what), bind, shaped, target)
+        return output.deliver()
 
     def _all_reduce_on_gpu(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
-        """As `all_reduce`; what is new goes the general way first, where all ranks choose it."""
+        """As `all_reduce`; the first call of a kind isn't bound: in it all ranks choose a path."""
         known_kind = type(array) is cuda().array_type and isinstance(op, str | ReduceOp)
         if not known_kind or self._engine.devices is None:
             return PASS
         key = ("on a GPU", op, array.dtype, array.shape)
-        quick = self.known.get(key)
-        if quick is not None:
-            return quick(array, out)
-        quick = self._engine.devices.bind_all_reduce(ReduceInput(array, op))
-        if quick is not None:
-            self._remember(key, quick)
+        bound = self.known.get(key)
+        if bound is not None:
+            return bound(array, out)
+        bound = self._engine.devices.bind_all_reduce(ReduceInput(array, op))
+        if bound is not None:
+            self.known.put(key, bound)
         return PASS
 
-    def broadcast(self, array: Array, root: int) -> Any:
-        """Of contiguous arrays that can be written."""
-        key = ("broadcast", array.dtype, array.shape, root)
-        quick = self.known.get(key)
-        if quick is None:
-            self._check_open()
-            quick = self._remember(key, bind_broadcast(self._engine, array, root))
-        return quick(array)
+    def broadcast(self, array: Any, root: int, *, on_root: bool) -> Any:
+        """As `Communicator.broadcast`."""
+        if type(array) is np.ndarray and array.flags.carray:
+            self._broadcast(array, root, array.reshape(-1))
+            return array
+        if on_gpu(array):
+            return PASS
+        given = to_array(array)
+        output = broadcast_output(given, array, on_root=on_root)
 
-    def all_gather(self, array: Array, out: Array) -> Any:
-        """Along axis 0 into `out`; PASS where the arrays need care."""
-        key = ("all_gather", array.dtype, array.shape, out.dtype, out.shape)
-        quick = self.known.get(key)
-        if quick is None:
-            self._check_open()
-            quick = self._remember(key, bind_all_gather(self._engine, array, out))
-        return quick(array, out)
+        def perform() -> Any:
+            self._broadcast(given, root, output.buffer)
+            return output.deliver()
 
-    def reduce_scatter(self, array: Array, op: ReduceOp | str, out: Array) -> Any:
-        """Along axis 0 into `out`; PASS where the arrays need care."""
-        key = ("reduce_scatter", op, array.dtype, array.shape, out.dtype, out.shape)
-        quick = self.known.get(key)
-        if quick is None:
-            self._check_open()
-            made = bind_reduce_scatter(self._engine, array, as_op(op), out)
-            quick = self._remember(key, made)
-        return quick(array, out)
+        return self._engine.whole(perform)
 
-    def _remember(self, key: Any, quick: Callable[..., Any]) -> Callable[..., Any]:
-        if len(self.known) >= _KEPT:
-            self.known.clear()
-        self.known[key] = quick
-        return quick
+    def _broadcast(self, array: Array, root: int, buffer: Array) -> None:
+        def bind() -> Bound:
+            signature = broadcast_signature(array, root, None)
+            return bind_broadcast(self._engine, signature, array.nbytes, root)
+
+        self._call(("broadcast", array.dtype, array.shape, root), bind, None, buffer)
+
+    def all_gather(self, array: Any, axis: Any, out: Any) -> Any:
+        """As `Communicator.all_gather`."""
+        if type(array) is np.ndarray and array.ndim and _is_zero(axis) and _takes(out, array):
+            rest, room = array.shape[1:], ANY_ROOM if out is None else len(out)
+            target = None if out is None else out.reshape(-1)
+            joined, total = self._all_gather(array, rest, room, _apart(array, target), target)
+            return joined.reshape(total, *rest) if out is None else out
+        if on_gpu(array):
+            return PASS
+        rows = Rows(to_array(array), axis)
+        if out is None:
+            refuse_lost_gradient(array, "array")
+        room = ANY_ROOM if out is None else rows_of(out, rows)
+
+        def perform() -> Any:
+            joined, total = self._all_gather(array, rows.rest, room, rows.flat, None, rows)
+            if out is None:
+                return like(array)(rows.array(joined, total))
+            output = rows.output(out, total, rows.dtype, array)
+            output.buffer[...] = joined
+            return output.deliver()
+
+        return self._engine.whole(perform)
+
+    def _all_gather(
+        self,
+        array: Any,
+        rest: tuple[int, ...],
+        room: int,
+        source: Array,
+        target: Array | None,
+        rows: Rows | None = None,
+    ) -> tuple[Array, int]:
+        def bind() -> Bound:
+            seen = rows or Rows(to_array(array), 0)
+            signature = signature_of("all_gather", seen, None, None)
+            elements, dtype = seen.elements, seen.dtype
+            return bind_all_gather(self._engine, signature, seen.count, room, elements, dtype)
+
+        count, axis = (len(array), 0) if rows is None else (rows.count, rows.axis)
+        key = "all_gather", source.dtype, rest, axis, count, room
+        joined: tuple[Array, int] = self._call(key, bind, source, target)
+        return joined
+
+    def reduce_scatter(self, array: Any, op: ReduceOp | str, axis: Any, out: Any) -> Any:
+        """As `Communicator.reduce_scatter`."""
+        if on_gpu(array):
+            return PASS
+        rank, size = self._engine.rank, self._engine.size
+        plain = type(array) is np.ndarray and array.ndim and _is_zero(axis) and array.dtype.isnative
+        if plain and fold_dtype(as_op(op), array.dtype) == array.dtype and _takes(out, array):
+            counts, rest = split_rows(len(array), size), array.shape[1:]
+            if out is None or len(out) == counts[rank]:
+                result = np.empty((counts[rank], *rest), array.dtype) if out is None else out
+                target = result.reshape(-1)
+                source = _apart(array, target)
+                self._reduce_scatter(op, source, target, array.shape, 0, counts, math.prod(rest))
+                return result
+        given = ReduceInput(array, op)
+        if out is None:
+            refuse_lost_gradient(array, "array")
+        rows = Rows(given.converted(), axis)
+        counts = split_rows(rows.count, size)
+        output = rows.output(out, counts[rank], given.dtype, given.original)
+        source, target = rows.flat, output.buffer
+        if out is not None and may_overlap(source, target):
+            source = source.copy()
+
+        def perform() -> Any:
+            shape, elements = given.shape, rows.elements
+            self._reduce_scatter(op, source, target, shape, rows.axis, counts, elements, given)
+            return output.deliver()
+
+        return self._engine.whole(perform)
+
+    def _reduce_scatter(
+        self,
+        op: ReduceOp | str,
+        source: Array,
+        target: Array,
+        shape: tuple[int, ...],
+        axis: int,
+        counts: Sequence[int],
+        elements: int,
+        given: ReduceInput | None = None,
+    ) -> None:
+        def bind() -> Bound:
+            seen = given or ReduceInput(source.reshape(shape), op)
+            signature = reduce_scatter_signature(seen, axis, None)
+            lengths = [count * elements for count in counts]
+            return bind_reduce_scatter(self._engine, signature, seen.op, seen.dtype, lengths)
+
+        dtype = source.dtype if given is None else given.array.dtype
+        self._call(("reduce_scatter", op, dtype, shape, axis), bind, source, target)
 
 
-def _make(quick: AllReduce, given: ReduceInput, output: Output) -> Any:
-    """The call by its short way, and what is to be done with the result."""
-    source, target = given.source_for(output), output.buffer.reshape(given.shape)
-    given_array = target if source is None else source.reshape(given.shape)
-    return PASS if quick(given_array, target) is PASS else output.deliver()
+def _is_zero(axis: Any) -> bool:
+    return type(axis) is int and axis == 0
+
+
+def _takes(out: Any, array: Array) -> bool:
+    """Whether rows like those of the array can be stored into `out` as they are."""
+    return out is None or (
+        type(out) is np.ndarray
+        and out.flags.carray
+        and out.dtype == array.dtype
+        and out.shape[1:] == array.shape[1:]
+        and out.ndim == array.ndim
+    )
+
+
+def _apart(array: Array, target: Array | None) -> Array:
+    """The elements in C order, in memory of their own where they may overlap with the target."""
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        return array.flatten()
+    if target is not None and np.may_share_memory(array, target):
+        return array.flatten()
+    return array.reshape(-1)

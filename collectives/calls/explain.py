@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound import takes_one_step
+from collectives.calls.bound import small_fold
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, check_reducible
 from collectives.schedules.paths import QUICKEST, SHARED
@@ -19,7 +19,8 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
     op = ReduceOp.SUM if spec_of(collective).reduces else None
     if op is not None:
         check_reducible(op, dtype)
-    if collective == "all_reduce" and takes_one_step(engine, ReduceOp.SUM, dtype, nbytes):
+    small = collective == "all_reduce" and small_fold(engine, ReduceOp.SUM, dtype, nbytes)
+    if small:
         return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
     # What is only moved is moved as bytes.
     paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
@@ -33,7 +34,7 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
 
 def _learnt(route: PathSelector, nbytes: int) -> str:
     """A line for each way, the quickest first."""
-    ways, measured = route.ways_for(nbytes), route.seconds(nbytes)
+    ways, measured = route.candidates(nbytes), route.seconds(nbytes)
     untried = [way for way in ways if way not in measured]
     if untried:
         return f"each of {', '.join(ways)} is tried first: {', '.join(untried)} not yet measured"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from collectives.arrays.kinds import Output
+from collectives.caching import LRU
 from collectives.calls import Operation
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.signature import Signature
@@ -34,7 +34,6 @@ from collectives.shm.packed import Packed
 _FIXED = 0.05
 # Of a bucket in the node's memory: once all have packed, and once all have folded.
 _WAITS, _TOUCHED = 2, 5
-_PARTS_KEPT = 16
 
 _on_gpu: Callable[[ReduceInput], bool] = attrgetter("on_gpu")
 
@@ -75,7 +74,7 @@ class Many:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._kept: OrderedDict[tuple[Kinds, int, ReduceOp], list[Part]] = OrderedDict()
+        self._kept: LRU[tuple[Kinds, int, ReduceOp], list[Part]] = LRU()
 
     def bucket_bytes(self, given: int | None) -> int:
         """The most that a bucket holds: as given, or else what the ranks' connection asks for."""
@@ -96,12 +95,10 @@ class Many:
         """The buckets for arrays of these kinds; the same on all ranks."""
         key = (kinds, limit, op)
         parts = self._kept.get(key)
-        if parts is not None:
-            self._kept.move_to_end(key)
-            return parts
-        parts = self._kept[key] = [self._part(each, op) for each in make_plan(kinds, limit).buckets]
-        if len(self._kept) > _PARTS_KEPT:
-            self._kept.popitem(last=False)
+        if parts is None:
+            plan = make_plan(kinds, limit)
+            return self._kept.put(key, [self._part(each, op) for each in plan.buckets])
+        self._kept.touch(key)
         return parts
 
     def _part(self, bucket: Bucket, op: ReduceOp) -> Part:

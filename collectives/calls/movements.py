@@ -22,10 +22,11 @@ from collectives.arrays.kinds import (
 from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
 from collectives.calls import Operation
 from collectives.calls.arguments import Rows
-from collectives.calls.objects import broadcast_pickle, numbers_of_all
+from collectives.calls.counts import ANY_ROOM, counts_of_all
+from collectives.calls.objects import broadcast_pickle
 from collectives.consistency.signature import ANY_LENGTH, Signature, dtype_name, forced
-from collectives.errors import in_step
 from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
 from collectives.schedules.schedule import split_lengths
 
 
@@ -33,45 +34,37 @@ def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) ->
     """The root's content in everybody's array."""
     algorithms.check_name("broadcast", algorithm)
     given = to_array(array)
-    refuse_false_gradient(array, "array")
-    if on_root:
-        # A schedule may write into the root's buffer what is there already.
-        output = Output(flat(given if is_writeable(given, array) else given.copy()), lambda: array)
-    else:
-        output = given_output(array, given.shape, given.dtype, name="array")
+    output = broadcast_output(given, array, on_root=on_root)
 
     def perform(engine: Engine) -> Any:
         engine.run("broadcast", None, output.buffer, root=root, algorithm=algorithm)
         return output.deliver()
 
+    return Operation(broadcast_signature(given, root, algorithm), perform, is_device(given))
+
+
+def broadcast_output(given: Array, array: Any, *, on_root: bool) -> Output:
+    """The buffer of a broadcast of `array`, which is `given` as NumPy or CuPy sees it.
+
+    Raises ValueError or TypeError where this rank's array can't be written and it isn't the root.
+    """
+    refuse_false_gradient(array, "array")
+    if on_root:
+        # A schedule may write into the root's buffer what is there already.
+        return Output(flat(given if is_writeable(given, array) else given.copy()), lambda: array)
+    return given_output(array, given.shape, given.dtype, name="array")
+
+
+def broadcast_signature(given: Array, root: int, algorithm: str | None) -> Signature:
+    """The call that sends the root's array."""
     shape, dtype, detail = given.shape, dtype_name(given.dtype), forced(algorithm)
-    signature = Signature("broadcast", None, dtype, shape, root, detail, given.nbytes)
-    return Operation(signature, perform, is_device(given))
+    return Signature("broadcast", None, dtype, shape, root, detail, given.nbytes)
 
 
-def _signature(collective: str, rows: Rows, root: int | None, algorithm: str | None) -> Signature:
+def signature_of(collective: str, rows: Rows, root: int | None, algorithm: str | None) -> Signature:
     """The call that joins rows, whose number each rank chooses."""
     shape, dtype, nbytes = rows.shape(ANY_LENGTH), dtype_name(rows.dtype), rows.flat.nbytes
     return Signature(collective, None, dtype, shape, root, forced(algorithm), nbytes)
-
-
-# What a rank without `out` says of its length.
-_ANY_ROOM = (1 << 63) - 1
-
-
-def counts_of_all(engine: Engine, count: int, room: int = _ANY_ROOM) -> list[int]:
-    """Every rank's number of rows.
-
-    ValueError on every rank where some rank's `out`, of `room` rows, has another length than all.
-    """
-    table = numbers_of_all(engine, count, room)
-    counts = [count for count, _ in table]
-    total = sum(counts)
-    for rank, (_, room) in enumerate(table):
-        if room not in (_ANY_ROOM, total):
-            problem = f"out has {room} rows on rank {rank}: the joined arrays have {total}"
-            raise in_step(ValueError(problem))
-    return counts
 
 
 def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operation:
@@ -80,7 +73,7 @@ def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operat
     rows = Rows(to_array(array), axis)
     if out is None:
         refuse_lost_gradient(array, "array")
-    room = _ANY_ROOM if out is None else _rows_of(out, rows)
+    room = ANY_ROOM if out is None else rows_of(out, rows)
 
     def perform(engine: Engine) -> Any:
         counts = counts_of_all(engine, rows.count, room)
@@ -92,11 +85,11 @@ def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operat
         engine.run("all_gather", source, target, lengths=lengths, algorithm=algorithm)
         return result.deliver()
 
-    signature = _signature("all_gather", rows, None, algorithm)
+    signature = signature_of("all_gather", rows, None, algorithm)
     return Operation(signature, perform, is_device(rows.flat))
 
 
-def _rows_of(out: Any, rows: Rows) -> int:
+def rows_of(out: Any, rows: Rows) -> int:
     """How many rows `out` holds; ValueError or TypeError where it can't hold any such."""
     shape = to_array(out, "out").shape
     count = shape[rows.axis] if len(shape) > rows.axis else 0
@@ -123,7 +116,7 @@ def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation
         engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
         return like(array)(rows.array(joined, sum(counts))) if on_root else None
 
-    signature = _signature("gather", rows, root, algorithm)
+    signature = signature_of("gather", rows, root, algorithm)
     return Operation(signature, perform, is_device(rows.flat))
 
 

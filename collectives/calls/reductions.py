@@ -139,8 +139,6 @@ def reduce_scatter(
     if out is None:
         refuse_lost_gradient(array, "array")
     rows = Rows(given.converted(), axis)
-    detail = f"axis={rows.axis}" if algorithm is None else f"axis={rows.axis}, {algorithm=}"
-
     counts = split_rows(rows.count, size)
     lengths = tuple(count * rows.elements for count in counts)
     result = rows.output(out, counts[rank], given.dtype, given.original)
@@ -155,4 +153,11 @@ def reduce_scatter(
         engine.finish(given.op, target)
         return result.deliver()
 
-    return Operation(given.signature("reduce_scatter", detail=detail), perform, given.on_gpu)
+    signature = reduce_scatter_signature(given, rows.axis, algorithm)
+    return Operation(signature, perform, given.on_gpu)
+
+
+def reduce_scatter_signature(given: ReduceInput, axis: int, algorithm: str | None) -> Signature:
+    """The call that reduces the array and splits it along the axis."""
+    detail = f"axis={axis}" if algorithm is None else f"axis={axis}, {algorithm=}"
+    return given.signature("reduce_scatter", detail=detail)

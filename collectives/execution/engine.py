@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import empty, is_device
+from collectives.caching import LRU
 from collectives.consistency.call_scope import CallScope
 from collectives.consistency.flight_recorder import FlightRecorder, clock
 from collectives.consistency.signature import Signature
@@ -31,14 +32,12 @@ from collectives.execution.cost_model import (
 from collectives.execution.device_path import OnDevices, Request
 from collectives.execution.executor import HostMemory, Plans, own_part
 from collectives.reductions.reduction import Array, ReduceOp, finish
-from collectives.schedules.paths import FORCED, NATIVE, QUICKEST, SHARED
+from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
 from collectives.shm.node import Node, Path
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
 from collectives.transports.base import Native, Transport
 from collectives.waiting.wait_policy import WaitPolicy
 from collectives.waiting.watchdog import Watchdog
-
-_CHOICES_KEPT = 1024
 
 
 class Engine(CallScope):
@@ -65,8 +64,8 @@ class Engine(CallScope):
         self.errstate.run(np.seterr, all="ignore")
         self._memory = HostMemory()
         self._plans = Plans(transport, self._memory)
-        self._chosen: dict[tuple[Any, ...], str] = {}
-        self._paths: dict[tuple[str, str | None, np.dtype[Any]], dict[str, Path]] = {}
+        self._chosen: LRU[tuple[Any, ...], str] = LRU()
+        self._paths: LRU[tuple[str, str | None, np.dtype[Any]], dict[str, Path]] = LRU()
 
     def perform(
         self, signature: Signature, run: Callable[[Engine], Any], line: str | None = None
@@ -77,17 +76,11 @@ class Engine(CallScope):
         """
         return self.whole(self._perform, signature, None, line, "", run, self)
 
-    def perform_quickly(
-        self,
-        signature: Signature,
-        base: int,
-        run: Callable[[Any, Any], Any],
-        source: Any,
-        target: Any,
-        path: str = SHARED,
-    ) -> None:
-        """As `perform`, for a call that was looked up before: `base` holds its fingerprint."""
-        self.whole(self._perform, signature, base, None, path, run, source, target)
+    def perform_bound(
+        self, signature: Signature, base: int, path: str, run: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """As `perform`, of a bound call: `base` holds its fingerprint."""
+        return self.whole(self._perform, signature, base, None, path, run, *arguments)
 
     def _perform(
         self,
@@ -100,19 +93,22 @@ class Engine(CallScope):
     ) -> Any:
         if self.broken is not None:
             raise self.refusal()
-        number = 0
-        if self.call_check is not None:
-            if base is None:
-                self.call_check.check(signature, line)
-            else:
-                self.call_check.check_word(signature, base)
-            number = self.call_check.sequence
-        start = clock()
+        check, start = self.call_check, clock()
+        before = -1 if check is None else check.sequence
         self.path = path
         try:
+            if check is None:
+                return run(*arguments)
+            if base is None:
+                check.check(signature, line)
+            else:
+                check.check_word(signature, base)
             return run(*arguments)
         finally:
-            self.recorder.add((number, signature, self.path, start, clock()))
+            number = 0 if check is None else check.sequence
+            # A call that was withdrawn counts as not made.
+            if number != before:
+                self.recorder.add((number, signature, self.path, start, clock()))
 
     def forbid(self) -> None:
         """Refuse every call, in a process that is forked off the rank."""
@@ -212,15 +208,11 @@ class Engine(CallScope):
     def choose(self, collective: str, nbytes: int, paths: dict[str, Path]) -> str:
         """The path for so many bytes, of those and the schedules."""
         large = nbytes >= LEAST_BYTES or collective == "all_to_all"
-        if large and QUICKEST in paths and self.node and self.node.places.worth_asking:
+        if large and QUICKEST in paths and self.node and self.node.addresses.worthwhile:
             return QUICKEST
         key = (collective, nbytes, *paths)
         chosen = self._chosen.get(key)
-        if chosen is None:
-            if len(self._chosen) >= _CHOICES_KEPT:
-                self._chosen.clear()
-            chosen = self._chosen[key] = self.price(collective, nbytes, paths).algorithm
-        return chosen
+        return chosen or self._chosen.put(key, self.price(collective, nbytes, paths).algorithm)
 
     def price(self, collective: str, nbytes: int, paths: dict[str, Path]) -> Choice:
         """What those paths and the schedules are expected to take, and the best."""
@@ -254,7 +246,7 @@ class Engine(CallScope):
         key = (collective, None if op is None else op.value, dtype)
         found = self._paths.get(key)
         if found is None:
-            found = self._paths[key] = self._find_paths(collective, op, dtype)
+            found = self._paths.put(key, self._find_paths(collective, op, dtype))
         return found
 
     def _find_paths(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from collectives.calls.bound import PASS
+from collectives.calls.bound import PASS, bind
 from collectives.calls.reductions import ReduceInput
-from collectives.consistency.signature import Signature, fingerprint
+from collectives.consistency.signature import Signature
 from collectives.cuda.interface import DeviceArray
 from collectives.cuda.runtime import cuda
 from collectives.execution.device_path import DevicePath
 from collectives.execution.engine import Engine
-from collectives.shm.node_barrier import SEQUENCE_BITS
 from collectives.transports.nccl_driver import NcclError
 
 
@@ -34,16 +33,17 @@ def bind_all_reduce(
     reduce = path.bind_all_reduce(given.op, dtype) if whole else None
     if reduce is None:
         return None
-    base, name = fingerprint(signature.agreed) << SEQUENCE_BITS, path.name
     gpus = cuda()
     device_of, current_device, address = gpus.device_of, gpus.current_device, gpus.address
     kind, empty = gpus.array_type, gpus.empty
 
-    def run(source: DeviceArray, target: DeviceArray) -> None:
+    def run(source: DeviceArray, target: DeviceArray, index: int | None) -> None:
         try:
             reduce(source, target)
         except NcclError as error:
             raise failed(error) from error
+
+    call = bind(engine, signature, run, path=path.name)
 
     def takes(out: Any, array: DeviceArray) -> bool:
         return (
@@ -63,7 +63,6 @@ def bind_all_reduce(
             out = empty(shape, dtype)
         elif out is not array and not takes(out, array):
             return PASS
-        engine.perform_quickly(signature, base, run, array, out, name)
-        return out
+        return PASS if call(array, out) is PASS else out
 
     return all_reduce

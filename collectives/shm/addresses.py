@@ -1,9 +1,16 @@
-"""Where the arrays of a call lie, which the ranks tell each other before they touch any."""
+"""Addresses of the buffers of a call, exchanged between the ranks of a node.
+
+MPI calls the purpose a memory registration, UCX a remote key: before a rank reads or writes the
+buffers of another one, it must have their addresses. Each rank publishes those of its own, together
+with two numbers of the collective and the time that its last call took, which all ranks need for
+choosing the same data path (`online_tuning`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from operator import eq, itemgetter
+from struct import Struct
 
 from collectives.reductions.reduction import Array
 from collectives.shm.copy_in_copy_out import Lengths
@@ -12,77 +19,113 @@ from collectives.shm.peer_memory import address_of
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
 
-Way = Callable[["BufferAddresses", Array | None, Array, Lengths, int], None]
-"""A collective of a node's ranks, for arrays that lie at those places."""
+_Row = tuple[int, ...]
+
+_LAYOUT = Struct("=7Q")
+# A row as it is published: source and target in the pool, their addresses, two numbers, the time.
+_without_time: Callable[[_Row], _Row] = itemgetter(slice(6))
+_time: Callable[[_Row], int] = itemgetter(6)
 
 
-class BufferAddresses(NamedTuple):
-    """What each rank told of its input and of where the result goes, in rank order."""
+class BufferAddresses:
+    """Addresses of every rank's input and output, in rank order."""
 
-    sources: tuple[int, ...]
-    """Locations in the arena, 0 of arrays that aren't registered."""
-    targets: tuple[int, ...]
-    source_addresses: tuple[int, ...]
-    """In the rank's own memory."""
-    target_addresses: tuple[int, ...]
+    def __init__(
+        self,
+        sources: _Row = (),
+        targets: _Row = (),
+        source_addresses: _Row = (),
+        target_addresses: _Row = (),
+    ) -> None:
+        """`sources` and `targets` are locations in the pool, 0 of buffers that lie elsewhere.
 
-    @property
-    def in_place(self) -> bool:
-        """Whether any rank's result goes where its input lies."""
-        return any(map(int.__eq__, self.source_addresses, self.target_addresses))
+        The addresses are those in the rank's own memory.
+        """
+        self.sources, self.targets = sources, targets
+        self.source_addresses, self.target_addresses = source_addresses, target_addresses
+        self.registered = any(sources) or any(targets)
+        """Whether any buffer lies in the pool."""
+        self.in_place = any(map(eq, source_addresses, target_addresses))
+        """Whether any rank's output overwrites its input."""
 
     def offset_of_part(self, rank: int, start: int) -> int:
-        """How many bytes into what a rank told as its input its part of the result lies.
+        """Offset in bytes of a rank's part, from byte `start` of the result on, in its source.
 
-        The part is the one from byte `start` on: a rank that gives it in place told its whole
-        target.
+        A rank that gives its part in place has published the whole target as its source.
         """
         return start if self.source_addresses[rank] == self.target_addresses[rank] else 0
 
 
-NOWHERE = BufferAddresses((), (), (), ())
-"""Of arrays that go through the stages, unasked."""
+NOWHERE = BufferAddresses()
+"""For copy-in/copy-out, which needs no addresses."""
+
+DataPath = Callable[[BufferAddresses, Array | None, Array, Lengths, int], None]
+"""A collective between the ranks of a node: (addresses, source, target, lengths, root)."""
+
+Exchanged = tuple[BufferAddresses, _Row, _Row]
+"""The addresses, and every rank's first and second number."""
 
 
 class AddressExchange:
-    """Tells the others where this rank's arrays lie, and learns what their last call took them."""
+    """Publishes this rank's addresses and reads those of the others."""
 
-    def __init__(self, steps: ProgressCounters, arena: Pool, *, oversubscribed: bool) -> None:
-        """`crowded`: whether ranks take turns on a core, so that every wait costs much."""
-        self._steps, self._arena, self._crowded = steps, arena, oversubscribed
-        self.experience = OnlineTuning()
-        # What was told last, and what it means: a program often makes the same call again.
-        self._told: list[list[int]] = []
-        self._found = NOWHERE, 0
-        self._prepared = False
+    def __init__(self, steps: ProgressCounters, pool: Pool, *, oversubscribed: bool) -> None:
+        """`oversubscribed`: there are more ranks than cores, so that every wait is expensive."""
+        self._steps, self._pool, self._oversubscribed = steps, pool, oversubscribed
+        self._own, self._words = steps.memory.own, steps.memory.words
+        self.tuning = OnlineTuning()
+        # Of the last call, which a program often repeats with the same buffers.
+        self._rows: list[_Row] = []
+        self._found: Exchanged = NOWHERE, (), ()
+        self._warm = False
 
     @property
-    def worth_asking(self) -> bool:
-        """Whether the ranks should wait for each other to find a better way than the stages."""
-        return self._arena.in_use or not self._crowded
+    def worthwhile(self) -> bool:
+        """Whether the gain of a better path than copy-in/copy-out outweighs a wait."""
+        return self._pool.in_use or not self._oversubscribed
 
-    def prepare(self) -> None:
-        """Before any way is tried: what is done once only must not count."""
-        if not self._prepared:
-            self._prepared = True
+    def warm_up(self) -> None:
+        """Touch the pages of all stages, once, so that no measurement of a path includes it."""
+        if not self._warm:
+            self._warm = True
             self._steps.memory.touch_stages()
 
-    def exchange(self, source: Array, target: Array, nbytes: int) -> tuple[BufferAddresses, int]:
-        """Where everybody's arrays lie, and the largest of the numbers of bytes told."""
-        own, experience = self._places_of(source, target), self.experience
-        told = self._steps.tell(*own, nbytes, experience.nanoseconds)
-        experience.learn(told)
-        without_times = [each[:-1] for each in told]
-        if without_times != self._told:
-            sources, targets, first, second, sizes = zip(*without_times, strict=True)
-            self._told = without_times
-            self._found = BufferAddresses(sources, targets, first, second), max(sizes)
-        return self._found
+    def publish(
+        self, index: int, source: Array, target: Array | None, first: int, second: int = 0
+    ) -> None:
+        """Store this rank's row at word `index` of its segment; the call check makes it visible.
 
-    def _places_of(self, source: Array, target: Array) -> tuple[int, int, int, int]:
-        locate, second = self._arena.locate, address_of(target)
-        second_place = locate(second, target.nbytes)
-        if source is target:
-            return second_place, second_place, second, second
-        first = address_of(source)
-        return locate(first, source.nbytes), second_place, first, second
+        No target: it is allocated once the numbers of all ranks are known.
+        """
+        row = self._row(source, target, first, second)
+        _LAYOUT.pack_into(self._own, 8 * index, *row)
+
+    def read(self, index: int) -> Exchanged:
+        """Every rank's row, once all have published theirs."""
+        unpack, at = _LAYOUT.unpack_from, 8 * index
+        return self._find([unpack(words, at) for words in self._words])
+
+    def exchange(self, source: Array, target: Array, nbytes: int) -> Exchanged:
+        """Publish and read, in the middle of a call: a step of the progress counters."""
+        row = self._row(source, target, nbytes, 0)
+        return self._find(map(tuple, self._steps.tell(*row)))
+
+    def _row(self, source: Array, target: Array | None, first: int, second: int) -> _Row:
+        start = address_of(source)
+        end = start if target is source else 0 if target is None else address_of(target)
+        at = to = 0
+        if self._pool.in_use:
+            locate = self._pool.locate
+            at = locate(start, source.nbytes)
+            to = at if target is source else 0 if target is None else locate(end, target.nbytes)
+        return at, to, start, end, first, second, self.tuning.nanoseconds
+
+    def _find(self, given: Iterable[_Row]) -> Exchanged:
+        rows = list(given)
+        self.tuning.learn(max(map(_time, rows)))
+        rows = list(map(_without_time, rows))
+        if rows != self._rows:
+            self._rows = rows
+            *addresses, first, second = zip(*rows, strict=True)
+            self._found = BufferAddresses(*addresses), first, second
+        return self._found

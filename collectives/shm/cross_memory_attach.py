@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
-from collectives.shm.addresses import BufferAddresses, Way
+from collectives.shm.addresses import BufferAddresses, DataPath
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.progress import ProgressCounters
@@ -36,9 +36,9 @@ class CrossMemoryAttach:
             self._scratch = [np.empty(self._block, dtype) for _ in range(self._size)]
             self._addresses = list(map(address_of, self._scratch))
 
-    def find(self, collective: str) -> Way | None:
+    def find(self, collective: str) -> DataPath | None:
         """The collective of that name, if there is such a way."""
-        found: Way | None = getattr(self, collective, None)
+        found: DataPath | None = getattr(self, collective, None)
         return found
 
     # Reductions

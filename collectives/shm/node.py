@@ -1,4 +1,4 @@
-"""A rank's part in its node: the memory that it shares, and the way to the other nodes."""
+"""The shared memory of one node's ranks, and the data paths through it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from collectives.caching import LRU
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.schedules.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
 from collectives.schedules.schedule import split_lengths
-from collectives.shm.addresses import AddressExchange, Way
+from collectives.shm.addresses import AddressExchange, DataPath
 from collectives.shm.copy_in_copy_out import CopyInCopyOut
 from collectives.shm.cross_memory_attach import CrossMemoryAttach
 from collectives.shm.packed import Packed
@@ -19,25 +20,25 @@ from collectives.shm.peer_memory import open_peer_memory
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
 from collectives.shm.selector import LEAST_BYTES, PathSelector
-from collectives.shm.zero_copy import Attempt, ZeroCopy
+from collectives.shm.zero_copy import ZeroCopy
 from collectives.transports.base import Native, Transport
 
 Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
-"""As a native collective; may return the name of the way that it went."""
+"""As a native collective; may return the name of the data path that it took."""
 
 
 class Across(Protocol):
-    """The ranks of equal place on all nodes."""
+    """The ranks of equal local rank on all nodes."""
 
     def __call__(self, array: Array, op: ReduceOp) -> None:
         """All-reduce in place."""
 
     def close(self) -> None:
-        """Give the way back. Collective."""
+        """Release the transport. Collective."""
 
 
-def _without_places(native: Native) -> Way:
-    return lambda places, *arguments: native(*arguments)
+def _without_addresses(native: Native) -> DataPath:
+    return lambda addresses, *arguments: native(*arguments)
 
 
 class Node:
@@ -48,7 +49,7 @@ class Node:
         transport: Transport,
         segments: list[memoryview],
         steps: ProgressCounters,
-        arena: Pool,
+        pool: Pool,
         common: Pool,
         *,
         slices: int | None,
@@ -57,16 +58,16 @@ class Node:
     ) -> None:
         """`transport` connects the node's ranks.
 
-        `arena` has a block for each rank, `common` one block for all of them.
-        `slices` is how many ranks of each node speak with those of equal place on the others, None
-        where there is no other node; `across` is how this one does, if it does.
+        `pool` has a block for each rank, `common` one block for all of them. `slices`: the ranks
+        of each node that take part in traffic between nodes, None where there is one node;
+        `across` is this rank's part in that traffic, if it has one.
         """
         self._transport, self._segments = transport, segments
-        self.steps, self.arena, self.common = steps, arena, common
+        self.steps, self.pool, self.common = steps, pool, common
         self._slices, self._across = slices, across
         self._peers = open_peer_memory(steps)
-        self.places = AddressExchange(steps, arena, oversubscribed=oversubscribed)
-        self._packed: dict[tuple[str, np.dtype[Any]], Packed] = {}
+        self.addresses = AddressExchange(steps, pool, oversubscribed=oversubscribed)
+        self._packed: LRU[tuple[str, np.dtype[Any]], Packed] = LRU()
 
     @property
     def memory_is_all(self) -> bool:
@@ -76,21 +77,25 @@ class Node:
     def paths(
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any], native: Native | None
     ) -> dict[str, Path]:
-        """What the node's memory can do of a collective of all ranks.
+        """The paths of a collective of all ranks that go through the node's memory, by name.
 
-        `native` is the transport's own, which the quickest way may be.
+        `native` is the transport's own collective, which may be the quickest.
         """
         if self._slices is None:
-            ways, attempt = self._ways(collective, op, dtype), self._attempt(collective, op, dtype)
+            paths = self._data_paths(collective, op, dtype)
             alone = {
-                name: PathSelector(self.places, None, {name: way}, least_bytes=0, forced=True)
-                for name, way in ways.items()
+                name: PathSelector(self.addresses, None, {name: path}, least_bytes=0, forced=True)
+                for name, path in paths.items()
             }
-            shared = {SHARED: self._route(collective, attempt, ways)}
-            # It folds in another order, and the bits must not depend on which way was quicker.
+            zero_copy = ZeroCopy(self.steps, self.pool, op, dtype).find(collective)
+            # The ranks of an all_to_all may hold different amounts.
+            least = 0 if collective == "all_to_all" else LEAST_BYTES
+            shared = PathSelector(self.addresses, zero_copy, paths, least)
+            # MPI folds in another order: the bits must not depend on which path was quicker.
             if native is not None and (op is None or self.steps.size == 2):
-                ways[NATIVE] = _without_places(native)
-            return {**alone, **shared, QUICKEST: self._route(collective, attempt, ways)}
+                paths[NATIVE] = _without_addresses(native)
+            quickest = PathSelector(self.addresses, zero_copy, paths, least)
+            return {**alone, SHARED: shared, QUICKEST: quickest}
         if collective == "all_reduce" and op is not None:
             first = self.shared("reduce_scatter", op, dtype)
             last = self.shared("all_gather", op, dtype)
@@ -98,39 +103,27 @@ class Node:
         return {}
 
     def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> PathSelector:
-        """Of this node's ranks alone."""
-        attempt = self._attempt(collective, op, dtype)
-        return self._route(collective, attempt, self._ways(collective, op, dtype))
+        """The selector of a collective of this node's ranks alone."""
+        zero_copy = ZeroCopy(self.steps, self.pool, op, dtype).find(collective)
+        paths = self._data_paths(collective, op, dtype)
+        return PathSelector(self.addresses, zero_copy, paths, LEAST_BYTES)
 
-    def _attempt(
+    def _data_paths(
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
-    ) -> Attempt | None:
-        """That of registered arrays."""
-        return ZeroCopy(self.steps, self.arena, op, dtype).find(collective)
-
-    def _route(
-        self, collective: str, attempt: Attempt | None, ways: dict[str, Way]
-    ) -> PathSelector:
-        # The ranks of an all_to_all may hold different amounts.
-        least = 0 if collective == "all_to_all" else LEAST_BYTES
-        return PathSelector(self.places, attempt, ways, least_bytes=least)
-
-    def _ways(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Way]:
+    ) -> dict[str, DataPath]:
         """Those of ordinary arrays."""
-        staged: Native = getattr(CopyInCopyOut(self.steps, op, dtype), collective)
-        ways = {STAGED: _without_places(staged)}
+        copied: Native = getattr(CopyInCopyOut(self.steps, op, dtype), collective)
+        paths = {STAGED: _without_addresses(copied)}
         if self._peers is not None:
-            copied = CrossMemoryAttach(self.steps, self._peers, op, dtype).find(collective)
-            if copied is not None:
-                ways[SINGLE_COPY] = copied
-        return ways
+            attached = CrossMemoryAttach(self.steps, self._peers, op, dtype).find(collective)
+            if attached is not None:
+                paths[SINGLE_COPY] = attached
+        return paths
 
     def packed(self, op: ReduceOp, dtype: np.dtype[Any]) -> Packed:
         """Reductions of what is packed into the memory, where all ranks are on this node."""
         key = (op.value, dtype)
-        if key not in self._packed:
-            self._packed[key] = Packed(self.steps, op, dtype)
-        return self._packed[key]
+        return self._packed.get(key) or self._packed.put(key, Packed(self.steps, op, dtype))
 
     def _hierarchical(
         self,
@@ -158,10 +151,10 @@ class Node:
             all_gather(None, target, parts, 0)
 
     def close(self) -> None:
-        """Free the memory, but for windows that arrays of the user still lie in. Collective."""
+        """Free the memory, except windows with arrays that are still referenced. Collective."""
         if self._across is not None:
             self._across.close()
-        self.arena.close()
+        self.pool.close()
         self.common.close()
         self._transport.free(self._segments)
         self._transport.close()

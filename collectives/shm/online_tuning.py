@@ -11,7 +11,7 @@ next call's arrays, and all learn the longest of those times.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A way is tried so many times in a row: the first call finds none of its memory in the caches.
@@ -34,8 +34,8 @@ class _Known:
     """At which call it is to be tried again."""
 
 
-class Entry:
-    """The ways of one collective, for arrays of about one size."""
+class PathTimes:
+    """The paths of one collective, for arrays of about one size."""
 
     def __init__(self, ways: Sequence[str]) -> None:
         self._known = {way: _Known() for way in ways}
@@ -94,15 +94,15 @@ class OnlineTuning:
     def __init__(self) -> None:
         self.nanoseconds = 0
         """What the last call took this rank."""
-        self._last: Entry | None = None
+        self._last: PathTimes | None = None
 
-    def learn(self, told: Iterable[Sequence[int]]) -> None:
-        """Note what the last call took all ranks: what each told last is its `nanoseconds`."""
+    def learn(self, nanoseconds: int) -> None:
+        """Note the longest time that the last call took any rank."""
         if self._last is not None:
-            self._last.learn(max(each[-1] for each in told) / 1e9)
+            self._last.learn(nanoseconds / 1e9)
             self._last = None
 
-    def choose(self, entry: Entry) -> str:
+    def choose(self, entry: PathTimes) -> str:
         """The way of the next call, which `nanoseconds` will be told of."""
         self._last = entry
         return entry.choose()

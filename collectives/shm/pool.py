@@ -82,11 +82,8 @@ class Pool:
         self._blocks: dict[int, tuple[Window, int, int]] = {}
         self._released: set[int] = set()
         self._allocated = 0
-
-    @property
-    def in_use(self) -> bool:
+        self.in_use = False
         """Whether any registered array was ever made: the same on all ranks."""
-        return self._allocated > 0
 
     def allocate(self, nbytes: int) -> Array | None:
         """Bytes of this rank's window, at the same place on all; None where memory is short."""
@@ -100,6 +97,7 @@ class Pool:
             window.give_back(start, size)
             return None
         number = self._allocated = self._allocated + 1
+        self.in_use = True
         self._blocks[number] = (window, start, size)
         block: Array = np.frombuffer(window.own.data, np.uint8, nbytes, start)
         weakref.finalize(block, self._released.add, number).atexit = False

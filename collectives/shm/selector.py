@@ -1,92 +1,113 @@
-"""How a collective of a node's ranks goes: where the arrays lie, or the way that is quickest."""
+"""Selects the data path of a collective between the ranks of a node.
+
+Zero copy where the buffers are registered, else the path that took the least time lately.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 
+from collectives.caching import LRU
 from collectives.reductions.reduction import Array
 from collectives.schedules.paths import DIRECT, NATIVE, STAGED
-from collectives.shm.addresses import NOWHERE, AddressExchange, Way
+from collectives.shm.addresses import NOWHERE, AddressExchange, BufferAddresses, DataPath
 from collectives.shm.copy_in_copy_out import Lengths
-from collectives.shm.online_tuning import Entry
-from collectives.shm.zero_copy import Attempt
+from collectives.shm.online_tuning import PathTimes
+from collectives.shm.zero_copy import ZeroCopyPath
 
 LARGEST_NATIVE = (1 << 31) - 1
-"""An MPI 3 library counts in 31 bits; our own ways know no such limit."""
+"""An MPI 3 library counts in 31 bits; our own paths have no such limit."""
 
 LEAST_BYTES = 16 << 10
-"""Below it, telling the places costs more than it gains."""
+"""Below it, the exchange of addresses costs more than it gains."""
 
 _clock = time.perf_counter_ns
 
 
 class PathSelector:
-    """One collective, of one op and dtype. Its call returns the name of the way that it went."""
+    """One collective, of one op and dtype. A call returns the name of the path that it took."""
 
     def __init__(
         self,
-        places: AddressExchange,
-        attempt: Attempt | None,
-        ways: Mapping[str, Way],
+        addresses: AddressExchange,
+        zero_copy: ZeroCopyPath | None,
+        paths: Mapping[str, DataPath],
         least_bytes: int,
         forced: bool = False,
     ) -> None:
-        """Arrays of fewer bytes than `least_bytes`, which have that on all ranks, are staged.
+        """Buffers of fewer bytes than `least_bytes` on all ranks are copied in and out.
 
-        So are others where it isn't worth asking, unless a way is `forced`.
+        So are all where an exchange isn't worthwhile, unless a path is `forced`.
         """
-        self._places, self._attempt, self._least_bytes = places, attempt, least_bytes
-        self._ways, self._forced = dict(ways), forced
+        self._exchange, self._zero_copy, self._least_bytes = addresses, zero_copy, least_bytes
+        self._paths, self._forced = dict(paths), forced
         self._abandoned: object = None
-        self._entries: dict[tuple[int, bool], Entry] = {}
+        self._times: LRU[tuple[int, bool], PathTimes] = LRU()
 
     def __call__(
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
     ) -> str:
-        """Take part in it, on arrays as a transport's native collective takes them."""
+        """Take part in it, on buffers as a transport's native collective takes them."""
         given = target if source is None else source
         nbytes = max(given.nbytes, target.nbytes)
-        if nbytes < self._least_bytes or not (self._forced or self._places.worth_asking):
-            self._ways[STAGED](NOWHERE, source, target, lengths, root)
+        if not self.exchanges(nbytes):
+            self._paths[STAGED](NOWHERE, source, target, lengths, root)
             return STAGED
         try:
-            return self._run_where_they_lie(source, target, nbytes, lengths, root)
+            addresses, sizes, _ = self._exchange.exchange(given, target, nbytes)
         except BaseException:
-            # The others may copy from and to these arrays as long as they don't know.
-            self._abandoned = (source, target)
+            self._abandoned = source, target
+            raise
+        return self.run(addresses, max(sizes), source, target, lengths, root)
+
+    def exchanges(self, nbytes: int) -> bool:
+        """Whether the ranks exchange addresses for buffers of so many bytes."""
+        return nbytes >= self._least_bytes and (self._forced or self._exchange.worthwhile)
+
+    def run(
+        self,
+        addresses: BufferAddresses,
+        nbytes: int,
+        source: Array | None,
+        target: Array,
+        lengths: Lengths,
+        root: int,
+    ) -> str:
+        """Take part in it, once the ranks have exchanged addresses.
+
+        `nbytes` is the same on all ranks.
+        """
+        tuning = self._exchange.tuning
+        try:
+            zero_copy = self._zero_copy if addresses.registered else None
+            if zero_copy is not None and zero_copy(addresses, source, target, lengths, root):
+                return DIRECT
+            times = self._times.get((nbytes.bit_length(), addresses.in_place))
+            path = tuning.choose(times or self._new_times(nbytes, addresses.in_place))
+            start = _clock()
+            self._paths[path](addresses, source, target, lengths, root)
+            tuning.nanoseconds = _clock() - start
+            return path
+        except BaseException:
+            # Peers may copy from and to the buffers as long as they don't know of the failure.
+            self._abandoned = source, target
             raise
 
-    def _run_where_they_lie(
-        self, source: Array | None, target: Array, nbytes: int, lengths: Lengths, root: int
-    ) -> str:
-        given = target if source is None else source
-        places, nbytes = self._places.exchange(given, target, nbytes)
-        if self._attempt is not None and self._attempt(places, source, target, lengths, root):
-            return DIRECT
-        experience = self._places.experience
-        way = experience.choose(self._entry(nbytes, places.in_place))
-        start = _clock()
-        self._ways[way](places, source, target, lengths, root)
-        experience.nanoseconds = _clock() - start
-        return way
+    def _new_times(self, nbytes: int, in_place: bool) -> PathTimes:
+        self._exchange.warm_up()
+        times = PathTimes(self.candidates(nbytes))
+        self._times.put((nbytes.bit_length(), in_place), times)
+        return times
 
-    def _entry(self, nbytes: int, in_place: bool) -> Entry:
-        key = nbytes.bit_length(), in_place
-        entry = self._entries.get(key)
-        if entry is None:
-            self._places.prepare()
-            entry = self._entries[key] = Entry(self.ways_for(nbytes))
-        return entry
-
-    def ways_for(self, nbytes: int) -> list[str]:
-        """The ways that arrays of so many bytes may go."""
-        return [way for way in self._ways if way != NATIVE or nbytes <= LARGEST_NATIVE]
+    def candidates(self, nbytes: int) -> list[str]:
+        """The paths that ordinary arrays of so many bytes may take."""
+        return [path for path in self._paths if path != NATIVE or nbytes <= LARGEST_NATIVE]
 
     def seconds(self, nbytes: int) -> dict[str, float]:
-        """What the ways were found to take for arrays of about that size, out of place first."""
+        """The measured time of each path for arrays of about that size, out of place first."""
         for in_place in (False, True):
-            entry = self._entries.get((nbytes.bit_length(), in_place))
-            if entry is not None:
-                return entry.seconds
+            times = self._times.get((nbytes.bit_length(), in_place))
+            if times is not None:
+                return times.seconds
         return {}

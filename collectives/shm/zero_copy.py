@@ -1,8 +1,8 @@
-"""The collectives of a node's ranks on registered arrays, which need no staging.
+"""Zero-copy collectives of a node's ranks, on registered arrays.
 
-A rank reads its peers' arrays where they lie and stores what they are to get straight into theirs.
-The ranks tell each other first where their arrays lie, so that each may pass another one, and an
-ordinary one too: then nothing is done, and all ranks take another way.
+A rank reads its peers' buffers and stores results into them directly. The ranks have exchanged
+addresses before, since each may pass another buffer, and an unregistered one too: then nothing is
+done, and all ranks take another path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.caching import LRU
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
 from collectives.shm.addresses import NOWHERE, BufferAddresses
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
@@ -27,81 +28,76 @@ _MOST_READ_WHOLE = 3
 _FOLDS_KEPT = 64
 
 _Block = tuple[list[Array], Array, list[Array]]
-"""Everybody's input, and where the result goes: this rank's output, and its peers'."""
+"""Every rank's input, this rank's output, the outputs of its peers."""
 
-Attempt = Callable[[BufferAddresses, Array | None, Array, Lengths, int], bool]
+ZeroCopyPath = Callable[[BufferAddresses, Array | None, Array, Lengths, int], bool]
 
 
 class ZeroCopy:
-    """One rank's collectives on registered arrays, if all that count are: each tells whether."""
+    """One rank's collectives; each returns False where a buffer that it needs isn't registered."""
 
     def __init__(
-        self, steps: ProgressCounters, arena: Pool, op: ReduceOp | None, dtype: np.dtype[Any]
+        self, steps: ProgressCounters, pool: Pool, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> None:
-        self._steps, self._arena, self._dtype = steps, arena, dtype
+        self._steps, self._pool, self._dtype = steps, pool, dtype
         self._rank, self._size = steps.rank, steps.size
         if op is not None:
             self._fold = fold_function(op, dtype)
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
         self._scratch = np.empty(self._block, dtype)
-        self._folds: dict[tuple[Any, ...], list[_Block]] = {}
-        # Of the last call, whose places are the same object where the next one's are the same.
+        self._folds: LRU[tuple[Any, ...], list[_Block]] = LRU(_FOLDS_KEPT)
+        # Of the last call: the next one has the same object where its addresses are the same.
         self._last: tuple[BufferAddresses, int, list[_Block]] = NOWHERE, 0, []
 
-    def find(self, collective: str) -> Attempt | None:
-        """The collective of that name, if there is a direct way."""
-        found: Attempt | None = getattr(self, collective, None)
+    def find(self, collective: str) -> ZeroCopyPath | None:
+        """The collective of that name, if there is such a path."""
+        found: ZeroCopyPath | None = getattr(self, collective, None)
         return found
 
     def _views(self, places: Sequence[int], length: int) -> list[Array]:
-        view, dtype = self._arena.view, self._dtype
+        view, dtype = self._pool.view, self._dtype
         return [view(place, peer, length, dtype) for peer, place in enumerate(places)]
 
     def all_reduce(
         self,
-        places: BufferAddresses,
+        addresses: BufferAddresses,
         source: Array | None,
         target: Array,
         lengths: Lengths,
         root: int,
     ) -> bool:
         """Each folds a slice of everybody's array and stores it into everybody's."""
-        if not all(places.sources):
+        if not all(addresses.sources):
             return False
-        if all(places.targets):
-            self._fold_slice(places, len(target))
-        elif self._size <= _MOST_READ_WHOLE and not any(places.targets):
+        if all(addresses.targets):
+            self._fold_slice(addresses, len(target))
+        elif self._size <= _MOST_READ_WHOLE and not any(addresses.targets):
             # No rank may write its result over an input that another still reads.
-            self._fold_all(self._views(places.sources, len(target)), target)
+            self._fold_all(self._views(addresses.sources, len(target)), target)
         else:
             return False
         self._steps.together()
         return True
 
-    def _fold_slice(self, places: BufferAddresses, length: int) -> None:
+    def _fold_slice(self, addresses: BufferAddresses, length: int) -> None:
         """2 bytes touched for each byte of the vector."""
         last, count, blocks = self._last
-        if last is not places or count != length:
-            blocks = self._find_blocks(places, length)
-            self._last = places, length, blocks
+        if last is not addresses or count != length:
+            blocks = self._find_blocks(addresses, length)
+            self._last = addresses, length, blocks
         for pieces, folded, stores in blocks:
             fold_in_order(self._fold, pieces, folded, self._scratch)
             for store in stores:
                 store[...] = folded
 
-    def _find_blocks(self, places: BufferAddresses, length: int) -> list[_Block]:
-        key = (*places.sources, *places.targets, length)
-        blocks = self._folds.get(key)
-        if blocks is None:
-            if len(self._folds) >= _FOLDS_KEPT:
-                self._folds.clear()
-            blocks = self._folds[key] = self._make_blocks(places, length)
-        return blocks
+    def _find_blocks(self, addresses: BufferAddresses, length: int) -> list[_Block]:
+        key = (*addresses.sources, *addresses.targets, length)
+        return self._folds.get(key) or self._folds.put(key, self._make_blocks(addresses, length))
 
-    def _make_blocks(self, places: BufferAddresses, length: int) -> list[_Block]:
+    def _make_blocks(self, addresses: BufferAddresses, length: int) -> list[_Block]:
         """This rank's slice, cut into blocks of everybody's inputs and outputs."""
-        inputs = self._views(places.sources, length)
-        outputs = self._views(places.targets, length)
+        inputs = self._views(addresses.sources, length)
+        outputs = self._views(addresses.targets, length)
         edges = bounds(length, self._size, self._dtype.itemsize)
         own = outputs.pop(self._rank)
         return [
@@ -117,17 +113,17 @@ class ZeroCopy:
 
     def reduce(
         self,
-        places: BufferAddresses,
+        addresses: BufferAddresses,
         source: Array | None,
         target: Array,
         lengths: Lengths,
         root: int,
     ) -> bool:
         """Each folds a slice of everybody's array and stores it into the root's."""
-        if not all(places.sources) or not places.targets[root]:
+        if not all(addresses.sources) or not addresses.targets[root]:
             return False
-        inputs = self._views(places.sources, len(target))
-        output = self._arena.view(places.targets[root], root, len(target), self._dtype)
+        inputs = self._views(addresses.sources, len(target))
+        output = self._pool.view(addresses.targets[root], root, len(target), self._dtype)
         edges = bounds(len(target), self._size, self._dtype.itemsize)
         for block in blocks_of(edges[self._rank + 1], self._block, edges[self._rank]):
             pieces = [each[block] for each in inputs]
@@ -137,7 +133,7 @@ class ZeroCopy:
 
     def reduce_scatter(
         self,
-        places: BufferAddresses,
+        addresses: BufferAddresses,
         source: Array | None,
         target: Array,
         lengths: Lengths,
@@ -145,42 +141,44 @@ class ZeroCopy:
     ) -> bool:
         """Each folds its part of everybody's array; the target is that part alone."""
         assert source is not None
-        if not all(places.sources):
+        if not all(addresses.sources):
             return False
         start = sum(lengths[: self._rank])
-        parts = [each[start:][: len(target)] for each in self._views(places.sources, len(source))]
+        parts = [
+            each[start:][: len(target)] for each in self._views(addresses.sources, len(source))
+        ]
         self._fold_all(parts, target)
         self._steps.together()
         return True
 
     def broadcast(
         self,
-        places: BufferAddresses,
+        addresses: BufferAddresses,
         source: Array | None,
         target: Array,
         lengths: Lengths,
         root: int,
     ) -> bool:
         """The others read the root's array; of those that are registered it writes a share."""
-        if not places.targets[root]:
+        if not addresses.targets[root]:
             return False
         length = len(target)
         # A share of the work for the root, if it can reach what the others are to get.
         edges = bounds(length, self._size, self._dtype.itemsize)
-        middle = edges[-2] if all(places.targets) else length
+        middle = edges[-2] if all(addresses.targets) else length
         if self._rank != root:
-            content = self._arena.view(places.targets[root], root, length, self._dtype)
+            content = self._pool.view(addresses.targets[root], root, length, self._dtype)
             target[:middle] = content[:middle]
         elif middle < length:
             for peer in others(root, self._size):
-                view = self._arena.view(places.targets[peer], peer, length, self._dtype)
+                view = self._pool.view(addresses.targets[peer], peer, length, self._dtype)
                 view[middle:] = target[middle:]
         self._steps.together()
         return True
 
     def all_gather(
         self,
-        places: BufferAddresses,
+        addresses: BufferAddresses,
         source: Array | None,
         target: Array,
         lengths: Lengths,
@@ -190,16 +188,16 @@ class ZeroCopy:
         starts, rank = part_starts(lengths), self._rank
         own = target[starts[rank] : starts[rank + 1]]
         given = own if source is None else source
-        if all(places.sources):
+        if all(addresses.sources):
             if source is not None:
                 own[:] = source
             for peer in others(rank, self._size):
                 start = starts[peer] * self._dtype.itemsize
-                place = places.sources[peer] + places.offset_of_part(peer, start)
-                theirs = self._arena.view(place, peer, lengths[peer], self._dtype)
+                place = addresses.sources[peer] + addresses.offset_of_part(peer, start)
+                theirs = self._pool.view(place, peer, lengths[peer], self._dtype)
                 target[starts[peer] : starts[peer + 1]] = theirs
-        elif all(places.targets):
-            outputs = self._views(places.targets, len(target))
+        elif all(addresses.targets):
+            outputs = self._views(addresses.targets, len(target))
             del outputs[rank]
             parts = [each[starts[rank] : starts[rank + 1]] for each in outputs]
             self._store(given, parts if source is None else [own, *parts])

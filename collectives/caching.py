@@ -1,0 +1,32 @@
+"""The one kind of cache in which what was looked up or made is kept for the next call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+_KEPT = 1024
+
+
+class LRU(OrderedDict[Key, Value]):
+    """The entries that were stored or touched last, `kept` at most.
+
+    `get` doesn't count as use, so that a lookup costs no more than a dict's: `touch` does.
+    """
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        super().__init__()
+        self.kept = kept
+
+    touch = OrderedDict.move_to_end
+    """Count an entry as the last one used."""
+
+    def put(self, key: Key, value: Value) -> Value:
+        """Store an entry and return it; where there are too many, drop the least recently used."""
+        self[key] = value
+        if len(self) > self.kept:
+            self.popitem(last=False)
+        return value
