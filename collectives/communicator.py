@@ -169,6 +169,9 @@ class Communicator(Group):
 
         The same inputs give the same bits at every call. Dtypes and ops are never mixed.
         """
+        reduced = self._many.reduce_known(arrays, op, out, bucket_bytes)
+        if reduced is not PASS:
+            return reduced  # type: ignore[no-any-return]
         self._check_open()
         if begins_on_gpu(arrays):
             return self._many_on_gpus.reduce(arrays, op, out, bucket_bytes)

@@ -172,7 +172,7 @@ class Group(Deferred):
             self._engine.perform(Signature(name), self._end)
         self._abandon_mailboxes(0)
         self._closed = True
-        self._quick.clear()
+        self._forget_bound()
         shutdown.forget(self)
 
     def _end(self, engine: Engine) -> None:
@@ -224,9 +224,14 @@ class Group(Deferred):
         self._mailboxes.clear()
 
     def _forget(self, _: object) -> None:
-        """Let calls go other ways than those that were looked up."""
-        self._quick.clear()
+        """Select the path of every call anew."""
+        self._forget_bound()
         self._many.forget()
+
+    def _forget_bound(self) -> None:
+        """Bind every call anew, to the same path."""
+        self._quick.clear()
+        self._many.forget_bound()
 
     def _split(self: Entered, color: int | None, key: int) -> Entered | None:
         part = self._run(nodes.split(color, key))
@@ -282,7 +287,7 @@ class Group(Deferred):
 
     def forbid(self) -> None:
         """In a forked child: MPI knows nothing of this process."""
-        self._quick.clear()
+        self._forget_bound()
         self._engine.forbid()
         for mailbox in self._mailboxes:
             mailbox.forbid(str(self._engine.broken))

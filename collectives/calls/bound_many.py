@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, itemgetter, setitem
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -115,10 +115,22 @@ class ManyReducer:
         self._seen: LRU[Key, None] = LRU()
 
     def forget(self) -> None:
-        """Find the way of every call anew."""
+        """Cut lists into buckets anew, and select their paths anew."""
+        self.forget_bound()
+        self._many.forget()
+
+    def forget_bound(self) -> None:
+        """Bind every list anew."""
         self._known.clear()
         self._seen.clear()
-        self._many.forget()
+
+    def reduce_known(self, arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Any:
+        """Make the call where it is bound; PASS elsewhere."""
+        key = _key(arrays, op, out, bucket_bytes)
+        known = None if key is None else self._known.get(key)
+        if known is None or not known.fits(arrays, out):
+            return PASS
+        return known.make(arrays, out)
 
     def reduce(
         self,
@@ -127,15 +139,8 @@ class ManyReducer:
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
     ) -> list[Any]:
-        """Make the call, bound where it is known."""
+        """Make the call, and bind it where it recurs."""
         key = _key(arrays, op, out, bucket_bytes)
-        known = None if key is None else self._known.get(key)
-        if known is not None:
-            given, outs = cast("list[Any]", arrays), cast(Outs, out)
-            if known.fits(given, outs):
-                results: Any = known.make(given, outs)
-                if results is not PASS:
-                    return cast("list[Any]", results)
         return self._engine.whole(self._reduce, key, arrays, op, out, bucket_bytes)
 
     def _reduce(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from collectives.execution.engine import Engine
 
@@ -12,7 +11,7 @@ from collectives.execution.engine import Engine
 class Deferred:
     """The part of a communicator that keeps such actions."""
 
-    _quick: dict[Any, Callable[..., Any]]
+    _forget_bound: Callable[[], None]
     _engine: Engine
     _closed: bool
 
@@ -29,8 +28,8 @@ class Deferred:
         """
         if action not in self._due:
             self._due.append(action)
-        # The short ways don't ask whether anything is due.
-        self._quick.clear()
+        # Bound calls don't check whether anything is due.
+        self._forget_bound()
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Call a method when the program ends without `close`, before what is due then.

@@ -78,6 +78,9 @@ class CopyInCopyOut:
         """Of two ranks each folds everything; of more each folds a slice, and copies the rest."""
         given = target if source is None else source
         run = self._fold_all if self._size == 2 else self._fold_slice
+        if len(target) <= self._capacity:
+            run(given, target)
+            return
         for block in blocks_of(len(target), self._capacity):
             run(given[block], target[block])
 

@@ -19,7 +19,7 @@ from collectives.shm.packed import Packed
 from collectives.shm.peer_memory import open_peer_memory
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
-from collectives.shm.selector import LEAST_BYTES, PathSelector
+from collectives.shm.selector import LEAST_BYTES, PathSelector, without_addresses
 from collectives.shm.zero_copy import ZeroCopy
 from collectives.transports.base import Native, Transport
 
@@ -35,10 +35,6 @@ class Across(Protocol):
 
     def close(self) -> None:
         """Release the transport. Collective."""
-
-
-def _without_addresses(native: Native) -> DataPath:
-    return lambda addresses, *arguments: native(*arguments)
 
 
 class Node:
@@ -93,7 +89,7 @@ class Node:
             shared = PathSelector(self.addresses, zero_copy, paths, least)
             # MPI folds in another order: the bits must not depend on which path was quicker.
             if native is not None and (op is None or self.steps.size == 2):
-                paths[NATIVE] = _without_addresses(native)
+                paths[NATIVE] = without_addresses(native)
             quickest = PathSelector(self.addresses, zero_copy, paths, least)
             return {**alone, SHARED: shared, QUICKEST: quickest}
         if collective == "all_reduce" and op is not None:
@@ -113,7 +109,7 @@ class Node:
     ) -> dict[str, DataPath]:
         """Those of ordinary arrays."""
         copied: Native = getattr(CopyInCopyOut(self.steps, op, dtype), collective)
-        paths = {STAGED: _without_addresses(copied)}
+        paths = {STAGED: without_addresses(copied)}
         if self._peers is not None:
             attached = CrossMemoryAttach(self.steps, self._peers, op, dtype).find(collective)
             if attached is not None:

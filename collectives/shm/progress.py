@@ -8,7 +8,7 @@ step s − 2, it waits until all have read that.
 
 from __future__ import annotations
 
-from collectives.shm.layout import PROGRESS, TOLD, NodeMemory
+from collectives.shm.layout import MOST_TOLD, PROGRESS, TOLD, NodeMemory
 from collectives.waiting.wait_policy import WaitPolicy
 
 
@@ -18,6 +18,8 @@ class ProgressCounters:
     def __init__(self, memory: NodeMemory, wait_policy: WaitPolicy, ranks: list[int]) -> None:
         """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
         self.memory, self.ranks, self._wait_policy = memory, ranks, wait_policy
+        # Used at every step: methods of their own would take longer than the stores.
+        self._own, self._others, self._fence = memory.own, memory.others, memory.fence
         self.rank, self.size = memory.rank, memory.size
         self._step = 0
 
@@ -33,7 +35,9 @@ class ProgressCounters:
 
     def written(self) -> None:
         """Say that the stage is written, or that this rank has nothing to write in this step."""
-        self.memory.publish(PROGRESS, 2 * self._step + 1)
+        if self._fence is not None:
+            self._fence()
+        self._own[PROGRESS] = 2 * self._step + 1
 
     def stages(self) -> int:
         """The parity of everybody's stages of this step, when all have written them."""
@@ -43,47 +47,57 @@ class ProgressCounters:
     def stage_of(self, peer: int) -> int:
         """The parity of one rank's stage of this step, when it has written it."""
         if peer != self.rank:
-            self._await(self.memory.words[peer], 2 * self._step + 1)
-            self._see()
+            words, value = self.memory.words[peer], 2 * self._step + 1
+            if words[PROGRESS] < value:
+                self._await(words, value)
+            if self._fence is not None:
+                self._fence()
         return self._step & 1
 
     def read(self) -> None:
         """Say that everything is read of this step; the next one begins."""
-        self.memory.publish(PROGRESS, 2 * self._step + 2)
+        if self._fence is not None:
+            self._fence()
         self._step += 1
+        self._own[PROGRESS] = 2 * self._step
 
     def together(self) -> None:
         """Wait until all have come here: a step in which nothing is staged."""
-        self.memory.publish(PROGRESS, 2 * self._step + 1)
-        self._await_all(2 * self._step + 1)
-        self.read()
+        fence, value = self._fence, 2 * self._step + 1
+        if fence is not None:
+            fence()
+        self._own[PROGRESS] = value
+        self._await_all(value)
+        if fence is not None:
+            fence()
+        self._step += 1
+        self._own[PROGRESS] = value + 1
 
     def tell(self, *numbers: int) -> list[list[int]]:
         """A few numbers of every rank, each below 2^64: a step of its own.
 
-        There is room for `memory.MOST_TOLD`.
+        There is room for MOST_TOLD numbers; ValueError for more.
         """
         index, count = TOLD[self._step & 1], len(numbers)
+        if count > MOST_TOLD:
+            raise ValueError(f"{count} numbers: at most {MOST_TOLD} can be exchanged in a step")
         self._await_all(2 * self._step - 2)
         own = self.memory.own
         for number in numbers:
             own[index] = number
             index += 1
-        self.memory.publish(PROGRESS, 2 * self._step + 1)
+        self.written()
         self._await_all(2 * self._step + 1)
         told = [words[index - count : index].tolist() for words in self.memory.words]
         self.read()
         return told
 
     def _await_all(self, value: int) -> None:
-        for words in self.memory.others:
+        for words in self._others:
             if words[PROGRESS] < value:
                 self._await(words, value)
-        self._see()
-
-    def _see(self) -> None:
-        if self.memory.fence is not None:
-            self.memory.fence()
+        if self._fence is not None:
+            self._fence()
 
     def _await(self, words: memoryview, value: int) -> None:
         for _ in range(self._wait_policy.spins):

@@ -15,6 +15,7 @@ from collectives.shm.addresses import NOWHERE, AddressExchange, BufferAddresses,
 from collectives.shm.copy_in_copy_out import Lengths
 from collectives.shm.online_tuning import PathTimes
 from collectives.shm.zero_copy import ZeroCopyPath
+from collectives.transports.base import Native
 
 LARGEST_NATIVE = (1 << 31) - 1
 """An MPI 3 library counts in 31 bits; our own paths have no such limit."""
@@ -23,6 +24,11 @@ LEAST_BYTES = 16 << 10
 """Below it, the exchange of addresses costs more than it gains."""
 
 _clock = time.perf_counter_ns
+
+
+def without_addresses(native: Native) -> DataPath:
+    """The data path of what needs no addresses."""
+    return lambda addresses, *arguments: native(*arguments)
 
 
 class PathSelector:

@@ -85,8 +85,12 @@ class ZeroCopy:
         if last is not addresses or count != length:
             blocks = self._find_blocks(addresses, length)
             self._last = addresses, length, blocks
+        fold = self._fold
         for pieces, folded, stores in blocks:
-            fold_in_order(self._fold, pieces, folded, self._scratch)
+            if len(pieces) == 2:
+                fold(pieces[0], pieces[1], folded)
+            else:
+                fold_in_order(fold, pieces, folded, self._scratch)
             for store in stores:
                 store[...] = folded
 

@@ -225,7 +225,7 @@ def test_memory_of_dropped_arrays_is_used_again(comm):
     for _ in range(100):
         part.empty(100_000)
     gc.collect()
-    windows = len(node.arena._windows)
+    windows = len(node.pool._windows)
     assert windows == 1
     part.close()
 

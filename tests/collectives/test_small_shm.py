@@ -41,7 +41,7 @@ total = size * (size + 1) / 2
 
 
 def registered(array):
-    return comm._engine.node.arena.locate(array.ctypes.data, array.nbytes) > 0
+    return comm._engine.node.pool.locate(array.ctypes.data, array.nbytes) > 0
 
 
 def same(number):

@@ -13,7 +13,7 @@ from collectives import Communicator
 from collectives.errors import RankFailedError
 from collectives.shm import online_tuning, peer_memory
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
-from collectives.shm.online_tuning import Entry, OnlineTuning
+from collectives.shm.online_tuning import PathTimes, OnlineTuning
 from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.progress import ProgressCounters
 from collectives.waiting.wait_policy import WaitPolicy
@@ -195,7 +195,7 @@ def run(entry, seconds, calls):
     st.floats(1.1, 10),
 )
 def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, third):
-    entry = Entry(["a", "b", "c"])
+    entry = PathTimes(["a", "b", "c"])
     seconds = dict(zip(names, (least, least * second, least * second * third), strict=True))
     assert set(run(entry, seconds, 6)) == set(names)
     # When it was first planned to try a way again, the quickest might not have been tried yet.
@@ -207,7 +207,7 @@ def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, t
 
 
 def test_the_choice_follows_the_machine():
-    entry = Entry(["a", "b"])
+    entry = PathTimes(["a", "b"])
     run(entry, {"a": 1e-4, "b": 2e-4}, 100)
     # The way taken gets slower: at once.
     assert run(entry, {"a": 5e-4, "b": 2e-4}, 30)[-20:].count("b") > 15
@@ -216,20 +216,20 @@ def test_the_choice_follows_the_machine():
 
 
 def test_one_call_that_was_held_up_changes_nothing():
-    entry = Entry(["a", "b"])
+    entry = PathTimes(["a", "b"])
     run(entry, {"a": 1e-4, "b": 2e-4}, 20)
     run(entry, {"a": 1.0, "b": 1.0}, 1)
     assert run(entry, {"a": 1e-4, "b": 2e-4}, 10) == ["a"] * 10
 
 
 def test_an_entry_learns_the_longest_time_of_any_rank():
-    learnt, entry = OnlineTuning(), Entry(["a"])
-    learnt.learn([[1], [2]])
+    learnt, entry = OnlineTuning(), PathTimes(["a"])
+    learnt.learn(2)
     for times in ([5000, 7000], [6000, 3000]):
         assert learnt.choose(entry) == "a"
-        learnt.learn([[0, nanoseconds] for nanoseconds in times])
+        learnt.learn(max(times))
         # Not told twice, where a call of another kind came in between.
-        learnt.learn([[1], [1]])
+        learnt.learn(1)
     assert entry.seconds == {"a": 6e-6}
 
 
