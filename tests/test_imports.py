@@ -26,13 +26,22 @@ COLLECTIVES = {
     | {"lifecycle", "reductions", "schedules", "shm", "transports", "waiting"},
     "lifecycle": {"calls", "consistency", "errors", "execution", "reductions", "shm"}
     | {"transports", "waiting"},
-    "calls": {"algorithms", "arrays", "consistency", "cuda", "errors", "execution", "messaging"}
+    "calls": {
+        "algorithms",
+        "arrays",
+        "caching",
+        "consistency",
+        "cuda",
+        "errors",
+        "execution",
+        "messaging",
+    }
     | {"reductions", "schedules", "shm", "transports", "waiting"},
-    "execution": {"algorithms", "analysis", "arrays", "consistency", "cuda", "errors"}
+    "execution": {"algorithms", "analysis", "arrays", "caching", "consistency", "cuda", "errors"}
     | {"reductions", "schedules", "shm", "transports", "waiting"},
     "messaging": {"arrays", "consistency", "errors", "reductions", "shm", "transports", "waiting"},
     "consistency": {"errors", "shm", "transports", "waiting"},
-    "shm": {"errors", "reductions", "schedules", "transports", "waiting"},
+    "shm": {"caching", "errors", "reductions", "schedules", "transports", "waiting"},
     "transports": {"errors", "waiting"},
     "arrays": {"cuda", "reductions"},
     "cuda": {"errors", "reductions"},
@@ -42,6 +51,7 @@ COLLECTIVES = {
     "reductions": set(),
     "schedules": set(),
     "schedule": {"schedules"},
+    "caching": set(),
     "errors": set(),
 }
 

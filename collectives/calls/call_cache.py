@@ -17,8 +17,8 @@ from collectives.arrays.kinds import Output, like, may_overlap, to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.caching import LRU
 from collectives.calls.arguments import Rows, split_rows
-from collectives.calls.bound import (
-    PASS,
+from collectives.calls.bound import PASS
+from collectives.calls.bound_collectives import (
     bind_all_gather,
     bind_all_reduce,
     bind_broadcast,
@@ -56,6 +56,7 @@ class CallCache:
             # Bound before another thread made the first registered array: once more.
             if result is not PASS:
                 return result
+            self.known.pop(key, None)
         raise AssertionError(f"{key}: no call was made")
 
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
@@ -113,11 +114,12 @@ class CallCache:
             signature = broadcast_signature(array, root, None)
             return bind_broadcast(self._engine, signature, array.nbytes, root)
 
-        self._call(("broadcast", array.dtype, array.shape, root), bind, None, buffer)
+        self._call(("broadcast", array.dtype, array.shape, root), bind, None, buffer.view(np.uint8))
 
     def all_gather(self, array: Any, axis: Any, out: Any) -> Any:
         """As `Communicator.all_gather`."""
-        if type(array) is np.ndarray and array.ndim and _is_zero(axis) and _takes(out, array):
+        zero = type(axis) is int and axis == 0
+        if type(array) is np.ndarray and array.ndim and zero and _takes(out, array):
             rest, room = array.shape[1:], ANY_ROOM if out is None else len(out)
             target = None if out is None else out.reshape(-1)
             joined, total = self._all_gather(array, rest, room, _apart(array, target), target)
@@ -164,7 +166,8 @@ class CallCache:
         if on_gpu(array):
             return PASS
         rank, size = self._engine.rank, self._engine.size
-        plain = type(array) is np.ndarray and array.ndim and _is_zero(axis) and array.dtype.isnative
+        zero = type(axis) is int and axis == 0
+        plain = type(array) is np.ndarray and array.ndim and zero and array.dtype.isnative
         if plain and fold_dtype(as_op(op), array.dtype) == array.dtype and _takes(out, array):
             counts, rest = split_rows(len(array), size), array.shape[1:]
             if out is None or len(out) == counts[rank]:
@@ -209,10 +212,6 @@ class CallCache:
 
         dtype = source.dtype if given is None else given.array.dtype
         self._call(("reduce_scatter", op, dtype, shape, axis), bind, source, target)
-
-
-def _is_zero(axis: Any) -> bool:
-    return type(axis) is int and axis == 0
 
 
 def _takes(out: Any, array: Array) -> bool:

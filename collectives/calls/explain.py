@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound import small_fold
+from collectives.calls.bound_small import small_fold
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, check_reducible
 from collectives.schedules.paths import QUICKEST, SHARED

@@ -110,6 +110,14 @@ class Engine(CallScope):
             if number != before:
                 self.recorder.add((number, signature, self.path, start, clock()))
 
+    def fail_bound(
+        self, error: BaseException, sequence: int, signature: Signature, start: int
+    ) -> None:
+        """Record a bound call that an exception ended, unless it was withdrawn or never made."""
+        if self.call_check is not None and self.call_check.sequence == sequence:
+            self.recorder.add((sequence, signature, self.path, start, clock()))
+            self.leave(error)
+
     def forbid(self) -> None:
         """Refuse every call, in a process that is forked off the rank."""
         # Another thread may have held it when the process was forked.

@@ -9,6 +9,7 @@ choosing the same data path (`online_tuning`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from operator import eq, itemgetter
 from struct import Struct
 
@@ -62,6 +63,8 @@ NOWHERE = BufferAddresses()
 DataPath = Callable[[BufferAddresses, Array | None, Array, Lengths, int], None]
 """A collective between the ranks of a node: (addresses, source, target, lengths, root)."""
 
+Publish = Callable[[int, Array | None, Array | None], None]
+
 Exchanged = tuple[BufferAddresses, _Row, _Row]
 """The addresses, and every rank's first and second number."""
 
@@ -90,39 +93,47 @@ class AddressExchange:
             self._warm = True
             self._steps.memory.touch_stages()
 
-    def publish(
-        self, index: int, source: Array, target: Array | None, first: int, second: int = 0
-    ) -> None:
-        """Store this rank's row at word `index` of its segment; the call check makes it visible.
+    def publisher(self, first: int, second: int = 0) -> Publish:
+        """A function (index, source, target) that publishes a row with these numbers.
 
-        No target: it is allocated once the numbers of all ranks are known.
+        It stores the row at word `index` of this rank's segment; the call check makes it visible.
+        Where source is None the input lies in the target. Where target is None it is allocated
+        once the numbers of all ranks are known.
         """
-        row = self._row(source, target, first, second)
-        _LAYOUT.pack_into(self._own, 8 * index, *row)
+        store, own, row = _LAYOUT.pack_into, self._own, self._row
+
+        def publish(index: int, source: Array | None, target: Array | None) -> None:
+            store(own, 8 * index, *row(source, target, first, second))
+
+        return publish
 
     def read(self, index: int) -> Exchanged:
         """Every rank's row, once all have published theirs."""
-        unpack, at = _LAYOUT.unpack_from, 8 * index
-        return self._find([unpack(words, at) for words in self._words])
+        return self._find(map(_LAYOUT.unpack_from, self._words, repeat(8 * index)))
 
-    def exchange(self, source: Array, target: Array, nbytes: int) -> Exchanged:
+    def exchange(self, source: Array | None, target: Array, nbytes: int) -> Exchanged:
         """Publish and read, in the middle of a call: a step of the progress counters."""
         row = self._row(source, target, nbytes, 0)
         return self._find(map(tuple, self._steps.tell(*row)))
 
-    def _row(self, source: Array, target: Array | None, first: int, second: int) -> _Row:
-        start = address_of(source)
-        end = start if target is source else 0 if target is None else address_of(target)
-        at = to = 0
-        if self._pool.in_use:
-            locate = self._pool.locate
-            at = locate(start, source.nbytes)
-            to = at if target is source else 0 if target is None else locate(end, target.nbytes)
+    def _row(
+        self, source: Array | None, target: Array | None, first: int, second: int
+    ) -> tuple[int, int, int, int, int, int, int]:
+        locate = self._pool.locate if self._pool.in_use else None
+        end = to = 0
+        if target is not None:
+            end = address_of(target)
+            to = locate(end, target.nbytes) if locate else 0
+        start, at = end, to
+        if source is not None:
+            start = address_of(source)
+            at = locate(start, source.nbytes) if locate else 0
         return at, to, start, end, first, second, self.tuning.nanoseconds
 
     def _find(self, given: Iterable[_Row]) -> Exchanged:
         rows = list(given)
-        self.tuning.learn(max(map(_time, rows)))
+        if self.tuning.last is not None:
+            self.tuning.learn(max(map(_time, rows)))
         rows = list(map(_without_time, rows))
         if rows != self._rows:
             self._rows = rows

@@ -94,15 +94,11 @@ class OnlineTuning:
     def __init__(self) -> None:
         self.nanoseconds = 0
         """What the last call took this rank."""
-        self._last: PathTimes | None = None
+        self.last: PathTimes | None = None
+        """That of the last call, until the times of all ranks are known."""
 
     def learn(self, nanoseconds: int) -> None:
         """Note the longest time that the last call took any rank."""
-        if self._last is not None:
-            self._last.learn(nanoseconds / 1e9)
-            self._last = None
-
-    def choose(self, entry: PathTimes) -> str:
-        """The way of the next call, which `nanoseconds` will be told of."""
-        self._last = entry
-        return entry.choose()
+        if self.last is not None:
+            self.last.learn(nanoseconds / 1e9)
+            self.last = None

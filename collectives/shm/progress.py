@@ -30,7 +30,12 @@ class ProgressCounters:
 
     def begin(self) -> int:
         """The parity of this rank's next stage, when it may be written."""
-        self._await_all(2 * self._step - 2)
+        value = 2 * self._step - 2
+        for words in self._others:
+            if words[PROGRESS] < value:
+                self._await(words, value)
+        if self._fence is not None:
+            self._fence()
         return self._step & 1
 
     def written(self) -> None:
@@ -67,8 +72,11 @@ class ProgressCounters:
         if fence is not None:
             fence()
         self._own[PROGRESS] = value
-        self._await_all(value)
+        for words in self._others:
+            if words[PROGRESS] < value:
+                self._await(words, value)
         if fence is not None:
+            fence()
             fence()
         self._step += 1
         self._own[PROGRESS] = value + 1

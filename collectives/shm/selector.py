@@ -61,7 +61,7 @@ class PathSelector:
             self._paths[STAGED](NOWHERE, source, target, lengths, root)
             return STAGED
         try:
-            addresses, sizes, _ = self._exchange.exchange(given, target, nbytes)
+            addresses, sizes, _ = self._exchange.exchange(source, target, nbytes)
         except BaseException:
             self._abandoned = source, target
             raise
@@ -90,7 +90,8 @@ class PathSelector:
             if zero_copy is not None and zero_copy(addresses, source, target, lengths, root):
                 return DIRECT
             times = self._times.get((nbytes.bit_length(), addresses.in_place))
-            path = tuning.choose(times or self._new_times(nbytes, addresses.in_place))
+            tuning.last = times = times or self._new_times(nbytes, addresses.in_place)
+            path = times.choose()
             start = _clock()
             self._paths[path](addresses, source, target, lengths, root)
             tuning.nanoseconds = _clock() - start

@@ -256,12 +256,12 @@ def test_the_arrays_of_a_call_that_ended_early_are_kept(comm):
         def interrupted(*arguments):
             raise KeyboardInterrupt
 
-        ways = dict(route._ways)
-        route._ways.update(dict.fromkeys(ways, interrupted))
+        ways = dict(route._paths)
+        route._paths.update(dict.fromkeys(ways, interrupted))
         with pytest.raises(KeyboardInterrupt):
             route(None, target)
         assert route._abandoned[1] is target
-        route._ways.update(ways)
+        route._paths.update(ways)
 
 
 # Arguments that only one rank has wrong

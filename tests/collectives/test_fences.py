@@ -20,9 +20,20 @@ class Watched(NodeMemory):
     def __init__(self, segments, rank):
         self.events = []
         super().__init__(segments, rank, lambda: self.events.append("fence"))
+        self.own = Stores(self.own, self.events)
 
-    def publish(self, index, value):
-        super().publish(index, value)
+
+class Stores:
+    """The words of one rank, whose stores are noted."""
+
+    def __init__(self, words, events):
+        self.words, self.events = words, events
+
+    def __getitem__(self, index):
+        return self.words[index]
+
+    def __setitem__(self, index, value):
+        self.words[index] = value
         self.events.append("publish")
 
 

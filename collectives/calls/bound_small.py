@@ -1,0 +1,115 @@
+"""The bound all_reduce of small arrays between the ranks of a node, in one step.
+
+Each rank stores its elements beside its arrival, and folds those of all ranks by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.calls.bound import PASS
+from collectives.consistency.flight_recorder import CALLS_KEPT, clock
+from collectives.consistency.signature import Signature, fingerprint
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array, ReduceOp, finish, plain_fold
+from collectives.schedules.paths import SHARED
+from collectives.shm.layout import ARRIVALS, SMALL_BYTES
+from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
+from collectives.shm.selector import LEAST_BYTES
+
+# All ranks read all elements of small arrays: with more than this in all, stages are better.
+_SMALL_BYTES_OF_ALL = 128 << 10
+
+Fold = Callable[[Array, Array, Array], Any]
+
+
+def small_fold(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> Fold | None:
+    """The fold of arrays that are small enough for a single step; None for others."""
+    node = engine.node
+    if node is None or engine.call_check is None or not node.memory_is_all:
+        return None
+    small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= _SMALL_BYTES_OF_ALL
+    registered = node.pool.in_use and nbytes >= LEAST_BYTES
+    return plain_fold(op, dtype) if small and not registered else None
+
+
+def bind_small(
+    engine: Engine,
+    signature: Signature,
+    op: ReduceOp,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    fold: Fold,
+) -> Callable[[Array, Any], Any]:
+    """The function (array, out) → result.
+
+    As `bound.bind`, written out: calls of Python functions would take most of the time.
+    """
+    assert engine.node is not None
+    assert engine.call_check is not None
+    check, pool, in_use = engine.call_check, engine.node.pool, engine.node.pool.in_use
+    memory, rank, size = engine.node.steps.memory, engine.rank, engine.size
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    slots = [[slot[:nbytes].view(dtype).reshape(shape) for slot in each] for each in memory.slots]
+    own_slots, firsts, seconds, rest = slots[rank], slots[0], slots[1], slots[2:]
+    base = fingerprint(signature.agreed) << SEQUENCE_BITS
+    own, peer, fence, arrivals = memory.own, memory.others[0], memory.fence, ARRIVALS
+    one_word = size == 2 and fence is None
+    acquire, release, arrive = engine.lock.acquire, engine.lock.release, check.check_at
+    errstate, ring, recorder = engine.errstate.run, engine.recorder.ring, engine.recorder
+    last, mean, ndarray, empty = CALLS_KEPT - 1, op is ReduceOp.MEAN, np.ndarray, np.empty
+
+    def all_reduce(array: Array, out: Any) -> Any:
+        if out is None:
+            out = empty(shape, dtype)
+        elif (
+            type(out) is not ndarray
+            or not out.flags.carray
+            or (out is not array and out.shape != shape)
+            or out.dtype != dtype
+        ):
+            return PASS
+        inside = made = False
+        sequence, start = -1, 0
+        try:
+            acquire()
+            try:
+                inside, sequence = True, check.sequence + 1
+                if engine.broken is not None:
+                    raise engine.refusal()
+                if in_use is not pool.in_use:
+                    return PASS
+                start = clock()
+                parity = sequence & 1
+                word = base | sequence & SEQUENCE_MASK
+                own_slots[parity][...] = array
+                if fence is not None:
+                    fence()
+                index = arrivals[parity]
+                check.sequence = sequence
+                own[index] = word
+                if not one_word or peer[index] != word:
+                    arrive(signature, word, sequence)
+                errstate(fold, firsts[parity], seconds[parity], out)
+                for slot in rest:
+                    errstate(fold, out, slot[parity], out)
+                if mean:
+                    errstate(finish, op, out.reshape(-1), size)
+                position = recorder.position
+                ring[position & last] = (sequence, signature, SHARED, start, clock())
+                recorder.position = position + 1
+                made = True
+                return out
+            except BaseException as error:
+                engine.fail_bound(error, sequence, signature, start)
+                raise
+            finally:
+                release()
+        except BaseException as error:
+            engine.unlock(error, inside, made)
+            raise
+
+    return all_reduce

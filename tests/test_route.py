@@ -1,0 +1,100 @@
+"""How many Python functions and files a warm call passes through, and that the number stays small.
+
+`pytest tests/test_route.py -s --worlds 2` prints the table. A call is counted on rank 0 of two, the
+least of many repetitions: a rank that has to wait for the other one polls.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+
+import strategies
+
+# Calls and files that are aimed at; a fifth more fails.
+TARGETS = {
+    "all_reduce, 8 B": (3, 3),
+    "all_reduce, 1 MiB, ordinary": (25, 8),
+    "all_reduce, 1 MiB, registered, in place": (20, 8),
+    "all_reduce_many, 20 arrays, out=": (25, 8),
+    "all_reduce, 1 MiB, non-contiguous": (40, 10),
+    "all_gather, 1 MiB, without out": (35, 10),
+    "run + apply_gradients, 10 variables": (150, 14),
+    "strategy.reduce, a number": (60, 12),
+}
+SLACK = 1.2
+WARM, COUNTED = 60, 300
+
+
+def counted(call):
+    """The code objects of the Python functions that the call enters, the fewest of many times."""
+    entered = []
+
+    def note(frame, event, argument):
+        if event == "call":
+            entered[-1].append(frame.f_code)
+
+    for _ in range(WARM):
+        call()
+    for _ in range(COUNTED):
+        entered.append([])
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    # The lambda of the row is the first of them.
+    return min((codes[1:] for codes in entered), key=len)
+
+
+def rows(comm):
+    """The calls, by name; those of registered arrays last, since they change what the others do."""
+    megabyte = 1 << 17
+    number, array, out = np.ones(1), np.ones(megabyte), np.empty(megabyte)
+    strided, part = np.ones((megabyte, 2))[:, 0], np.ones(megabyte // 2)
+    gradients = [np.full(1000, comm.rank + 1.0) for _ in range(20)]
+    reduced = [np.empty(1000) for _ in range(20)]
+    yield "all_reduce, 8 B", lambda: comm.all_reduce(number)
+    yield "all_reduce, 1 MiB, ordinary", lambda: comm.all_reduce(array, out=out)
+    yield "all_reduce_many, 20 arrays, out=", lambda: comm.all_reduce_many(gradients, out=reduced)
+    yield "all_reduce, 1 MiB, non-contiguous", lambda: comm.all_reduce(strided)
+    yield "all_gather, 1 MiB, without out", lambda: comm.all_gather(part)
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    with strategy.scope():
+        variables = [strategies.Variable(np.zeros(100)) for _ in range(10)]
+        optimizer = strategies.optimizers.SGD(0.1)
+    pairs = [(np.full(100, comm.rank + 1.0), variable) for variable in variables]
+    yield (
+        "run + apply_gradients, 10 variables",
+        lambda: strategy.run(optimizer.apply_gradients, (pairs,)),
+    )
+    yield "strategy.reduce, a number", lambda: strategy.reduce("sum", 1.0, axis=None)
+    registered = comm.zeros(megabyte, "f8")
+    yield (
+        "all_reduce, 1 MiB, registered, in place",
+        lambda: comm.all_reduce(registered, out=registered),
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_few_functions_lie_between_a_call_and_the_memory(comm):
+    with comm.split(0) as own:
+        table = {name: counted(call) for name, call in rows(own)}
+    found = {
+        name: (len(codes), len({code.co_filename for code in codes}))
+        for name, codes in table.items()
+    }
+    if comm.rank != 0:
+        return
+    lines = [f"{'call':42}{'calls':>6}{'files':>6}   aimed at"]
+    for name, (calls, files) in found.items():
+        lines.append(f"{name:42}{calls:6}{files:6}   {TARGETS[name][0]} / {TARGETS[name][1]}")
+    print("\n" + "\n".join(lines))
+    assert set(found) == set(TARGETS)
+    beyond = {
+        name: counts
+        for name, counts in found.items()
+        if any(count > SLACK * most for count, most in zip(counts, TARGETS[name], strict=True))
+    }
+    assert not beyond, "\n".join(lines)
