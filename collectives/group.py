@@ -232,7 +232,7 @@ class Group(Deferred):
         part = self._run(nodes.split(color, key))
         if part is None:
             return None
-        wait_policy = self._engine.wait_policy.another("split", self.deadline)
+        wait_policy = self._engine.wait_policy.for_single_wait("split", self.deadline)
         wait_policy.check_alive = self._engine.wait_policy.check_alive
         node_of = nodes.gather_labels(Engine(part, wait_policy), self.node)
         return type(self)(part, backend=self.backend, deadline=self.deadline, node_of=node_of)

@@ -112,7 +112,7 @@ class StreamWork:
                 # Who waits for them already is not concerned by what they will mean.
                 self._events += past.ready, past.done
 
-    def look(self) -> None:
+    def check_deadline(self) -> None:
         """End the job where work has run for longer than the deadline, and nobody waits for it.
 
         The caller's next synchronisation would wait for ever, or see garbage once it was aborted.
@@ -146,7 +146,7 @@ class StreamWork:
         after which nothing runs any more; TimeoutError after `timeout` seconds, when it goes on.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        wait_policy = self._wait_policy.another(name, self._wait_policy.deadline)
+        wait_policy = self._wait_policy.for_single_wait(name, self._wait_policy.deadline)
         wait_policy.check_alive = self._wait_policy.check_alive
 
         def over() -> bool:
