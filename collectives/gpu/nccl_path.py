@@ -132,7 +132,7 @@ class NcclPath(DevicePath):
         self._launches.finish()
         if self._launches.captured:
             # To destroy it would wait for the graphs that use it, which may outlive everything.
-            self._transport.leave()
+            self._transport.abandon()
         else:
             self._transport.close()
 
@@ -140,7 +140,7 @@ class NcclPath(DevicePath):
         """End what still runs."""
         if self._launches.captured:
             # To abort it would wait for the graphs that use it.
-            self._transport.leave()
+            self._transport.abandon()
         else:
             self._transport.abort()
         self._launches.forget()
