@@ -22,7 +22,7 @@ _UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, In
 def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int]]:
     """Every rank's two numbers, from 0 to 2^63 − 1."""
     if engine.node is not None and engine.node.memory_is_all:
-        return engine.node.steps.tell(first, second)
+        return engine.node.steps.exchange_numbers(first, second)
     table = np.zeros((engine.size, 2), np.int64)
     table[engine.rank] = first, second
     engine.run("all_gather", None, table.reshape(-1), lengths=[2] * engine.size)

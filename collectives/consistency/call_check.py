@@ -17,7 +17,7 @@ from collectives.shm.node_barrier import (
     SEQUENCE_BITS,
     SEQUENCE_MASK,
     NodeBarrier,
-    is_here,
+    has_arrived,
 )
 from collectives.transports.base import ControlChannel, Transport
 from collectives.waiting.wait_policy import WaitPolicy
@@ -109,7 +109,7 @@ class CallCheck:
         except DeadlineExceededError:
             self.node_barrier.release()
             raise
-        self.node_barrier.tell(ALIKE if alike else DIFFERENT, sequence)
+        self.node_barrier.publish_verdict(ALIKE if alike else DIFFERENT, sequence)
         return alike
 
     def _follow(self, word: int, sequence: int) -> bool:
@@ -145,7 +145,7 @@ class CallCheck:
 
     def _missing(self, words: ControlChannel, number: int) -> list[int]:
         come = words.of(number)
-        return [node for node, word in enumerate(come) if not is_here(word, number)]
+        return [node for node, word in enumerate(come) if not has_arrived(word, number)]
 
     def _absent(self, words: ControlChannel, number: int) -> dict[int, str]:
         missing = self._missing(words, number)
@@ -153,7 +153,7 @@ class CallCheck:
         # Of those, some may have left because of the others.
         missing = [node for node in missing if came[node] != number] or missing
         if self.node_barrier is not None:
-            self.node_barrier.note_missing(missing)
+            self.node_barrier.publish_missing(missing)
         return ranks_of(self._nodes, missing)
 
     def close(self) -> None:

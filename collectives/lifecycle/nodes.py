@@ -146,7 +146,7 @@ def _join(
     segments: list[memoryview],
 ) -> Node:
     """The node's memory in use, and connected to the other nodes."""
-    steps.memory.sign_in()
+    steps.memory.publish_process()
     steps.together()
 
     def gather(numbers: list[int]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Where the arrays of a call lie, which the ranks tell each other before they touch any."""
+"""Addresses of a call's arrays, which the ranks exchange before they access any."""
 
 from __future__ import annotations
 
@@ -13,76 +13,76 @@ from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
 
 Way = Callable[["BufferAddresses", Array | None, Array, Lengths, int], None]
-"""A collective of a node's ranks, for arrays that lie at those places."""
+"""A collective of a node's ranks, for arrays at those addresses."""
 
 
 class BufferAddresses(NamedTuple):
-    """What each rank told of its input and of where the result goes, in rank order."""
+    """Each rank's input and output, in rank order."""
 
     sources: tuple[int, ...]
-    """Locations in the arena, 0 of arrays that aren't registered."""
+    """Locations in the pool of registered arrays; 0 for arrays that are not registered."""
     targets: tuple[int, ...]
     source_addresses: tuple[int, ...]
-    """In the rank's own memory."""
+    """Addresses in the rank's own address space."""
     target_addresses: tuple[int, ...]
 
     @property
     def in_place(self) -> bool:
-        """Whether any rank's result goes where its input lies."""
+        """Whether any rank's output is its input."""
         return any(map(int.__eq__, self.source_addresses, self.target_addresses))
 
     def offset_of_part(self, rank: int, start: int) -> int:
-        """How many bytes into what a rank told as its input its part of the result lies.
+        """Offset in bytes of a rank's part, which starts at byte `start`, in its source.
 
-        The part is the one from byte `start` on: a rank that gives it in place told its whole
-        target.
+        A rank that works in place has published its whole target as the source; otherwise the
+        source is the part alone.
         """
         return start if self.source_addresses[rank] == self.target_addresses[rank] else 0
 
 
 NOWHERE = BufferAddresses((), (), (), ())
-"""Of arrays that go through the stages, unasked."""
+"""Of calls through the stages, which exchange no addresses."""
 
 
 class AddressExchange:
-    """Tells the others where this rank's arrays lie, and learns what their last call took them."""
+    """Exchanges the addresses of this rank's arrays, and the time of the previous call."""
 
     def __init__(self, steps: ProgressCounters, arena: Pool, *, oversubscribed: bool) -> None:
-        """`crowded`: whether ranks take turns on a core, so that every wait costs much."""
-        self._steps, self._arena, self._crowded = steps, arena, oversubscribed
+        """`oversubscribed`: ranks share a core, so that every wait is expensive."""
+        self._steps, self._arena, self._oversubscribed = steps, arena, oversubscribed
         self.experience = OnlineTuning()
-        # What was told last, and what it means: a program often makes the same call again.
-        self._told: list[list[int]] = []
+        # Cached, because programs often repeat a call with the same arrays.
+        self._exchanged: list[list[int]] = []
         self._found = NOWHERE, 0
         self._prepared = False
 
     @property
     def worth_asking(self) -> bool:
-        """Whether the ranks should wait for each other to find a better way than the stages."""
-        return self._arena.in_use or not self._crowded
+        """Whether an exchange, to find a better path than the stages, is worth its wait."""
+        return self._arena.in_use or not self._oversubscribed
 
     def prepare(self) -> None:
-        """Before any way is tried: what is done once only must not count."""
+        """Touch the stages once before any path is timed, so that page faults do not count."""
         if not self._prepared:
             self._prepared = True
             self._steps.memory.touch_stages()
 
     def exchange(self, source: Array, target: Array, nbytes: int) -> tuple[BufferAddresses, int]:
-        """Where everybody's arrays lie, and the largest of the numbers of bytes told."""
-        own, experience = self._places_of(source, target), self.experience
-        told = self._steps.tell(*own, nbytes, experience.nanoseconds)
-        experience.learn(told)
-        without_times = [each[:-1] for each in told]
-        if without_times != self._told:
+        """The addresses of every rank's arrays, and the largest `nbytes` of any rank."""
+        own, experience = self._locate(source, target), self.experience
+        gathered = self._steps.exchange_numbers(*own, nbytes, experience.nanoseconds)
+        experience.learn(gathered)
+        without_times = [each[:-1] for each in gathered]
+        if without_times != self._exchanged:
             sources, targets, first, second, sizes = zip(*without_times, strict=True)
-            self._told = without_times
+            self._exchanged = without_times
             self._found = BufferAddresses(sources, targets, first, second), max(sizes)
         return self._found
 
-    def _places_of(self, source: Array, target: Array) -> tuple[int, int, int, int]:
+    def _locate(self, source: Array, target: Array) -> tuple[int, int, int, int]:
         locate, second = self._arena.locate, address_of(target)
-        second_place = locate(second, target.nbytes)
+        target_location = locate(second, target.nbytes)
         if source is target:
-            return second_place, second_place, second, second
+            return target_location, target_location, second, second
         first = address_of(source)
-        return locate(first, source.nbytes), second_place, first, second
+        return locate(first, source.nbytes), target_location, first, second
