@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,8 @@ from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.gpu.side_stream import SideStream
 from collectives.reductions.reduction import ReduceOp, check_reducible
-from collectives.shm.copy_in_copy_out import blocks_of, part_starts
+from collectives.shm.copy_in_copy_out import blocks_of
+from collectives.transports.base import parts_by_rank
 
 ARENA_BYTES = 32 << 20
 """Of each rank. A multiple of 2 MiB: what CUDA maps, so that nothing else is shared with it."""
@@ -199,7 +199,7 @@ class IpcPath(DevicePath):
     def _reduce_scatter(self, request: Request, op: ReduceOp) -> None:
         """The target may be this rank's part of the source."""
         target, lengths = request.target, request.lengths or ()
-        parts = _parts(request.source, lengths)
+        parts = parts_by_rank(request.source, lengths)
         for current in self._rounds(parts, max(lengths), self._size, target.dtype):
             place = target[current.piece]
             if place.size:
@@ -228,7 +228,8 @@ class IpcPath(DevicePath):
         """What this rank lays down, slot by slot; the peer and the slot of what it reads."""
         rank, size, root = self._rank, self._size, request.root
         source = _given(request).view(np.uint8)
-        given, parts = _parts(source, lengths), _parts(request.target.view(np.uint8), lengths)
+        given = parts_by_rank(source, lengths)
+        parts = parts_by_rank(request.target.view(np.uint8), lengths)
         if request.collective == "broadcast":
             return given if rank == root else [], [(root, 0, parts[0])]
         if request.collective == "scatter":
@@ -276,11 +277,6 @@ class IpcPath(DevicePath):
 def _given(request: Request) -> DeviceArray:
     """Where the input lies."""
     return request.target if request.source is None else request.source
-
-
-def _parts(array: DeviceArray, lengths: Sequence[int] | None) -> list[DeviceArray]:
-    """The ranks' parts, as views."""
-    return [array[start:stop] for start, stop in pairwise(part_starts(lengths or ()))]
 
 
 def _copy(source: DeviceArray, target: DeviceArray) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +26,17 @@ Message: TypeAlias = tuple[int, Bytes]
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
 
 LARGEST_TAG = 32_000
+
+
+def own_part(whole: Any, lengths: Sequence[int], rank: int) -> Any:
+    """A rank's part, as a view, of a buffer that holds one part for each rank."""
+    return whole[sum(lengths[:rank]) :][: lengths[rank]]
+
+
+def parts_by_rank(whole: Any, lengths: Sequence[int]) -> list[Any]:
+    """Every rank's part, as views, of a buffer that holds one part for each rank."""
+    ends = list(accumulate(lengths))
+    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 class ControlChannel(ABC):

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, in_step
-from collectives.transports.base import Native
+from collectives.transports.base import Native, own_part
 
 Array: TypeAlias = NDArray[Any]
 Lengths: TypeAlias = Sequence[int]
@@ -130,12 +130,6 @@ def _reduce_scatter(
     comm.Reduce_scatter(_typed(source), _typed(target), list(lengths), op)
 
 
-def _own(comm: MPI.Intracomm, buffer: Array, lengths: Lengths) -> Array:
-    """This rank's part of a buffer that holds one part for each rank."""
-    start = sum(lengths[: comm.rank])
-    return buffer[start : start + lengths[comm.rank]]
-
-
 def _typed(buffer: Array) -> list[Any]:
     return [_apart(buffer), _datatype(buffer.dtype)]
 
@@ -171,7 +165,7 @@ def _gather(
     if comm.rank == root:
         comm.Gatherv(MPI.IN_PLACE, _parts(target, lengths), root)
     else:
-        comm.Gatherv(_bytes(_own(comm, target, lengths)), None, root)
+        comm.Gatherv(_bytes(own_part(target, lengths, comm.rank)), None, root)
 
 
 def _scatter(
@@ -180,7 +174,7 @@ def _scatter(
     if comm.rank == root:
         comm.Scatterv(_parts(target, lengths), MPI.IN_PLACE, root)
     else:
-        comm.Scatterv(None, _bytes(_own(comm, target, lengths)), root)
+        comm.Scatterv(None, _bytes(own_part(target, lengths, comm.rank)), root)
 
 
 def _all_to_all(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.transports.base import Native, PointToPoint
+from collectives.transports.base import Native, PointToPoint, parts_by_rank
 from collectives.transports.nccl_driver import NcclDriver, NcclError
 
 _BYTE = 1
@@ -139,7 +139,7 @@ class NcclTransport(PointToPoint):
         self._driver.broadcast(self._comm, place, place, target.size, _BYTE, root, self._stream)
 
     def _all_gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts = self._parts(target, lengths)
+        parts = parts_by_rank(target, lengths)
         own = parts[self.rank] if source is None else source
         if len(set(lengths)) == 1:
             given, place, count = self._address(own), self._address(target), lengths[0]
@@ -149,30 +149,26 @@ class NcclTransport(PointToPoint):
         self.exchange([(peer, own) for peer in peers], [(peer, parts[peer]) for peer in peers])
 
     def _gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts, others = self._parts(target, lengths), self._others
+        parts, others = parts_by_rank(target, lengths), self._others
         if self.rank == root:
             self.exchange([], [(peer, parts[peer]) for peer in others])
         else:
             self.exchange([(root, parts[self.rank])], [])
 
     def _scatter(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts, others = self._parts(target, lengths), self._others
+        parts, others = parts_by_rank(target, lengths), self._others
         if self.rank == root:
             self.exchange([(peer, parts[peer]) for peer in others], [])
         else:
             self.exchange([], [(root, parts[self.rank])])
 
     def _all_to_all(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts = self._parts(target, lengths)
+        parts = parts_by_rank(target, lengths)
         outgoing, incoming = parts[: self.size], parts[self.size :]
         self.exchange(
             [(peer, outgoing[peer]) for peer in self._others],
             [(peer, incoming[peer]) for peer in self._others],
         )
-
-    def _parts(self, whole: Array, lengths: Lengths) -> list[Array]:
-        ends = np.cumsum(lengths).tolist()
-        return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     @property
     def _others(self) -> list[int]:
