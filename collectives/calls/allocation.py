@@ -22,7 +22,7 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
     dimensions, kind, nbytes = _checked(shape, dtype)
 
     def perform(engine: Engine) -> Array:
-        if engine.devices is not None and engine.devices.asked_for:
+        if engine.devices is not None and engine.devices.gpus_requested:
             room: Array = engine.devices.room(math.prod(dimensions), kind).reshape(dimensions)
             return room
         block = None

@@ -73,7 +73,7 @@ class OnDevices(Protocol):
         """Whether arrays are staged through the host, whatever the ranks support."""
 
     @property
-    def asked_for(self) -> bool:
+    def gpus_requested(self) -> bool:
         """Whether the caller requested GPUs, and therefore new arrays on them."""
 
     def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
