@@ -1,6 +1,6 @@
 """Collective communication on arrays, over MPI.
 
-`world()` gives the communicator of all ranks; MPI starts there, not at import.
+`world()` returns the communicator of all ranks. It initializes MPI, which importing does not.
 """
 
 from collectives.algorithms import register_algorithm
@@ -30,7 +30,7 @@ from collectives.reductions.reduction import ReduceOp
 from collectives.world import world
 
 Sent = SendRequest
-"""The older name."""
+"""Former name of `SendRequest`."""
 
 __all__ = [
     "BackendUnavailableError",

@@ -1,4 +1,4 @@
-"""`python -m collectives doctor`: what is installed, what MPI gives, and whether it all works."""
+"""`python -m collectives doctor`: report on the installation, and try every collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="report on this installation and try every collective",
         description="Report on Python, MPI, the ranks and the machine, and try every collective,"
-        " alone or on the ranks that mpirun starts. Ends with status 1 where something fails.",
+        " alone or on the ranks that mpirun starts. Exits with status 1 if anything fails.",
     )
     command.add_argument(
         "--limit",

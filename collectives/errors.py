@@ -1,4 +1,4 @@
-"""The errors that collectives raise.
+"""Exceptions of the package.
 
 CollectiveError(RuntimeError)
 ├── MismatchError                 the ranks did not call the same thing
@@ -7,14 +7,14 @@ CollectiveError(RuntimeError)
 │   ├── DtypeMismatchError
 │   ├── OpMismatchError
 │   └── RootMismatchError
-├── DeadlineExceededError         (also a TimeoutError) some ranks did not come in time
-├── RankFailedError               a peer died, or an exception ended a call of it
+├── DeadlineExceededError         (also a TimeoutError) some ranks did not arrive in time
+├── RankFailedError               a peer died, or an exception ended one of its calls
 ├── LaunchError                   the launcher doesn't serve this MPI: n worlds of one rank
 ├── BackendUnavailableError       no MPI, no GPU, no NCCL: the message says what to install
 └── ScheduleError                 an algorithm does not do what its collective promises
 
-What one rank can see by itself (a root out of range, a dtype that cannot be reduced) is an
-ordinary ValueError or TypeError, raised before any message is sent.
+An error that a rank detects from its own arguments (a root out of range, a dtype that cannot be
+reduced) is a ValueError or TypeError, raised before any message is sent.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ _IN_STEP = "_collectives_in_step"
 
 
 def in_step(error: Error) -> Error:
-    """Mark an error that leaves the ranks at the same point of the same call; return it.
+    """Mark an error that keeps the ranks in step, and return it.
 
-    Either every rank raises it there, or all data of the call have moved. Any other exception that
-    leaves a call which the other ranks may have seen ends the communicator.
+    The ranks are in step if every rank raises the error at the same point of the same call, or if
+    all data of the call have moved. Any other exception that ends a call after other ranks may have
+    seen it closes the communicator.
     """
     setattr(error, _IN_STEP, True)
     return error
 
 
 def is_in_step(error: BaseException) -> bool:
-    """Whether the error is marked so."""
+    """Whether `in_step` marked the error."""
     return hasattr(error, _IN_STEP)
 
 
 class CollectiveError(RuntimeError):
-    """Base of everything that this package raises beyond ValueError and TypeError."""
+    """Base class of the package's errors other than ValueError and TypeError."""
 
 
 class MismatchError(CollectiveError):
     """The ranks did not call the same thing.
 
-    `calls` holds what each rank called, in rank order; the same error is raised on every rank.
+    The same error is raised on every rank. `calls` holds every rank's call as text, in rank order.
     """
 
     def __init__(self, message: str, calls: tuple[str, ...] = ()) -> None:
@@ -59,11 +60,11 @@ class MismatchError(CollectiveError):
 
 
 class CollectiveMismatchError(MismatchError):
-    """One rank called another collective than its peers."""
+    """A rank called another collective than its peers."""
 
 
 class ShapeMismatchError(MismatchError):
-    """The ranks' arrays differ in shape where they must not."""
+    """The ranks' arrays differ in shape where the collective requires equal shapes."""
 
 
 class DtypeMismatchError(MismatchError):
@@ -71,44 +72,44 @@ class DtypeMismatchError(MismatchError):
 
 
 class OpMismatchError(MismatchError):
-    """The ranks asked for different reductions."""
+    """The ranks requested different reductions."""
 
 
 class RootMismatchError(MismatchError):
-    """The ranks named different roots."""
+    """The ranks gave different roots."""
 
 
 class DeadlineExceededError(CollectiveError, TimeoutError):
-    """Some ranks did not come before the deadline; `absent` holds those that are known."""
+    """Some ranks did not arrive before the deadline; `absent` holds those that are known."""
 
     def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
-        """`message` names the call, the ranks and the line that waited."""
+        """`message` names the call, the absent ranks and the source line that waited."""
         super().__init__(message)
         self.absent = absent
         self.withdrawn = False
-        """Whether the call counts as not made, so that this rank may make it again, or another."""
+        """Whether the call was withdrawn: this rank may repeat it, or make another call."""
 
 
 class RankFailedError(CollectiveError):
-    """A peer died, or an exception ended its thread or one of its calls."""
+    """A peer died, or an exception ended one of its threads or calls."""
 
 
 class UnusableError(RuntimeError):
-    """The communicator is closed or can't go on: no call was begun. No part of the interface."""
+    """The communicator is closed or failed, and no call was started. Internal."""
 
 
 class LaunchError(CollectiveError):
-    """The launcher started several processes, but MPI sees one; the message says what to type."""
+    """The launcher started several processes, but MPI sees one; the message names the fix."""
 
 
 class BackendUnavailableError(CollectiveError):
-    """What was asked for is not installed or not present; the message says what to install."""
+    """A required backend is not installed or not present; the message says what to install."""
 
 
 class ScheduleError(CollectiveError):
-    """A schedule breaks a rule or does not reach its collective's condition."""
+    """A schedule breaks a rule or does not reach its collective's postcondition."""
 
     def __init__(self, problem: str, *, round: int, rank: int, chunk: int) -> None:
-        """Name the place: the round (from 0; the last one plus 1 = at the end), rank and chunk."""
+        """Name the location. Rounds count from 0; the number of rounds stands for the end."""
         super().__init__(f"round {round}, rank {rank}, chunk {chunk}: {problem}")
         self.round, self.rank, self.chunk = round, rank, chunk

@@ -1,4 +1,4 @@
-"""Arrays that lie in buckets from the start, so that they are reduced together without packing."""
+"""Arrays allocated in buckets, so that they are reduced together without packing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from collectives.reductions.reduction import Array, ReduceOp, as_op, check_reduc
 
 
 class Fusion:
-    """Arrays to be written into, and to be reduced as the few buckets that they are parts of.
+    """Arrays that are views of a few buckets, and are reduced as those buckets.
 
-    The buckets are registered arrays (`Communicator.empty`), valid until nothing refers to them or
-    to a view of them. They are device arrays where they are to be like arrays on a GPU.
+    The buckets are registered arrays (`Communicator.empty`), valid while a reference to them or to
+    a view of them exists. They are device arrays if `like` holds arrays on a GPU.
     """
 
     def __init__(
@@ -30,12 +30,17 @@ class Fusion:
         op: ReduceOp | str = "sum",
         bucket_bytes: int | None = None,
     ) -> None:
-        """Make room for arrays like these: arrays, or pairs (shape, dtype). Collective.
+        """Allocate arrays like the given ones. Collective.
 
-        `op` is what `all_reduce` does where it isn't told. `bucket_bytes` is the most that a bucket
-        holds, an array that is larger having one for itself. Raises a MismatchError on every rank
-        where shapes, dtypes, ops or buckets differ by rank, ValueError and TypeError as
-        `all_reduce` does.
+        Args:
+            comm: the communicator.
+            like: arrays, or pairs (shape, dtype).
+            op: the default op of `all_reduce`; its result must have the arrays' dtypes.
+            bucket_bytes: the most bytes in a bucket; a larger array has a bucket of its own.
+
+        Raises a MismatchError on every rank if shapes, dtypes, ops or buckets differ by rank,
+        ValueError and TypeError as `all_reduce` does.
+
         """
         self._comm, self._op = comm, as_op(op)
         on_gpus = _on_gpus(like)
@@ -65,13 +70,13 @@ class Fusion:
 
     @property
     def views(self) -> list[Array]:
-        """The arrays, in the order of `like`; zeros at first."""
+        """The arrays, in the order of `like`, initially zero."""
         return list(self._views)
 
     def all_reduce(self, op: ReduceOp | str | None = None) -> list[Array]:
         """Reduce all arrays in place, and return them. Collective.
 
-        As `Communicator.all_reduce` of each with itself as `out`.
+        Like `Communicator.all_reduce` of each array with itself as `out`.
         """
         return self._comm._engine.whole(self._all_reduce, self._op if op is None else op)
 
@@ -83,11 +88,11 @@ class Fusion:
 
 
 def _on_gpus(like: Sequence[Any]) -> bool:
-    """Whether the arrays lie on GPUs; TypeError where only some do."""
-    places = {on_gpu(each) for each in like if not isinstance(each, tuple)}
-    if len(places) > 1:
+    """Whether the arrays lie on GPUs; TypeError if only some do."""
+    kinds = {on_gpu(each) for each in like if not isinstance(each, tuple)}
+    if len(kinds) > 1:
         raise TypeError("like: some of the arrays lie on a GPU, and some on the CPU")
-    return True in places
+    return True in kinds
 
 
 def _kind_of(like: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -1,4 +1,4 @@
-"""What a communicator is beside its collectives: its ranks, how long it waits, how it ends."""
+"""A communicator's ranks, deadline and lifetime, without its collectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Entered = TypeVar("Entered", bound="Group")
 
 
 class Group(Deferred):
-    """Ranks that make calls together."""
+    """A group of ranks that make calls together."""
 
     def __init__(
         self,
@@ -39,15 +39,20 @@ class Group(Deferred):
         deadline: float | None = DEFAULT_DEADLINE,
         node_of: Sequence[int] | None = None,
     ) -> None:
-        """Work over a duplicate of an mpi4py communicator, or over a `Transport`. Collective.
+        """Create a communicator over a duplicate of an mpi4py communicator. Collective.
 
-        `backend` says how arrays on GPUs travel: "nccl" starts NCCL now, and raises
-        BackendUnavailableError on every rank where any can't; "mpi" goes by way of the hosts'
-        memory; "auto" finds the best that all ranks have, when the first such array comes. Arrays
-        on the CPU travel over MPI. `deadline` is how many seconds a call waits for ranks that
-        don't come, None for ever. `node_of` gives each rank's node, to imitate hosts; without,
-        ranks that share memory share a node. Raises ValueError or TypeError on every rank where
-        any gives a wrong argument, or the ranks give different maps or backends.
+        Args:
+            mpi_comm: an mpi4py Intracomm, or a `Transport`.
+            backend: how arrays on GPUs are moved. "nccl" starts NCCL now; "mpi" stages them through
+                the hosts' memory; "auto" selects the best path that all ranks have, at the first
+                such array. Arrays on the CPU are moved by MPI.
+            deadline: how many seconds a call waits for absent ranks; None waits for ever.
+            node_of: each rank's node, to imitate several hosts. By default, ranks that share memory
+                share a node.
+
+        Raises on every rank: BackendUnavailableError if any rank can't start NCCL, and ValueError
+        or TypeError for a wrong argument of any rank, or different maps or backends.
+
         """
         self._engine = engine = Engine(transport_over(mpi_comm))
 
@@ -85,7 +90,7 @@ class Group(Deferred):
             shutdown.keep(self)
 
     def _duplicate(self) -> Transport | None:
-        """What asynchronous calls run on, made while all ranks are here to make it."""
+        """The transport of asynchronous calls, created now because that is collective."""
         transport = self._engine.transport
         return transport.begin_duplicate()() if transport.threads else None
 
@@ -121,7 +126,7 @@ class Group(Deferred):
 
     @property
     def backend(self) -> str:
-        """How arrays on GPUs travel, as it was asked for: "auto", "mpi" or "nccl"."""
+        """How arrays on GPUs are moved, as requested: "auto", "mpi" or "nccl"."""
         return self._devices.backend
 
     @property
@@ -131,7 +136,7 @@ class Group(Deferred):
 
     @property
     def deadline(self) -> float | None:
-        """How many seconds a call waits for the other ranks; None for ever. May be set."""
+        """Seconds that a call waits for the other ranks; None waits for ever. May be set."""
         return self._engine.wait_policy.deadline
 
     @deadline.setter
@@ -153,10 +158,10 @@ class Group(Deferred):
             self.close()
 
     def close(self) -> None:
-        """Complete asynchronous calls and give everything back. A second call does nothing.
+        """Complete asynchronous calls and release all resources. A second call does nothing.
 
-        Collective: it waits for the other ranks to close theirs, no longer than the deadline. A
-        communicator that is dropped without it is closed when the program ends.
+        Collective: it waits for the other ranks to close theirs, up to the deadline. An open
+        communicator is closed when the program ends.
         """
         if self._closed:
             return
@@ -167,7 +172,7 @@ class Group(Deferred):
         self._close("close")
 
     def _close(self, name: str) -> None:
-        """Where it raises because of the other ranks, nothing is closed yet."""
+        """Close; if the other ranks cause an exception, nothing has been closed."""
         if self._engine.broken is None and not self._engine.transport.ended:
             self._engine.perform(Signature(name), self._end)
         self._abandon_mailboxes(0)
@@ -180,19 +185,19 @@ class Group(Deferred):
         for mailbox in self._mailboxes:
             mailbox.close()
         if self._twin is not None:
-            # A rank whose calls wait for others that made none would wait for their thread as well.
-            asked = numbers_of_all(engine, int(self._progress is not None))
-            if any(called for called, _ in asked):
+            # If any rank has a progress thread, the threads of all ranks must end together.
+            have_thread = numbers_of_all(engine, int(self._progress is not None))
+            if any(each for each, _ in have_thread):
                 self._running().close()
             else:
                 self._twin.close()
         engine.close()
 
-    def leave(self, seconds: float) -> bool:
-        """Close it because the program ends; whether there is nothing left to close.
+    def close_at_exit(self, seconds: float) -> bool:
+        """Close at the program's end; whether nothing is left to close.
 
-        Where the others don't come within `seconds`, or are in a call and so get to know that this
-        rank ends, it may be tried again.
+        It may be retried if the other ranks do not arrive within `seconds`, or are in a call, which
+        then reports this rank's exit.
         """
         if self._engine.broken is not None:
             self._devices.abandon()
@@ -200,15 +205,15 @@ class Group(Deferred):
             self._closed = True
             return True
         for mailbox in self._mailboxes:
-            # Others may wait in theirs.
+            # Other ranks may wait in their mailboxes.
             mailbox.tell_end()
         try:
             with self._engine.wait_policy.no_longer_than(seconds):
                 self._close("exit")
         except (DeadlineExceededError, MismatchError):
             if self._twin is not None and self.size > 1:
-                # The others may wait in asynchronous calls as well.
-                self._running().tell_end()
+                # Other ranks may also wait in asynchronous calls.
+                self._running().signal_end()
             return self._engine.broken is not None
         except CollectiveError:
             self._abandon_mailboxes(seconds)
@@ -216,7 +221,7 @@ class Group(Deferred):
         return True
 
     def _abandon_mailboxes(self, seconds: float) -> None:
-        """End those that the others did not end together with this rank."""
+        """Close the mailboxes that the other ranks did not close together with this rank."""
         for mailbox in self._mailboxes:
             if self._engine.transport.ended:
                 mailbox.forbid("MPI has ended")
@@ -237,13 +242,13 @@ class Group(Deferred):
         part = self._run(nodes.split(color, key))
         if part is None:
             return None
-        wait_policy = self._engine.wait_policy.another("split", self.deadline)
+        wait_policy = self._engine.wait_policy.for_single_wait("split", self.deadline)
         wait_policy.check_alive = self._engine.wait_policy.check_alive
         node_of = nodes.gather_labels(Engine(part, wait_policy), self.node)
         return type(self)(part, backend=self.backend, deadline=self.deadline, node_of=node_of)
 
     def _keep(self, mailbox: Mailbox) -> None:
-        """Let the mailbox end with the communicator."""
+        """Close the mailbox with the communicator."""
         kept = [each for each in self._mailboxes if not each.given_back]
         self._mailboxes = [*kept, mailbox]
 
@@ -275,7 +280,7 @@ class Group(Deferred):
 
     def _queue(self, operation: Operation, line: str) -> Handle[Any]:
         engine = self._engine
-        # From here on the other ranks may hear of it, however this ends.
+        # From here on other ranks may detect the call, however it ends.
         engine.begun += 1
         return self._running().submit(operation, line, (engine.costs, engine.costs_source))
 

@@ -1,4 +1,4 @@
-"""The older place of `collectives.schedules`."""
+"""Former name of `collectives.schedules.schedule`, kept for existing imports."""
 
 from collectives.schedules.schedule import Recv, Reduce, Send, one_chunk
 

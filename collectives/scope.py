@@ -1,4 +1,4 @@
-"""Names for what calls are made for."""
+"""Names of operations, for messages about the calls within them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collectives.group import Group
 
 @contextmanager
 def named_scope(comm: Group, name: str) -> Iterator[None]:
-    """Let errors name what the communicator's calls within are made for.
+    """Within the context, errors name the operation for which the communicator's calls are made.
 
-    Of nested ones the outermost is named, as that is what the user called. Not collective.
+    The outermost of nested names is used, because that is what the user called. Not collective.
     """
     call = comm._engine.wait_policy.call
     outer = call.scope

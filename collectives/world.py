@@ -1,4 +1,4 @@
-"""Starting MPI, and the communicator of all ranks."""
+"""Initialization of MPI, and the communicator of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collectives.waiting.wait_policy import DEFAULT_DEADLINE, check_deadline
 
 
 class _Unset:
-    """The type of a default that no caller can mean."""
+    """Type of the default of an argument for which None has a meaning."""
 
 
 _UNSET = _Unset()
@@ -21,15 +21,23 @@ _world: Communicator | None = None
 
 
 def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) -> Communicator:
-    """The communicator of all ranks. MPI starts at the first call; later calls return the same.
+    """The communicator of all ranks. The first call initializes MPI; later calls return the same.
 
-    A program started without `mpirun` is a world of one rank. From then on an uncaught exception on
-    one rank shows its traceback and ends the whole job. `deadline` is how many seconds a call waits
-    for ranks that don't come (default: 300; None: for ever); a later call that gives one sets it.
-    `backend` says how arrays on GPUs travel, as that of `Communicator` does. Raises
-    BackendUnavailableError where MPI is missing, or NCCL where it is asked for, ValueError for an
-    unknown backend, or for another one than that of the first call, LaunchError where a launcher
-    started several processes and MPI sees one alone (COLLECTIVES_ALLOW_SINGLETON=1 allows it).
+    A program started without `mpirun` is a world of one rank. From then on, an uncaught exception
+    on one rank prints its traceback and ends the whole job.
+
+    Args:
+        backend: how arrays on GPUs are moved, as of `Communicator`.
+        deadline: how many seconds a call waits for absent ranks (default 300; None waits for ever).
+            A later call with a deadline changes it.
+
+    Raises:
+        BackendUnavailableError: MPI is missing, or NCCL where it is requested.
+        LaunchError: a launcher started several processes and MPI has one rank
+            (COLLECTIVES_ALLOW_SINGLETON=1 permits it).
+        ValueError: the backend is unknown, or not that of the first call.
+        TypeError: the deadline is not a number.
+
     """
     global _world
     if _world is None or _world.closed:
@@ -37,7 +45,7 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
         check_launch(mpi, os.environ)
         if mpi.COMM_WORLD.size > 1:
             end_the_job_on_exceptions(mpi)
-        # What is wrong on one rank is raised on all: they are waiting for each other.
+        # Wrong arguments of one rank are raised on all ranks, which wait for each other.
         seconds = DEFAULT_DEADLINE if isinstance(deadline, _Unset) else deadline
         _world = Communicator(mpi.COMM_WORLD, backend=backend, deadline=seconds)
         return _world

@@ -202,7 +202,7 @@ LAZY = {
     },
     "cupy": {
         "collectives/cuda/cupy_cuda.py",
-        "collectives/doctor/gpu_look.py",
+        "collectives/doctor/gpu_findings.py",
         "collectives/transports/cupy_nccl.py",
     },
 }

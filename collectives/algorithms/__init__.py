@@ -1,4 +1,4 @@
-"""The table of algorithms: for each collective, the schedules that implement it, by name."""
+"""Table of algorithms: the schedules that implement each collective, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from collectives.schedules.spec import spec_of
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A schedule and into how many chunks it cuts the buffer, as a function of the size."""
+    """A schedule, and the number of chunks of its buffer as a function of the size."""
 
     collective: str
     name: str
@@ -41,18 +41,18 @@ def register_algorithm(
     *,
     chunks: Callable[[int], int] = chunk_per_rank,
 ) -> None:
-    """Add a schedule, so that it can be verified, priced, chosen, forced by name and benchmarked.
+    """Register a schedule, so that it can be verified, priced, selected, forced and benchmarked.
 
-    `chunks` says into how many chunks the buffer of `size` ranks is cut; it counts where the
-    collective leaves that open (all_reduce, reduce, broadcast). Every rank must register the same.
-    Raises ValueError where the collective is unknown or the name is taken, TypeError where the name
-    is no text or the schedule no function.
+    `chunks` maps the number of ranks to the number of chunks of the buffer. It applies where the
+    collective leaves that open (all_reduce, reduce, broadcast). Every rank must register the same
+    schedules. Raises ValueError for an unknown collective or a name in use, TypeError for a name
+    that is not a string or a schedule that is not callable.
     """
     if not isinstance(name, str) or not callable(schedule):
-        raise TypeError(f"name={name!r}, schedule={schedule!r}: must be a text and a function")
+        raise TypeError(f"name={name!r}, schedule={schedule!r}: must be a string and a callable")
     chunks = spec_of(collective).chunks or chunks
     if (collective, name) in _TABLE or name in FORCED:
-        raise ValueError(f"name={name!r}: {collective} has an algorithm of that name already")
+        raise ValueError(f"name={name!r}: {collective} already has an algorithm of that name")
     _TABLE[collective, name] = Algorithm(collective, name, schedule, chunks)
     _NAMES.setdefault(collective, []).append(name)
 
@@ -63,24 +63,24 @@ def names(collective: str) -> list[str]:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every (collective, algorithm) there is."""
+    """Every registered (collective, algorithm)."""
     return list(_TABLE)
 
 
 def find(collective: str, name: str) -> Algorithm:
-    """The algorithm of that name; ValueError, with the names there are, where there is none."""
+    """The algorithm of that name; ValueError, listing the registered names, if there is none."""
     spec_of(collective)
     if (collective, name) not in _TABLE:
-        there = ", ".join(map(repr, names(collective)))
-        raise ValueError(f"algorithm={name!r}: {collective} has {there}")
+        known = ", ".join(map(repr, names(collective)))
+        raise ValueError(f"algorithm={name!r}: {collective} has {known}")
     return _TABLE[collective, name]
 
 
 def check_name(collective: str, name: str | None) -> None:
-    """ValueError where the caller asks for a path that the collective doesn't have."""
+    """Raise ValueError for an algorithm or path that the collective does not have."""
     if name not in (None, *FORCED) and (collective, name) not in _TABLE:
-        there = ", ".join(map(repr, [*names(collective), *FORCED]))
-        raise ValueError(f"algorithm={name!r}: {collective} has {there}")
+        known = ", ".join(map(repr, [*names(collective), *FORCED]))
+        raise ValueError(f"algorithm={name!r}: {collective} has {known}")
 
 
 register_algorithm("all_reduce", "ring", ring.all_reduce)

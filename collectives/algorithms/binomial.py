@@ -1,7 +1,7 @@
-"""The binomial tree below rank 0: ⌈log₂ p⌉ rounds for the rooted collectives.
+"""Binomial tree rooted at rank 0: ⌈log₂ p⌉ rounds for the rooted collectives.
 
-Rank r's parent is r without its lowest set bit; its subtree is the ranks from r on, as many as that
-bit says (Chan et al. 2007, doi:10.1002/cpe.1206).
+The parent of rank r is r without its lowest set bit. Its subtree is the ranks from r on, as many as
+the value of that bit (Chan et al. 2007, doi:10.1002/cpe.1206).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _is_parent(rank: Ranks, distance: int, size: int) -> Ranks:
 
 
 def broadcast(rank: Ranks, size: int) -> Iterator[Round]:
-    """From the farthest child to the nearest."""
+    """Send from the farthest child to the nearest."""
     for distance in reversed(_distances(size)):
         yield [
             Send(0, rank + distance, when=_is_parent(rank, distance, size)),
@@ -36,7 +36,7 @@ def broadcast(rank: Ranks, size: int) -> Iterator[Round]:
 
 
 def reduce(rank: Ranks, size: int) -> Iterator[Round]:
-    """The broadcast backwards: every rank folds its children's parts into its own."""
+    """The reverse of the broadcast: every rank folds its children's buffers into its own."""
     for distance in _distances(size):
         yield [
             Send(0, rank - distance, when=_is_child(rank, distance)),
@@ -45,7 +45,7 @@ def reduce(rank: Ranks, size: int) -> Iterator[Round]:
 
 
 def scatter(rank: Ranks, size: int) -> Iterator[Round]:
-    """Every child is sent the chunks of its whole subtree."""
+    """Send every child the chunks of its whole subtree."""
     for distance in reversed(_distances(size)):
         child = rank + distance
         yield [
@@ -65,7 +65,7 @@ def scatter(rank: Ranks, size: int) -> Iterator[Round]:
 
 
 def gather(rank: Ranks, size: int) -> Iterator[Round]:
-    """The scatter backwards: every rank hands up the chunks of its whole subtree."""
+    """The reverse of the scatter: every rank sends the chunks of its subtree to its parent."""
     for distance in _distances(size):
         child = rank + distance
         yield [

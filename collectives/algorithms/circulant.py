@@ -1,4 +1,4 @@
-"""Halving and doubling on a circulant graph: optimal rounds and bytes at any number of ranks.
+"""Halving and doubling on a circulant graph: optimal rounds and bytes for any number of ranks.
 
 Reduce-scatter takes ⌈log₂ p⌉ messages and (p−1)/p of the buffer per rank, all-reduce twice that,
 whether or not p is a power of two (Träff 2024, arXiv:2410.14234).
@@ -13,7 +13,7 @@ from collectives.schedules.schedule import Ranks, Reduce, Round, Send
 
 
 def reduce_scatter(rank: Ranks, size: int) -> Iterator[Round]:
-    """Of the next `held` ranks' chunks give away the farther half, until one's own is left."""
+    """Send the farther half of the chunks of the next `held` ranks, until one's own is left."""
     held = size
     while held > 1:
         kept = (held + 1) // 2

@@ -1,9 +1,10 @@
-"""Recursive doubling: what a rank knows doubles in every round. Fewest rounds, at any size.
+"""Recursive doubling: the data of a rank double in every round. Fewest rounds, for any size.
 
-All-reduce: ⌊log₂ p⌋ exchanges of the whole buffer between the largest power of two of ranks; the
-ranks beyond it hand theirs in before and get the result after (Thakur, Rabenseifner and Gropp 2005,
-doi:10.1177/1094342005051521). All-gather: ⌈log₂ p⌉ messages and (p−1)/p of the result per rank, at
-any p (Bruck et al. 1997, doi:10.1109/71.642949, whose final rotation cyclic runs of chunks spare).
+All-reduce: ⌊log₂ p⌋ exchanges of the whole buffer between the largest power of two of ranks. The
+remaining ranks send their buffers before and receive the result after (Thakur, Rabenseifner and
+Gropp 2005, doi:10.1177/1094342005051521). All-gather: ⌈log₂ p⌉ messages and (p−1)/p of the result
+per rank, for any p (Bruck et al. 1997, doi:10.1109/71.642949; cyclic runs of chunks replace the
+final rotation).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send, lar
 
 
 def all_reduce(rank: Ranks, size: int) -> Iterator[Round]:
-    """Exchange everything with the rank at distance 1, 2, 4 and so on."""
+    """Exchange the whole buffer with the rank at distance 1, 2, 4 and so on."""
     power = largest_power_of_two(size)
     inside, helped, outside = rank < power, rank < size - power, rank >= power
     if power < size:

@@ -12,7 +12,7 @@ from collectives.schedules.schedule import Ranks, Recv, Round, Send
 
 
 def all_to_all(rank: Ranks, size: int) -> Iterator[Round]:
-    """Chunk i goes to rank i; what comes from rank i lands in chunk size + i."""
+    """Chunk i goes to rank i; data from rank i arrive in chunk size + i."""
     for distance in range(1, size):
         receiver, sender = (rank + distance) % size, (rank - distance) % size
         yield [Send(receiver, receiver), Recv(size + sender, sender)]

@@ -1,7 +1,7 @@
 """Reduce of large buffers: reduce-scatter, then gather.
 
-The mirror image of `scatter_all_gather`: no rank sends or folds more than twice the buffer (Chan et
-al. 2007, doi:10.1002/cpe.1206).
+The reverse of `scatter_all_gather`: no rank sends or folds more than twice the buffer (Chan et al.
+2007, doi:10.1002/cpe.1206).
 """
 
 from __future__ import annotations

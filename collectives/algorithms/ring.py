@@ -1,4 +1,4 @@
-"""The ring: each rank speaks with its two neighbours alone.
+"""Ring: each rank exchanges messages with its two neighbours only.
 
 Bandwidth-optimal at any size: all-reduce sends 2(p−1)/p of the buffer in 2(p−1) messages per rank,
 reduce-scatter and all-gather half of each (Patarasuk and Yuan 2009,
@@ -13,7 +13,7 @@ from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send
 
 
 def reduce_scatter(rank: Ranks, size: int) -> Iterator[Round]:
-    """A chunk starts beside its owner, goes once round, and gathers every rank's part."""
+    """Each chunk starts at its owner's successor, goes round once, and collects every part."""
     following, previous = (rank + 1) % size, (rank - 1) % size
     for step in range(1, size):
         yield [
@@ -23,7 +23,7 @@ def reduce_scatter(rank: Ranks, size: int) -> Iterator[Round]:
 
 
 def all_gather(rank: Ranks, size: int) -> Iterator[Round]:
-    """Every rank passes on what it received in the round before."""
+    """Every rank forwards the chunk that it received in the round before."""
     following, previous = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         yield [Send((rank - step) % size, following), Recv((rank - step - 1) % size, previous)]

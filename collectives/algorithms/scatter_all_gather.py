@@ -1,9 +1,9 @@
 """Broadcast of large buffers: scatter, then all-gather.
 
-The root sends (p−1)/p of the buffer down the binomial tree and the ring brings the chunks to all,
-so nobody sends more than twice the buffer however many ranks there are (van de Geijn; Chan et al.
-2007, doi:10.1002/cpe.1206). The root has every chunk and is left out as a receiver: its buffer may
-be read-only.
+The root sends (p−1)/p of the buffer down the binomial tree, and the ring distributes the chunks, so
+that no rank sends more than twice the buffer at any size (van de Geijn; Chan et al. 2007,
+doi:10.1002/cpe.1206). The root already has every chunk and receives nothing: its buffer may be
+read-only.
 """
 
 from __future__ import annotations

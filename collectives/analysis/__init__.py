@@ -1,1 +1,1 @@
-"""Proof, traffic and cost of a schedule, without running it."""
+"""Verification, traffic and cost of a schedule, without running it."""

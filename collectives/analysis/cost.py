@@ -1,9 +1,9 @@
-"""What a schedule costs: messages and bytes of every rank, and seconds on a given link.
+"""Cost of a schedule: messages and bytes of every rank, and seconds on a given link.
 
-The model: sending or receiving a message of n bytes takes `latency + n / bandwidth`, a rank sends
-and receives at the same time but one message each, and folding n bytes takes `n / reduction`. A
-rank starts a round as soon as it has ended the one before, so that chains of ranks overlap as they
-do in reality (one-ported full duplex; Chan et al. 2007, doi:10.1002/cpe.1206).
+The model: sending or receiving a message of n bytes takes `latency + n / bandwidth` seconds, a rank
+sends and receives at the same time but one message each, and folding n bytes takes `n / reduction`.
+A rank starts a round as soon as it has finished the one before, so that chains of ranks overlap
+(one-ported full duplex; Chan et al. 2007, doi:10.1002/cpe.1206).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from collectives.schedules.schedule import split_lengths
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks: seconds, bytes per second, bytes folded per second."""
+    """A connection between two ranks.
+
+    Seconds per message, bytes per second sent, and bytes per second folded.
+    """
 
     latency: float
     bandwidth: float
@@ -31,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each rank sends in a collective: the number of messages and of bytes, by rank."""
+    """Number of messages and of bytes that each rank sends in a collective, by rank."""
 
     messages: Indices
     nbytes: Indices
@@ -58,7 +61,7 @@ def _find(collective: str, algorithm: str, size: int, nbytes: int) -> Algorithm:
 
 
 def _chunk_nbytes(algorithm: Algorithm, size: int, nbytes: int) -> Indices:
-    """`nbytes` cut into the algorithm's chunks (for all_to_all: cut once for each direction)."""
+    """`nbytes` cut into the algorithm's chunks (for all_to_all, once for each direction)."""
     chunks = algorithm.chunks(size)
     if algorithm.collective == "all_to_all":
         return np.tile(split_lengths(nbytes, size), 2)
@@ -66,10 +69,11 @@ def _chunk_nbytes(algorithm: Algorithm, size: int, nbytes: int) -> Indices:
 
 
 def traffic(collective: str, algorithm: str, size: int, nbytes: int) -> Traffic:
-    """Count what each of `size` ranks sends for a buffer of `nbytes` bytes.
+    """Count the messages and bytes that each of `size` ranks sends.
 
-    `nbytes` is the whole buffer: of all_gather and gather the result, of all_to_all and scatter the
-    input of one rank. Raises ValueError for unknown names, a size below 1 or negative bytes.
+    `nbytes` is the size of the whole buffer in bytes: the result of all_gather and gather, the
+    input of one rank of all_to_all and scatter. Raises ValueError for unknown names, a size below 1
+    or negative bytes.
     """
     found = _find(collective, algorithm, size, nbytes)
     chunk_nbytes = _chunk_nbytes(found, size, nbytes)
@@ -81,7 +85,7 @@ def traffic(collective: str, algorithm: str, size: int, nbytes: int) -> Traffic:
 
 
 def _advance(clock: NDArray[np.float64], each: Messages, chunk_nbytes: Indices, link: Link) -> None:
-    """Move every rank's clock to the end of the round."""
+    """Advance every rank's clock to the end of the round."""
     nbytes = _run_nbytes(each.sent, chunk_nbytes)
     seconds = link.latency + nbytes / link.bandwidth
     sending, receiving = clock.copy(), clock.copy()
@@ -93,9 +97,9 @@ def _advance(clock: NDArray[np.float64], each: Messages, chunk_nbytes: Indices, 
 
 
 def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link) -> float:
-    """Seconds that the slowest of `size` ranks needs for a buffer of `nbytes` bytes over `link`.
+    """Seconds that the slowest of `size` ranks needs over `link`.
 
-    `nbytes` counts as in `traffic`, and raises as there.
+    Arguments and errors are those of `traffic`.
     """
     found = _find(collective, algorithm, size, nbytes)
     chunk_nbytes = _chunk_nbytes(found, size, nbytes)

@@ -1,4 +1,4 @@
-"""The messages of a round between all ranks: every send paired with the receive that it meets."""
+"""Messages of a round between all ranks: every send paired with its matching receive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ends:
-    """One end of many messages: the rank there, its peer, and the run of chunks."""
+    """One end of many messages: its rank, its peer, and the run of chunks."""
 
     rank: Indices
     peer: Indices
@@ -35,7 +35,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Messages:
-    """The messages of one round; entry i of `sent` meets entry i of `received`."""
+    """The messages of one round; entry i of `sent` matches entry i of `received`."""
 
     sent: Ends
     received: Ends
@@ -80,15 +80,15 @@ def _check_range(ends: Ends, size: int, chunks: int, number: int) -> None:
             )
 
 
-def _check_met(sent: Ends, received: Ends, size: int, number: int) -> None:
-    """Both are sorted by (sender, receiver): where they differ, a message has but one end."""
+def _check_matched(sent: Ends, received: Ends, size: int, number: int) -> None:
+    """Raise ScheduleError for a message with one end only; both are sorted by sender, receiver."""
     sent_keys = sent.rank * size + sent.peer
     received_keys = received.peer * size + received.rank
     if np.array_equal(sent_keys, received_keys):
         return
-    unmet, at = np.setdiff1d(sent_keys, received_keys), 0
-    if len(unmet):
-        at = int((sent_keys == unmet[0]).argmax())
+    unmatched, at = np.setdiff1d(sent_keys, received_keys), 0
+    if len(unmatched):
+        at = int((sent_keys == unmatched[0]).argmax())
         raise ScheduleError(
             f"a send to rank {sent.peer[at]} that it never receives",
             round=number,
@@ -111,7 +111,7 @@ def _check_counts(sent: Ends, received: Ends, number: int) -> None:
     if unequal.any():
         at = int(unequal.argmax())
         raise ScheduleError(
-            f"{received.count[at]} chunks awaited, {sent.count[at]} sent by rank {sent.rank[at]}",
+            f"{received.count[at]} chunks expected, {sent.count[at]} sent by rank {sent.rank[at]}",
             round=number,
             rank=int(received.rank[at]),
             chunk=int(received.chunk[at]),
@@ -119,8 +119,10 @@ def _check_counts(sent: Ends, received: Ends, number: int) -> None:
 
 
 def messages(steps: Round, size: int, chunks: int, number: int) -> Messages:
-    """Pair the sends and receives of round `number`, of all ranks at once; ScheduleError if any
-    has no partner, or names a rank or chunk that does not exist.
+    """Pair the sends and receives of round `number` for all ranks at once.
+
+    Raises ScheduleError for a step without a partner, or for one that names a rank or chunk that
+    does not exist.
     """
     numbered = list(enumerate(steps))
     sent = _ends([(at, step) for at, step in numbered if isinstance(step, Send)], size)
@@ -129,7 +131,7 @@ def messages(steps: Round, size: int, chunks: int, number: int) -> Messages:
         _check_range(ends, size, chunks, number)
     sent = sent[np.argsort(sent.rank * size + sent.peer, kind="stable")]
     received = received[np.argsort(received.peer * size + received.rank, kind="stable")]
-    _check_met(sent, received, size, number)
+    _check_matched(sent, received, size, number)
     _check_counts(sent, received, number)
     folding = np.array([isinstance(step, Reduce) for step in steps], dtype=bool)
     return Messages(sent, received, folding[received.step])

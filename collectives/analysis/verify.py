@@ -1,12 +1,12 @@
-"""Proof that a schedule reaches its collective's condition, by running it on symbols.
+"""Verification that a schedule reaches its collective's postcondition, by symbolic execution.
 
 Up to 256 ranks the symbols are exact: every chunk holds the set of ranks whose contributions were
 folded into it. Beyond that, every rank's contribution is a random 64-bit number, folding is
-addition modulo 2⁶⁴, and the end must be the sum that the condition demands: a contribution dropped,
-doubled or misplaced goes unseen with a probability of about 2⁻⁶⁴.
+addition modulo 2⁶⁴, and the end must equal the sum that the postcondition demands: a dropped,
+doubled or misplaced contribution remains undetected with a probability of about 2⁻⁶⁴.
 
-Where several ranks get the fold of all contributions, they must have folded in one order, operand
-by operand: rounding and NaNs depend on it. A fold's order is told by a fingerprint at every size.
+Where several ranks receive the fold of all contributions, they must fold in the same order, operand
+by operand, because rounding and NaNs depend on it. A fingerprint identifies the order of a fold.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ EXACT_UP_TO = 256
 
 Symbols = NDArray[np.uint64]
 
-# Odd, and different, so that the operands of a fold can't be exchanged.
+# Odd and different, so that exchanging the operands of a fold changes the fingerprint.
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 class _State:
-    """What every (rank, chunk) holds, as symbols of shape (rank, chunk, word)."""
+    """Content of every (rank, chunk), as symbols of shape (rank, chunk, word)."""
 
     def __init__(self, spec: Spec, size: int, chunks: int) -> None:
         self.spec, self.size, self.exact = spec, size, size <= EXACT_UP_TO
@@ -56,51 +56,51 @@ class _State:
         generator = np.random.default_rng(20260101)
         return generator.integers(1, 2**64, (self.size, 1), np.uint64, endpoint=False)
 
-    def fold(self, rank: Indices, chunk: Indices, came: _Content, number: int) -> None:
-        """Add what came to what is there; the lower rank's part is the first operand."""
-        there, symbols = self.held[rank, chunk], came.symbols
+    def fold(self, rank: Indices, chunk: Indices, arrived: _Content, number: int) -> None:
+        """Fold the arrived content; the lower rank's operand is the first one."""
+        present, symbols = self.held[rank, chunk], arrived.symbols
         self.refuse(~self.filled[rank, chunk], "a fold into an empty chunk", number, rank, chunk)
         both = self.overwritten[rank, chunk]
         self.refuse(both, "received and folded in one round", number, rank, chunk)
         if self.exact:
-            doubled = ((there & symbols) != 0).any(axis=-1)
+            doubled = ((present & symbols) != 0).any(axis=-1)
             self.refuse(doubled, "a contribution that is there already", number, rank, chunk)
-        self.held[rank, chunk] = there | symbols if self.exact else there + symbols
-        mine, lower = self.order[rank, chunk], came.source < rank
-        first: Symbols = np.where(lower, came.order, mine)
-        second: Symbols = np.where(lower, mine, came.order)
+        self.held[rank, chunk] = present | symbols if self.exact else present + symbols
+        own, lower = self.order[rank, chunk], arrived.source < rank
+        first: Symbols = np.where(lower, arrived.order, own)
+        second: Symbols = np.where(lower, own, arrived.order)
         mixed: Symbols = first * _FIRST + second * _SECOND
         self.order[rank, chunk] = mixed ^ (mixed >> np.uint64(29))
 
-    def overwrite(self, rank: Indices, chunk: Indices, came: _Content, number: int) -> None:
-        """Replace what is there, which must be neither sent nor written in the same round."""
+    def overwrite(self, rank: Indices, chunk: Indices, arrived: _Content, number: int) -> None:
+        """Replace the content, which must be neither sent nor written in the same round."""
         self.refuse(self.busy[rank, chunk], "overwritten while in use", number, rank, chunk)
         self.busy[rank, chunk] = self.overwritten[rank, chunk] = True
         self.filled[rank, chunk] = True
-        self.held[rank, chunk], self.order[rank, chunk] = came.symbols, came.order
+        self.held[rank, chunk], self.order[rank, chunk] = arrived.symbols, arrived.order
 
     def read(self, rank: Indices, chunk: Indices, number: int) -> _Content:
-        """What is sent."""
+        """Content to be sent."""
         self.refuse(~self.filled[rank, chunk], "an empty chunk is sent", number, rank, chunk)
         self.busy[rank, chunk] = True
         return _Content(rank, self.held[rank, chunk], self.order[rank, chunk])
 
     def require(self, rounds: int) -> None:
-        """Hold the end against the condition."""
+        """Raise ScheduleError if the postcondition does not hold at the end."""
         size, chunks = self.filled.shape
         rank, chunk = np.arange(size)[:, None], np.arange(chunks)
         origin = np.broadcast_to(self.spec.after(rank, chunk, size), (size, chunks))
         wanted = self.contribution[np.clip(origin, 0, size - 1)]
         wanted = np.where((origin == EVERY)[..., None], self.contribution.sum(axis=0), wanted)
         wrong = (origin != ANYTHING) & ((self.held != wanted).any(axis=-1) | ~self.filled)
-        ranks, places = np.nonzero(wrong)
-        what = f"the condition of {self.spec.name} does not hold"
-        self.refuse(np.ones(len(ranks), dtype=bool), what, rounds, ranks, places)
+        ranks, wrong_chunks = np.nonzero(wrong)
+        problem = f"the condition of {self.spec.name} does not hold"
+        self.refuse(np.ones(len(ranks), dtype=bool), problem, rounds, ranks, wrong_chunks)
         folded = np.broadcast_to(origin == EVERY, (size, chunks))
         first = self.order[folded.argmax(axis=0), np.arange(chunks)]
-        ranks, places = np.nonzero(folded & (self.order != first))
-        what = "folded in another order than on a rank before, which may give other bits"
-        self.refuse(np.ones(len(ranks), dtype=bool), what, rounds, ranks, places)
+        ranks, wrong_chunks = np.nonzero(folded & (self.order != first))
+        problem = "folded in another order than on a rank before, which may give other bits"
+        self.refuse(np.ones(len(ranks), dtype=bool), problem, rounds, ranks, wrong_chunks)
 
     @staticmethod
     def refuse(
@@ -113,7 +113,7 @@ class _State:
 
 
 class _Content(NamedTuple):
-    """What some ranks send: their numbers, whose contributions, and how those were folded."""
+    """Content that some ranks send: the ranks, the contributions, and the order of their folds."""
 
     source: Indices
     symbols: Symbols
@@ -131,23 +131,23 @@ def _run_round(state: _State, steps: Round, number: int) -> None:
             state.refuse(differs, "another chunk's data is sent here", number, *target)
             arrivals.append((reduces, *target, state.read(*source, number)))
             touched += [source, target]
-    for reduces, rank, chunk, came in arrivals:
+    for reduces, rank, chunk, arrived in arrivals:
         if reduces:
-            state.fold(rank, chunk, came, number)
+            state.fold(rank, chunk, arrived, number)
         else:
-            state.overwrite(rank, chunk, came, number)
+            state.overwrite(rank, chunk, arrived, number)
     for rank, chunk in touched:
         state.busy[rank, chunk] = state.overwritten[rank, chunk] = False
 
 
 def _nth_chunk(ends: Ends, offset: int, chunks: int) -> tuple[Indices, Indices]:
-    """The (rank, chunk) of each run's chunk number `offset`, where the run is that long."""
+    """The (rank, chunk) at `offset` in each run that is long enough."""
     long_enough = ends.count > offset
     return ends.rank[long_enough], (ends.chunk[long_enough] + offset) % chunks
 
 
 def verify_schedule(spec: Spec, rounds: Iterable[Round], size: int, chunks: int) -> None:
-    """Run the rounds of all ranks at once; ScheduleError at the first rule that is broken."""
+    """Execute the rounds of all ranks at once; ScheduleError at the first rule broken."""
     state = _State(spec, size, chunks)
     number = -1
     for number, steps in enumerate(rounds):
@@ -156,11 +156,11 @@ def verify_schedule(spec: Spec, rounds: Iterable[Round], size: int, chunks: int)
 
 
 def verify(collective: str, algorithm: str, size: int) -> None:
-    """Prove that an algorithm does what its collective promises among `size` ranks.
+    """Prove that an algorithm reaches its collective's postcondition on `size` ranks.
 
-    Returns None, or raises ScheduleError naming the round, rank and chunk of the first fault.
-    Raises ValueError for an unknown collective or algorithm or a size below 1. Exact up to 256
-    ranks, by 64-bit fingerprints beyond; memory is about 50 bytes × ranks × chunks.
+    Returns None. Raises ScheduleError, naming the round, rank and chunk of the first fault, and
+    ValueError for an unknown collective or algorithm or a size below 1. The proof is exact up to
+    256 ranks and uses 64-bit fingerprints beyond; memory is about 50 bytes × ranks × chunks.
     """
     found = algorithms.find(collective, algorithm)
     if size < 1:

@@ -1,1 +1,1 @@
-"""Arrays of every library as NumPy or CuPy sees them, and back."""
+"""Conversion of arrays of every library to NumPy or CuPy, and back."""

@@ -1,11 +1,11 @@
-"""Arrays of every kind, as NumPy sees them, and back.
+"""Conversion of arrays of every kind to NumPy, and back.
 
-Taken: NumPy arrays and scalars; torch tensors, JAX arrays and others on the CPU that speak DLPack;
-objects with the buffer protocol; numbers and lists. A torch tensor comes back as one, an array with
-an array-API namespace as one of that namespace, everything else as NumPy.
+Accepted: NumPy arrays and scalars; torch tensors, JAX arrays and others on the CPU that implement
+DLPack; objects with the buffer protocol; numbers and lists. The result for a torch tensor is a
+tensor, for an array with an array-API namespace an array of that namespace, otherwise NumPy.
 
-An array on a GPU (CuPy's, torch's, whatever speaks `__cuda_array_interface__` or DLPack) stays
-there: it is seen as a device array, which can do what is used of NumPy's arrays here.
+An array on a GPU (of CuPy, torch, or any library with `__cuda_array_interface__` or DLPack) stays
+there. It is converted to a device array, which supports the NumPy operations used here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collectives.cuda.interface import DLPACK_GPU, is_torch
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.reductions.reduction import Array
 
-# kDLCPU, and kDLCUDAHost: memory of the host that is pinned.
+# kDLCPU, and kDLCUDAHost for pinned host memory.
 _DLPACK_CPU = (1, 3)
 
 
 def to_array(array: Any, argument: str = "array") -> Array:
-    """`array` as NumPy, or as a device array, sharing its memory wherever that is possible.
+    """`array` as a NumPy or device array, sharing its memory where possible.
 
-    Raises TypeError as `to_numpy`, BackendUnavailableError for one on a GPU where CuPy is missing.
+    Raises TypeError like `to_numpy`, and BackendUnavailableError for a GPU array without CuPy.
     """
     if not on_gpu(array):
         return to_numpy(array, argument)
@@ -38,7 +38,7 @@ def to_array(array: Any, argument: str = "array") -> Array:
 
 
 def _check_current(array: Array, argument: str) -> None:
-    """TypeError for an array of another GPU than that on which everything here is done."""
+    """Raise TypeError for an array on another GPU than the current one."""
     gpus = cuda()
     number, current = gpus.device_of(array), gpus.current_device()
     if number != current:
@@ -50,14 +50,14 @@ def _check_current(array: Array, argument: str) -> None:
 
 
 def is_device(array: Any) -> bool:
-    """Whether it is a device array, of those that `to_array` returns."""
+    """Whether the result of `to_array` is a device array."""
     return type(array) is not np.ndarray
 
 
 def to_numpy(array: Any, argument: str = "array") -> Array:
-    """`array` as NumPy, sharing its memory wherever that is possible.
+    """`array` as a NumPy array, sharing its memory where possible.
 
-    Raises TypeError where it holds Python objects or lies on another device than the CPU.
+    Raises TypeError if it holds Python objects or lies on a device other than the CPU.
     """
     if type(array) is np.ndarray:
         converted = array
@@ -70,7 +70,7 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
     elif array is None:
         raise TypeError(
             f"{argument} is None: must be an array. Where it is the gradient of a parameter that"
-            " took no part, give zeros in its place, or leave it out on every rank"
+            " was not used, pass zeros, or omit it on every rank"
             " (`torch.zeros_like(p) if p.grad is None else p.grad`)"
         )
     elif hasattr(array, "__dlpack_device__"):
@@ -94,7 +94,7 @@ def _from_dlpack(array: Any) -> Array:
     try:
         return np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError):
-        # NumPy's importer knows neither bfloat16 nor, in older versions, read-only arrays.
+        # NumPy's importer supports neither bfloat16 nor, in older versions, read-only arrays.
         return np.asarray(array)
 
 
@@ -113,12 +113,12 @@ def _check_on_cpu(device: int, array: Any, argument: str) -> None:
     if device not in _DLPACK_CPU:
         raise TypeError(
             f"{argument} is a {type(array).__name__} on another device than the CPU or an"
-            f" NVIDIA GPU (DLPack device type {device}): it can't be taken here"
+            f" NVIDIA GPU (DLPack device type {device}): such devices are not supported"
         )
 
 
 def _lends_memory(array: Any) -> bool:
-    """Whether NumPy's view of it is the array itself, not a copy as of a list or a number."""
+    """Whether its NumPy array shares its memory, unlike the copy of a list or a number."""
     if is_torch(array) and (array.is_conj() or array.is_neg()):
         return False
     if on_gpu(array):
@@ -133,7 +133,7 @@ def _lends_memory(array: Any) -> bool:
 
 
 def like(original: Any) -> Callable[[Array], Any]:
-    """A function that gives a NumPy result the kind of `original`."""
+    """A function that converts a NumPy result to the kind of `original`."""
     if isinstance(original, np.ndarray | np.generic):
         return lambda result: result
     if on_gpu(original):
@@ -147,52 +147,52 @@ def like(original: Any) -> Callable[[Array], Any]:
 
 
 def is_plain(array: Array) -> bool:
-    """Whether its elements lie one after the other, in C order."""
+    """Whether its elements are contiguous in C order and aligned."""
     if is_device(array):
         return bool(array.flags.c_contiguous)
     return array.flags.c_contiguous and array.flags.aligned
 
 
 def packed(array: Array) -> Array:
-    """The array itself where its elements lie one after the other, else such a copy."""
+    """The array itself if it is contiguous, otherwise a contiguous copy."""
     if is_plain(array):
         return array
     if is_device(array) and array.dtype.kind == "V":
-        # CuPy copies no 8-bit floats.
+        # CuPy can't copy 8-bit floats.
         return array.view(f"u{array.itemsize}").copy().view(array.dtype)
     return array.copy()
 
 
 def flat(array: Array) -> Array:
-    """The elements in C order, in one dimension: a view where possible, else a copy."""
+    """The elements in C order as one dimension: a view where possible, else a copy."""
     return packed(array).reshape(-1)
 
 
 def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any], beside: Array) -> Array:
-    """New memory of the kind that `beside` lies in."""
+    """New memory on the device of `beside`."""
     made: Array = cuda().empty(shape, dtype) if is_device(beside) else np.empty(shape, dtype)
     return made
 
 
 def address(array: Array) -> int:
-    """Where its first element lies."""
+    """Address of its first element."""
     return cuda().address(array) if is_device(array) else array.ctypes.data
 
 
 def may_overlap(first: Array, second: Array) -> bool:
-    """Whether the arrays may have memory in common."""
+    """Whether the arrays may share memory."""
     return is_device(first) == is_device(second) and np.may_share_memory(first, second)
 
 
 def is_writeable(array: Array, original: Any) -> bool:
-    """Whether it may be written; `original` is the caller's array that it was made of."""
+    """Whether it may be written; `original` is the caller's array that it was converted from."""
     return not cuda().read_only(original) if is_device(array) else array.flags.writeable
 
 
 class Output(NamedTuple):
-    """Where a result goes: `buffer` is flat and contiguous; `deliver` hands over what it holds.
+    """Destination of a result. `buffer` is flat and contiguous; `deliver` returns the result.
 
-    `view` is the caller's own array where the buffer is its memory.
+    `view` is the caller's own array if the buffer is its memory.
     """
 
     buffer: Array
@@ -201,7 +201,7 @@ class Output(NamedTuple):
 
 
 def new_output(shape: tuple[int, ...], dtype: np.dtype[Any], original: Any) -> Output:
-    """Fresh memory, handed over as an array of the kind of `original`."""
+    """New memory, delivered as an array of the kind of `original`."""
     result: Array = cuda().empty(shape, dtype) if on_gpu(original) else np.empty(shape, dtype)
     convert = like(original)
     return Output(result.reshape(-1), lambda: convert(result))
@@ -210,7 +210,7 @@ def new_output(shape: tuple[int, ...], dtype: np.dtype[Any], original: Any) -> O
 def given_output(
     out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str = "out"
 ) -> Output:
-    """The caller's own array. ValueError or TypeError where the result can't be written into it."""
+    """The caller's own array; ValueError or TypeError if the result can't be written into it."""
     view = to_array(out, name)
     if view is not out and not _lends_memory(out):
         raise TypeError(f"{name} is a {type(out).__name__}: must be an array that can be written")
@@ -234,7 +234,7 @@ def given_output(
 
 
 def check_same_memory(array: Array, output: Output, name: str = "out") -> None:
-    """TypeError where an array lies on a GPU and its output doesn't, or the other way round."""
+    """Raise TypeError if one of array and output lies on a GPU and the other does not."""
     if is_device(array) != is_device(output.buffer):
         places = ["the CPU", "a GPU"]
         raise TypeError(

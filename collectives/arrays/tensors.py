@@ -1,7 +1,7 @@
-"""Tensors of torch on the CPU as NumPy sees them, and back; torch must have been imported.
+"""Conversion of torch tensors on the CPU to NumPy, and back; torch must have been imported.
 
-`Tensor.numpy()` makes a tensor's storage unresizable for ever, which breaks whoever frees the
-memory of a tensor and allocates it anew, as FSDP does. Here NumPy is given the memory's address,
+`Tensor.numpy()` makes a tensor's storage unresizable for ever, which breaks code that frees the
+memory of a tensor and allocates it again, such as FSDP. Here NumPy receives the memory's address,
 and the array keeps the tensor alive.
 """
 
@@ -20,7 +20,7 @@ _BOTH = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
-# Those that NumPy knows through ml_dtypes alone.
+# Dtypes that NumPy supports only through ml_dtypes.
 _SMALL_FLOATS = (
     *("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     "float8_e8m0fnu",
@@ -28,7 +28,7 @@ _SMALL_FLOATS = (
 
 
 class _Memory:
-    """A tensor's memory by NumPy's interface, which reads it where it lies."""
+    """A tensor's memory through NumPy's array interface."""
 
     def __init__(self, tensor: Any, address: int, itemsize: int, kind: str) -> None:
         self._tensor = tensor
@@ -42,22 +42,22 @@ class _Memory:
 
 
 def from_torch(tensor: Any, argument: str) -> Array:
-    """A tensor as NumPy, sharing its memory, where it isn't conjugated or negated lazily.
+    """A tensor as a NumPy array; shares its memory unless it is lazily conjugated or negated.
 
-    Raises TypeError for one on another device than the CPU, or without memory in which its elements
-    lie: sparse, nested, quantized, or of a class that keeps them elsewhere.
+    Raises TypeError for a tensor on another device than the CPU, or without memory that holds its
+    elements: sparse, nested, quantized, or of a class that stores them elsewhere.
     """
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
         raise TypeError(
             f"{argument} is a tensor on {tensor.device}, another device than the CPU or an NVIDIA"
-            " GPU: it can't be taken here"
+            " GPU: such devices are not supported"
         )
     dtype = _dtypes().get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_nested:
         raise TypeError(
             f"{argument} is a tensor of {tensor.dtype} and {tensor.layout}"
-            f"{', nested' if tensor.is_nested else ''}: NumPy has no such"
+            f"{', nested' if tensor.is_nested else ''}: NumPy has no equivalent"
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.numel():
@@ -93,23 +93,23 @@ def _dtypes() -> dict[Any, np.dtype[Any]]:
 
 
 def refuse_lost_gradient(array: Any, argument: str) -> None:
-    """ValueError for a tensor of whose gradient a result would know nothing."""
+    """Raise ValueError for a tensor that requires grad, whose gradient the result would lose."""
     if _is_differentiated(array):
         raise ValueError(
-            f"{argument} is a tensor that requires grad: the result would know nothing of its"
-            f" gradient. Give {argument}.detach(), or make the call within `with torch.no_grad():`"
+            f"{argument} is a tensor that requires grad, and the result would have no gradient:"
+            f" pass {argument}.detach(), or make the call within `with torch.no_grad():`"
         )
 
 
 def refuse_false_gradient(array: Any, argument: str) -> None:
-    """ValueError for a tensor whose gradient would be another one's, were the tensor overwritten.
+    """Raise ValueError for a tensor whose gradient would be wrong once it is overwritten.
 
-    A leaf, as a parameter is, may be overwritten: its gradient comes later.
+    A leaf, such as a parameter, may be overwritten: its gradient is computed later.
     """
     if _is_differentiated(array) and not array.is_leaf:
         raise ValueError(
             f"{argument} is a tensor that was computed from others that require grad: to write into"
-            f" it would falsify their gradients. Give {argument}.detach(), or make the call within"
+            f" it would falsify their gradients. Pass {argument}.detach(), or make the call within"
             " `with torch.no_grad():`"
         )
 

@@ -1,7 +1,7 @@
-"""The collectives on arrays: each function checks its arguments and returns an `Operation`.
+"""Collectives on arrays: each function checks its arguments and returns an `Operation`.
 
-Checking first and running later is what lets the same code serve the blocking calls, which run the
-operation at once, and the asynchronous ones, which run it on a thread of their own.
+Checking first and running later lets the same code serve blocking calls, which run the operation at
+once, and asynchronous calls, which run it on another thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collectives.execution.engine import Engine
 
 
 class Operation(NamedTuple):
-    """A call whose arguments were checked: what the ranks must agree on, and what it does."""
+    """A call with checked arguments: the signature that the ranks compare, and its action."""
 
     signature: Signature
     run: Callable[[Engine], Any]
@@ -22,7 +22,7 @@ class Operation(NamedTuple):
     """Whether its arrays lie on a GPU."""
 
     def then(self, action: Callable[[Any], None]) -> Operation:
-        """The same call, at whose end `action` is given the result."""
+        """The same call, followed by an action on its result."""
 
         def run(engine: Engine) -> Any:
             result = self.run(engine)

@@ -1,6 +1,6 @@
-"""all_to_all of blocks that may all differ in shape and dtype, unknown to their receivers.
+"""all_to_all of blocks that may differ in shape and dtype, which their receivers do not know.
 
-A block travels as bytes: a header that tells dtype and shape, then the elements. The lengths are
+A block is sent as bytes: a header with dtype and shape, then the elements. The lengths are
 exchanged first.
 """
 
@@ -22,13 +22,13 @@ from collectives.consistency.signature import Signature, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
-# Elements begin at a multiple of this, in bytes, which suits every dtype.
+# Alignment of the elements in bytes, sufficient for every dtype.
 _ALIGNMENT = 64
 _PREFIX = 8
 
 
 class _Block:
-    """One array on its way."""
+    """One array to be sent."""
 
     def __init__(self, array: Array) -> None:
         self.content = flat(array).view(np.uint8)
@@ -38,7 +38,7 @@ class _Block:
         self.nbytes = len(self.header) + _aligned(len(self.content))
 
     def write(self, buffer: Array) -> None:
-        """Lay the block down at the beginning of `buffer`."""
+        """Write the block to the start of `buffer`."""
         start = len(self.header)
         buffer[:start] = self.header
         buffer[start : start + len(self.content)] = self.content
@@ -49,7 +49,7 @@ def _aligned(length: int) -> int:
 
 
 def _read(buffer: Array) -> Array:
-    """The array in a block, in memory of its own."""
+    """The array in a block, with its own memory."""
     length = int.from_bytes(buffer[:_PREFIX].tobytes(), "little")
     dtype, shape = pickle.loads(buffer[_PREFIX : _PREFIX + length].data)
     start = _aligned(_PREFIX + length)
@@ -67,7 +67,7 @@ def _exchange_lengths(engine: Engine, outgoing: list[int]) -> list[int]:
 
 
 def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Operation:
-    """arrays[i] goes to rank i; the result's entry i came from rank i."""
+    """Send arrays[i] to rank i; entry i of the result was sent by rank i."""
     algorithms.check_name("all_to_all", algorithm)
     if len(arrays) != size:
         raise ValueError(
@@ -102,7 +102,7 @@ def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Opera
 
 
 def _between_gpus(given: list[Array], arrays: Sequence[Any], algorithm: str | None) -> Operation:
-    """As `all_to_all`, of device arrays: what describes the blocks goes by way of the host."""
+    """Like `all_to_all`, for device arrays: dtypes and shapes are exchanged through the host."""
     if not all(map(is_device, given)):
         raise TypeError(
             "arrays: some lie on a GPU, some on the CPU: must all lie in the same memory"

@@ -1,4 +1,4 @@
-"""Arrays in memory that the node's ranks can all reach: one for each rank, or one for all."""
+"""Allocation of memory that the node's ranks share: one array per rank, or one for all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from collectives.waiting.wait_policy import warn_once
 
 
 def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
-    """An array in the node's memory; an ordinary one where there is no such memory."""
+    """A registered array; an ordinary one if there is no shared memory."""
     dimensions, kind, nbytes = _checked(shape, dtype)
 
     def perform(engine: Engine) -> Array:
-        if engine.devices is not None and engine.devices.asked_for:
+        if engine.devices is not None and engine.devices.gpus_requested:
             room: Array = engine.devices.room(math.prod(dimensions), kind).reshape(dimensions)
             return room
         block = None
@@ -42,7 +42,7 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Operation:
 
 
 def zeros(shape: int | Sequence[int], dtype: Any) -> Operation:
-    """As `empty`, filled with zeros."""
+    """Like `empty`, filled with zeros."""
     unfilled = empty(shape, dtype)
 
     def perform(engine: Engine) -> Array:
@@ -54,7 +54,7 @@ def zeros(shape: int | Sequence[int], dtype: Any) -> Operation:
 
 
 def empty_shared(shape: int | Sequence[int], dtype: Any) -> Operation:
-    """One array for all ranks of a node; None everywhere where a node has no memory for it."""
+    """One array for all ranks of a node; None on every rank if a node has no memory for it."""
     dimensions, kind, nbytes = _checked(shape, dtype)
 
     def perform(engine: Engine) -> Array | None:
@@ -72,12 +72,12 @@ def empty_shared(shape: int | Sequence[int], dtype: Any) -> Operation:
 
 
 def _checked(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    """The lengths, the dtype and the bytes; ValueError or TypeError where it can't be."""
+    """Lengths, dtype and bytes; ValueError or TypeError if the array is not possible."""
     dimensions = _dimensions(shape)
     kind = np.dtype(dtype)
     if kind.hasobject or not kind.itemsize:
         raise TypeError(f"dtype={kind}: a registered array holds fixed-size numbers")
-    # Where there is never so much memory, here is where that is said: before the ranks meet.
+    # Raises MemoryError for impossible sizes before the ranks synchronize.
     np.empty(dimensions, kind)
     return dimensions, kind, math.prod(dimensions) * kind.itemsize
 

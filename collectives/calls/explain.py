@@ -1,4 +1,4 @@
-"""What would run, and why, in words."""
+"""Description of the path that a call would take, and of the reason."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from collectives.shm.selector import PathSelector
 
 
 def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> str:
-    """What would run for a SUM or a movement of ordinary arrays of that dtype, and why."""
+    """The path of a SUM, or of a movement, of ordinary arrays of that dtype, and the reason."""
     op = ReduceOp.SUM if spec_of(collective).reduces else None
     if op is not None:
         check_reducible(op, dtype)
     small = collective == "all_reduce" and small_fold(engine, ReduceOp.SUM, dtype, nbytes)
     if small:
         return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
-    # What is only moved is moved as bytes.
+    # Movements treat elements as bytes.
     paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
     if engine.size > 1 and engine.choose(collective, nbytes, paths) == QUICKEST:
         route = paths[QUICKEST]
         assert isinstance(route, PathSelector)
-        return _learnt(route, nbytes)
+        return _measured(route, nbytes)
     choice = engine.price(collective, nbytes, paths)
     return f"{choice}\n  by {engine.costs_source}" if choice.seconds else str(choice)
 
 
-def _learnt(route: PathSelector, nbytes: int) -> str:
-    """A line for each way, the quickest first."""
+def _measured(route: PathSelector, nbytes: int) -> str:
+    """One line for each measured path, the fastest first."""
     ways, measured = route.candidates(nbytes), route.seconds(nbytes)
     untried = [way for way in ways if way not in measured]
     if untried:

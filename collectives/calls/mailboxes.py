@@ -1,4 +1,4 @@
-"""Opening mailboxes."""
+"""Creation of mailboxes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from collectives.messaging.mailbox import Mailbox
 
 
 def open_mailbox() -> Operation:
-    """This rank's end of a way for messages."""
+    """This rank's mailbox. Raises BackendUnavailableError if the transport supports none."""
     own = pickle.dumps(this_process())
 
     def perform(engine: Engine) -> Mailbox:
         processes = Processes(gather_pickles(engine, own), engine.rank)
         with engine.watchdog:
-            post = engine.transport.open_message_channel()
-        if post is None:
+            channel = engine.transport.open_message_channel()
+        if channel is None:
             kind = type(engine.transport).__name__
-            problem = f"mailbox(): {kind} carries no such messages (open_post)"
+            problem = f"mailbox(): {kind} carries no such messages (open_message_channel)"
             raise in_step(BackendUnavailableError(problem))
-        return Mailbox(post, processes, engine.rank, engine.wait_policy)
+        return Mailbox(channel, processes, engine.rank, engine.wait_policy)
 
     return Operation(Signature("mailbox"), perform)

@@ -1,4 +1,4 @@
-"""Pickled objects, for small metadata."""
+"""Collectives on pickled objects, for small metadata."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from collectives.errors import in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
-# What `pickle` says that it raises for what it can't read.
+# The exceptions that `pickle` documents for unreadable data.
 _UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError)
 
 
 def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int]]:
-    """Every rank's two numbers, from 0 to 2^63 − 1."""
+    """Every rank's two numbers, from 0 to 2^63 − 1, in rank order."""
     if engine.node is not None and engine.node.memory_is_all:
-        return engine.node.steps.tell(first, second)
+        return engine.node.steps.exchange_numbers(first, second)
     table = np.zeros((engine.size, 2), np.int64)
     table[engine.rank] = first, second
     engine.run("all_gather", None, table.reshape(-1), lengths=[2] * engine.size)
@@ -31,9 +31,9 @@ def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int
 
 
 def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) -> Any:
-    """What `make` returns on the root, by pickle, on every rank; its exception likewise.
+    """The result of `make` on the root, pickled, on every rank; its exception likewise.
 
-    So nobody waits for a root that alone could see that something is wrong. Other ranks give None.
+    Thus no rank waits for a root that failed. The other ranks pass None.
     """
     content = b"" if make is None else _outcome(make)
     length = np.array([len(content)], np.int64)
@@ -55,13 +55,13 @@ def _outcome(make: Callable[[], Any]) -> bytes:
     except Exception as error:
         try:
             return pickle.dumps((None, error), pickle.HIGHEST_PROTOCOL)
-        except Exception:  # an exception may hold what can't be pickled
+        except Exception:  # an exception may hold objects that can't be pickled
             text = f"{type(error).__name__}: {error}"
             return pickle.dumps((None, RuntimeError(text)), pickle.HIGHEST_PROTOCOL)
 
 
 def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
-    """What `make` returns on every rank; where it raises on any, its exception on all of them."""
+    """Every rank's result of `make`; if it raises on any rank, its exception on all ranks."""
     outcomes = gather_pickles(engine, _outcome(make))
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
@@ -72,7 +72,7 @@ def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
 
 
 def broadcast_object(obj: Any, root: int, *, on_root: bool) -> Operation:
-    """The root's object, or on every rank the reason why it can't be pickled."""
+    """The root's object, or on every rank the error of pickling it."""
     make = (lambda: obj) if on_root else None
     signature = Signature("broadcast_object", root=root)
     return Operation(signature, lambda engine: broadcast_pickle(engine, make, root))
@@ -86,7 +86,7 @@ def all_gather_object(obj: Any) -> Operation:
 
 
 def gather_pickles(engine: Engine, pickled: bytes) -> list[Any]:
-    """What every rank pickled."""
+    """Every rank's unpickled object, in rank order."""
     content = np.frombuffer(pickled, np.uint8)
     lengths = [length for length, _ in numbers_of_all(engine, len(content))]
     ends = np.cumsum(lengths)
@@ -98,7 +98,7 @@ def gather_pickles(engine: Engine, pickled: bytes) -> list[Any]:
 
 
 def _read(content: Array) -> Any:
-    """An object. Where this rank can't read it, that is all that is missing of the call."""
+    """Unpickle an object. A failure does not affect the call's other ranks."""
     try:
         return pickle.loads(content.data)
     except _UNREADABLE as error:

@@ -1,6 +1,6 @@
 """send and recv between two ranks.
 
-Device arrays go by way of the host: NCCL knows no tags, and waits for a receiver.
+Device arrays are staged through the host, because NCCL has no tags and waits for the receiver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
-    """The array's elements, to one rank."""
+    """Send the array's elements to one rank."""
     tag = check_index("tag", tag, LARGEST_TAG + 1)
     given = to_array(array)
 
@@ -36,7 +36,7 @@ def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
 
 
 def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
-    """One rank's elements, into `out`."""
+    """Receive one rank's elements into `out`."""
     tag = check_index("tag", tag, LARGEST_TAG + 1)
     view = to_array(out, "out")
     output = given_output(out, view.shape, view.dtype)
@@ -63,13 +63,13 @@ def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
 
 
 def _once(engine: Engine, step: Callable[..., Result], *arguments: Any) -> Result:
-    """Let the transport send or receive: after a deadline that may be done again, else never."""
+    """Send or receive once: the call may be repeated after a deadline, but not after an error."""
     try:
         return step(*arguments)
     except DeadlineExceededError:
         raise
     except BaseException as error:
-        # Part of the message may have gone, or come: the next one would be taken for the rest.
+        # Part of the message may have been moved: the next one would be taken for the rest.
         engine.break_off(error)
         raise
 
@@ -79,6 +79,6 @@ def _kind(dtype: np.dtype[Any]) -> int:
 
 
 def _begin(engine: Engine, call: str) -> None:
-    """Let a wait that ends in an error name this call."""
+    """Make errors of a wait name this call."""
     waited = engine.wait_policy.call
     waited.what, waited.sequence, waited.line = call, None, None

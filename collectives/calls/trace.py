@@ -1,8 +1,8 @@
-"""The last calls of all ranks in one file, for the viewers of Chrome and Perfetto.
+"""The last calls of all ranks in one file, for the trace viewers of Chrome and Perfetto.
 
-Times come from each rank's own clock. On one machine that is the same clock for all processes; the
-clocks of other machines are compared with rank 0's by messages: the reading that came back soonest
-was taken closest to the middle between sending and receiving.
+Times are read from each rank's own clock. Processes of one machine have the same clock. The clocks
+of other machines are compared with rank 0's by messages: the reading of the shortest round trip is
+the closest to the middle between sending and receiving.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from collectives.execution.engine import Engine
 from collectives.transports.base import Transport
 
 Clock = Callable[[], int]
-"""Nanoseconds since some moment."""
+"""Nanoseconds since an arbitrary moment."""
 
 _ROUNDS = 10
 _THREADS = ("blocking calls", "asynchronous calls")
-# What makes the clock of a Linux machine the same for two processes.
+# Two processes with equal contents of these files have the same clock (Linux).
 _CLOCK_FILES = ("/proc/sys/kernel/random/boot_id", "/proc/self/timens_offsets")
 
 
 class RankCalls(NamedTuple):
-    """What one rank has to tell."""
+    """One rank's contribution to the trace."""
 
     machine: str
-    """Ranks with the same one read the same clock."""
+    """Ranks with equal machine names have the same clock."""
     threads: tuple[list[Entry], ...]
-    """The blocking calls, and the asynchronous ones."""
+    """Entries of the blocking calls, and of the asynchronous calls."""
 
 
 def trace(path: str | os.PathLike[str], asynchronous: list[Entry]) -> Operation:
-    """Write every rank's last calls; all ranks raise the OSError of one who can't write."""
+    """Write every rank's last calls; an OSError of the writing rank is raised on all ranks."""
 
     def perform(engine: Engine) -> None:
-        mine = RankCalls(machine(), (engine.recorder.entries(), asynchronous))
-        ranks = gather_pickles(engine, pickle.dumps(mine))
+        own = RankCalls(machine(), (engine.recorder.entries(), asynchronous))
+        ranks = gather_pickles(engine, pickle.dumps(own))
         names = [each.machine for each in ranks]
         offsets = clock_offsets(engine.transport, names, flight_recorder.clock)
 
@@ -61,50 +61,50 @@ def trace(path: str | os.PathLike[str], asynchronous: list[Entry]) -> Operation:
 
 
 def machine() -> str:
-    """A name that processes with the same clock share."""
+    """A name that is equal for processes with the same clock."""
     try:
         return " ".join(Path(name).read_text(encoding="ascii") for name in _CLOCK_FILES)
     except OSError:
         return platform.node()
 
 
-# One clock
+# Clock offsets
 
 
 def clock_offsets(transport: Transport, machines: Sequence[str], clock: Clock) -> list[int]:
-    """On rank 0, how far every rank's clock is ahead of its own, in nanoseconds. Collective.
+    """On rank 0, the nanoseconds by which every rank's clock is ahead of rank 0's. Collective.
 
-    Only clocks of other machines than rank 0's are compared; other ranks get zeros.
+    Only clocks of machines other than rank 0's are compared. Other ranks get zeros.
     """
     offsets = [0] * transport.size
     for peer, name in enumerate(machines):
         if name == machines[0]:
             continue
         if transport.rank == 0:
-            offsets[peer] = _ask(transport, peer, clock)
+            offsets[peer] = _measure_offset(transport, peer, clock)
         elif transport.rank == peer:
             _answer(transport, clock)
     return offsets
 
 
-def _ask(transport: Transport, peer: int, clock: Clock) -> int:
+def _measure_offset(transport: Transport, peer: int, clock: Clock) -> int:
     readings = [_round_trip(transport, peer, clock) for _ in range(_ROUNDS)]
     return min(readings)[1]
 
 
 def _round_trip(transport: Transport, peer: int, clock: Clock) -> tuple[int, int]:
-    """Nanoseconds that it took, and the offset that it tells."""
-    question, theirs = np.zeros(1, np.int64), np.empty(1, np.int64)
+    """Duration of a round trip in nanoseconds, and the clock offset that follows from it."""
+    request, reading = np.zeros(1, np.int64), np.empty(1, np.int64)
     start = clock()
-    transport.exchange([(peer, question.data.cast("B"))], [(peer, theirs.data.cast("B"))])
+    transport.exchange([(peer, request.data.cast("B"))], [(peer, reading.data.cast("B"))])
     end = clock()
-    return end - start, int(theirs[0]) - (start + end) // 2
+    return end - start, int(reading[0]) - (start + end) // 2
 
 
 def _answer(transport: Transport, clock: Clock) -> None:
-    question, own = np.empty(1, np.int64), np.empty(1, np.int64)
+    request, own = np.empty(1, np.int64), np.empty(1, np.int64)
     for _ in range(_ROUNDS):
-        transport.exchange([], [(0, question.data.cast("B"))])
+        transport.exchange([], [(0, request.data.cast("B"))])
         own[0] = clock()
         transport.exchange([(0, own.data.cast("B"))], [])
 
@@ -113,7 +113,7 @@ def _answer(transport: Transport, clock: Clock) -> None:
 
 
 def content(ranks: Sequence[RankCalls], offsets: Sequence[int]) -> dict[str, Any]:
-    """The trace as JSON holds it; its clock is rank 0's and starts with the first call."""
+    """The trace as JSON-compatible dicts; its clock is rank 0's, starting at the first call."""
     starts = [
         entry[3] - offset
         for each, offset in zip(ranks, offsets, strict=True)

@@ -1,9 +1,9 @@
-"""Measuring what the paths take here, so that the cost model chooses by that.
+"""Measurement of the paths, so that the cost model selects by measured parameters.
 
-Every path of all_reduce is timed for a small and a few larger sizes, in all a second or two; the
-figures that explain the times (`fitting`) hold for the other collectives too, which do the same
-things. Where ranks share memory on several nodes, what a node's memory takes is timed within all of
-them at once.
+Every path of all_reduce is timed for a small and a few larger sizes, which takes a second or two.
+The cost parameters fitted to the times (`execution.calibration`) apply to the other collectives
+too, which use the same mechanisms. With shared memory on several nodes, all nodes are timed at
+once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Run = Callable[[Array, Array], Any]
 
 
 def use_saved(engine: Engine) -> None:
-    """Choose by the figures that rank 0 finds on disk, if there are such. Collective."""
+    """Use the cost parameters that rank 0 has on disk, if there are any. Collective."""
     if engine.size == 1:
         return
     find = (lambda: _saved(engine)) if engine.rank == 0 else None
@@ -61,7 +61,7 @@ def _key(engine: Engine) -> Key:
 
 
 def tune(*, save: bool) -> Operation:
-    """Measure, choose by that from now on, and keep it for later runs; gives a text for people."""
+    """Measure, use the result from now on, and save it for later runs; returns a report."""
     return Operation(Signature("tune", detail=f"save={save}"), lambda engine: _tune(engine, save))
 
 
@@ -71,11 +71,11 @@ def _tune(engine: Engine, keep: bool) -> str:
     seconds, reduction = measure(engine)
 
     def conclude() -> tuple[CostParameters, str]:
-        """On rank 0 alone: the others get the same bits."""
+        """On rank 0 only: the other ranks receive the same bits."""
         costs = figures_for(engine, seconds, reduction)
         path = save(_key(engine), costs) if keep else None
         where = "not saved" if path is None else f"saved in {path}"
-        return costs, "\n".join([_heading(engine), *_told(costs, seconds), where])
+        return costs, "\n".join([_heading(engine), *_report(costs, seconds), where])
 
     costs, text = broadcast_pickle(engine, conclude if engine.rank == 0 else None, 0)
     engine.use(costs, TUNED)
@@ -84,7 +84,7 @@ def _tune(engine: Engine, keep: bool) -> str:
 
 
 def figures_for(engine: Engine, seconds: Seconds, reduction: float) -> CostParameters:
-    """The figures that explain what was measured; the others stay built in."""
+    """Cost parameters fitted to the measured times; the others keep their defaults."""
     layout = engine.layout
     kinds = {path: path if path in (NATIVE, SHARED) else "schedule" for path, _ in seconds}
 
@@ -98,7 +98,7 @@ def figures_for(engine: Engine, seconds: Seconds, reduction: float) -> CostParam
 
 
 def measure(engine: Engine) -> tuple[Seconds, float]:
-    """What each path took, and the bytes folded per second: the slowest rank's, on every rank."""
+    """Seconds of each path, and bytes folded per second, of the slowest rank, on every rank."""
     largest = max(_SIZES) // _DTYPE.itemsize
     source, target = np.ones(largest, _DTYPE), np.ones(largest, _DTYPE)
     seconds: dict[tuple[str, int], float] = {}
@@ -137,7 +137,7 @@ def _within_node(engine: Engine) -> Run:
 
 
 def _time(engine: Engine, run: Run, source: Array, target: Array) -> float:
-    """Seconds of one call on the slowest rank, the least of the repeats: others use the cores."""
+    """Seconds of one call on the slowest rank: the least of the repeats, because of other load."""
     first = _slowest(engine, _elapsed(run, source, target, 1))
     calls = max(1, min(_MOST_CALLS, int(_REPEAT_SECONDS / first)))
     repeats = max(_FEWEST_REPEATS, min(_REPEATS, int(_REPEATS * _REPEAT_SECONDS / first)))
@@ -154,11 +154,11 @@ def _elapsed(run: Run, source: Array, target: Array, calls: int) -> float:
 
 
 def _slowest(engine: Engine, seconds: float) -> float:
-    """The longest time of any rank; the ranks go on together."""
+    """The longest time of any rank; also synchronizes the ranks."""
     return max(1, *(slowest for slowest, _ in numbers_of_all(engine, int(seconds * 1e9)))) / 1e9
 
 
-# Telling
+# Report
 
 
 def _heading(engine: Engine) -> str:
@@ -168,8 +168,8 @@ def _heading(engine: Engine) -> str:
     return f"measured with {ranks} on {nodes} ({platform.node()}, {library}):"
 
 
-def _told(costs: CostParameters, seconds: Seconds) -> list[str]:
-    """A line for each kind of path that was measured, and one for the reduction."""
+def _report(costs: CostParameters, seconds: Seconds) -> list[str]:
+    """One line for each kind of path that was measured, and one for the reduction."""
     measured = {path for path, _ in seconds}
     kinds = ["schedule", *(kind for kind in (NATIVE, SHARED) if kind in measured)]
     lines = [

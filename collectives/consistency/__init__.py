@@ -1,1 +1,1 @@
-"""Checks that all ranks make the same call, in time; records what they called."""
+"""Checks that all ranks make the same call in time, and records of the calls made."""

@@ -1,4 +1,4 @@
-"""Checks of numbers that one rank can make by itself, before any message is sent."""
+"""Checks of integer arguments, which a rank makes on its own before any message is sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
-    """An integer from `least` to limit − 1; TypeError or ValueError otherwise."""
+    """`value` as an integer from `least` to limit − 1; TypeError or ValueError otherwise."""
     problem = f"{name}={value!r}: must be an integer from {least} to {limit - 1}"
     try:
         index = operator.index(value)
@@ -19,7 +19,7 @@ def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
 
 
 def check_peer(peer: Any, rank: int, size: int) -> int:
-    """Another rank's number."""
+    """`peer` as the number of another rank; TypeError or ValueError otherwise."""
     index = check_index("peer", peer, size)
     if index == rank:
         raise ValueError(f"peer={peer!r}: must be another rank than this one")

@@ -1,8 +1,8 @@
-"""Makes sure, before any data move, that all ranks of a group make the same call.
+"""Check, before any data move, that all ranks of a group make the same call.
 
-The ranks of a node meet in its memory (`shared.arrival`). Where there are several nodes, the lowest
-rank of each then exchanges words with those of the others, and tells the rest of its node what came
-of it. Ranks that share no memory are a node each.
+The ranks of a node synchronize in shared memory (`shm.node_barrier`). With several nodes, the
+lowest rank of each node then exchanges words with those of the other nodes, and publishes the
+verdict on its node. Ranks that share no memory count as a node each.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collectives.shm.node_barrier import (
     SEQUENCE_BITS,
     SEQUENCE_MASK,
     NodeBarrier,
-    is_here,
+    has_arrived,
 )
 from collectives.transports.base import ControlChannel, Transport
 from collectives.waiting.wait_policy import WaitPolicy
 
-# Instead of the fingerprint, in the word of a node whose own ranks differ.
+# Replaces the fingerprint in the word of a node whose own ranks disagree.
 _DIFFERENT = ((1 << FINGERPRINT_BITS) - 1) << SEQUENCE_BITS
 
 
 class CallCheck:
-    """One rank's meetings with all others of its group."""
+    """One rank's side of the check."""
 
     def __init__(
         self,
@@ -37,37 +37,37 @@ class CallCheck:
         nodes: list[list[int]],
         describe: Callable[[Signature], MismatchError],
     ) -> None:
-        """`arrival` is None for a rank alone on its node, `leaders` connects the nodes.
+        """`node_barrier` is None for a rank alone on its node, `leaders` connects the nodes.
 
-        `leaders` is None on one node, and on ranks that don't lead theirs. `nodes` holds the ranks
-        of each node. `describe` exchanges what the ranks called, once they know that they differ.
+        `leaders` is None with one node, and on ranks that do not lead theirs. `nodes` holds the
+        ranks of each node. `describe` exchanges every rank's call after a mismatch.
         """
         self._wait_policy, self.node_barrier, self._leaders = wait_policy, node_barrier, leaders
         self._nodes, self._describe = nodes, describe
         self._several_nodes = len(nodes) > 1
         self._words = None if leaders is None else leaders.open_control_channel()
         self.sequence = 0
-        """The number of the last call that was made, or that other ranks may have seen."""
+        """Number of the last call that was made, or that other ranks may have seen."""
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Whether this rank exchanges words on behalf of its node."""
         return self.node_barrier is None or self.node_barrier.memory.rank == 0
 
     def check(self, signature: Signature, line: str | None = None) -> None:
         """Return when every rank has made this call.
 
-        Raises a MismatchError on every rank where they made different ones: the call is over then.
-        Raises DeadlineExceededError where not all came in time: the call counts as not made.
+        Raises a MismatchError on every rank if the ranks made different calls, which are over then.
+        Raises DeadlineExceededError if not all arrived in time: the call counts as not made.
         """
         self.check_word(signature, fingerprint(signature.agreed) << SEQUENCE_BITS, line)
 
     def check_word(self, signature: Signature, base: int, line: str | None = None) -> None:
-        """As `meet`, for a caller that keeps the call's fingerprint where the word has it."""
+        """Like `check`, for a caller that has already shifted the fingerprint to its position."""
         sequence = self.sequence + 1
         call = self._wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, line
-        # Before any other rank can see the call: whatever ends it from here on is judged by that.
+        # Set before any other rank can see the call, because errors are judged by it from here on.
         self.sequence = sequence
         alike = self._withdrawing(self._check, base | sequence & SEQUENCE_MASK, sequence)
         self._wait_policy.all_arrived()
@@ -75,7 +75,7 @@ class CallCheck:
             raise self._describe(signature)
 
     def check_at(self, signature: Signature, word: int, sequence: int) -> None:
-        """As `meet`, on one node, for a caller that has counted the call and stored its word."""
+        """Like `check`, on one node, for a caller that has counted the call and stored its word."""
         call = self._wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, None
         assert self.node_barrier is not None
@@ -83,7 +83,7 @@ class CallCheck:
             raise self._describe(signature)
 
     def _withdrawing(self, wait: Callable[[int, int], bool], word: int, sequence: int) -> bool:
-        """What `wait` returns; a call that was withdrawn is not counted."""
+        """The result of `wait`; a withdrawn call is not counted."""
         try:
             return wait(word, sequence)
         except DeadlineExceededError as error:
@@ -92,32 +92,32 @@ class CallCheck:
             raise
 
     def end(self) -> None:
-        """Let the node's ranks know that this one makes no call any more."""
+        """Publish to the node's ranks that this one makes no further call."""
         if self.node_barrier is not None:
             self.node_barrier.end()
 
     def _check(self, word: int, sequence: int) -> bool:
         if self.node_barrier is None:
-            return self._ask_nodes(word, True)
+            return self._check_nodes(word, True)
         self.node_barrier.arrive(word, sequence)
         if not self._several_nodes:
             return self.node_barrier.wait_for_all(word, sequence)
         if not self.leads:
             return self._follow(word, sequence)
         try:
-            alike = self._ask_nodes(word, self.node_barrier.collect(word, sequence))
+            alike = self._check_nodes(word, self.node_barrier.collect(word, sequence))
         except DeadlineExceededError:
             self.node_barrier.release()
             raise
-        self.node_barrier.tell(ALIKE if alike else DIFFERENT, sequence)
+        self.node_barrier.publish_verdict(ALIKE if alike else DIFFERENT, sequence)
         return alike
 
     def _follow(self, word: int, sequence: int) -> bool:
         assert self.node_barrier is not None
         return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
 
-    def _ask_nodes(self, word: int, alike: bool) -> bool:
-        """Whether all nodes have the same word."""
+    def _check_nodes(self, word: int, alike: bool) -> bool:
+        """Whether all nodes have published the same word."""
         words = self._words
         if words is None:
             return alike
@@ -136,28 +136,28 @@ class CallCheck:
             else:
                 self._wait_policy.until(complete, lambda: self._absent(words, number))
         except DeadlineExceededError as error:
-            # A node that sees this in time waits for the next word. One that has gone on already
-            # finds this one in its call, if it makes the same again.
+            # A node that receives this in time waits for the next word. A node that has already
+            # continued finds this word in its call, if this rank repeats the call.
             words.post(number)
             error.withdrawn = True
             raise
         return alike and all(each == own for each in words.of(number))
 
     def _missing(self, words: ControlChannel, number: int) -> list[int]:
-        come = words.of(number)
-        return [node for node, word in enumerate(come) if not is_here(word, number)]
+        received = words.of(number)
+        return [node for node, word in enumerate(received) if not has_arrived(word, number)]
 
     def _absent(self, words: ControlChannel, number: int) -> dict[int, str]:
         missing = self._missing(words, number)
-        came = words.of(number)
-        # Of those, some may have left because of the others.
-        missing = [node for node in missing if came[node] != number] or missing
+        received = words.of(number)
+        # Some of the missing nodes may have withdrawn because of the others.
+        missing = [node for node in missing if received[node] != number] or missing
         if self.node_barrier is not None:
-            self.node_barrier.note_missing(missing)
+            self.node_barrier.publish_missing(missing)
         return ranks_of(self._nodes, missing)
 
     def close(self) -> None:
-        """Give back what the way to the other nodes holds."""
+        """Close the channel to the other nodes."""
         if self._words is not None:
             self._words.close()
         if self._leaders is not None and self.node_barrier is not None:
@@ -165,7 +165,7 @@ class CallCheck:
 
 
 def ranks_of(nodes: list[list[int]], chosen: list[int]) -> dict[int, str]:
-    """The ranks of some of the nodes, and what a message says of each."""
+    """The ranks of the chosen nodes, each with a note for messages."""
     return {
         rank: "" if len(nodes[node]) == 1 else f" of node {node}"
         for node in chosen

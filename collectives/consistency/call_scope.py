@@ -1,9 +1,9 @@
-"""What is one call to the caller: no exception leaves the ranks out of step without a word.
+"""Scope of one call: an exception never leaves the ranks out of step undetected.
 
-An exception may come at any moment, as the handlers of signals raise them. Before the other ranks
-can know of a call, it means that the call was not made. After that it ends the communicator, since
-a caller that caught it and made the call again would meet the others' next one. What is harmless
-even so is marked (`errors.in_step`); nothing else is.
+An exception may be raised at any point, for example by a signal handler. Before other ranks can
+have seen the call, the call counts as not made. After that, the exception breaks the communicator,
+because a caller that caught it and repeated the call would pair with the others' next call.
+Exceptions that are harmless even then are marked (`errors.in_step`); no others are.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class CallScope:
     """One rank's calls on one communicator, one at a time."""
 
     def __init__(self, size: int, watchdog: Watchdog) -> None:
-        """`watchdog` looks after the calls that wait inside a library."""
+        """`watchdog` watches the calls that wait inside a library."""
         self.size, self.watchdog = size, watchdog
         self.lock = threading.RLock()
         self.call_check: CallCheck | None = None
         self.begun = 0
-        """How many calls have gone to another thread, which makes them for this rank."""
+        """Number of calls submitted to another thread, which makes them for this rank."""
         self.broken: BaseException | None = None
-        """Why no call can be made any more."""
+        """The exception that broke the communicator, or None."""
 
     def whole(self, action: Callable[..., Result], *arguments: Any) -> Result:
-        """Do what the caller sees as one call, and before any other."""
+        """Run the action as one call of the user, exclusively."""
         made = False
         try:
             with self.lock:
@@ -49,42 +49,42 @@ class CallScope:
                         self.leave(error)
                     raise
         except BaseException as error:
-            # An exception may also come when the lock has just been given back.
+            # An exception may also be raised just after the lock was released.
             if made:
                 self.break_off(error)
             raise
 
     def leave(self, error: BaseException) -> None:
-        """Note what ended a call that the others may know of."""
+        """Handle an exception that ended a call which other ranks may have seen."""
         if not is_in_step(error):
             self.break_off(error)
 
     def unlock(self, error: BaseException, inside: bool, made: bool) -> None:
-        """Note what came when the lock had just been taken, or just been given back.
+        """Handle an exception raised just after the lock was acquired or released.
 
-        For who takes it by `acquire`: `inside` says whether it got to what it does under the lock,
-        `made` whether it came to the end of that.
+        For callers of `acquire`: `inside` says whether the guarded code had started, `made` whether
+        it had finished.
         """
-        # Who waits for the lock and is interrupted has not got it; nobody waits for one's own.
+        # A wait for the lock that is interrupted has not acquired it; an owned lock never waits.
         if not inside and self.lock._is_owned():  # type: ignore[attr-defined]
             self.lock.release()
         if made:
             self.break_off(error)
 
     def break_off(self, error: BaseException) -> None:
-        """Make no further call: nobody knows what the other ranks have, or wait for."""
+        """Refuse all further calls, because the state of the other ranks is unknown."""
         if self.broken is not None:
             return
-        # Its traceback keeps the arrays of the call, to which other ranks may still write.
+        # The traceback keeps the arrays of the call alive, to which other ranks may still write.
         self.broken = error
         self.watchdog.stop()
-        # Who waited in vain waited for the same ranks as the others, which say so themselves.
+        # The ranks that others wait for are the same on all ranks, which report them themselves.
         waited = isinstance(error, DeadlineExceededError | RankFailedError)
         if self.call_check is not None and not waited:
             self.call_check.end()
 
     def refusal(self) -> UnusableError:
-        """Why no call can be made any more."""
+        """The error of any further call."""
         known = isinstance(self.broken, RuntimeError)
         reason = self.broken if known else f"{self.broken!r} ended a call of this rank"
         return UnusableError(f"the communicator can't go on: {reason}")

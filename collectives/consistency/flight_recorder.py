@@ -1,4 +1,4 @@
-"""The flight recorder: the last calls of a rank, kept for the moment when something goes wrong."""
+"""Flight recorder: the last calls of a rank, kept for the analysis of a failure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CALLS_KEPT = 256
 DIRECTORY_VARIABLE = "COLLECTIVES_RECORD_DIRECTORY"
 
 clock = time.perf_counter_ns
-"""One clock for all processes of a machine."""
+"""Monotonic clock in nanoseconds, common to all processes of a machine."""
 
 Entry = tuple[int, Signature, str, int, int]
 """Sequence number, call, algorithm, start and end in nanoseconds."""
 
 
 class FlightRecorder:
-    """One rank's last calls."""
+    """Ring buffer of one rank's last calls."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -30,25 +30,24 @@ class FlightRecorder:
         self.position = 0
 
     def add(self, entry: Entry) -> None:
-        """Keep a call, and forget the oldest."""
+        """Add a call, replacing the oldest."""
         self.ring[self.position & (CALLS_KEPT - 1)] = entry
         self.position += 1
 
     def entries(self) -> list[Entry]:
-        """The calls in their order, the oldest first."""
+        """The calls, the oldest first."""
         start = self.position & (CALLS_KEPT - 1)
         ring = self.ring[start:] + self.ring[:start]
         return [entry for entry in ring if entry is not None]
 
     def calls(self) -> list[dict[str, Any]]:
-        """The calls as JSON holds them; times in seconds."""
+        """The calls as JSON-compatible dicts; times in seconds."""
         return [_as_dict(*entry) for entry in self.entries()]
 
     def dump(self, reason: str) -> Path:
-        """Write the calls, and why, to a file of this process's; return its path.
+        """Write the calls and the reason to a file, and return its path.
 
-        It lies in the directory that COLLECTIVES_RECORD_DIRECTORY names, or that for temporary
-        files.
+        The file lies in the directory COLLECTIVES_RECORD_DIRECTORY, or in that for temporary files.
         """
         directory = Path(os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir())
         path = directory / f"collectives-rank{self.rank}-{os.getpid()}.json"

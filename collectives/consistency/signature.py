@@ -1,4 +1,4 @@
-"""What a rank calls, in a form that ranks can compare: everything that must be alike on all."""
+"""Signature of a call: everything that must be equal on all ranks, in comparable form."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from collectives.errors import (
 FINGERPRINT_BITS = 48
 
 ANY_LENGTH = -1
-"""In a signature's shape: an axis along which lengths may differ by rank."""
+"""In a signature's shape: an axis whose length may differ by rank."""
 
 _SHOWN = 8
 
 
 class Signature(NamedTuple):
-    """One call. What a collective lets the ranks choose freely is left out of its signature."""
+    """One call, without the arguments that may differ by rank."""
 
     collective: str
     op: str | None = None
@@ -34,17 +34,17 @@ class Signature(NamedTuple):
     root: int | None = None
     detail: str | None = None
     nbytes: int = 0
-    """For the record alone: ranks may differ in it."""
+    """For the flight recorder only: may differ by rank."""
     scope: str | None = None
-    """What it is made for, as messages tell: ranks may differ in it."""
+    """The enclosing operation, for messages only: may differ by rank."""
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What is compared."""
+        """The fields that are compared."""
         return self[:-2]
 
     def on_gpu(self) -> Signature:
-        """The call of arrays on a GPU: those of all ranks must lie on GPUs."""
+        """The same call with arrays on a GPU: all ranks' arrays must lie on GPUs."""
         detail = "on a GPU" if self.detail is None else f"{self.detail}, on a GPU"
         return self._replace(detail=detail)
 
@@ -63,17 +63,17 @@ def _shown(shape: tuple[object, ...]) -> str:
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: Any) -> str:
-    """What tells a NumPy dtype from all others; NumPy takes two microseconds to find it."""
+    """Unique name of a NumPy dtype; cached, because NumPy needs two microseconds for it."""
     name: str = dtype.name if dtype.isnative and dtype.kind != "V" else str(dtype)
     return name
 
 
 def forced(algorithm: str | None) -> str | None:
-    """How a signature tells that an algorithm was named: all ranks must name the same."""
+    """The signature's detail for a named algorithm, which must be the same on all ranks."""
     return None if algorithm is None else f"algorithm={algorithm}"
 
 
-# In the order in which a difference is named where there are several.
+# In the order of reporting if several fields differ.
 _ERRORS: tuple[tuple[str, type[MismatchError], str], ...] = (
     ("collective", CollectiveMismatchError, "different collectives"),
     ("root", RootMismatchError, "different roots"),
@@ -86,16 +86,16 @@ _ERRORS: tuple[tuple[str, type[MismatchError], str], ...] = (
 
 @lru_cache(maxsize=1024)
 def fingerprint(agreed: tuple[object, ...]) -> int:
-    """A positive number of 48 bits; ranks that agree have the same one.
+    """A positive number of 48 bits, equal on ranks whose calls agree.
 
-    Two calls that differ have the same one in 1 of 3e14 cases.
+    Two different calls collide with a probability of 1 in 3e14.
     """
     digest = hashlib.blake2b(repr(agreed).encode(), digest_size=FINGERPRINT_BITS // 8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 def mismatch(signatures: Sequence[Signature]) -> MismatchError:
-    """The error that all ranks raise, from what each of them called, in rank order."""
+    """The error that all ranks raise, from every rank's signature, in rank order."""
     calls = tuple(map(str, signatures))
     for field, error, difference in _ERRORS:
         if len({getattr(each, field) for each in signatures}) > 1:

@@ -1,4 +1,4 @@
-"""Exceptions that nobody catches: which rank shows the traceback, and the end of the job."""
+"""Uncaught exceptions: which rank prints the traceback, and the end of the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collectives.errors import DeadlineExceededError, RankFailedError, in_step
 
 Error = TypeVar("Error", bound=BaseException)
 
-# How long a rank waits for another one to show the traceback and end the job. That one may have
+# How long a rank waits for another rank to print the traceback and end the job. That rank may have
 # caught the error.
 _LONGEST_TRUST = 5.0
 _LONGEST_HANDOVER = 1.0
@@ -29,10 +29,10 @@ _ends_the_job = False
 
 
 def raised_on_all(error: Error, rank: int, shown_by: int = 0) -> Error:
-    """Mark an error that every rank of a communicator raises; `rank` is this one's number there.
+    """Mark an error that every rank of a communicator raises; `rank` is this rank's number.
 
-    Where no rank catches it, `shown_by` alone shows the traceback, the others a line each. Where
-    all do, they may go on: it leaves them at the same point of the same call.
+    If no rank catches it, only `shown_by` prints the traceback, the others one line each. If all
+    ranks catch it, they may continue, because they are in step.
     """
     setattr(error, _SHOWN_BY, None if rank == shown_by else shown_by)
     return in_step(error)
@@ -40,35 +40,35 @@ def raised_on_all(error: Error, rank: int, shown_by: int = 0) -> Error:
 
 @contextmanager
 def raising_on_all(rank: int) -> Iterator[None]:
-    """Leave the traceback of what leaves the block to rank 0, as `raised_on_all` does.
+    """Mark exceptions that leave the block so that rank 0 prints the traceback.
 
-    For checks of what all ranks have gathered, which end alike on all of them.
+    For checks of data gathered from all ranks, which end alike on all of them.
     """
     try:
         yield
     except (DeadlineExceededError, RankFailedError):
-        raise  # on the ranks that waited
+        raise  # raised only on the ranks that waited
     except Exception as error:
-        # An exception of a signal's handler may leave the block as well, out of step.
+        # Not marked as in step: the exception may come from a signal handler.
         setattr(error, _SHOWN_BY, None if rank == 0 else 0)
         raise
 
 
 def end_alone() -> None:
-    """From now on an uncaught exception on this rank ends no other one.
+    """From now on an uncaught exception on this rank ends this process only.
 
-    Its traceback is shown and its exit code is 1, as in any program. It is for ranks that no other
-    one waits for, or whose end the others learn of in another way.
+    Its traceback is printed and its exit code is 1, as in any program. For ranks that no other rank
+    waits for, or whose end the others detect in another way.
     """
     global _ends_alone
     _ends_alone = True
 
 
 def end_the_job_on_exceptions(mpi: Any) -> None:
-    """Abort after an uncaught exception, since the other ranks would wait for this one for ever.
+    """Abort the job after an uncaught exception, because the other ranks would wait for ever.
 
-    mpi4py's runner (`python -m mpi4py`) aborts too, but only after this hook has run. A second call
-    does nothing.
+    mpi4py's runner (`python -m mpi4py`) aborts as well, but only after this hook has run. A second
+    call does nothing.
     """
     global _ends_the_job
     if _ends_the_job:
@@ -83,19 +83,19 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
             show(kind, error, trace)
             return
         try:
-            _leave_to_another(error, mpi.COMM_WORLD.rank)
+            _defer_to_other_rank(error, mpi.COMM_WORLD.rank)
             show(kind, error, trace)
-            _hand_over_output()
+            _drain_output()
         finally:
             mpi.COMM_WORLD.Abort(1)
 
     sys.excepthook = show_and_abort
 
 
-def _leave_to_another(error: BaseException, rank: int) -> None:
-    """Where another rank shows the same traceback, say so, and wait for it to end the job.
+def _defer_to_other_rank(error: BaseException, rank: int) -> None:
+    """If another rank prints the same traceback, print one line and wait for it to end the job.
 
-    Return at once where it is this rank's to show; and where nobody ended the job.
+    Returns at once if this rank prints the traceback, and later if no rank ended the job.
     """
     shown_by = getattr(error, _SHOWN_BY, None)
     if shown_by is None or _has_cause_of_its_own(error):
@@ -119,23 +119,23 @@ def _has_cause_of_its_own(error: BaseException) -> bool:
 def _show_in_one_piece(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """As Python does; launchers mix what several ranks write piecewise."""
+    """Print the traceback in a single write, because launchers mix the writes of several ranks."""
     sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
 
 
-def _hand_over_output() -> None:
-    """Let mpirun read what was written, since it forwards nothing more once a rank aborts."""
+def _drain_output() -> None:
+    """Let mpirun read the output, because it forwards nothing more once a rank aborts."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     limit = time.monotonic() + _LONGEST_HANDOVER
     while _unread_bytes(sys.stderr) and time.monotonic() < limit:
         time.sleep(0.001)
-    # From the process beside this one to mpirun it is a further hop, of which nothing can be seen.
+    # There is a further hop from the local process manager to mpirun, which can't be observed.
     time.sleep(_FURTHER_HOP)
 
 
 def _unread_bytes(stream: Any) -> int:
-    """How much of a pipe's content the other end has not read yet; 0 for what is no pipe."""
+    """Bytes of a pipe that the other end has not read yet; 0 if it is not a pipe."""
     try:
         count = fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4))
     except (OSError, ValueError):

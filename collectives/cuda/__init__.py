@@ -1,1 +1,1 @@
-"""The part of CUDA that is used, as an interface, and its implementation with CuPy."""
+"""Interface to the part of CUDA that is used, and its implementation with CuPy."""

@@ -1,4 +1,4 @@
-"""CUDA through CuPy."""
+"""Implementation of the CUDA interface with CuPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.cuda import kernels
 from collectives.cuda.interface import Cuda, DeviceArray, Event, Shape, Stream, is_torch
 from collectives.reductions.reduction import BFLOAT16, ReduceOp
 
-# Beyond what any GPU has: CUDA takes the highest that there is.
+# Beyond the range of any GPU: CUDA clamps it to the highest priority.
 _HIGHEST_PRIORITY = -100
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SUCCESS, _NOT_READY = 0, 600
@@ -25,7 +25,7 @@ _HALVES = (np.dtype(np.float16), BFLOAT16)
 
 
 class _CupyStream:
-    """A stream of CuPy, of one's own or the current one."""
+    """A CuPy stream, created here or the current one."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.handle = stream, int(stream.ptr)
@@ -42,7 +42,7 @@ class _CupyStream:
         self.stream.wait_event(event.event)
 
     def capturing(self) -> bool:
-        """The null stream can't be captured, nor asked."""
+        """Whether it is being captured. The null stream can't be, and must not be queried."""
         return self.handle not in (0, 1) and bool(self.stream.is_capturing())
 
     def synchronize(self) -> None:
@@ -51,7 +51,7 @@ class _CupyStream:
 
 
 class _Foreign:
-    """Another library's stream, as CUDA's stream protocol has it."""
+    """Another library's stream, in CUDA's stream protocol."""
 
     def __init__(self, handle: int) -> None:
         self._handle = int(handle)
@@ -62,13 +62,13 @@ class _Foreign:
 
 
 class _CupyEvent:
-    """An event without a time."""
+    """An event without timing."""
 
     def __init__(self) -> None:
         self.event = cupy.cuda.Event(disable_timing=True)
 
     def done(self) -> bool:
-        """By cudaEventQuery. Raises what went wrong on the GPU, which CuPy takes for "not yet"."""
+        """By cudaEventQuery. Raises the GPU's errors, which CuPy reports as "not yet"."""
         runtime = cupy.cuda.runtime
         status = int(runtime.eventQuery(self.event.ptr))
         if status not in (_SUCCESS, _NOT_READY):
@@ -77,7 +77,7 @@ class _CupyEvent:
 
 
 class CupyCuda(Cuda):
-    """`Cuda` says what each method does."""
+    """`Cuda` documents each method."""
 
     array_type = cupy.ndarray
 
@@ -85,44 +85,44 @@ class CupyCuda(Cuda):
         self._kernels: dict[str, Any] = {}
 
     def problem(self) -> str | None:
-        """CuPy imports without a driver."""
+        """CuPy can be imported without a driver, so the devices are counted."""
         try:
             if cupy.cuda.runtime.getDeviceCount():
                 return None
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            # CUDA says that the driver is insufficient where there is none, too.
+            # CUDA reports an insufficient driver also where there is none.
             cause = error if _DRIVER.exists() else f"no NVIDIA driver is loaded ({error})"
             return f"CuPy {cupy.__version__} finds no GPU: {cause}"
         return f"CuPy {cupy.__version__} finds no GPU"
 
     def device_count(self) -> int:
-        """As far as CUDA_VISIBLE_DEVICES lets it."""
+        """Number of devices, limited by CUDA_VISIBLE_DEVICES."""
         return int(cupy.cuda.runtime.getDeviceCount())
 
     def current_device(self) -> int:
-        """Of this thread."""
+        """Of the calling thread."""
         return int(cupy.cuda.runtime.getDevice())
 
     def use_device(self, number: int) -> None:
-        """Of this thread."""
+        """For the calling thread."""
         cupy.cuda.Device(number).use()
 
     def device_of(self, array: DeviceArray) -> int:
-        """As CuPy knows it."""
+        """As recorded by CuPy."""
         return int(array.data.device_id)
 
     def uuid(self, number: int) -> str:
-        """The driver's, of which CuPy gives too little after a zero; and the place on the bus."""
+        """UUID, which CuPy truncates at a zero byte, and therefore also the PCI bus address."""
         uuid = bytes(cupy.cuda.runtime.getDeviceProperties(number)["uuid"])[:16].hex()
         return f"{uuid} at {cupy.cuda.Device(number).pci_bus_id}"
 
     def capability(self, number: int) -> tuple[int, int]:
-        """CuPy gives "90" for (9, 0)."""
+        """Parsed from CuPy's "90" for (9, 0)."""
         text = cupy.cuda.Device(number).compute_capability
         return int(text[:-1]), int(text[-1])
 
     def array(self, given: Any) -> DeviceArray:
-        """CuPy's own as it is, a tensor of torch after the work on torch's stream."""
+        """CuPy's own array as it is; a torch tensor is ordered after torch's stream."""
         if isinstance(given, cupy.ndarray):
             return given
         if is_torch(given):
@@ -147,7 +147,7 @@ class CupyCuda(Cuda):
         return cupy.asarray(tensor)
 
     def export(self, array: DeviceArray, original: Any) -> Any:
-        """By DLPack, but for CuPy's own."""
+        """By DLPack, except for CuPy's own arrays."""
         if isinstance(original, cupy.ndarray):
             return array
         if is_torch(original):
@@ -158,25 +158,25 @@ class CupyCuda(Cuda):
         return array
 
     def read_only(self, original: Any) -> bool:
-        """The arrays of JAX say so."""
+        """As recorded in the interface; JAX arrays are read-only."""
         if isinstance(original, cupy.ndarray) or is_torch(original):
             return False
         interface = getattr(original, "__cuda_array_interface__", None)
         return interface is None or bool(interface["data"][1])
 
     def hand_back(self, original: Any) -> None:
-        """Other libraries' arrays that can be written are torch's."""
+        """Only torch's arrays can be written besides CuPy's."""
         if is_torch(original):
             _follow(_torch_stream(original), _current())
 
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
-        """From CuPy's pool, which knows no 8-bit floats."""
+        """From CuPy's pool, which does not support 8-bit floats."""
         if dtype.kind == "V" and dtype != BFLOAT16:
             return cupy.empty(shape, f"u{dtype.itemsize}").view(dtype)
         return cupy.empty(shape, dtype)
 
     def at(self, address: int, length: int, dtype: np.dtype[Any]) -> DeviceArray:
-        """As memory that CuPy doesn't own."""
+        """As unowned memory."""
         if not length:
             return cupy.empty(0, dtype)
         nbytes, device = length * dtype.itemsize, self.current_device()
@@ -184,11 +184,11 @@ class CupyCuda(Cuda):
         return cupy.ndarray((length,), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def address(self, array: DeviceArray) -> int:
-        """Without the detour of `__cuda_array_interface__`."""
+        """Without the overhead of `__cuda_array_interface__`."""
         return int(array.data.ptr)
 
     def current_stream(self) -> Stream:
-        """CuPy's."""
+        """CuPy's current stream."""
         return _current()
 
     def new_stream(self) -> Stream:
@@ -196,16 +196,16 @@ class CupyCuda(Cuda):
         return _CupyStream(cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """CuPy's streams are such contexts."""
+        """By CuPy's stream context."""
         context: AbstractContextManager[Any] = stream.stream
         return context
 
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
-        """CuPy's ufuncs have NumPy's semantics, also of NaN, bool and 16-bit floats."""
+        """CuPy's ufuncs have NumPy's semantics, including NaN, bool and 16-bit floats."""
         _UFUNCS[op](first, second, out=out)
 
     def divide(self, array: DeviceArray, number: int) -> None:
-        """A complex number's parts each."""
+        """A complex number is divided as its two parts."""
         if array.dtype.kind == "c":
             array = array.view(array.real.dtype)
         if array.dtype in _HALVES:
@@ -214,7 +214,7 @@ class CupyCuda(Cuda):
             cupy.divide(array, array.dtype.type(number), out=array)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
-        """Compiled when it is first asked for."""
+        """The kernel is compiled at its first launch."""
         compiled = self._kernels.get(kernel)
         if compiled is None:
             module = cupy.RawModule(
@@ -231,17 +231,17 @@ class CupyCuda(Cuda):
     def copy_to_host(self, source: DeviceArray, target: NDArray[Any]) -> None:
         """By cudaMemcpyAsync."""
         runtime = cupy.cuda.runtime
-        place, kind = target.ctypes.data, runtime.memcpyDeviceToHost
-        runtime.memcpyAsync(place, source.data.ptr, source.nbytes, kind, _current().handle)
+        address, kind = target.ctypes.data, runtime.memcpyDeviceToHost
+        runtime.memcpyAsync(address, source.data.ptr, source.nbytes, kind, _current().handle)
 
     def copy_to_device(self, source: NDArray[Any], target: DeviceArray) -> None:
         """By cudaMemcpyAsync."""
         runtime = cupy.cuda.runtime
-        place, kind = source.ctypes.data, runtime.memcpyHostToDevice
-        runtime.memcpyAsync(target.data.ptr, place, target.nbytes, kind, _current().handle)
+        address, kind = source.ctypes.data, runtime.memcpyHostToDevice
+        runtime.memcpyAsync(target.data.ptr, address, target.nbytes, kind, _current().handle)
 
     def allocate_arena(self, nbytes: int) -> DeviceArray:
-        """By cudaMalloc: what a pool gives shares its handle with its neighbours."""
+        """By cudaMalloc, because a pool's block shares its IPC handle with other blocks."""
         return self.at(cupy.cuda.runtime.malloc(nbytes), nbytes, np.dtype(np.uint8))
 
     def export_arena(self, arena: DeviceArray) -> bytes:
@@ -257,7 +257,7 @@ class CupyCuda(Cuda):
         cupy.cuda.runtime.ipcCloseMemHandle(arena.data.ptr)
 
     def free_arena(self, arena: DeviceArray) -> None:
-        """By cudaFree, which waits for what still uses it."""
+        """By cudaFree, which waits for pending work."""
         cupy.cuda.runtime.free(arena.data.ptr)
 
 
@@ -287,6 +287,6 @@ def _torch_stream(tensor: Any) -> _CupyStream:
 
 
 def _follow(later: _CupyStream, earlier: _CupyStream) -> None:
-    """What is put on one stream comes after what was put on the other."""
+    """Order later work on one stream after the present work of another."""
     if later.handle != earlier.handle:
         later.wait(earlier.record())

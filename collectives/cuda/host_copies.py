@@ -1,4 +1,4 @@
-"""Copies of device arrays on the host, and back, that the host waits for."""
+"""Synchronous copies between device arrays and the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectives.cuda.runtime import cuda
 
 
 def fetched(array: DeviceArray) -> NDArray[Any]:
-    """The elements of a flat device array, after what the current stream does with it."""
+    """The elements of a flat device array, after the current stream's pending work on it."""
     gpus = cuda()
     copy: NDArray[Any] = gpus.pinned(array.nbytes).view(array.dtype)
     if array.size:

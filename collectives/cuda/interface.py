@@ -1,11 +1,11 @@
-"""What is needed of CUDA: memory, streams, events and a few kernels.
+"""The part of CUDA that is used: memory, streams, events and a few kernels.
 
-Everything above works with this interface alone, so that its logic runs, and is tested, on machines
-without a GPU. `cupy_cuda` is the implementation.
+All other modules use this interface only, so that they run, and are tested, on machines without a
+GPU. `cupy_cuda` is the implementation.
 
 A device array has the attributes and methods that NumPy's and CuPy's arrays share: `shape`, `size`,
-`dtype`, `nbytes`, `flags.c_contiguous`, `reshape`, `view`, `astype`, `copy`, slices. What is done
-with it by these is put on the current stream, as everything that CuPy does.
+`dtype`, `nbytes`, `flags.c_contiguous`, `reshape`, `view`, `astype`, `copy`, slices. Operations on
+it are put on the current stream, as in CuPy.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ DeviceArray: TypeAlias = Any
 Shape: TypeAlias = tuple[int, ...]
 
 DLPACK_GPU = (2, 13)
-"""kDLCUDA and kDLCUDAManaged, of `__dlpack_device__`."""
+"""kDLCUDA and kDLCUDAManaged, as returned by `__dlpack_device__`."""
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in a stream's sequence of work."""
 
     def done(self) -> bool:
-        """Whether all work before it has ended. Doesn't wait."""
+        """Whether all work before it has completed. Does not wait."""
 
 
 class Stream(Protocol):
-    """A queue of work for a GPU."""
+    """A queue of work on a GPU."""
 
     handle: int
 
     def record(self, event: Any = None) -> Event:
-        """The point behind all work that was put on it so far.
+        """The point after all work enqueued so far.
 
-        An event that is given means that point from now on; who waits for it already is not
-        concerned.
+        A given event is re-recorded at that point; streams that already wait for it are not
+        affected.
         """
 
     def wait(self, event: Event) -> None:
-        """Let what is put on it from now on wait for the event. The host doesn't wait."""
+        """Make work enqueued from now on wait for the event. The host does not wait."""
 
     def capturing(self) -> bool:
-        """Whether work is recorded into a graph instead of being done."""
+        """Whether work is captured into a graph instead of being executed."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all its work."""
+        """Block the host until all work has completed."""
 
 
 class Cuda(ABC):
-    """One process' GPUs. The current GPU and the current stream are the calling thread's own."""
+    """The GPUs of one process. The current GPU and stream belong to the calling thread."""
 
     array_type: Any
-    """What `array` returns, and what is taken as it is."""
+    """The type of device arrays; `array` returns such an array unchanged."""
 
     @abstractmethod
     def problem(self) -> str | None:
-        """Why no GPU can be used here, and what to do; None where one can."""
+        """Why no GPU can be used here, and the remedy; None where one can."""
 
     @abstractmethod
     def device_count(self) -> int:
-        """How many GPUs this process sees."""
+        """Number of GPUs visible to this process."""
 
     @abstractmethod
     def current_device(self) -> int:
@@ -81,11 +81,11 @@ class Cuda(ABC):
 
     @abstractmethod
     def device_of(self, array: DeviceArray) -> int:
-        """The number of the GPU that an array lies on."""
+        """The number of the GPU that holds an array."""
 
     @abstractmethod
     def uuid(self, number: int) -> str:
-        """What tells this GPU from all others."""
+        """A text that identifies this GPU uniquely."""
 
     @abstractmethod
     def capability(self, number: int) -> tuple[int, int]:
@@ -95,23 +95,23 @@ class Cuda(ABC):
     def array(self, given: Any) -> DeviceArray:
         """An array of any kind on a GPU as a device array that shares its memory.
 
-        What is put on the current stream from now on comes after what filled it.
+        Work enqueued on the current stream from now on is ordered after the work that filled it.
         """
 
     @abstractmethod
     def export(self, array: DeviceArray, original: Any) -> Any:
-        """The device array as one of the kind of `original`, sharing memory.
+        """The device array as an array of the kind of `original`, sharing memory.
 
-        What the caller's library does with it comes after what was put on the current stream.
+        The caller's library orders its work after what is on the current stream.
         """
 
     @abstractmethod
     def read_only(self, original: Any) -> bool:
-        """Whether an array of any kind says that it may not be written."""
+        """Whether an array of any kind is marked as read-only."""
 
     @abstractmethod
     def hand_back(self, original: Any) -> None:
-        """As `export`, for an array of the caller's own that was written into."""
+        """Like `export`, for the caller's own array after writing into it."""
 
     @abstractmethod
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
@@ -119,73 +119,73 @@ class Cuda(ABC):
 
     @abstractmethod
     def at(self, address: int, length: int, dtype: np.dtype[Any]) -> DeviceArray:
-        """Memory of the current GPU as a flat array, without a claim on its life."""
+        """Memory of the current GPU as a flat array that does not own it."""
 
     @abstractmethod
     def address(self, array: DeviceArray) -> int:
-        """Where an array's first element lies."""
+        """Address of an array's first element."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that the calling thread's work is put on."""
+        """The stream that receives the calling thread's work."""
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """A stream of the highest priority, which doesn't wait for the null stream."""
+        """A stream of the highest priority, not synchronized with the null stream."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Within it the stream is the current one."""
+        """Context in which the stream is the current one."""
 
     @abstractmethod
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
-        """Fold two arrays into `out`, which may be one of them, as `reduction.bind_fold` does."""
+        """Fold two arrays into `out`, which may be one of them, like `reduction.bind_fold`."""
 
     @abstractmethod
     def divide(self, array: DeviceArray, number: int) -> None:
-        """Divide in place; 16-bit floats in float32."""
+        """Divide in place; 16-bit floats are divided in float32."""
 
     @abstractmethod
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
-        """Put a kernel of `kernels.SOURCE` on the current stream, with `kernels.THREADS` threads.
+        """Launch a kernel of `kernels.SOURCE` on the current stream, `kernels.THREADS` per block.
 
         Arguments are device arrays and NumPy scalars.
         """
 
     @abstractmethod
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory of the host that copies from and to a GPU need not go round."""
+        """Pinned host memory, which a GPU copies from and to directly."""
 
     @abstractmethod
     def copy_to_host(self, source: DeviceArray, target: NDArray[Any]) -> None:
-        """Put a copy on the current stream; both are flat, of equal dtype, `target` is pinned."""
+        """Enqueue a copy on the current stream; both flat, of equal dtype, `target` pinned."""
 
     @abstractmethod
     def copy_to_device(self, source: NDArray[Any], target: DeviceArray) -> None:
-        """Put a copy on the current stream; both are flat, of equal dtype, `source` is pinned."""
+        """Enqueue a copy on the current stream; both flat, of equal dtype, `source` pinned."""
 
     @abstractmethod
     def allocate_arena(self, nbytes: int) -> DeviceArray:
-        """Bytes that other processes may open, which no pool hands out."""
+        """Bytes that other processes may open, allocated outside any pool."""
 
     @abstractmethod
     def export_arena(self, arena: DeviceArray) -> bytes:
-        """What another process needs to open the arena."""
+        """The handle by which another process opens the arena."""
 
     @abstractmethod
     def open_arena(self, handle: bytes, nbytes: int) -> DeviceArray:
-        """Another process' arena, on the same GPU."""
+        """Open another process's arena on the same GPU."""
 
     @abstractmethod
     def close_arena(self, arena: DeviceArray) -> None:
-        """Give back an arena that was opened."""
+        """Close an arena that was opened."""
 
     @abstractmethod
     def free_arena(self, arena: DeviceArray) -> None:
-        """Give back an arena of one's own, which all others have closed."""
+        """Free an own arena after all other processes have closed it."""
 
 
 def is_torch(array: Any) -> bool:
-    """Whether it is a torch tensor, which is told without importing torch."""
+    """Whether it is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)

@@ -1,16 +1,16 @@
-"""The kernels that neither NCCL nor CuPy has, in CUDA C++.
+"""CUDA C++ kernels that neither NCCL nor CuPy provides.
 
-pack and unpack move many arrays to and from a flat bucket in one launch. Their table has a row of
-three 64-bit numbers for each piece of work: the address of the piece, its first element in the
-bucket, and its length in elements; a block of threads does one row. Pieces are cut to `PIECE`
-elements, so that blocks have alike much to do.
+pack and unpack move many arrays to and from a flat bucket in one launch. Their table has one row of
+three 64-bit numbers for each piece: the address of the piece, its first element in the bucket, and
+its length in elements. One block of threads processes one row. Pieces have at most `PIECE`
+elements, so that blocks have similar amounts of work.
 
-An element of the table is a real number: a complex one is two. Elements that stay what they are
-move as the bits that they are, whatever they mean, so that there is one kernel for each width, and
-none that needs the headers of 16-bit floats. What is cast are integers, whose MEAN is float64.
+An element of the table is a real number; a complex number counts as two. Elements that are not cast
+are moved as bits, so that one kernel per width suffices and none needs the headers of 16-bit
+floats. Only integers are cast, because their MEAN is float64.
 
-Neither scales: the collectives divide for MEAN themselves. A sum that is divided later would
-overflow in 16-bit floats where NCCL's average, and so `all_reduce` of the same array, doesn't.
+Neither kernel scales: the collective divides for MEAN. Dividing a sum afterwards would overflow in
+16-bit floats where NCCL's average, and therefore `all_reduce` of the same array, does not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 THREADS = 256
 PIECE = 4096
-"""Elements that one block of threads moves. Of every width a multiple of `ALIGNMENT`."""
+"""Elements that one block of threads moves. A multiple of `ALIGNMENT` bytes for every width."""
 ALIGNMENT = 16
-"""Bytes that a thread moves at once. Arrays in a bucket begin at multiples of it."""
+"""Bytes that a thread moves at once. Arrays in a bucket start at multiples of it."""
 
 SOURCE = r"""
 template <typename From, typename To>
@@ -35,13 +35,13 @@ __device__ void move_elements(const From* source, To* target, long long length) 
     }
 }
 
-// The more special one, where nothing is cast: by 16 bytes, if both sides begin at a multiple.
+// Specialization without a cast: moves 16 bytes at a time if both sides are aligned to 16 bytes.
 template <typename Element>
 __device__ void move_elements(const Element* source, Element* target, long long length) {
-    const unsigned long long places = reinterpret_cast<unsigned long long>(source)
+    const unsigned long long addresses = reinterpret_cast<unsigned long long>(source)
         | reinterpret_cast<unsigned long long>(target);
     const long long in_vector = sizeof(uint4) / sizeof(Element);
-    const long long vectors = places % sizeof(uint4) == 0 ? length / in_vector : 0;
+    const long long vectors = addresses % sizeof(uint4) == 0 ? length / in_vector : 0;
     for (long long i = threadIdx.x; i < vectors; i += blockDim.x) {
         reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
     }
@@ -76,17 +76,15 @@ _CAST = {
     "uint64": "unsigned long long",
     "float64": "double",
 }
-CASTS = tuple((np.dtype(name), np.dtype(np.float64)) for name in _CAST if name != "float64")
-"""From what to what elements can be cast."""
 
 
 def reals(dtype: np.dtype[Any]) -> int:
-    """How many elements of a table an element of an array is."""
+    """Number of table elements for each element of an array."""
     return 2 if dtype.kind == "c" else 1
 
 
 def kernel_name(kernel: str, array: np.dtype[Any], bucket: np.dtype[Any]) -> str:
-    """The "pack" or "unpack" for arrays and buckets of these dtypes."""
+    """Name of the "pack" or "unpack" kernel for arrays and buckets of these dtypes."""
     if array == bucket:
         element = packed = _BITS[array.itemsize // reals(array)]
     else:
@@ -95,9 +93,9 @@ def kernel_name(kernel: str, array: np.dtype[Any], bucket: np.dtype[Any]) -> str
 
 
 def lay_out(lengths: Sequence[int], itemsize: int) -> tuple[NDArray[np.int64], int]:
-    """Where each array begins in a bucket, and the bucket's length, in elements of `itemsize`.
+    """Where each array starts in a bucket, and the bucket's length, in elements of `itemsize`.
 
-    Arrays, and so buckets, are padded to multiples of `ALIGNMENT` bytes.
+    Arrays, and therefore buckets, are padded to multiples of `ALIGNMENT` bytes.
     """
     unit = ALIGNMENT // itemsize
     stops = np.cumsum([-(-length // unit) * unit for length in (0, *lengths)], dtype=np.int64)
@@ -107,7 +105,7 @@ def lay_out(lengths: Sequence[int], itemsize: int) -> tuple[NDArray[np.int64], i
 def make_table(
     addresses: Sequence[int], starts: NDArray[np.int64], lengths: Sequence[int], itemsize: int
 ) -> NDArray[np.int64]:
-    """The rows for arrays at these addresses, whose elements have `itemsize` bytes there."""
+    """The rows for arrays at these addresses, with elements of `itemsize` bytes."""
     whole = np.array(lengths, np.int64)
     counts = -(-whole // PIECE)
     array = np.repeat(np.arange(len(counts)), counts)

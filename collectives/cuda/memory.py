@@ -1,4 +1,4 @@
-"""A GPU's memory, for schedules."""
+"""GPU memory for schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectives.reductions.reduction import Action, ReduceOp
 
 
 class DeviceMemory:
-    """`executor.Memory` on the current GPU; everything is put on the current stream."""
+    """`executor.Memory` on the current GPU; all work is enqueued on the current stream."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda

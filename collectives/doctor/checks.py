@@ -1,7 +1,7 @@
 """A small trial of every collective, with values that depend on the rank.
 
-Results are compared after all of a trial's messages: a rank that finds a wrong one goes on together
-with its peers. All values are small whole numbers, which every dtype used here holds exactly.
+Results are compared after all messages of a trial, so that a rank with a wrong result stays in step
+with its peers. All values are small integers, which every dtype used here represents exactly.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from collectives.communicator import Communicator
 from collectives.doctor.attempt import WrongResultError
 
 Results: TypeAlias = list[tuple[Any, Any]]
-"""Pairs of what came and what should have come."""
+"""Pairs of the actual and the expected result."""
 
-# On either side of where algorithms for short and for long messages part.
+# Short and long, so that algorithms for both are tried.
 _LENGTHS = (7, 100_003)
 _LONGEST_VALUE = 90
 
 
 def check(trial: Callable[[Communicator], Results], comm: Communicator) -> None:
-    """Run a trial; WrongResultError for the first result that is not as it should be."""
-    for came, expected in trial(comm):
-        if not _same(came, expected):
-            raise WrongResultError(f"got {_shown(came)}, expected {_shown(expected)}")
+    """Run a trial; WrongResultError for the first wrong result."""
+    for actual, expected in trial(comm):
+        if not _same(actual, expected):
+            raise WrongResultError(f"got {_shown(actual)}, expected {_shown(expected)}")
 
 
-def _same(came: Any, expected: Any) -> bool:
-    return np.array_equal(came, expected) and np.asarray(came).dtype == np.asarray(expected).dtype
+def _same(actual: Any, expected: Any) -> bool:
+    same_dtype = np.asarray(actual).dtype == np.asarray(expected).dtype
+    return np.array_equal(actual, expected) and same_dtype
 
 
 def _shown(value: Any) -> str:
@@ -82,16 +83,16 @@ def _broadcast(comm: Communicator) -> Results:
 
 
 def _all_gather(comm: Communicator) -> Results:
-    return [(comm.all_gather(np.full(comm.rank + 1, comm.rank)), _joined(comm.size))]
+    return [(comm.all_gather(np.full(comm.rank + 1, comm.rank)), _concatenated(comm.size))]
 
 
 def _gather(comm: Communicator) -> Results:
     root = comm.size - 1
-    expected = _joined(comm.size) if comm.rank == root else None
+    expected = _concatenated(comm.size) if comm.rank == root else None
     return [(comm.gather(np.full(comm.rank + 1, comm.rank), root=root), expected)]
 
 
-def _joined(size: int) -> NDArray[np.int_]:
+def _concatenated(size: int) -> NDArray[np.int_]:
     return np.repeat(np.arange(size), np.arange(size) + 1)
 
 
@@ -108,9 +109,9 @@ def _reduce_scatter(comm: Communicator) -> Results:
 
 
 def _all_to_all(comm: Communicator) -> Results:
-    came = comm.all_to_all([np.full(peer + 1, comm.rank) for peer in range(comm.size)])
+    received = comm.all_to_all([np.full(peer + 1, comm.rank) for peer in range(comm.size)])
     expected = [np.full(comm.rank + 1, peer) for peer in range(comm.size)]
-    return [(len(came), comm.size), *zip(came, expected, strict=False)]
+    return [(len(received), comm.size), *zip(received, expected, strict=False)]
 
 
 def _barrier(comm: Communicator) -> Results:
@@ -121,9 +122,9 @@ def _barrier(comm: Communicator) -> Results:
 def _all_reduce_many(comm: Communicator) -> Results:
     shapes, dtypes = ((3,), (2, 2), ()), ("float32", "int64", "float32")
     pairs = list(zip(shapes, dtypes, strict=True))
-    came = comm.all_reduce_many([np.full(*pair[:1], comm.rank + 1, pair[1]) for pair in pairs])
+    reduced = comm.all_reduce_many([np.full(*pair[:1], comm.rank + 1, pair[1]) for pair in pairs])
     expected = [np.full(shape, _rank_sum(comm), dtype) for shape, dtype in pairs]
-    return [(len(came), len(pairs)), *zip(came, expected, strict=False)]
+    return [(len(reduced), len(pairs)), *zip(reduced, expected, strict=False)]
 
 
 def _all_reduce_async(comm: Communicator) -> Results:
@@ -143,36 +144,36 @@ def _broadcast_async(comm: Communicator) -> Results:
 
 def _all_gather_async(comm: Communicator) -> Results:
     handle = comm.all_gather_async(np.full(comm.rank + 1, comm.rank))
-    return [(handle.wait(), _joined(comm.size))]
+    return [(handle.wait(), _concatenated(comm.size))]
 
 
 def _send_and_recv(comm: Communicator) -> Results:
-    """Round a ring; rank 0 sends first, the others pass on."""
+    """Send round a ring: rank 0 sends first, the others forward."""
     following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     out = np.zeros(7)
     if comm.rank == 0:
         comm.send(_ramp(7), following)
-        came = comm.recv(out, preceding)
-        return [(came, _ramp(7, comm.size)), (out, _ramp(7, comm.size))]
-    came = comm.recv(out, preceding)
+        received = comm.recv(out, preceding)
+        return [(received, _ramp(7, comm.size)), (out, _ramp(7, comm.size))]
+    received = comm.recv(out, preceding)
     comm.send(_ramp(7, comm.rank + 1), following)
-    return [(came, _ramp(7, comm.rank)), (out, _ramp(7, comm.rank))]
+    return [(received, _ramp(7, comm.rank)), (out, _ramp(7, comm.rank))]
 
 
 def _mailbox(comm: Communicator) -> Results:
-    """A short and a long array to the next rank."""
+    """Send a short and a long array to the next rank."""
     following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     box = comm.mailbox()
     arrays = [_ramp(length, comm.rank + 1) for length in _LENGTHS]
     sent = box.send(following, {"rank": comm.rank}, arrays)
-    came = box.receive(timeout=comm.deadline)
+    received = box.receive(timeout=comm.deadline)
     sent.wait()
     box.close()
-    if came is None:
-        return [(came, f"a message of rank {preceding}")]
+    if received is None:
+        return [(received, f"a message of rank {preceding}")]
     expected = [_ramp(length, preceding + 1) for length in _LENGTHS]
-    results: Results = [(came.source, preceding), (came.header, {"rank": preceding})]
-    return [*results, (len(came.arrays), 2), *zip(came.arrays, expected, strict=False)]
+    results: Results = [(received.source, preceding), (received.header, {"rank": preceding})]
+    return [*results, (len(received.arrays), 2), *zip(received.arrays, expected, strict=False)]
 
 
 def _broadcast_object(comm: Communicator) -> Results:
@@ -193,7 +194,7 @@ def _empty_and_zeros(comm: Communicator) -> Results:
 
 
 def _empty_shared(comm: Communicator) -> Results:
-    """The lowest rank of each node stores, all of them read; there may be no such memory."""
+    """The lowest rank of each node writes, all read; a node may have no such memory."""
     shared = comm.empty_shared(7, "float64")
     first = comm.all_gather_object(comm.node).index(comm.node)
     if shared is None:
@@ -205,7 +206,7 @@ def _empty_shared(comm: Communicator) -> Results:
 
 
 def _split(comm: Communicator) -> Results:
-    """Ranks that differ by a multiple of two, in reverse; then all but rank 0."""
+    """Split by parity, in reverse order; then all ranks but 0."""
     members = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2][::-1]
     part = comm.split(comm.rank % 2, key=comm.size - comm.rank)
     others = comm.split(None if comm.rank == 0 else 0)
@@ -220,13 +221,13 @@ def _split(comm: Communicator) -> Results:
 
 
 def _tune(comm: Communicator) -> Results:
-    """Nothing is kept: who asks for a trial has not asked for other choices in later runs."""
+    """Nothing is saved, because a trial must not change the choices of later runs."""
     texts = comm.all_gather_object(comm.tune(save=False))
     return [(texts, [texts[0]] * comm.size)]
 
 
 def _trace(comm: Communicator) -> Results:
-    """The barrier before it is in everybody's trace."""
+    """Every rank's barrier must be in the trace."""
     comm.barrier()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

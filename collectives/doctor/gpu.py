@@ -1,4 +1,4 @@
-"""GPUs, what is needed to use them, and which way arrays on them would go."""
+"""GPUs, the software for them, and the path that arrays on them would take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from collectives.doctor.gpu_look import Look, look_elsewhere
+from collectives.doctor.gpu_findings import GpuFindings, find_in_subprocess
 from collectives.doctor.packages import found_version, installed
 from collectives.doctor.report import Report
 from collectives.gpu.bootstrap import judge
@@ -20,10 +20,10 @@ _INSTALL = "not installed: pip install 'mpi-collectives[cuda12]' (or [cuda13])"
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def report_gpu(report: Report) -> Look:
-    """What is needed for arrays on GPUs, and what this process finds of it.
+def report_gpu(report: Report) -> GpuFindings:
+    """Report the software for arrays on GPUs, and what this process finds.
 
-    CuPy is imported, elsewhere, where it is installed.
+    CuPy, if installed, is imported in another process.
     """
     report.section("GPU")
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -34,23 +34,23 @@ def report_gpu(report: Report) -> Look:
     report.row("cupy", cupy or _INSTALL)
     if cupy is None:
         report.row("NCCL", installed(*_NCCL) or find_library("nccl") or _INSTALL)
-        return Look("CuPy is not installed")
-    look = look_elsewhere()
-    if look.problem is not None:
-        report.row("", _in_words(look.problem, driver))
-    report.row("NCCL", look.nccl or "not known")
-    report.row("NVRTC", look.nvrtc or "not found")
-    if look.nvrtc is None:
-        tell = report.warn if look.gpus else partial(report.row, "")
-        tell(f"CuPy compiles its kernels with NVRTC: pip install '{_cupy_name()}[ctk]'")
-    for number, name in enumerate(look.gpus):
+        return GpuFindings("CuPy is not installed")
+    findings = find_in_subprocess()
+    if findings.problem is not None:
+        report.row("", _explained(findings.problem, driver))
+    report.row("NCCL", findings.nccl or "not known")
+    report.row("NVRTC", findings.nvrtc or "not found")
+    if findings.nvrtc is None:
+        add = report.warn if findings.gpus else partial(report.row, "")
+        add(f"CuPy compiles its kernels with NVRTC: pip install '{_cupy_name()}[ctk]'")
+    for number, name in enumerate(findings.gpus):
         report.row(f"GPU {number}", name)
-    return look
+    return findings
 
 
-def report_device_arrays(report: Report, mpi: Any, look: Look, local_rank: int) -> None:
-    """Which way arrays on GPUs would go, if each rank takes its own. Collective."""
-    healths = mpi.COMM_WORLD.allgather(look.health(local_rank))
+def report_device_arrays(report: Report, mpi: Any, findings: GpuFindings, local_rank: int) -> None:
+    """Report the path of arrays on GPUs if each rank uses its own. Collective."""
+    healths = mpi.COMM_WORLD.allgather(findings.health(local_rank))
     verdict = judge(healths)
     report.section("Arrays on GPUs")
     if not verdict.gpus:
@@ -71,7 +71,7 @@ def report_device_arrays(report: Report, mpi: Any, look: Look, local_rank: int) 
 
 
 def _driver_version() -> str | None:
-    """Of the kernel's module."""
+    """The version of the kernel module; None if it is not loaded."""
     try:
         content = _DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -80,8 +80,8 @@ def _driver_version() -> str | None:
     return match[0] if match else "of unknown version"
 
 
-def _in_words(problem: str, driver: str | None) -> str:
-    """CUDA says that the driver is insufficient where there is none, too."""
+def _explained(problem: str, driver: str | None) -> str:
+    """The problem with advice. CUDA reports an insufficient driver also where there is none."""
     if driver is None:
         return f"{problem}; a container must be started with its GPUs"
     if "InsufficientDriver" in problem:

@@ -1,4 +1,4 @@
-"""What MPI gives, and the machines that its ranks run on."""
+"""The MPI library, and the machines on which its ranks run."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _WINDOW_BYTES = 4096
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows of itself."""
+    """Facts about one rank's process and machine."""
 
     node: int
     host: str
     cores: frozenset[int]
     shared_memory: tuple[int, int] | None
-    """Free and all bytes of /dev/shm, or None where there is none."""
+    """Free and total bytes of /dev/shm, or None if there is none."""
     versions: dict[str, str | None]
 
 
 def gather_facts(mpi: Any, comm: Communicator) -> list[RankFacts]:
     """Every rank's facts, in rank order. Collective."""
-    mine = RankFacts(
+    own = RankFacts(
         node=comm.node,
         host=mpi.Get_processor_name(),
         cores=frozenset(os.sched_getaffinity(0)),
         shared_memory=_shared_memory(),
         versions=versions(),
     )
-    facts: list[RankFacts] = mpi.COMM_WORLD.allgather(mine)
+    facts: list[RankFacts] = mpi.COMM_WORLD.allgather(own)
     return facts
 
 
 def report_mpi(report: Report, mpi: Any) -> None:
-    """The library, the standard that it follows, and its threads."""
+    """Report the library, its standard, and its thread level."""
     report.row("library", library_name(mpi))
     report.row("standard", "MPI " + ".".join(map(str, mpi.Get_version())))
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -55,7 +55,7 @@ def report_mpi(report: Report, mpi: Any) -> None:
 
 
 def report_ranks(report: Report, facts: list[RankFacts]) -> None:
-    """Which ranks run where, on how many cores, and whether they have the same software."""
+    """Report which ranks run where, on how many cores, and whether their software agrees."""
     nodes = _by_node(facts)
     report.section("Ranks")
     report.row("ranks", len(facts))
@@ -69,7 +69,7 @@ def report_ranks(report: Report, facts: list[RankFacts]) -> None:
 def report_shared_memory(
     report: Report, mpi: Any, facts: list[RankFacts], limit: float
 ) -> list[Outcome]:
-    """Whether a node's ranks can share memory, and how much; how trying it went. Collective."""
+    """Report whether a node's ranks can share memory, and how much; the outcomes. Collective."""
     report.section("Shared memory")
     outcomes = attempt(mpi, lambda: _try_window(mpi), limit)
     problems = reasons(outcomes)
@@ -94,7 +94,7 @@ def _report_node(report: Report, node: int, facts: dict[int, RankFacts]) -> None
     where = f"{counted(len(cores), 'core')} ({ranges(cores)})"
     report.row(f"node {node}", f"{hosts}: {ranks_named(facts)} on {where}")
     if len(facts) > len(cores):
-        report.warn(f"{len(facts)} ranks share {counted(len(cores), 'core')}: they take turns")
+        report.warn(f"{len(facts)} ranks share {counted(len(cores), 'core')}: oversubscribed")
 
 
 def _report_differences(report: Report, name: str, found: list[str | None]) -> None:
@@ -130,15 +130,15 @@ def _shared_memory() -> tuple[int, int] | None:
 
 
 def _try_window(mpi: Any) -> None:
-    """Let every rank read, through a shared window, what its neighbour on the node wrote."""
+    """Read, through a shared window, what the next rank of the node wrote."""
     node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
     window = mpi.Win.Allocate_shared(_WINDOW_BYTES, 1, comm=node)
     window.Fence()
     window.tomemory()[0] = node.rank % 256
     window.Fence()
-    neighbour = (node.rank + 1) % node.size
-    came = window.Shared_query(neighbour)[0][0]
+    peer = (node.rank + 1) % node.size
+    found = window.Shared_query(peer)[0][0]
     window.Free()
     node.Free()
-    if came != neighbour % 256:
-        raise RuntimeError(f"read {came} where rank {neighbour} of the node wrote {neighbour}")
+    if found != peer % 256:
+        raise RuntimeError(f"read {found} where rank {peer} of the node wrote {peer % 256}")

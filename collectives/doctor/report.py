@@ -8,39 +8,39 @@ _LABEL_WIDTH = 20
 
 
 class Report:
-    """Prints rows as they come, where `speaks`; elsewhere only counts the warnings."""
+    """Prints rows at once if `prints`; otherwise only counts the warnings."""
 
-    def __init__(self, *, speaks: bool) -> None:
-        self.speaks = speaks
+    def __init__(self, *, prints: bool) -> None:
+        self.prints = prints
         self.warnings = 0
         self._gap = ""
 
     def section(self, title: str) -> None:
-        """Begin a section."""
+        """Start a section."""
         self._print(f"{self._gap}{title}")
         self._gap = "\n"
 
     def row(self, label: str, text: object) -> None:
-        """One line: what, and how it is."""
+        """Print one line: a label and its value."""
         self._print(f"  {label:<{_LABEL_WIDTH}} {text}")
 
     def warn(self, text: str) -> None:
-        """Say what is wrong with the row above, though nothing fails of it."""
+        """Print a warning about the row above, which is not a failure."""
         self.warnings += 1
         self.row("", f"warning: {text}")
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
+    def line(self, text: str) -> None:
+        """Print a separate line."""
         self._print(f"\n{text}")
 
     def _print(self, line: str) -> None:
-        if self.speaks:
-            # At once, since a job may end before its buffers are written.
+        if self.prints:
+            # Flushed, because a job may end before its buffers are written.
             print(line, flush=True)
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as people write them: "0-3, 6"."""
+    """Numbers as ranges: "0-3, 6"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -51,11 +51,11 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """As in "rank 2" or "ranks 0-3, 6"."""
+    """For example "rank 2" or "ranks 0-3, 6"."""
     listed = list(ranks)
     return f"rank{'s' if len(listed) > 1 else ''} {ranges(listed)}"
 
 
 def counted(count: int, noun: str) -> str:
-    """As in "1 core" or "2 cores"."""
+    """For example "1 core" or "2 cores"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,1 +1,1 @@
-"""Runs collectives on flat buffers: selects an algorithm, binds its plan, executes it."""
+"""Execution of collectives on flat buffers: select an algorithm, bind its plan, run it."""

@@ -1,4 +1,4 @@
-"""From measured seconds to figures: those with which the cost model gives what was measured."""
+"""Calibration: cost parameters for which the cost model reproduces measured times."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collectives.execution.cost_model import CostParameters
 SMALL_BYTES = 8
 
 Seconds = Mapping[tuple[str, int], float]
-"""What an all_reduce took, by path and bytes; paths that aren't there are missing."""
+"""Seconds of an all_reduce by (path, bytes); unavailable paths are missing."""
 
 Model = Callable[[str, int, CostParameters], float]
-"""The seconds expected of an all_reduce by a path, of so many bytes, with those figures."""
+"""Expected seconds of an all_reduce by a path, for a number of bytes and cost parameters."""
 
 _LEAST_SECONDS = 1e-9
 _BANDWIDTHS = (1e6, 1e13)
@@ -25,9 +25,9 @@ _HALVINGS = 40
 def fit(
     seconds: Seconds, model: Model, costs: CostParameters, kinds: Mapping[str, str]
 ) -> CostParameters:
-    """The figures that explain the seconds best; what no path tells about stays as it was.
+    """The cost parameters that fit the times best; those of no measured path stay as they are.
 
-    `kinds` says which figures a path follows: "schedule", "native" or "shared".
+    `kinds` gives the kind of parameters that a path uses: "schedule", "native" or "shared".
     """
     for kind in dict.fromkeys(kinds.values()):
         own = {key: value for key, value in seconds.items() if kinds[key[0]] == kind}
@@ -36,7 +36,7 @@ def fit(
 
 
 def _fit_start(kind: str, seconds: Seconds, model: Model, costs: CostParameters) -> CostParameters:
-    """Start and latency, in the proportion that they had: a single size can't part them."""
+    """Scale start and latency alike, because a single size can't separate them."""
     ratios = [
         taken / model(path, nbytes, costs)
         for (path, nbytes), taken in seconds.items()
@@ -52,7 +52,7 @@ def _fit_start(kind: str, seconds: Seconds, model: Model, costs: CostParameters)
 def _fit_bandwidth(
     kind: str, seconds: Seconds, model: Model, costs: CostParameters
 ) -> CostParameters:
-    """The median of what each of the larger sizes tells."""
+    """The median of the bandwidths that fit each of the larger sizes."""
     name = f"{kind}_bandwidth"
 
     def found(path: str, nbytes: int, taken: float) -> float:
@@ -63,7 +63,7 @@ def _fit_bandwidth(
 
 
 def _solve(expected: Callable[[float], float], taken: float) -> float:
-    """The bandwidth with which so many seconds are expected, within the limits of any."""
+    """The bandwidth for which the model expects the measured time, by bisection."""
     low, high = _BANDWIDTHS
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)

@@ -1,9 +1,9 @@
-"""Which path a call takes, where the caller names none.
+"""Cost model: selects the path of a call for which the caller names none.
 
-The cost model prices every schedule with the figures of a link, the transport's native collective
-as the cheapest schedule without Python's share of the latency, and the node's shared memory by the
-bytes that a rank touches. The choice depends only on what all ranks know (collective, bytes, the
-layout of the ranks, figures that were agreed on), so that all choose alike.
+The model prices every schedule with the parameters of a link, the transport's native collective as
+the cheapest schedule without Python's share of the latency, and shared memory by the bytes that a
+rank touches. The choice depends only on what is equal on all ranks (collective, bytes, layout,
+cost parameters), so that all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collectives.schedules.paths import HIERARCHICAL, NATIVE, SHARED
 from collectives.schedules.spec import spec_of
 
 PRICED = (NATIVE, SHARED, HIERARCHICAL)
-"""The paths beside the schedules that the model has figures for."""
+"""The paths, besides the schedules, that the model can price."""
 
-# Pricing a schedule takes time proportional to ranks × rounds: above this size only those of
-# logarithmic depth and the ring's closed form would be worth it, so native is taken unpriced.
+# Pricing a schedule takes time proportional to ranks × rounds. Above this size only schedules of
+# logarithmic depth and the ring's closed form would be affordable, so native is chosen unpriced.
 LARGEST_PRICED = 512
 
 
 @dataclass(frozen=True)
 class CostParameters:
-    """What the paths were measured to take; the built-in ones are those of bench/results/.
+    """Measured costs of the paths; the defaults are those of bench/results/.
 
     Starts and latencies are in seconds, bandwidths in bytes per second. `shared_bandwidth` counts
-    bytes that one rank reads or writes in the node's memory while all others do.
+    the bytes that one rank reads or writes in the node's memory while all others do the same.
     """
 
     schedule_start: float = 6e-6
@@ -47,12 +47,12 @@ class CostParameters:
 
     @property
     def schedule_link(self) -> Link:
-        """A message of our own."""
+        """A message of a schedule."""
         return Link(self.schedule_latency, self.schedule_bandwidth, self.reduction)
 
     @property
     def native_move_link(self) -> Link:
-        """As `native_link`, where nothing is folded: the library copies straight across."""
+        """Like `native_link`, for collectives without a fold, which the library copies directly."""
         return Link(self.native_latency, self.native_move_bandwidth, self.reduction)
 
     @property
@@ -63,21 +63,21 @@ class CostParameters:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks there are on each node, in which of them ranks outnumber the cores."""
+    """Number of ranks on each node, and the oversubscription of the cores."""
 
     local_sizes: tuple[int, ...]
     oversubscription: float = 1.0
-    """Ranks for each core of the fullest node, at least 1."""
+    """Ranks per core on the fullest node, at least 1."""
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return sum(self.local_sizes)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs, and what each candidate was expected to take, in seconds."""
+    """The selected path, and the expected time of each candidate in seconds."""
 
     algorithm: str
     seconds: dict[str, float]
@@ -96,7 +96,7 @@ def choose(
 ) -> Choice:
     """The candidate of least expected time for `nbytes` bytes, counted as in `cost.traffic`.
 
-    `paths` are those beside the schedules that can do it.
+    `paths` are the available paths besides the schedules.
     """
     return _choose(collective, tuple(algorithms.names(collective)), nbytes, layout, paths, costs)
 
@@ -122,9 +122,9 @@ def _choose(
 def expected(
     collective: str, path: str, nbytes: int, layout: Layout, costs: CostParameters
 ) -> float:
-    """Seconds that a path is expected to take; `nbytes` counts as in `cost.traffic`.
+    """Expected seconds of a path; `nbytes` is counted as in `cost.traffic`.
 
-    Ranks that take turns on a core take their time one after the other, whatever they do.
+    Ranks that share a core run one after the other, so oversubscription multiplies the time.
     """
     if path == NATIVE:
         seconds = _native(collective, layout.size, nbytes, costs)
@@ -151,7 +151,7 @@ _TOUCHED: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda size: 5.0 if size == 2 else 5 - 1 / size,
     "reduce": lambda size: 5 - 1 / size,
     "reduce_scatter": lambda size: 5 * (size - 1) / size,
-    # The readers wait for lines that the root has just written.
+    # The readers wait for cache lines that the root has just written.
     "broadcast": lambda size: 4.0,
     "all_gather": lambda size: 2.0,
     "gather": lambda size: 2.0,
@@ -168,7 +168,7 @@ def _shared(collective: str, nbytes: int, layout: Layout, costs: CostParameters)
 
 
 def _hierarchical(nbytes: int, layout: Layout, costs: CostParameters) -> float:
-    """Within the nodes, between ranks of equal place on all nodes, and within the nodes again."""
+    """Within the nodes, between ranks of equal local rank, and within the nodes again."""
     slices = min(layout.local_sizes)
     nodes, slice_bytes, link = len(layout.local_sizes), -(-nbytes // slices), costs.schedule_link
     across = min(

@@ -1,4 +1,4 @@
-"""What takes a communicator's device arrays from rank to rank."""
+"""Interface of the paths that move a communicator's device arrays between ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collectives.cuda.interface import DeviceArray, Event
 from collectives.reductions.reduction import ReduceOp
 
 Reduce: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
-"""The reduction of all ranks' first array, into the second, which may be the first."""
+"""All-reduce of the first array into the second, which may be the same array."""
 
 
 class Request(NamedTuple):
-    """A collective on flat, contiguous device arrays, as `Engine.run` has it."""
+    """A collective on flat, contiguous device arrays, with the arguments of `Engine.run`."""
 
     collective: str
     source: DeviceArray | None
@@ -28,58 +28,58 @@ class Request(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do for any rank, as far as this one can see."""
+        """Whether no rank has anything to do, as far as this rank can determine."""
         if self.collective == "all_to_all":
             return False
         return not (self.target.size if self.lengths is None else sum(self.lengths))
 
 
 class DevicePath(ABC):
-    """One way, which all ranks take alike. Its collectives divide what a MEAN sums."""
+    """One path, which all ranks take together. Its collectives divide the sum of a MEAN."""
 
     name: str
-    """What errors and the record call it."""
+    """Name in errors and in the flight recorder."""
 
     @abstractmethod
     def run(self, request: Request) -> str:
-        """Take part; the name of the way that it went, for the record."""
+        """Run the collective; the name of the algorithm, for the flight recorder."""
 
     def bind_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
-        """The shortest way to reduce contiguous arrays that aren't empty; None for `run` alone."""
+        """A function that reduces contiguous, non-empty arrays faster than `run`, or None."""
         return None
 
     @abstractmethod
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
-        """RuntimeError where a graph can't capture it."""
+        """Raise RuntimeError if a CUDA graph can't capture the collective."""
 
     @abstractmethod
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """Let the host wait for an event of the caller's stream behind a collective."""
+        """Block the host until an event of the caller's stream after a collective is done."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds. Collective."""
+        """Release the path's resources. Collective."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Give back what can be given back by one rank alone, after an error."""
+        """Release what one rank alone can release, after an error."""
 
 
 class OnDevices(Protocol):
-    """What runs collectives on arrays that lie on GPUs."""
+    """Runs collectives on arrays that lie on GPUs."""
 
     @property
     def over_host(self) -> bool:
-        """Whether arrays go by way of the host, whatever the ranks have."""
+        """Whether arrays are staged through the host, whatever the ranks support."""
 
     @property
-    def asked_for(self) -> bool:
-        """Whether the caller asked for GPUs, and so for new arrays on them."""
+    def gpus_requested(self) -> bool:
+        """Whether the caller requested GPUs, and therefore new arrays on them."""
 
     def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
-        """Before the ranks meet: what this one can see to be wrong with a call of these dtypes.
+        """Check a call of these dtypes on this rank, before the ranks synchronize.
 
-        TypeError where the current GPU is another than the communicator's, RuntimeError where a
+        Raises TypeError if the current GPU is not the communicator's, and RuntimeError if a CUDA
         graph can't capture the call.
         """
 
@@ -87,7 +87,7 @@ class OnDevices(Protocol):
         """New memory on this rank's GPU, for a rank that has no array there yet. Collective."""
 
     def bind_all_reduce(self, given: Any) -> Callable[[DeviceArray, Any], Any] | None:
-        """What `quick.bind_all_reduce` is for arrays on the host."""
+        """The counterpart of `bound.bind_all_reduce` for device arrays."""
 
     def run(self, request: Request) -> str:
-        """Take part; the name of the way that it went. It divides for MEAN."""
+        """Run the collective, including the division of a MEAN; the algorithm's name."""

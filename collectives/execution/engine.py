@@ -30,12 +30,12 @@ from collectives.execution.cost_model import (
     choose,
 )
 from collectives.execution.device_path import OnDevices, Request
-from collectives.execution.executor import HostMemory, Plans, own_part
+from collectives.execution.executor import HostMemory, Plans
 from collectives.reductions.reduction import Array, ReduceOp, finish
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
 from collectives.shm.node import Node, Path
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
-from collectives.transports.base import Native, Transport
+from collectives.transports.base import Native, Transport, own_part
 from collectives.waiting.wait_policy import WaitPolicy
 from collectives.waiting.watchdog import Watchdog
 

@@ -1,11 +1,11 @@
-"""Runs a schedule: one rank's rounds, resolved once to byte ranges, over any transport.
+"""Executor of schedules: one rank's rounds, resolved once to byte ranges, over any transport.
 
-A `Plan` is made for one (collective, algorithm, lengths, dtype, op, root) and used for every call
-of that kind.
+A `Plan` is made for one (collective, algorithm, lengths, dtype, op, root) and serves every call of
+that kind.
 
-Buffers are bound by address: the views made for a pair of buffers serve every later call whose
-buffers lie at the same place. They never keep a buffer alive and are used only in calls that were
-given a live buffer at that address.
+Buffers are bound by address: the views made for a pair of buffers serve every later call with
+buffers at the same addresses. The views never keep a buffer alive, and are used only in calls that
+pass a live buffer at that address.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collectives.execution.plan import Fold, Piece, Resolver
 from collectives.reductions.reduction import Action, Array, ReduceOp, bind_fold
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
-from collectives.transports.base import PointToPoint
+from collectives.transports.base import PointToPoint, own_part
 
 _BINDINGS_KEPT = 8
 _PLANS_KEPT = 64
@@ -32,22 +32,22 @@ _WORK_BYTES_KEPT = 1 << 26
 
 
 class Memory(Protocol):
-    """Where the buffers lie: the host's memory, or a GPU's."""
+    """Memory that holds the buffers: the host's, or a GPU's."""
 
     def empty(self, length: int, dtype: np.dtype[Any]) -> Any:
         """New memory as a flat array."""
 
     def work(self, length: int, dtype: np.dtype[Any]) -> Any:
-        """As `empty`, for intermediate results: the next operation may use the same memory."""
+        """Like `empty`, for intermediate results; the next operation may reuse the memory."""
 
     def address(self, array: Any) -> int:
-        """Where the array's first element lies."""
+        """Address of the array's first element."""
 
     def at(self, address: int, length: int, dtype: np.dtype[Any]) -> Any:
-        """Memory at an address as a flat array, without a claim on its life."""
+        """Memory at an address as a flat array that does not own it."""
 
     def message(self, array: Any) -> Any:
-        """The array's bytes, as the wires take them."""
+        """The array's bytes, in the form that the transport takes."""
 
     def copy(self, origin: Any, copied: Any) -> Action:
         """An action that copies an array into another."""
@@ -65,12 +65,12 @@ class _BoundRound:
 
 
 class Call(NamedTuple):
-    """A kind of call: what a plan is made for, and found by.
+    """A kind of call, the key of its plan.
 
-    `shape` is the elements of each chunk, or of the whole buffer where the algorithm cuts it
-    evenly. The target holds all chunks, one after the other. With `has_source` the input comes in a
-    buffer of its own, laid out as the target, which need not be initialised; without, it lies in
-    the target.
+    `shape` is the number of elements of each chunk, or of the whole buffer if the algorithm cuts it
+    evenly. The target holds all chunks, one after the other. With `has_source` the input is in a
+    separate buffer of the same layout, and the target need not be initialised. Otherwise the input
+    is in the target.
     """
 
     collective: str
@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
 
 class Plan:
-    """One rank's part in one kind of call."""
+    """One rank's plan for one kind of call."""
 
     def __init__(self, transport: PointToPoint, memory: Memory, call: Call) -> None:
         rank, size = transport.rank, transport.size
@@ -101,7 +101,7 @@ class Plan:
         self._rounds = [each for each in rounds if each.sends or each.receives]
         after = spec.after((rank - root) % size, (np.arange(chunks) - root) % chunks, size)
         wanted = np.broadcast_to(after, chunks) != ANYTHING
-        self._left_behind = resolver.left_behind(wanted.tolist())
+        self._uncopied = resolver.remaining_in_source(wanted.tolist())
         self._transport, self._memory = transport, memory
         self._op, self._dtype = call.op, call.dtype
         self._length = offsets[-1]
@@ -110,27 +110,27 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the plan keeps between calls."""
+        """Bytes that the plan holds between calls."""
         kept: int = self._scratch.nbytes
         return kept
 
     def run(self, source: Array | None, target: Array) -> None:
-        """Take part in the collective once. Both buffers are flat and contiguous."""
+        """Run the collective once. Both buffers are flat and contiguous."""
         for bound in self._bound_to(source, target):
             for action in bound.before:
                 action()
             self._transport.exchange(bound.sends, bound.receives)
             for action in bound.after:
                 action()
-        for piece in self._left_behind:
+        for piece in self._uncopied:
             assert source is not None
             if source is not target:
                 target[piece.start : piece.stop] = source[piece.start : piece.stop]
 
     def _bound_to(self, source: Array | None, target: Array) -> list[_BoundRound]:
         address = self._memory.address
-        place = address(target)
-        key = (place if source is None else address(source), place)
+        target_address = address(target)
+        key = (target_address if source is None else address(source), target_address)
         bound = self._bindings.get(key)
         if bound is None:
             bound = self._bindings[key] = self._bind(*key)
@@ -170,22 +170,17 @@ class Plan:
         ]
 
 
-def own_part(whole: Any, lengths: Sequence[int], rank: int) -> Any:
-    """A rank's part, as a view, of a buffer that holds one for each rank."""
-    return whole[sum(lengths[:rank]) :][: lengths[rank]]
-
-
 class Plans:
-    """The plans of one rank, made when they are first asked for; those used lately are kept."""
+    """Cache of the plans of one rank, least recently used first."""
 
     def __init__(self, transport: PointToPoint, memory: Memory) -> None:
-        """Between buffers in this memory."""
+        """Plans for buffers in this memory."""
         self._transport, self._memory = transport, memory
         self._plans: OrderedDict[Call, Plan] = OrderedDict()
         self._nbytes = 0
 
     def find(self, call: Call) -> Plan:
-        """The plan for calls of that kind."""
+        """The plan for calls of that kind, made on first use."""
         plan = self._plans.get(call)
         if plan is not None:
             self._plans.move_to_end(call)
@@ -208,7 +203,7 @@ class Plans:
         op: ReduceOp | None,
         root: int,
     ) -> None:
-        """Take part, as in `Engine.run`: a schedule works on whole buffers."""
+        """Run a collective as `Engine.run` does: a schedule works on whole buffers."""
         whole, rank = target, self._transport.rank
         if collective == "reduce_scatter":
             whole = self._memory.work(len(source), source.dtype)
@@ -223,13 +218,13 @@ class Plans:
 
 
 class HostMemory:
-    """NumPy's arrays."""
+    """Host memory, as NumPy arrays."""
 
     def __init__(self) -> None:
         self._work = np.empty(0, np.uint8)
 
     def work(self, length: int, dtype: np.dtype[Any]) -> Array:
-        """The same memory each time, unless that would have to be very large."""
+        """The same memory for each call, unless very much is needed."""
         nbytes = length * dtype.itemsize
         if nbytes > _WORK_BYTES_KEPT:
             return np.empty(length, dtype)
@@ -238,19 +233,19 @@ class HostMemory:
         return self._work[:nbytes].view(dtype)
 
     def empty(self, length: int, dtype: np.dtype[Any]) -> Array:
-        """Uninitialised."""
+        """New uninitialised memory."""
         return np.empty(length, dtype)
 
     def address(self, array: Array) -> int:
-        """As NumPy tells it."""
+        """The address in NumPy's array interface."""
         address: int = array.__array_interface__["data"][0]
         return address
 
     def at(self, address: int, length: int, dtype: np.dtype[Any]) -> Array:
-        """What NumPy sees there."""
+        """An array over the memory."""
         if not length:
             return np.empty(0, dtype)
-        return np.asarray(_Place(address, length * dtype.itemsize)).view(dtype)
+        return np.asarray(_AddressRange(address, length * dtype.itemsize)).view(dtype)
 
     def message(self, array: Array) -> memoryview:
         """A view of the bytes."""
@@ -261,12 +256,12 @@ class HostMemory:
         return partial(np.copyto, copied, origin)
 
     def fold(self, op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
-        """By whatever is quickest for the dtype."""
+        """By the fastest fold for the dtype."""
         return bind_fold(op, first, second, out)
 
 
-class _Place:
-    """Memory at an address as NumPy sees it, without a claim on its life."""
+class _AddressRange:
+    """Memory at an address, in NumPy's array interface, without ownership."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {

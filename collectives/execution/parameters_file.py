@@ -1,4 +1,4 @@
-"""Measured figures on disk, so that they are measured once for a host, an MPI and a layout."""
+"""Cost parameters on disk, measured once for each host, MPI library and layout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CACHE_VARIABLE = "COLLECTIVES_CACHE"
 # Seconds, or bytes per second.
 _LEAST_FIGURE, _LARGEST_FIGURE = 1e-12, 1e15
 VERSION = 1
-"""Of the file's form, and of what the figures mean: others are ignored."""
+"""Version of the file's format and of the parameters' meaning; other versions are ignored."""
 
 _FOLDER = "mpi-collectives"
 
 
 @dataclass(frozen=True)
 class Key:
-    """What figures hold for: those measured on another host, MPI or layout don't."""
+    """Validity of measured parameters: one host, one MPI library and one layout."""
 
     host: str
     library: str
@@ -33,18 +33,18 @@ class Key:
 
     @classmethod
     def here(cls, library: str, layout: Layout) -> Key:
-        """That of a communicator whose rank 0 is this process."""
+        """The key of a communicator whose rank 0 is this process."""
         return cls(platform.node(), library, layout)
 
     @property
     def path(self) -> Path:
-        """The file in the user's cache folder, which need not be there."""
+        """The file in the user's cache folder; it need not exist."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()
         return cache_folder() / f"figures-{digest}.json"
 
 
 def cache_folder() -> Path:
-    """What COLLECTIVES_CACHE names, or the user's cache folder; RuntimeError without a home."""
+    """COLLECTIVES_CACHE, or the user's cache folder; RuntimeError if there is no home."""
     if given := os.environ.get(CACHE_VARIABLE):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 
 def save(key: Key, costs: CostParameters) -> Path | None:
-    """Write the figures' file, whole or not at all; None, and a warning, where that fails."""
+    """Write the file atomically; on failure log a warning and return None."""
     try:
         path = key.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def load(key: Key) -> tuple[CostParameters, Path] | None:
-    """The figures saved for this key, and their file; None, and a warning where it is no good."""
+    """The parameters saved for this key, and their file; None, with a warning if it is invalid."""
     try:
         path = key.path
         text = path.read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def to_text(key: Key, costs: CostParameters) -> str:
 
 
 def from_text(key: Key, text: str) -> CostParameters:
-    """The figures; ValueError where they aren't for this key, of this version, or no figures."""
+    """The parameters; ValueError if the text is not valid for this key and version."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -126,5 +126,8 @@ def _figures(values: object) -> CostParameters:
         raise ValueError("its figures are not those that are needed")
     for name, value in values.items():
         if not isinstance(value, float) or not _LEAST_FIGURE < value < _LARGEST_FIGURE:
-            raise ValueError(f"{name} is {value!r}: no machine is like that")
+            raise ValueError(
+                f"{name} is {value!r}: must be a float between {_LEAST_FIGURE:g} and"
+                f" {_LARGEST_FIGURE:g}"
+            )
     return CostParameters(**values)

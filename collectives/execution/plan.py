@@ -1,8 +1,8 @@
-"""From chunks to byte ranges: what one rank's rounds mean for its buffers.
+"""Resolution of one rank's rounds from chunks to element ranges of its buffers.
 
-A rank has three buffers: the source (the caller's input), the target (where the result grows) and
-scratch. As long as a chunk has not been written it is read from the source, so that a call out of
-place costs no copy of the input.
+A rank has three buffers: the source (the caller's input), the target (which receives the result)
+and scratch. A chunk is read from the source until it is first written, so that a call out of place
+does not copy its input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fold:
-    """Fold two pieces into one; `out` is one of them, or its place in the target."""
+    """Fold two pieces into `out`, which is one of them, or its range in the target."""
 
     first: Piece
     second: Piece
@@ -43,20 +43,20 @@ class ResolvedRound:
 
 
 class Resolver:
-    """Walks one rank's rounds and notes where every chunk's current content lies."""
+    """Resolves one rank's rounds, and tracks the buffer that holds each chunk's current content."""
 
     def __init__(self, rank: int, offsets: Sequence[int], has_source: bool) -> None:
         self.rank, self.offsets = rank, offsets
         self.chunks = len(offsets) - 1
-        self.place = ["source" if has_source else "target"] * self.chunks
+        self.buffer_of = ["source" if has_source else "target"] * self.chunks
         self.scratch_used = self.scratch_needed = 0
         self.round = ResolvedRound()
 
     def resolve(self, steps: Sequence[Step]) -> ResolvedRound:
-        """Resolve one round. Scratch is used anew in every round, since a round waits for all."""
+        """Resolve one round. Every round reuses the scratch, because a round ends with a wait."""
         self.round, self.scratch_used = ResolvedRound(), 0
-        # What is sent is the content at the beginning of the round; what is received twice is
-        # folded into what came first.
+        # Sends come first: they send the content at the start of the round. A chunk received twice
+        # is folded into what was received first.
         for step in sorted(steps, key=lambda step: not isinstance(step, Send)):
             pieces = self._pieces(step)
             length = sum(piece.stop - piece.start for piece in pieces)
@@ -70,22 +70,22 @@ class Resolver:
             else:
                 self._receive(step, pieces, length)
             for chunk in self._run(step):
-                self.place[chunk] = "target"
+                self.buffer_of[chunk] = "target"
         return self.round
 
     def _run(self, step: Step) -> list[int]:
         return [(step.chunk + offset) % self.chunks for offset in range(step.count)]
 
     def _pieces(self, step: Step) -> list[Piece]:
-        """The run of chunks as ranges: neighbours in the same buffer are joined."""
+        """The run of chunks as ranges; adjacent chunks in the same buffer are joined."""
         pieces: list[Piece] = []
         for chunk in self._run(step):
             start, stop = self.offsets[chunk], self.offsets[chunk + 1]
             last = pieces[-1] if pieces else None
-            if last and last.stop == start and last.buffer == self.place[chunk]:
+            if last and last.stop == start and last.buffer == self.buffer_of[chunk]:
                 pieces[-1] = Piece(last.buffer, last.start, stop)
             elif stop > start:
-                pieces.append(Piece(self.place[chunk], start, stop))
+                pieces.append(Piece(self.buffer_of[chunk], start, stop))
         return pieces
 
     def _scratch(self, length: int) -> Piece:
@@ -95,7 +95,7 @@ class Resolver:
         return Piece("scratch", start, start + length)
 
     def _to_send(self, pieces: list[Piece], length: int) -> Piece:
-        """One piece as it is; several are packed first, since a message is one range of bytes."""
+        """A single piece as it is; several are packed, because a message is one range of bytes."""
         if len(pieces) == 1:
             return pieces[0]
         packed = self._scratch(length)
@@ -112,27 +112,27 @@ class Resolver:
         self.round.unpacks += zip(_cut_like(packed, targets), targets, strict=True)
 
     def _reduce(self, step: Step, pieces: list[Piece], length: int) -> None:
-        """The lower rank's part comes first, whichever of the two ranks folds."""
+        """Fold with the lower rank's operand first, whichever of the two ranks folds."""
         packed = self._scratch(length)
         self.round.receives.append((step.peer, packed))
-        for theirs, mine in zip(_cut_like(packed, pieces), pieces, strict=True):
-            first, second = (theirs, mine) if step.peer < self.rank else (mine, theirs)
-            out = Piece("target", mine.start, mine.stop)
+        for received, own in zip(_cut_like(packed, pieces), pieces, strict=True):
+            first, second = (received, own) if step.peer < self.rank else (own, received)
+            out = Piece("target", own.start, own.stop)
             self.round.folds.append(Fold(first, second, out))
 
-    def left_behind(self, wanted: Sequence[bool]) -> list[Piece]:
-        """What the result must hold and still lies in the source alone."""
+    def remaining_in_source(self, wanted: Sequence[bool]) -> list[Piece]:
+        """Parts of the result that are still in the source only."""
         return [
             Piece("source", self.offsets[chunk], self.offsets[chunk + 1])
             for chunk in range(self.chunks)
             if wanted[chunk]
-            and self.place[chunk] == "source"
+            and self.buffer_of[chunk] == "source"
             and self.offsets[chunk] < self.offsets[chunk + 1]
         ]
 
 
 def _cut_like(piece: Piece, pattern: Sequence[Piece]) -> list[Piece]:
-    """`piece` cut into as many pieces, of the same lengths, as the pattern."""
+    """`piece` cut into pieces of the pattern's lengths."""
     cut, start = [], piece.start
     for each in pattern:
         cut.append(Piece(piece.buffer, start, start + each.stop - each.start))

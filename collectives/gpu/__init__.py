@@ -1,1 +1,1 @@
-"""Collectives on arrays in the memory of GPUs."""
+"""Collectives on arrays in GPU memory."""

@@ -1,4 +1,4 @@
-"""Which way a communicator's device arrays go: found out by all ranks, when the first one comes."""
+"""Selection of the path of a communicator's device arrays, at the first such array."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class Devices:
 
     @property
     def over_host(self) -> bool:
-        """Whether arrays go by way of the host, whatever the ranks have."""
+        """Whether arrays are staged through the host, whatever the ranks support."""
         return self.backend == "mpi"
 
     @property
-    def asked_for(self) -> bool:
-        """Whether the caller asked for GPUs, and so for new arrays on them."""
+    def gpus_requested(self) -> bool:
+        """Whether the caller requested GPUs, and therefore new arrays on them."""
         return self.backend == "nccl"
 
     def start(self) -> None:
-        """Start NCCL, where the caller asks for it. Collective.
+        """Start NCCL if the caller requested it. Collective.
 
-        BackendUnavailableError on every rank where any can't.
+        Raises BackendUnavailableError on every rank if any rank can't.
         """
-        if not self.asked_for:
+        if not self.gpus_requested:
             return
         found, verdict = self._examine(lambda gpus: self._local_rank % gpus.device_count())
         if found is None or verdict.problem is not None:
@@ -69,14 +69,14 @@ class Devices:
     def room(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
         """New memory on this rank's GPU, for a rank that has no array there yet. Collective.
 
-        BackendUnavailableError on every rank where any has no GPU.
+        Raises BackendUnavailableError on every rank if any rank has no GPU.
         """
         if self._path is None:
             self._choose(None)
         return cuda().empty(length, dtype)
 
     def run(self, request: Request) -> str:
-        """Take part; the name of the way that it went."""
+        """Run the collective; the name of the path and algorithm."""
         if self._engine.size == 1 and self._path is None:
             if request.source is not None:
                 request.target[...] = request.source
@@ -87,7 +87,7 @@ class Devices:
         except NcclError as error:
             raise self._failed(error) from error
         except BaseException as error:
-            # The others may be in the call: the next one would meet this one of theirs.
+            # Other ranks may be in the call: the next one would be matched with it.
             if not is_in_step(error):
                 self.give_up(error)
             raise
@@ -98,9 +98,9 @@ class Devices:
         return failure
 
     def bind_all_reduce(self, given: ReduceInput) -> Callable[[DeviceArray, Any], Any] | None:
-        """The function (array, out) → result for device arrays like this one, if there is one.
+        """A function (array, out) → result for device arrays like the given one, or None.
 
-        It returns PASS, before it did anything, for arguments that need care.
+        It returns PASS, before any side effect, for arguments that it does not support.
         """
         if self._path is None or self._device is None:
             return None
@@ -110,7 +110,7 @@ class Devices:
         )
 
     def submit(self, operation: Operation) -> Handle[Any]:
-        """Make the call, and let the caller wait for the GPU later."""
+        """Enqueue the call now; the handle waits for the GPU."""
         return self._engine.whole(self._submit, operation)
 
     def _submit(self, operation: Operation) -> Handle[Any]:
@@ -128,9 +128,9 @@ class Devices:
             self._path.wait(name, event, timeout)
 
     def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
-        """Before the ranks meet: what this one can see to be wrong with a call of these dtypes.
+        """Check a call of these dtypes on this rank, before the ranks synchronize.
 
-        TypeError where the current GPU is another than the communicator's, RuntimeError where a
+        Raises TypeError if the current GPU is not the communicator's, and RuntimeError if a CUDA
         graph can't capture the call.
         """
         gpus = cuda()
@@ -148,16 +148,16 @@ class Devices:
                 self._path.check_capture(collective, op, dtype)
 
     def check_call(self, signature: Signature) -> None:
-        """As `check`, of what the ranks will compare."""
+        """Like `check`, for the call of a signature."""
         names, op = [] if signature.dtype is None else [signature.dtype], signature.op
         plain = (np.dtype(name) for name in names)
         dtypes = plain if op is None else (fold_dtype(as_op(op), dtype) for dtype in plain)
-        # A schedule needs memory on its way: there is no such native collective.
+        # A schedule needs temporary memory, unlike the native collectives that can be captured.
         forced = "algorithm=" in (signature.detail or "")
         self.check("a schedule" if forced else signature.collective, op, dtypes)
 
     def _choose(self, array: DeviceArray | None) -> DevicePath:
-        """All ranks are in the same call, the first with an array on a GPU. Collective."""
+        """Select the path together with all other ranks, which make the same call. Collective."""
         if self.over_host:
             self._path = HostPath(cuda(), self._engine)
             return self._path
@@ -169,8 +169,8 @@ class Devices:
         if verdict.problem is None:
             return self._use(self._over_nccl(found, verdict), found)
         if self._engine.rank == 0:
-            way = "CUDA IPC" if verdict.one_gpu else "the host's memory"
-            log.warning("arrays on GPUs go by way of %s: %s", way, verdict.problem)
+            path = "CUDA IPC" if verdict.one_gpu else "the host's memory"
+            log.warning("arrays on GPUs go by way of %s: %s", path, verdict.problem)
         return self._use(self._without_nccl(found.cuda, verdict), found)
 
     def _without_nccl(self, gpus: Cuda, verdict: Verdict) -> DevicePath:
@@ -178,7 +178,7 @@ class Devices:
             try:
                 return self._over_ipc(gpus)
             except BackendUnavailableError as error:
-                log.warning("CUDA IPC can't be used, but the host's memory: %s", error)
+                log.warning("CUDA IPC can't be used, the host's memory is: %s", error)
         return HostPath(gpus, self._engine)
 
     def _use(self, path: DevicePath, found: probe.Found) -> DevicePath:
@@ -186,8 +186,8 @@ class Devices:
         return path
 
     def _examine(self, choose: Callable[[Cuda], int]) -> tuple[probe.Found | None, Verdict]:
-        """What this rank has, and what all ranks come to. Collective."""
-        found, health = probe.look(choose)
+        """This rank's GPU, and the verdict of all ranks. Collective."""
+        found, health = probe.find_gpu(choose)
         return found, judge(gather_pickles(self._engine, pickle.dumps(health)))
 
     def _over_nccl(self, found: probe.Found, verdict: Verdict) -> NcclPath:
@@ -213,20 +213,20 @@ class Devices:
                 engine.rank,
                 engine.size,
                 broadcast=lambda make: broadcast_pickle(engine, make, 0),
-                on_all=lambda make: make_on_all(engine, partial(_guarded, engine, make)),
+                on_all=lambda make: make_on_all(engine, partial(_watched, engine, make)),
                 address=gpus.address,
                 stream=launches.stream.handle,
                 float8=verdict.float8,
             )
         except NcclError as error:
             problem = CollectiveError(f"NCCL did not start: {error}")
-            # Where the ranks told each other of it all raise the same.
+            # An error that the ranks have exchanged is raised by all of them.
             raise (in_step(problem) if is_in_step(error) else problem) from error
         made.append(transport)
         return NcclPath(gpus, transport, launches)
 
     def _on_all(self, make: Callable[[], Any]) -> Any:
-        """What a function makes here; where it raises on any rank, its exception on all."""
+        """The result of a function here; an exception on any rank is raised on all."""
         made: list[Any] = []
         make_on_all(self._engine, lambda: made.append(make()))
         return made[0]
@@ -237,29 +237,29 @@ class Devices:
             gpus,
             engine.rank,
             engine.size,
-            meet=lambda: numbers_of_all(engine, 0),
+            barrier=lambda: numbers_of_all(engine, 0),
             gather=lambda content: gather_pickles(engine, pickle.dumps(content)),
         )
 
     def give_up(self, error: BaseException) -> None:
-        """End what runs, after an error that the other ranks may not have."""
+        """End the running work after an error that other ranks may not have."""
         self._engine.break_off(error)
         self.abandon()
 
     def abandon(self) -> None:
-        """Give back what one rank can give back alone."""
+        """Release what one rank alone can release."""
         path, self._path = self._path, None
         if path is not None:
             path.abandon()
 
     def close(self) -> None:
-        """Give everything back. Collective."""
+        """Release all resources. Collective."""
         path, self._path = self._path, None
         if path is not None:
             path.close()
 
 
-def _guarded(engine: Engine, make: Callable[[], None]) -> None:
-    """NCCL waits for ranks that end in it, where nothing can be raised."""
+def _watched(engine: Engine, make: Callable[[], None]) -> None:
+    """Run it under the watchdog, because NCCL blocks if a rank ends inside it."""
     with engine.watchdog:
         make()

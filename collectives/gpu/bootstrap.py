@@ -1,7 +1,7 @@
-"""Starting NCCL so that no rank waits in it for one that can't start.
+"""Start of NCCL such that no rank waits in it for a rank that can't start.
 
-Every rank tells the others what it has, before any of them calls NCCL, and all come to the same:
-a communicator, or the same reason why there is none.
+Every rank publishes what it has before any rank calls NCCL. All ranks come to the same result: a
+communicator, or the same reason why there is none.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collectives.cuda.interface import Cuda
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.nccl_driver import NcclDriver
 
-# NCCL lets ranks share a GPU from here on, where this variable allows it.
+# From this version on, NCCL permits ranks to share a GPU if the variable is 1.
 _SHARING_VERSION, _SHARING_VARIABLE = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
 _FLOAT8_VERSION, _FLOAT8_CAPABILITY = 22400, (9, 0)
 
 
 @dataclass(frozen=True)
 class Health:
-    """What a rank has."""
+    """What a rank has: its GPU, and NCCL."""
 
     problem: str | None
-    """Why it has no GPU or no CuPy."""
+    """Why it has no GPU or no CuPy; None if it has both."""
     nccl_problem: str | None = None
     host: str = ""
     gpu: str = ""
@@ -33,24 +33,24 @@ class Health:
     version: int = 0
     float8: bool = False
     may_share: bool = False
-    """Whether this rank's NCCL lets several ranks share a GPU."""
+    """Whether this rank's NCCL permits several ranks on a GPU."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks came to, from all ranks' health."""
+    """What all ranks can do together, derived from all ranks' health."""
 
     problem: str | None
-    """Why there is no communicator of NCCL; None where there can be one."""
+    """Why there can be no NCCL communicator; None if there can be one."""
     float8: bool = False
     one_gpu: bool = False
-    """Whether all ranks share one GPU."""
+    """Whether all ranks use the same GPU."""
     gpus: bool = True
-    """Whether all ranks have one."""
+    """Whether all ranks have a GPU."""
 
 
 def examine(cuda: Cuda, driver: NcclDriver, device: int) -> Health:
-    """This rank's health, with that GPU, which it has."""
+    """This rank's health with the given GPU, which exists."""
     host, gpu = socket.gethostname(), cuda.uuid(device)
     missing = driver.problem()
     if missing is not None:
@@ -66,13 +66,13 @@ def judge(healths: list[Health]) -> Verdict:
     for rank, health in enumerate(healths):
         if health.problem is not None:
             return Verdict(f"rank {rank}: {health.problem}", gpus=False)
-    places = [(health.host, health.gpu) for health in healths]
-    one_gpu = len(set(places)) == 1 and len(places) > 1
-    problem = _nccl_problem(healths, places)
+    gpus = [(health.host, health.gpu) for health in healths]
+    one_gpu = len(set(gpus)) == 1 and len(gpus) > 1
+    problem = _nccl_problem(healths, gpus)
     return Verdict(problem, all(health.float8 for health in healths), one_gpu)
 
 
-def _nccl_problem(healths: list[Health], places: list[tuple[str, str]]) -> str | None:
+def _nccl_problem(healths: list[Health], gpus: list[tuple[str, str]]) -> str | None:
     for rank, health in enumerate(healths):
         if health.nccl_problem is not None:
             return f"rank {rank}: {health.nccl_problem}"
@@ -81,11 +81,11 @@ def _nccl_problem(healths: list[Health], places: list[tuple[str, str]]) -> str |
                 f"rank 0 has NCCL {_shown(healths[0].version)}, rank {rank}"
                 f" {_shown(health.version)}: all must have the same"
             )
-        first = places.index(places[rank])
+        first = gpus.index(gpus[rank])
         if first != rank and not (health.may_share and healths[first].may_share):
             return (
                 f"ranks {first} and {rank} share the GPU {health.gpu} of {health.host}, and NCCL"
-                f" wants one for each (or, from 2.30 on, {_SHARING_VARIABLE}=1)"
+                f" requires one for each (or, from 2.30 on, {_SHARING_VARIABLE}=1)"
             )
     return None
 
@@ -107,8 +107,8 @@ def connect(
 ) -> NcclTransport:
     """The communicator of all ranks, on the current GPU. Collective.
 
-    `broadcast` gives every rank what rank 0's function returns, or raises; `on_all` calls a
-    function on every rank, and raises on all of them what any raises.
+    `broadcast` distributes the result, or the exception, of rank 0's function. `on_all` calls a
+    function on every rank, and raises any rank's exception on all of them.
     """
     unique_id = broadcast(driver.unique_id if rank == 0 else None)
     made: list[object] = []
@@ -120,7 +120,7 @@ def connect(
         on_all(make)
     except BaseException:
         for comm in made:
-            # The others have none: to destroy it would wait for them.
+            # The other ranks have none: destroying it would wait for them.
             driver.abort(comm)
         raise
     return NcclTransport(driver, made[0], rank, size, address=address, stream=stream, float8=float8)

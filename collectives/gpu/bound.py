@@ -1,4 +1,4 @@
-"""The short way of an all_reduce of device arrays: what `quick` is for those on the host."""
+"""Bound all_reduce of device arrays: the counterpart of `calls.bound`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def bind_all_reduce(
     signature: Signature,
     failed: Callable[[NcclError], Exception],
 ) -> Callable[[DeviceArray, Any], Any] | None:
-    """The function (array, out) → result for arrays like the given one, on GPU `number`.
+    """A function (array, out) → result for arrays like the given one, on GPU `number`.
 
-    None where the path has no short way. The function returns PASS, before it did anything, for
-    arguments that need care. `failed` makes the error of one of NCCL's.
+    None if the path offers none. The function returns PASS, before any side effect, for arguments
+    that it does not support. `failed` converts an NCCL error.
     """
     shape, dtype, nbytes = given.shape, given.dtype, given.array.nbytes
     whole = nbytes and given.array.dtype == dtype
@@ -45,7 +45,7 @@ def bind_all_reduce(
 
     call = bind(engine, signature, run, path=path.name)
 
-    def takes(out: Any, array: DeviceArray) -> bool:
+    def fits(out: Any, array: DeviceArray) -> bool:
         return (
             type(out) is kind
             and out.shape == shape
@@ -61,7 +61,7 @@ def bind_all_reduce(
             return PASS
         if out is None:
             out = empty(shape, dtype)
-        elif out is not array and not takes(out, array):
+        elif out is not array and not fits(out, array):
             return PASS
         return PASS if call(array, out) is PASS else out
 

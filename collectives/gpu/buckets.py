@@ -1,4 +1,4 @@
-"""Flat buffers on a GPU that many arrays are packed into, to be reduced as one.
+"""Flat buckets on a GPU, into which many arrays are packed to be reduced as one.
 
 Buckets and tables are kept, so that a call that comes again allocates nothing and copies nothing
 from the host: it is a launch that packs, a collective and a launch that unpacks.
@@ -23,40 +23,40 @@ from collectives.cuda.kernels import kernel_name, lay_out, make_table, reals
 from collectives.reductions.buckets import Bucket, Kinds, make_plan
 from collectives.reductions.reduction import ReduceOp, fold_dtype
 
-# A call has one or two: of its arrays, and of its outputs.
+# A call uses one or two: of its arrays, and of its outputs.
 _TABLES_KEPT = 8
-# Each has as many bytes as the arrays of a call.
+# Each set has as many bytes as the arrays of a call.
 _SETS_KEPT = 4
 
 
 class Table(NamedTuple):
-    """Where a bucket's arrays lie, for one launch."""
+    """The addresses of a bucket's arrays, for one launch."""
 
     rows: DeviceArray
     blocks: int
 
 
 class DeviceBucket:
-    """A buffer for arrays of one dtype, and the tables that were used last."""
+    """A buffer for arrays of one dtype, and its recently used tables."""
 
     def __init__(
         self, memory: BucketMemory, dtype: np.dtype[Any], indices: list[int], bucket: Bucket
     ) -> None:
-        """`indices` are the arrays' numbers in the call, `dtype` is theirs."""
+        """`indices` are the arrays' indices in the call, `dtype` is their dtype."""
         self._memory, self.indices = memory, indices
         factor = reals(bucket.dtype)
         self._lengths = [(slot.stop - slot.start) * factor for slot in bucket.slots]
         self._starts, length = lay_out(self._lengths, bucket.dtype.itemsize // factor)
         self.flat = memory.empty(length // factor, bucket.dtype)
-        # What lies between arrays is reduced with them, and stays zero by every op. Whatever was in
-        # that memory before would grow call by call, and might slow down or warn who reduces it.
+        # The padding is reduced as well, and stays zero under every op. Uninitialised padding would
+        # grow with every call, and could cause slow arithmetic or warnings.
         self.flat.view(np.uint8)[...] = 0
         self._pack = kernel_name("pack", dtype, bucket.dtype)
         self._unpack = kernel_name("unpack", bucket.dtype, bucket.dtype)
         self._tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
 
     def table(self, arrays: Sequence[DeviceArray]) -> Table:
-        """For this bucket's arrays, or outputs: flat, contiguous, of one dtype."""
+        """The table of this bucket's arrays, or outputs: flat, contiguous, of one dtype."""
         dtype = arrays[0].dtype
         itemsize = dtype.itemsize // reals(dtype)
         addresses = tuple(map(self._memory.cuda.address, arrays))
@@ -74,30 +74,30 @@ class DeviceBucket:
         return table
 
     def pack(self, table: Table) -> None:
-        """Put the launch on the current stream."""
+        """Launch the kernel on the current stream."""
         self._memory.cuda.launch(self._pack, table.blocks, (table.rows, self.flat))
 
     def unpack(self, table: Table) -> None:
-        """Put the launch on the current stream."""
+        """Launch the kernel on the current stream."""
         self._memory.cuda.launch(self._unpack, table.blocks, (table.rows, self.flat))
 
 
 class BucketSet(NamedTuple):
-    """How the arrays of a call travel."""
+    """The buckets of a call, and the arrays outside them."""
 
     buckets: list[DeviceBucket]
     alone: list[int]
-    """The numbers of those that share no bucket."""
+    """Indices of the arrays that share no bucket."""
 
 
 class BucketMemory:
     """The buckets of one communicator."""
 
     def __init__(self, cuda: Cuda) -> None:
-        """All memory is of the current GPU."""
+        """All memory is on the current GPU."""
         self.cuda = cuda
-        # Nothing runs on it. CuPy hands out again what is given back to whoever allocates on the
-        # same stream, at once: here this is a later call, which waits for those before it.
+        # No work runs on this stream. CuPy reuses freed memory at once for allocations on the same
+        # stream; here the next allocation is a later call's, which waits for the earlier calls.
         self._stream = cuda.new_stream()
         self._sets: OrderedDict[tuple[Kinds, int, bool], BucketSet] = OrderedDict()
         self._last: Event | None = None
@@ -106,10 +106,10 @@ class BucketMemory:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within it the current stream comes after the calls before, and later ones after it."""
+        """Context ordered after earlier calls, and before later ones, on the current stream."""
         stream = self.cuda.current_stream()
         if stream.capturing():
-            # An event from outside its capture can't be waited for, nor the other way round.
+            # Events can't be waited for across the boundary of a capture.
             yield
             return
         if self._last is not None:
@@ -120,7 +120,7 @@ class BucketMemory:
             self._last = stream.record()
 
     def set_for(self, kinds: Kinds, limit: int, op: ReduceOp) -> BucketSet:
-        """The buckets for arrays of these kinds; they are cut the same on all ranks."""
+        """The buckets for arrays of these kinds; all ranks divide them alike."""
         key = (kinds, limit, op is ReduceOp.MEAN)  # the other ops have the same buckets
         found = self._sets.get(key)
         if found is not None:
@@ -133,7 +133,7 @@ class BucketMemory:
         return found
 
     def _make_set(self, kinds: Kinds, limit: int, op: ReduceOp) -> BucketSet:
-        """As `make_plan`, but arrays of several dtypes share none that they are folded in."""
+        """Like `make_plan`, with separate buckets for different dtypes of equal fold dtype."""
         made = BucketSet([], [])
         for dtype in dict.fromkeys(dtype for _, dtype in kinds):
             numbers = [index for index, kind in enumerate(kinds) if kind[1] == dtype]
@@ -147,19 +147,19 @@ class BucketMemory:
         return made
 
     def empty(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
-        """New memory, to be written by the call whose turn it is."""
+        """New memory, to be written by the call that holds `turn`."""
         with self.cuda.on(self._stream):
             return self.cuda.empty(length, dtype)
 
     def upload(self, rows: NDArray[np.int64]) -> Table:
-        """A table on the GPU. RuntimeError in a capture."""
+        """A table on the GPU; RuntimeError during a capture."""
         self._refuse_in_capture()
         self._uploads = [upload for upload in self._uploads if not upload[0].done()]
         pinned = self.cuda.pinned(rows.nbytes)
         pinned.view(np.int64)[:] = rows.reshape(-1)
         table = Table(self.empty(rows.size, rows.dtype), len(rows))
         self.cuda.copy_to_device(pinned.view(np.int64), table.rows)
-        # The pool of pinned memory doesn't know of the copy.
+        # Kept until the copy is done, of which the pool of pinned memory is not aware.
         self._uploads.append((self.cuda.current_stream().record(), pinned))
         return table
 
@@ -171,6 +171,6 @@ class BucketMemory:
             )
 
     def keep(self, *used: Any) -> None:
-        """Hold what a graph may have captured as long as the communicator: it runs again."""
+        """Keep objects that a captured graph uses as long as the communicator."""
         if self.cuda.current_stream().capturing():
             self._captured.extend(used)

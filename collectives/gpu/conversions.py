@@ -1,9 +1,10 @@
-"""Reductions that NCCL can do on other elements than the given ones.
+"""Reductions that NCCL performs on converted elements.
 
-16-bit integers, which NCCL lacks, are widened. MIN and MAX of floating-point numbers, with which
-NCCL loses a NaN that this package promises to keep, are found on integers of the same order: a
-number's bits are one already where it is positive, and need all but the sign turned over where it
-is negative. A NaN becomes the last of them, in the direction of the op, which reads as a NaN again.
+16-bit integers, which NCCL does not support, are widened. MIN and MAX of floating-point numbers,
+with which NCCL loses NaNs that this package guarantees to keep, are performed on integers of the
+same order: the bits of a positive number are such an integer, those of a negative number after all
+bits but the sign are inverted. A NaN becomes the largest such integer for MAX and the smallest for
+MIN, which converts back to a NaN.
 """
 
 from __future__ import annotations
@@ -21,47 +22,47 @@ _FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8
 
 
 class Conversion(NamedTuple):
-    """How elements travel: in another dtype, as numbers or as places in their order."""
+    """Conversion of elements to another dtype, by value or by order."""
 
     dtype: np.dtype[Any]
-    """On the way."""
+    """The dtype that NCCL reduces."""
     order: np.dtype[Any] | None
-    """The integers of the elements' own size, where their order travels."""
+    """The integer dtype of the elements' size, if the conversion is by order."""
     largest: int
-    """The bits of infinity, or of the largest number: without the sign, a NaN's are more."""
+    """Bits of infinity, or of the largest number; a NaN's bits without sign are larger."""
     last: int
-    """What a NaN becomes."""
+    """The integer that stands for a NaN."""
 
-    def there(self, array: DeviceArray) -> DeviceArray:
-        """The elements as they travel, in memory of their own."""
+    def convert(self, array: DeviceArray) -> DeviceArray:
+        """The converted elements, in new memory."""
         if self.order is None:
             return array.astype(self.dtype)
         bits = array.view(self.order)
-        # By its bits: CuPy compares no 8-bit floats.
+        # Compared as bits, because CuPy can't compare 8-bit floats.
         missing = (bits & self.order.type(np.iinfo(self.order).max)) > self.largest
-        places = _turned(bits)
-        places *= ~missing
-        places += missing.astype(self.order) * self.order.type(self.last)
-        return places.astype(self.dtype, copy=False)
+        ordered = _ordered(bits)
+        ordered *= ~missing
+        ordered += missing.astype(self.order) * self.order.type(self.last)
+        return ordered.astype(self.dtype, copy=False)
 
-    def back(self, travelled: DeviceArray, target: DeviceArray) -> None:
-        """Write the elements into `target`."""
+    def convert_back(self, converted: DeviceArray, target: DeviceArray) -> None:
+        """Write the original elements into `target`."""
         if self.order is None:
-            target[...] = travelled.astype(target.dtype)
+            target[...] = converted.astype(target.dtype)
         else:
-            places = _turned(travelled.astype(self.order, copy=False))
-            target.view(self.order)[...] = places
+            bits = _ordered(converted.astype(self.order, copy=False))
+            target.view(self.order)[...] = bits
 
 
-def _turned(bits: DeviceArray) -> DeviceArray:
-    """All bits but the sign turned over where the sign is set; its own inverse."""
+def _ordered(bits: DeviceArray) -> DeviceArray:
+    """Invert all bits but the sign where the sign is set; this is its own inverse."""
     highest = bits.dtype.itemsize * 8 - 1
     return bits ^ ((bits >> highest) & bits.dtype.type(np.iinfo(bits.dtype).max))
 
 
 @lru_cache(maxsize=256)
 def conversion_of(op: ReduceOp, dtype: np.dtype[Any]) -> Conversion | None:
-    """How elements of the dtype are reduced as others; None where they can't be."""
+    """The conversion for an op and dtype; None if there is none."""
     if dtype.name in _WIDENED:
         return Conversion(np.dtype(_WIDENED[dtype.name]), None, 0, 0)
     if op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.name not in _FLOATS:
@@ -75,5 +76,5 @@ def conversion_of(op: ReduceOp, dtype: np.dtype[Any]) -> Conversion | None:
 
 def _largest(dtype: np.dtype[Any], order: np.dtype[Any]) -> int:
     infinite = dtype.name != "float8_e4m3fn"
-    number: Any = np.inf if infinite else 448.0  # the largest of that dtype
+    number: Any = np.inf if infinite else 448.0  # the largest number of that dtype
     return int(np.array(number, dtype).view(order))

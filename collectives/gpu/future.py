@@ -1,4 +1,4 @@
-"""The handles of calls on device arrays."""
+"""Handles of asynchronous calls on device arrays."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from collectives.lifecycle.futures import Handle
 
 
 class DeviceHandle(Handle[Any]):
-    """The promise of a result that a GPU is at work on.
+    """The future result of a call that a GPU executes.
 
-    The call itself was made at once, in the order of the program's calls, as NCCL asks for.
+    The call itself was enqueued at once, in program order, as NCCL requires.
     """
 
     def __init__(
         self, future: Future[Any], event: Event | None, wait: Callable[[Event, float | None], None]
     ) -> None:
-        """`event` lies behind the call on the caller's stream; None where the call has failed."""
+        """`event` follows the call on the caller's stream; None if the call failed."""
         super().__init__(future)
         self._event, self._wait = event, wait
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return or raise at once."""
         return self._event is None or self._event.done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result, once the GPU is through; the same object at every call."""
+        """The result, once the GPU has finished; every call returns the same object."""
         result = super().wait(timeout)
         if self._event is not None:
             self._wait(self._event, timeout)

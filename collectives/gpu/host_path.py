@@ -1,8 +1,8 @@
-"""Device arrays by way of the host's memory, over whatever carries the host's arrays.
+"""Host staging: device arrays are copied through host memory, over the host's own paths.
 
-MPI is not given a GPU's addresses: neither of its wheels can read them, and one that can't ends the
-process or corrupts the message, without an error. Copies go through pinned memory, in chunks, so
-that the GPU copies one while the ranks exchange another.
+MPI is not passed GPU addresses: neither of its wheels can read them, and an MPI that can't ends the
+process or corrupts the message, without an error. Copies go through pinned memory in chunks, so
+that the GPU copies one chunk while the ranks exchange another.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from collectives.gpu.side_stream import SideStream
 from collectives.reductions.reduction import check_reducible
 
 CHUNK_BYTES = 4 << 20
-"""Of a copy: a few hundred microseconds of a bus's time."""
+"""Size of a chunk: a few hundred microseconds of a bus's time."""
 
 
 class HostPath(DevicePath):
-    """Through pinned memory. The host waits for the copies."""
+    """Path through pinned host memory. The host waits for the copies."""
 
     name = "staged"
 
     def __init__(self, cuda: Cuda, host: Engine) -> None:
-        """`host` carries the copies."""
+        """`host` runs the collectives on the copies."""
         self._cuda, self._host = cuda, host
         self._side = SideStream(cuda)
         self._stream = self._side.stream
         self._pinned: list[NDArray[np.uint8]] = []
 
     def run(self, request: Request) -> str:
-        """Put copies on a stream of its own; return when the ranks are through."""
+        """Run the collective on a side stream; return when the ranks have exchanged the data."""
         if request.op is not None:
             check_reducible(request.op, request.target.dtype)
         if request.empty:
@@ -50,11 +50,11 @@ class HostPath(DevicePath):
         return self.name
 
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
-        """The host takes part in every call."""
+        """Refuse every capture, because the host takes part in every call."""
         raise RuntimeError("a graph can't capture copies to the host: NCCL's collectives can be")
 
     def _run_in_chunks(self, request: Request) -> None:
-        """Copy the next chunk from the GPU while the ranks exchange this one."""
+        """Copy the next chunk from the GPU while the ranks exchange the present one."""
         target = request.target
         given = target if request.source is None else request.source
         length = max(1, CHUNK_BYTES // target.itemsize)
@@ -71,18 +71,18 @@ class HostPath(DevicePath):
                 self._cuda.copy_to_host(part, chunk)
             return chunk, self._stream.record()
 
-        coming = fetch(0)
+        following = fetch(0)
         for number, start in enumerate(starts):
-            chunk, there = coming
+            chunk, copied = following
             if number + 1 < len(starts):
-                coming = fetch(number + 1)
-            wait_for(there)
+                following = fetch(number + 1)
+            wait_for(copied)
             self._exchange(request, None, chunk, None)
             if receives:
                 self._cuda.copy_to_device(chunk, target[start : start + length])
 
     def _run_whole(self, request: Request, lengths: Sequence[int]) -> None:
-        """Where the collective fixes the chunks."""
+        """Stage the whole buffers, for collectives with chunks of their own."""
         source, target = request.source, request.target
         nbytes = [0 if source is None else source.nbytes, target.nbytes]
         buffers = self._buffers(2, max(nbytes))
@@ -119,9 +119,9 @@ class HostPath(DevicePath):
             self._host.finish(op, target)
 
     def _buffers(self, count: int, nbytes: int) -> list[NDArray[np.uint8]]:
-        """Pinned memory, which later calls use again: to pin takes long.
+        """Pinned memory, reused by later calls because pinning is slow.
 
-        What those before still copy from it comes first on the stream.
+        Copies of earlier calls come first on the stream.
         """
         if len(self._pinned) < count or self._pinned[0].nbytes < nbytes:
             self._stream.synchronize()
@@ -130,15 +130,15 @@ class HostPath(DevicePath):
         return self._pinned
 
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """The ranks are through already: what is left is this GPU's own work."""
+        """Wait for this GPU's own work; the ranks have already finished theirs."""
         wait_for(event, timeout)
 
     def close(self) -> None:
-        """Nothing that other ranks hold."""
+        """Release everything; other ranks hold nothing of it."""
         self.abandon()
 
     def abandon(self) -> None:
-        """The copies that are under way end by themselves."""
+        """Wait for the copies in progress, which need no other rank."""
         self._stream.synchronize()
         self._pinned.clear()
-        self._side.let_go()
+        self._side.release()

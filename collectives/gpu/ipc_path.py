@@ -1,19 +1,18 @@
-"""Device arrays of ranks that share one GPU, which NCCL refuses to serve.
+"""Device arrays of ranks that share one GPU, which NCCL does not support, over CUDA IPC.
 
-Each rank has an arena that its peers have open as well. A collective goes in rounds: every rank
-lays down in its own arena what others need of its array, the host waits until it is there and for
-all the other hosts, and then every rank reads from the arenas what it needs.
+Each rank has an arena that its peers have opened as well. A collective runs in rounds: every rank
+copies what others need of its array into its own arena, the host waits for this copy and for all
+other hosts, and then every rank reads what it needs from the arenas.
 
-An arena has two halves, which are used in turn, so that the ranks meet once in a round. Whoever
-comes to a meeting has waited for its own stream first, and so for what it read in the round before:
-after the meeting nobody reads that round's half any more, and it may be written in the next one.
+An arena has two halves, used alternately, so that a round needs one barrier. A rank that arrives at
+a barrier has waited for its own stream, and so for its reads of the round before: after the barrier
+no rank reads that round's half any more, and the next round may overwrite it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,43 +23,44 @@ from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.gpu.side_stream import SideStream
 from collectives.reductions.reduction import ReduceOp, check_reducible
-from collectives.shm.copy_in_copy_out import blocks_of, part_starts
+from collectives.shm.copy_in_copy_out import blocks_of
+from collectives.transports.base import parts_by_rank
 
 ARENA_BYTES = 32 << 20
-"""Of each rank. A multiple of 2 MiB: what CUDA maps, so that nothing else is shared with it."""
+"""Per rank. A multiple of 2 MiB, CUDA's mapping granularity, so that nothing else is shared."""
 
-# Where slots begin: at any element's place, and where copies are quick.
+# Alignment of the slots in bytes: sufficient for every dtype, and fast to copy.
 _ALIGNMENT = 16
 
-# These lay down a part for each rank.
+# These collectives write one part for each rank.
 _ONE_FOR_EACH = ("scatter", "all_to_all")
 
-# Up to here it takes a GPU less time to fold everything once for each rank than the ranks to meet
-# once more. An estimate from a GPU's bandwidth, not a measurement.
+# Up to this size, folding everything once per rank is estimated from a GPU's bandwidth (not
+# measured) to take less time than another barrier.
 _SMALL_BYTES = 256 << 10
 
 
 class _Round(NamedTuple):
-    """What all ranks have laid down, to be read until the next one."""
+    """The pieces that all ranks have written, readable until the next round."""
 
     piece: slice
-    """What it is of each part."""
+    """The range of each part."""
     halves: list[DeviceArray]
-    """Of the ranks' arenas."""
+    """The current half of every rank's arena."""
     most: int
-    """The elements that a slot can hold: a half has one for each part."""
+    """Elements per slot; a half has one slot for each part."""
 
     def at(self, peer: int, slot: int, length: int) -> DeviceArray:
         """The elements in a peer's slot."""
         return self.halves[peer][slot * self.most :][:length]
 
     def of_all(self, slot: int, length: int) -> list[DeviceArray]:
-        """The elements in every rank's slot of that number."""
+        """The elements in that slot of every rank."""
         return [self.at(peer, slot, length) for peer in range(len(self.halves))]
 
 
 class IpcPath(DevicePath):
-    """Through CUDA IPC. The host waits for its own GPU's work and for the other ranks."""
+    """Path over CUDA IPC. The host waits for its own GPU's work and for the other ranks."""
 
     name = "ipc"
 
@@ -70,16 +70,16 @@ class IpcPath(DevicePath):
         rank: int,
         size: int,
         *,
-        meet: Callable[[], object],
+        barrier: Callable[[], object],
         gather: Callable[[bytes], list[bytes]],
         arena_bytes: int = ARENA_BYTES,
     ) -> None:
-        """Open all ranks' arenas. BackendUnavailableError on every rank where any can't.
+        """Open all ranks' arenas; BackendUnavailableError on every rank if any rank can't.
 
-        `meet` waits for all ranks, `gather` gives every rank's bytes in rank order; both raise
-        where a rank doesn't come.
+        `barrier` waits for all ranks, `gather` returns every rank's bytes in rank order; both raise
+        if a rank does not arrive.
         """
-        self._cuda, self._meet, self._gather = cuda, meet, gather
+        self._cuda, self._barrier, self._gather = cuda, barrier, gather
         self._rank, self._size, self._half_bytes = rank, size, arena_bytes // 2
         self._side, self._turn = SideStream(cuda), 0
         self._stream = self._side.stream
@@ -94,7 +94,7 @@ class IpcPath(DevicePath):
             raise
 
     def _open_arenas(self, nbytes: int) -> str | None:
-        """What went wrong, on whichever rank."""
+        """The first rank's problem, or None."""
         problem, handle = "", b""
         try:
             arena = self._arenas[self._rank] = self._cuda.allocate_arena(nbytes)
@@ -112,10 +112,10 @@ class IpcPath(DevicePath):
         return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
 
     def run(self, request: Request) -> str:
-        """Take part in rounds; return when all have met in the last one, before it is read."""
+        """Run the rounds; return after the last barrier, before the arenas are read."""
         if request.algorithm not in (None, self.name):
-            there = f"device arrays over CUDA IPC have {self.name!r} alone"
-            raise in_step(ValueError(f"algorithm={request.algorithm!r}: {there}"))
+            problem = f"device arrays over CUDA IPC have {self.name!r} alone"
+            raise in_step(ValueError(f"algorithm={request.algorithm!r}: {problem}"))
         if request.op is not None:
             try:
                 check_reducible(request.op, request.target.dtype)
@@ -133,17 +133,20 @@ class IpcPath(DevicePath):
         return self.name
 
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
-        """The host takes part in every call."""
-        raise RuntimeError("a graph can't capture ranks that meet: NCCL's collectives can be")
+        """Refuse every capture, because the host takes part in every call."""
+        raise RuntimeError(
+            "a graph can't capture collectives over CUDA IPC, in which the hosts synchronize:"
+            " NCCL's can be captured"
+        )
 
     # rounds
 
     def _rounds(
         self, sends: Sequence[DeviceArray], longest: int, slots: int, dtype: np.dtype[Any]
     ) -> Iterator[_Round]:
-        """Lay down a piece of each part in the slot of its number, until the longest is through.
+        """Write pieces of the parts into their slots, until the longest part is complete.
 
-        All ranks give the same numbers, and so meet equally often.
+        All ranks pass the same numbers, and therefore make the same number of rounds.
         """
         most = self._half_bytes // slots // _ALIGNMENT * _ALIGNMENT // dtype.itemsize
         for piece in blocks_of(longest, most):
@@ -155,18 +158,18 @@ class IpcPath(DevicePath):
             yield current
 
     def _halves(self, dtype: np.dtype[Any]) -> list[DeviceArray]:
-        """Of all ranks' arenas, those that are written before the next meeting."""
+        """The half of every arena that is written before the next barrier."""
         start = self._turn % 2 * self._half_bytes
         return [arena[start : start + self._half_bytes].view(dtype) for arena in self._arenas]
 
     def _arrive(self) -> None:
-        """Wait until everybody's half is written, and the one before it read."""
+        """Wait until every rank has written its half, and has read the one before."""
         wait_for(self._stream.record())
-        self._meet()
+        self._barrier()
         self._turn += 1
 
     def _fold(self, op: ReduceOp, pieces: Sequence[DeviceArray], out: DeviceArray) -> None:
-        """Fold the ranks' pieces, none of which is `out`, in rank order."""
+        """Fold the ranks' pieces in rank order; none of them is `out`."""
         first = pieces[0]
         if len(pieces) == 1:
             _copy(first, out)
@@ -179,36 +182,36 @@ class IpcPath(DevicePath):
     # reductions
 
     def _reduce(self, request: Request, op: ReduceOp) -> None:
-        """One rank folds alone: it is the same GPU, whichever rank's kernels run on it.
+        """Let one rank fold alone, because all ranks' kernels run on the same GPU.
 
-        Of an all_reduce of two ranks, or of a few bytes, both fold, instead of meeting once more.
+        In an all_reduce of two ranks, or of few bytes, every rank folds, which saves a barrier.
         """
         target, everywhere = request.target, request.collective == "all_reduce"
         share = everywhere and self._size > 2 and target.nbytes > _SMALL_BYTES
         folds = self._rank == request.root or (everywhere and not share)
         for current in self._rounds([_given(request)], target.size, 1, target.dtype):
-            place = target[current.piece]
-            # What is shared goes into the other half: nobody reads that before the next meeting.
-            folded = self._halves(target.dtype)[request.root][: place.size] if share else place
+            out = target[current.piece]
+            # The shared result goes into the other half, which is not read before the next barrier.
+            folded = self._halves(target.dtype)[request.root][: out.size] if share else out
             if folds:
-                self._fold(op, current.of_all(0, place.size), folded)
+                self._fold(op, current.of_all(0, out.size), folded)
             if share:
                 self._arrive()
-                _copy(folded, place)
+                _copy(folded, out)
 
     def _reduce_scatter(self, request: Request, op: ReduceOp) -> None:
-        """The target may be this rank's part of the source."""
+        """Each rank folds its part. The target may be this rank's part of the source."""
         target, lengths = request.target, request.lengths or ()
-        parts = _parts(request.source, lengths)
+        parts = parts_by_rank(request.source, lengths)
         for current in self._rounds(parts, max(lengths), self._size, target.dtype):
-            place = target[current.piece]
-            if place.size:
-                self._fold(op, current.of_all(self._rank, place.size), place)
+            out = target[current.piece]
+            if out.size:
+                self._fold(op, current.of_all(self._rank, out.size), out)
 
     # movements
 
     def _move(self, request: Request) -> None:
-        """Bytes, of whatever dtype."""
+        """Move the elements as bytes."""
         collective, target = request.collective, request.target
         lengths = [length * target.itemsize for length in request.lengths or [target.size]]
         longest, slots = max(lengths), self._size if collective in _ONE_FOR_EACH else 1
@@ -217,43 +220,44 @@ class IpcPath(DevicePath):
         sends, receives = self._sends_and_receives(request, lengths)
         for current in self._rounds(sends, longest, slots, np.dtype(np.uint8)):
             for peer, slot, part in receives:
-                # In place the own part is there already.
+                # In place, the own part is already in the target.
                 if peer != self._rank or request.source is not None:
-                    place = part[current.piece]
-                    _copy(current.at(peer, slot, place.size), place)
+                    out = part[current.piece]
+                    _copy(current.at(peer, slot, out.size), out)
 
     def _sends_and_receives(
         self, request: Request, lengths: Sequence[int]
     ) -> tuple[list[DeviceArray], list[tuple[int, int, DeviceArray]]]:
-        """What this rank lays down, slot by slot; the peer and the slot of what it reads."""
+        """The parts that this rank writes, by slot; and (peer, slot, part) of those it reads."""
         rank, size, root = self._rank, self._size, request.root
         source = _given(request).view(np.uint8)
-        given, parts = _parts(source, lengths), _parts(request.target.view(np.uint8), lengths)
+        given = parts_by_rank(source, lengths)
+        parts = parts_by_rank(request.target.view(np.uint8), lengths)
         if request.collective == "broadcast":
             return given if rank == root else [], [(root, 0, parts[0])]
         if request.collective == "scatter":
             return given if rank == root else [], [(root, rank, parts[rank])]
         if request.collective == "all_to_all":
-            # The own part lies among the incoming ones from the beginning.
+            # The own part is already among the incoming ones.
             given[rank] = given[size + rank]
             return given[:size], [(peer, rank, parts[size + peer]) for peer in range(size)]
         everything = [(peer, 0, parts[peer]) for peer in range(size)]
         if request.collective == "all_gather":
-            # A source is this rank's part alone.
+            # The source is this rank's part alone.
             return [given[rank] if request.source is None else source], everything
         return [given[rank]], everything if rank == root else []
 
-    # the end
+    # End
 
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """The ranks are through already: what is left is this GPU's own work."""
+        """Wait for this GPU's own work; the ranks have already finished theirs."""
         wait_for(event, timeout)
 
     def close(self) -> None:
-        """The own arena is freed when all others have closed it."""
+        """Free the own arena after all other ranks have closed it."""
         wait_for(self._stream.record())
         self._close_opened()
-        self._meet()
+        self._barrier()
         own, self._arenas[self._rank] = self._arenas[self._rank], None
         if own is not None:
             self._cuda.free_arena(own)
@@ -265,8 +269,8 @@ class IpcPath(DevicePath):
                 self._cuda.close_arena(arena)
 
     def abandon(self) -> None:
-        """The own arena stays until the process ends: peers may still read it."""
-        # Whatever led here may have left a GPU that refuses everything.
+        """Keep the own arena until the process ends, because peers may still read it."""
+        # After the error that led here, the GPU may refuse every call.
         with contextlib.suppress(Exception):
             wait_for(self._stream.record())
         with contextlib.suppress(Exception):
@@ -274,16 +278,11 @@ class IpcPath(DevicePath):
 
 
 def _given(request: Request) -> DeviceArray:
-    """Where the input lies."""
+    """The input."""
     return request.target if request.source is None else request.source
 
 
-def _parts(array: DeviceArray, lengths: Sequence[int] | None) -> list[DeviceArray]:
-    """The ranks' parts, as views."""
-    return [array[start:stop] for start, stop in pairwise(part_starts(lengths or ()))]
-
-
 def _copy(source: DeviceArray, target: DeviceArray) -> None:
-    """Put a copy on the current stream."""
+    """Enqueue a copy on the current stream."""
     if source.size:
         target[...] = source

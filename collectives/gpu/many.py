@@ -18,8 +18,8 @@ from collectives.reductions.reduction import ReduceOp, as_op
 
 
 def begins_on_gpu(arrays: Sequence[Any]) -> bool:
-    """Whether the first of the arrays lies on a GPU, as all must then."""
-    # What can only be iterated over would lose its first.
+    """Whether the first array lies on a GPU, as all must then."""
+    # An iterator would lose its first element.
     return hasattr(arrays, "__getitem__") and len(arrays) > 0 and on_gpu(arrays[0])
 
 
@@ -37,7 +37,7 @@ class ManyOnGpus:
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
     ) -> list[Any]:
-        """Make the call."""
+        """Reduce the arrays."""
         return self._engine.whole(self._reduce, arrays, op, out, bucket_bytes)
 
     def _reduce(
@@ -78,9 +78,9 @@ def _operation(
     op: ReduceOp,
     limit: int,
 ) -> Operation:
-    """All arrays are packed first, and unpacked last: no output is written before they are read.
+    """Pack all arrays first and unpack last, so that no output is written before it is read.
 
-    What is allocated, and what may fail on one rank alone, is before the ranks meet.
+    Allocations, and steps that may fail on one rank alone, precede the ranks' synchronization.
     """
     kinds = tuple((each.shape, each.array.dtype) for each in given)
     used = memory.set_for(kinds, limit, op)
@@ -90,7 +90,7 @@ def _operation(
     sources = _sources(used.alone, given, outputs)
 
     def perform(engine: Engine) -> list[Any]:
-        # Copies, too, are held until they have been used.
+        # Copies must also be kept until they have been used.
         memory.keep(used, flats, packs, unpacks, sources, outputs)
         for bucket, table in zip(used.buckets, packs, strict=True):
             bucket.pack(table)
@@ -110,16 +110,16 @@ def _operation(
 def _sources(
     alone: list[int], given: list[ReduceInput], outputs: list[Output]
 ) -> list[DeviceArray | None]:
-    """The flat inputs of arrays that go alone, copied where they lie in another's output."""
+    """The flat inputs of arrays outside buckets, copied if they overlap another's output."""
     inputs, targets = [given[index] for index in alone], [outputs[index] for index in alone]
-    places = [_bounds(each.array) for each in inputs]
-    for place in reached(places, [_bounds(each.buffer) for each in targets]):
-        inputs[place].array = inputs[place].array.copy()
+    ranges = [_bounds(each.array) for each in inputs]
+    for index in reached(ranges, [_bounds(each.buffer) for each in targets]):
+        inputs[index].array = inputs[index].array.copy()
     return [each.source_for(output) for each, output in zip(inputs, targets, strict=True)]
 
 
 def _bounds(array: DeviceArray) -> tuple[int, int]:
     if not is_plain(array):
-        return 0, 0  # it is copied anyway
+        return 0, 0  # it is copied in any case
     start = address(array)
     return start, start + array.nbytes

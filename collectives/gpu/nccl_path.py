@@ -19,25 +19,25 @@ from collectives.schedules.paths import FORCED, NATIVE
 from collectives.transports.base import Native
 from collectives.transports.nccl import NcclTransport
 
-# What NCCL has no reduction for goes by these: of few messages, or of few bytes.
+# Schedules for reductions that NCCL lacks, chosen for few messages or few bytes.
 _SCHEDULES = {"all_reduce": "ring", "reduce": "binomial", "reduce_scatter": "ring"}
 
-# The others, or some of their ranks, need memory for a while.
+# The other collectives allocate temporary memory on some ranks, which a graph can't capture.
 _CAPTURED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 class NcclPath(DevicePath):
-    """NCCL's own collectives by default; a schedule that is named runs over its messages."""
+    """NCCL's own collectives by default; a named schedule runs over NCCL's messages."""
 
     name = "nccl"
 
     def __init__(self, cuda: Cuda, transport: NcclTransport, launches: StreamWork) -> None:
-        """The transport's calls go to the stream of `launches`."""
+        """The transport enqueues its calls on the stream of `launches`."""
         self._cuda, self._transport, self._launches = cuda, transport, launches
         self._plans = Plans(transport, DeviceMemory(cuda))
 
     def run(self, request: Request) -> str:
-        """Put it on the communicator's stream."""
+        """Enqueue the collective on the communicator's stream."""
         algorithm = request.algorithm
         if algorithm in FORCED and algorithm != NATIVE:
             problem = ValueError(
@@ -51,17 +51,17 @@ class NcclPath(DevicePath):
             request = _as_bytes(request)
         with self._launches.launch(request.source, request.target):
             if algorithm in (None, NATIVE):
-                went = self._run_native(request)
+                used = self._run_native(request)
             else:
-                went = self._run_schedule(request, str(algorithm))
-        return self.name if went == NATIVE else f"{self.name} {went}"
+                used = self._run_schedule(request, str(algorithm))
+        return self.name if used == NATIVE else f"{self.name} {used}"
 
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
-        """A graph runs again when what was allocated on the way is in other use."""
+        """A graph can't capture temporary memory, which has another use when the graph runs."""
         if collective not in _CAPTURED or self._transport.native(collective, op, dtype) is None:
             raise RuntimeError(
-                f"{collective} of {dtype} needs memory on its way: a graph can capture"
-                f" {', '.join(_CAPTURED)}, where NCCL does them by itself"
+                f"{collective} of {dtype} needs temporary memory: a graph can capture"
+                f" {', '.join(_CAPTURED)}, of dtypes that NCCL reduces itself"
             )
 
     def _run_native(self, request: Request) -> str:
@@ -81,9 +81,9 @@ class NcclPath(DevicePath):
         return self._transport.native(request.collective, op, request.target.dtype)
 
     def _run_converted(self, request: Request, conversion: Conversion) -> None:
-        """In place, on a copy of what is reduced."""
+        """Reduce a converted copy in place."""
         given = request.target if request.source is None else request.source
-        source, target = conversion.there(given), None
+        source, target = conversion.convert(given), None
         if request.collective == "reduce_scatter":
             target = self._cuda.empty(request.target.size, conversion.dtype)
         changed = request._replace(
@@ -93,7 +93,7 @@ class NcclPath(DevicePath):
         assert native is not None
         native(changed.source, changed.target, changed.lengths or (), changed.root)
         if changed.collective != "reduce" or self._transport.rank == request.root:
-            conversion.back(changed.target, request.target)
+            conversion.convert_back(changed.target, request.target)
 
     def _run_schedule(self, request: Request, algorithm: str) -> str:
         self._plans.run(
@@ -110,7 +110,7 @@ class NcclPath(DevicePath):
         return algorithm
 
     def bind_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
-        """NCCL's own, where the elements travel as they are."""
+        """NCCL's own all-reduce, if the elements need no conversion."""
         native = self._transport.native("all_reduce", op.value, dtype)
         if native is None:
             return None
@@ -124,30 +124,30 @@ class NcclPath(DevicePath):
         return reduce
 
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """For NCCL's errors too."""
+        """Block the host; also raises NCCL's errors."""
         self._launches.wait(name, event, timeout)
 
     def close(self) -> None:
-        """When nothing runs on it any more."""
+        """Destroy the communicator after its last work."""
         self._launches.finish()
         if self._launches.captured:
-            # To destroy it would wait for the graphs that use it, which may outlive everything.
-            self._transport.leave()
+            # Destroying it would wait for the graphs that use it, which may live for ever.
+            self._transport.abandon()
         else:
             self._transport.close()
 
     def abandon(self) -> None:
-        """End what still runs."""
+        """Abort the running work."""
         if self._launches.captured:
-            # To abort it would wait for the graphs that use it.
-            self._transport.leave()
+            # Aborting it would wait for the graphs that use it.
+            self._transport.abandon()
         else:
             self._transport.abort()
         self._launches.forget()
 
 
 def _as_bytes(request: Request) -> Request:
-    """What moves is of whatever dtype."""
+    """The request as bytes, because a movement does not depend on the dtype."""
     itemsize = request.target.itemsize
     return request._replace(
         source=None if request.source is None else request.source.view("u1"),

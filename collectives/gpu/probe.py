@@ -1,4 +1,4 @@
-"""What this process has for arrays on GPUs, as far as it can see alone."""
+"""Detection of the GPU and NCCL of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collectives.transports.nccl_driver import NcclDriver
 
 
 class Found(NamedTuple):
-    """What a rank uses."""
+    """What a rank uses for device arrays."""
 
     cuda: Cuda
     driver: NcclDriver
@@ -21,15 +21,15 @@ class Found(NamedTuple):
 
 
 def nccl_driver() -> NcclDriver:
-    """NCCL, through CuPy. BackendUnavailableError where CuPy isn't installed."""
+    """NCCL through CuPy; BackendUnavailableError if CuPy is not installed."""
     cuda()
     from collectives.transports.cupy_nccl import CupyNccl
 
     return CupyNccl()
 
 
-def look(choose: Callable[[Cuda], int]) -> tuple[Found | None, Health]:
-    """What there is; `choose` names the GPU. None where there is no GPU."""
+def find_gpu(choose: Callable[[Cuda], int]) -> tuple[Found | None, Health]:
+    """The GPU selected by `choose`, or None if there is none; and this rank's health."""
     try:
         gpus, driver = cuda(), nccl_driver()
         problem = gpus.problem()
@@ -40,11 +40,11 @@ def look(choose: Callable[[Cuda], int]) -> tuple[Found | None, Health]:
     except BackendUnavailableError as error:
         return None, Health(str(error))
     except Exception as error:
-        # Whatever it is, the other ranks must hear of it.
+        # Any error must be reported to the other ranks.
         return None, Health(f"{type(error).__name__}: {error}")
 
 
 def nccl_problem() -> str | None:
-    """Why this process can't use NCCL; None where it can."""
-    _, health = look(lambda gpus: gpus.current_device())
+    """Why this process can't use NCCL; None if it can."""
+    _, health = find_gpu(lambda gpus: gpus.current_device())
     return health.problem or health.nccl_problem

@@ -1,4 +1,4 @@
-"""A stream beside the caller's, for work that ends by itself."""
+"""A side stream for local work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collectives.cuda.interface import Cuda, DeviceArray, Event
 
 
 class SideStream:
-    """Ordered by events against the caller's current stream, in both directions.
+    """A stream ordered by events against the caller's current stream, in both directions.
 
-    What work uses is held until it is done: CuPy hands out memory again in the order of the stream
-    that it was made for alone.
+    Arrays in use are kept until the work is done, because CuPy reuses memory in the order of the
+    stream for which it was allocated.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -22,20 +22,20 @@ class SideStream:
 
     @contextmanager
     def work(self, *used: DeviceArray | None) -> Iterator[None]:
-        """Within it this stream is the current one, and `used` are what is used on it."""
+        """Context in which this stream is the current one; `used` are the arrays in use."""
         caller = self._cuda.current_stream()
         self.stream.wait(caller.record())
         try:
             with self._cuda.on(self.stream):
                 yield
         finally:
-            # After an error too: what was put on the stream still uses the arrays.
+            # Also after an error, because enqueued work still uses the arrays.
             done = self.stream.record()
             caller.wait(done)
             while self._held and self._held[0][0].done():
                 self._held.popleft()
             self._held.append((done, used))
 
-    def let_go(self) -> None:
-        """Hold nothing any more: nothing runs."""
+    def release(self) -> None:
+        """Release all arrays; no work may be running."""
         self._held.clear()

@@ -1,9 +1,9 @@
-"""The work that a communicator has put on its stream.
+"""Stream work: what a communicator has enqueued on its stream.
 
-It has a stream of its own, of high priority, which is ordered by events against the caller's
-current stream, in both directions: what is put on it waits for what the caller did before, and what
-the caller does later waits for it. The host waits for neither. The arrays are held until the work
-is done, since CuPy hands out memory again in the order of the stream that it was made for alone.
+The stream has high priority. It is ordered by events against the caller's current stream, in both
+directions: its work waits for the caller's earlier work, and the caller's later work waits for it.
+The host waits for neither. Arrays are kept until the work is done, because CuPy reuses memory in
+the order of the stream for which it was allocated.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _EVENTS_KEPT = 64
 
 @dataclass
 class _Launch:
-    """Work that was put on the stream."""
+    """Work enqueued on the stream."""
 
     what: object
     sequence: int | None
     ready: Event
-    """What it waits for: the deadline counts from there on."""
+    """The event that it waits for; the deadline counts from there."""
     done: Event
     held: tuple[DeviceArray | None, ...]
     began: float | None = None
@@ -41,7 +41,7 @@ class _Launch:
 
 
 class StreamWork:
-    """One communicator's stream, and what runs on it."""
+    """The stream of one communicator, and its work."""
 
     def __init__(
         self,
@@ -53,36 +53,36 @@ class StreamWork:
         give_up: Callable[[BaseException], None],
         end_job: Callable[[str], None],
     ) -> None:
-        """`failure` tells what went wrong on the stream, as far as is known.
+        """`failure` returns the error of the stream's work, as far as it is detected.
 
-        `give_up` ends what runs there, because of an error; `end_job` is for a deadline that no
-        one's call can raise.
+        `give_up` ends the work because of an error. `end_job` ends the job at a deadline that no
+        call can raise.
         """
         self._cuda, self._device, self._wait_policy = cuda, device, wait_policy
         self._failure, self._give_up, self._end_job = failure, give_up, end_job
         self.stream = cuda.new_stream()
         self._launched: deque[_Launch] = deque()
         self.captured: list[object] = []
-        """What graphs use."""
+        """Objects in use by captured graphs."""
         self._events: list[Event] = []
-        """To be used again: to make one takes longer than to record it."""
+        """Events for reuse, because creating one takes longer than recording it."""
         self._waiting = 0
-        """Calls that can raise an error, in which nobody need end the job."""
+        """Number of calls that wait, and can raise an error instead of ending the job."""
         self._lock = threading.Lock()
 
     @contextmanager
     def launch(self, *held: DeviceArray | None) -> Iterator[None]:
-        """Within it the communicator's stream is the current one; `held` is used on it."""
+        """Context in which the communicator's stream is the current one; `held` is used on it."""
         caller, ready = self.begin()
         try:
             with self._cuda.on(self.stream):
                 yield
         finally:
-            # After an error too: what was put on the stream still uses the arrays.
+            # Also after an error, because enqueued work still uses the arrays.
             self.end(caller, ready, held)
 
     def begin(self) -> tuple[Stream, Event]:
-        """What is put on the stream from now on comes after the caller's work."""
+        """Order the stream's work from now on after the caller's present work."""
         caller = self._cuda.current_stream()
         events = self._events
         ready = caller.record(events.pop() if events and not caller.capturing() else None)
@@ -90,12 +90,12 @@ class StreamWork:
         return caller, ready
 
     def end(self, caller: Stream, ready: Event, held: tuple[DeviceArray | None, ...]) -> None:
-        """The caller's work from now on comes after what was put on the stream since `begin`."""
+        """Order the caller's work from now on after the stream's work since `begin`."""
         capturing, events = caller.capturing(), self._events
         done = self.stream.record(events.pop() if events and not capturing else None)
         caller.wait(done)
         if capturing:
-            # It runs when the graph does: again and again, with the same memory.
+            # The work runs whenever the graph does, with the same memory.
             self.captured.append(held)
             return
         call = self._wait_policy.call
@@ -109,13 +109,13 @@ class StreamWork:
         while launched and launched[0].done.done():
             past = launched.popleft()
             if len(self._events) < _EVENTS_KEPT:
-                # Who waits for them already is not concerned by what they will mean.
+                # Re-recording an event does not affect the streams that already wait for it.
                 self._events += past.ready, past.done
 
-    def look(self) -> None:
-        """End the job where work has run for longer than the deadline, and nobody waits for it.
+    def check_deadline(self) -> None:
+        """End the job if work has exceeded the deadline and no call waits for it.
 
-        The caller's next synchronisation would wait for ever, or see garbage once it was aborted.
+        The caller's next synchronization would block for ever, or use invalid data after an abort.
         """
         with self._lock:
             if not self._launched or self._waiting:
@@ -140,16 +140,16 @@ class StreamWork:
         )
 
     def wait(self, name: str, event: Event, timeout: float | None = None) -> None:
-        """Let the host wait for the event, which lies behind work of this stream.
+        """Block the host until the event, which follows work of this stream.
 
-        Raises DeadlineExceededError, RankFailedError or, for what NCCL reports, CollectiveError,
-        after which nothing runs any more; TimeoutError after `timeout` seconds, when it goes on.
+        Raises DeadlineExceededError, RankFailedError or, for an NCCL error, CollectiveError; all
+        work is then ended. Raises TimeoutError after `timeout` seconds; the work then continues.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        wait_policy = self._wait_policy.another(name, self._wait_policy.deadline)
+        wait_policy = self._wait_policy.for_single_wait(name, self._wait_policy.deadline)
         wait_policy.check_alive = self._wait_policy.check_alive
 
-        def over() -> bool:
+        def done() -> bool:
             problem = None if event.done() else self._failure()
             if problem is not None:
                 raise CollectiveError(f"{name}: {problem}") from problem
@@ -159,7 +159,7 @@ class StreamWork:
 
         self._waiting += 1
         try:
-            wait_policy.spin_until(over, dict)
+            wait_policy.spin_until(done, dict)
         except (DeadlineExceededError, RankFailedError, CollectiveError) as error:
             self._give_up(error)
             raise
@@ -167,7 +167,7 @@ class StreamWork:
             self._waiting -= 1
 
     def finish(self) -> None:
-        """Let the host wait for all that was put on the stream."""
+        """Block the host until all work on the stream is done."""
         with self._lock:
             last = self._launched[-1] if self._launched else None
         if last is not None:
@@ -176,6 +176,6 @@ class StreamWork:
             self._forget_done()
 
     def forget(self) -> None:
-        """Hold nothing any more: what ran was aborted."""
+        """Release everything after an abort."""
         with self._lock:
             self._launched.clear()

@@ -1,4 +1,4 @@
-"""What is to be done before a communicator's next call, or before the program ends."""
+"""Deferred actions: run before a communicator's next call, or before the program ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collectives.execution.engine import Engine
 
 
 class Deferred:
-    """The part of a communicator that keeps such actions."""
+    """The part of a communicator that keeps deferred actions."""
 
     _forget_bound: Callable[[], None]
     _engine: Engine
@@ -20,11 +20,11 @@ class Deferred:
         self._at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def before_next_call(self, action: Callable[[], None]) -> None:
-        """Do something once, as the next call begins, `close` too. Not collective itself.
+        """Run an action once, when the next call (including `close`) begins. Not collective itself.
 
-        For what other ranks wait for, where this one can't know yet whether its program goes on.
-        The end of the program counts as a call, except after an exception that nobody caught. An
-        action that is due already is done once.
+        For an action that other ranks wait for, while this rank can't know whether its program
+        continues. The end of the program counts as a call, except after an uncaught exception. An
+        action that is already deferred is not added again.
         """
         if action not in self._due:
             self._due.append(action)
@@ -32,21 +32,21 @@ class Deferred:
         self._forget_bound()
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call a method when the program ends without `close`, before what is due then.
+        """Call a method when the program ends without `close`, before the deferred actions.
 
-        It keeps no reference to the method's object.
+        Keeps no reference to the method's object.
         """
         self._at_end.append(weakref.WeakMethod(action))
 
     def finish(self) -> None:
-        """Do what the end of the program requires, unless no call can be made any more."""
+        """Run the actions of the program's end, unless the communicator is broken."""
         for kept in self._at_end:
             if (action := kept()) is not None:
                 action()
         self.run_deferred()
 
     def run_deferred(self) -> None:
-        """Do it now, unless no call can be made any more."""
+        """Run the deferred actions now, unless the communicator is closed or broken."""
         if not self._closed and self._engine.broken is None:
             self._run_deferred()
 

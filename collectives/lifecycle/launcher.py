@@ -1,4 +1,4 @@
-"""What the environment says of who started this process, and whether MPI has noticed."""
+"""Detection of the launcher from the environment, and comparison with MPI's world."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from collectives.errors import LaunchError
 
 ALLOW_SINGLETON = "COLLECTIVES_ALLOW_SINGLETON"
-"""Set to 1, it allows a world of one rank whatever the launcher says."""
+"""Set to 1, it permits a world of one rank whatever the launcher."""
 
-# In this order, since a launcher inside of a Slurm job hands Slurm's variables down. SLURM_NTASKS
-# is the size of the allocation: batch scripts have it, which are no tasks of a step.
+# In this order, because a launcher inside a Slurm job inherits Slurm's variables. SLURM_NTASKS is
+# the size of the allocation, which batch scripts have although they are not tasks of a step.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
-# Torchrun's size and rank. One without the other has other meanings elsewhere.
+# Torchrun's size and rank, used only together, because either alone has other meanings elsewhere.
 _TORCH = ("WORLD_SIZE", "RANK")
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """How many processes were started together, by which variable, and which one this is."""
+    """Number of processes started together, this process's number, and the variable used."""
 
     size: int
     rank: int
@@ -31,12 +31,12 @@ class Launcher:
 
     @property
     def is_open_mpi(self) -> bool:
-        """Whether it was Open MPI's mpirun."""
+        """Whether it is Open MPI's mpirun."""
         return self.variable.startswith("OMPI_")
 
 
 def find_launcher(environment: Mapping[str, str]) -> Launcher:
-    """The launcher by its variables; a size of 1 where there are none."""
+    """The launcher according to its variables; size 1 if there are none."""
     sizes: tuple[str, ...] = _SIZES
     ranks: tuple[str, ...] = _RANKS
     if all(environment.get(name, "").isdigit() for name in _TORCH):
@@ -53,10 +53,10 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int)
 
 
 def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
-    """LaunchError where MPI sees one rank although the launcher started several processes.
+    """Raise LaunchError if MPI has one rank although the launcher started several processes.
 
-    A world of several ranks was started by a launcher that this MPI understands, so it is never
-    refused: other variables may come from a launcher around it.
+    A world of several ranks is never refused, because its launcher works with this MPI; other
+    variables may come from an enclosing launcher.
     """
     launcher = find_launcher(environment)
     if mpi.COMM_WORLD.size > 1 or launcher.size == 1 or environment.get(ALLOW_SINGLETON) == "1":
@@ -71,7 +71,7 @@ def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
 
 
 def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) -> str:
-    """What to type instead."""
+    """The command to use instead."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command = f"`{mpirun if mpirun.exists() else 'mpirun'} -n {launcher.size} python …`"
     owner = "" if mpirun.exists() else ", with the mpirun of that MPI"
@@ -82,5 +82,5 @@ def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) ->
 
 
 def library_name(mpi: Any) -> str:
-    """The library and its version: the first line, without the blanks that align it."""
+    """The library and its version: the first line, without alignment blanks."""
     return " ".join(mpi.Get_library_version().strip("\0\n ").splitlines()[0].split())

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and how an engine comes to use that: all of it is collective."""
+"""Detection of the ranks that share a node, and set-up of shared memory. All collective."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ENDS = ("close", "exit")
 def agree_on_start(
     engine: Engine, check: Callable[[], tuple[str, list[int] | None]]
 ) -> list[int] | None:
-    """The map that `check` returns, with the backend, on every rank.
+    """The map that `check` returns, together with the backend, on every rank.
 
-    ValueError on all where the maps or the backends differ.
+    Raises ValueError on every rank if the maps or the backends differ.
     """
     given: list[tuple[str, list[int] | None]] = make_on_all(engine, check)
     for name, position in (("backend", 0), ("node_of", 1)):
@@ -47,14 +47,14 @@ def agree_on_start(
 
 
 def find_topology(engine: Engine, labels: Sequence[int] | None) -> Topology:
-    """The map given by hand, or that of the ranks that share memory."""
+    """The topology of a given map, or of the ranks that share memory."""
     if labels is None:
         labels = gather_labels(engine, engine.transport.node_leader())
     return topology.from_labels(labels, engine.rank)
 
 
 def gather_labels(engine: Engine, label: int) -> list[int]:
-    """Every rank's label."""
+    """Every rank's label, in rank order."""
     return [label for label, _ in numbers_of_all(engine, label)]
 
 
@@ -69,7 +69,7 @@ def split(color: int | None, key: int) -> Operation:
 
 
 def settle(engine: Engine, where: Topology) -> None:
-    """Let the ranks of each node share memory, and from now on agree on every call."""
+    """Set up shared memory within each node, and check every call from now on."""
     if engine.size == 1:
         return
     part = engine.transport.split(where.node, engine.rank)
@@ -96,7 +96,7 @@ def settle(engine: Engine, where: Topology) -> None:
 
 
 def agree_by_messages(engine: Engine) -> None:
-    """Let each rank be a node, and from now on agree on every call."""
+    """Treat each rank as a node, and check every call from now on."""
     if engine.size > 1:
         wait_policy, members = engine.wait_policy, [[rank] for rank in range(engine.size)]
         describe = partial(_describe, engine)
@@ -111,17 +111,17 @@ def _members(where: Topology) -> list[list[int]]:
 
 
 def _layout(engine: Engine, node: Engine, where: Topology) -> Layout:
-    """How many ranks the nodes have, and how many cores for them."""
+    """Number of ranks on each node, and the oversubscription of the cores."""
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    there: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
-    count = len(there) or os.cpu_count() or 1
+    present: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
+    count = len(present) or os.cpu_count() or 1
     ratios = [ranks / cores for ranks, cores in numbers_of_all(engine, where.local_size, count)]
     return Layout(tuple(map(len, _members(where))), max(1.0, *ratios))
 
 
 def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
-    """The node's segments, if every node has such: the ranks must choose paths alike."""
-    # Ranks that were put on a node by hand may be on different hosts.
+    """The node's segments, if every node has some, because the ranks must choose paths alike."""
+    # Ranks assigned to a node by the caller may be on different hosts.
     leaders = gather_labels(node, engine.transport.node_leader())
     together = len(set(leaders)) == 1
     segments = node.transport.share(SEGMENT_BYTES) if together else None
@@ -145,15 +145,15 @@ def _join(
     steps: ProgressCounters,
     segments: list[memoryview],
 ) -> Node:
-    """The node's memory in use, and connected to the other nodes."""
-    steps.memory.sign_in()
+    """The node's shared memory, ready for use, and its connection to the other nodes."""
+    steps.memory.publish_process()
     steps.together()
 
     def gather(numbers: list[int]) -> list[list[int]]:
         return gather_pickles(node, pickle.dumps(numbers))
 
     def reserve_together(memory: memoryview) -> bool:
-        """Each rank a part, which the system then keeps close to its core."""
+        """Reserve one part for each rank, which the system then allocates close to its core."""
         part = -(-len(memory) // (node.size * ALIGNMENT)) * ALIGNMENT
         return transport.reserve(memory[node.rank * part :][:part])
 
@@ -176,31 +176,31 @@ def _join(
 
 
 def _across(engine: Engine, where: Topology, slices: int) -> Across | None:
-    """The way to the ranks of equal place on the other nodes, for the first `slices` of each."""
-    speaks = where.local_rank < slices
-    transport = engine.transport.split(where.local_rank if speaks else None, where.node)
+    """All-reduce between the ranks of equal local rank, for the first `slices` of each node."""
+    takes_part = where.local_rank < slices
+    transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
     if transport is None:
         return None
     return Across(Engine(transport, engine.wait_policy))
 
 
 class Across:
-    """All-reduce in place, between the ranks of equal place on all nodes."""
+    """All-reduce in place between the ranks of equal local rank on all nodes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __call__(self, array: Array, op: ReduceOp) -> None:
-        """Take part in it, with the slice of this rank's place."""
+        """Run it on this rank's slice."""
         self._engine.run("all_reduce", None, array, op=op)
 
     def close(self) -> None:
-        """Give the way back. Collective."""
+        """Close the transport. Collective."""
         self._engine.close()
 
 
 def _leaders(engine: Engine, where: Topology) -> Transport | None:
-    """The way between the lowest ranks of all nodes, for them alone."""
+    """The transport between the lowest ranks of all nodes; None on other ranks."""
     if where.nodes == 1:
         return None
     leaders = engine.transport.split(0 if where.local_rank == 0 else None, where.node)
@@ -212,6 +212,6 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
     named = signature._replace(scope=signature.scope or engine.wait_policy.call.scope)
     called = gather_pickles(engine, pickle.dumps(named))
-    # The error may reach nobody on a rank that closes because its program ends.
-    going_on = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)
-    return raised_on_all(mismatch(called), engine.rank, next(going_on, 0))
+    # A rank that closes at its program's end may have no caller to show the error.
+    running = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)
+    return raised_on_all(mismatch(called), engine.rank, next(running, 0))

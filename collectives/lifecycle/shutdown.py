@@ -1,4 +1,4 @@
-"""What happens to communicators when the program ends, and in a process that is forked off it."""
+"""Communicators at the end of the program, and in a forked child process."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any, NoReturn, Protocol
 
 from collectives.lifecycle.futures import complete_all
 
-# A rank that ends in step with the others meets them at once. One that ends alone goes round its
-# communicators, since it can't know in which the others wait for it.
+# A rank that ends in step with the others synchronizes with them at once. A rank that ends alone
+# cycles through its communicators, because it can't know in which one the others wait for it.
 _FIRST_TURN = 1.0
 _ROUND_SECONDS = 0.4
 _SHORTEST_TURN = 0.02
 
 
 class Closable(Protocol):
-    """A communicator, as far as it matters here."""
+    """The part of a communicator that is used here."""
 
     @property
     def deadline(self) -> float | None:
-        """How long it may wait for the others."""
+        """Seconds that it may wait for the other ranks."""
 
     def finish(self) -> None:
-        """Do what other ranks may still wait for."""
+        """Run the actions that other ranks may still wait for."""
 
-    def leave(self, seconds: float) -> bool:
-        """Close it; False if the others did not do so within that time."""
+    def close_at_exit(self, seconds: float) -> bool:
+        """Close it; False if the other ranks did not do so within that time."""
 
     def forbid(self) -> None:
         """Refuse every call from now on."""
@@ -43,19 +43,19 @@ _before: list[Callable[[], None]] = []
 
 
 def keep(group: Closable) -> None:
-    """Close it when the program ends."""
+    """Close the communicator when the program ends."""
     with _lock:
         _open[id(group)] = group
 
 
 def forget(group: Closable) -> None:
-    """It is closed."""
+    """Remove a communicator that was closed."""
     with _lock:
         _open.pop(id(group), None)
 
 
 def before_closing(action: Callable[[], None]) -> None:
-    """Do it when the program ends, before every attempt to close, and once more before MPI ends."""
+    """Run an action at the program's end, before every attempt to close, and before MPI ends."""
     _before.append(action)
 
 
@@ -66,10 +66,10 @@ def _prepare() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Close, in an order that all ranks share, what the program left open.
+    """Close the communicators that the program left open, in an order common to all ranks.
 
-    A rank that ends while others wait for it in a call lets them know: they called that, and this
-    rank the end.
+    A rank that ends while others wait for it in a call ends their wait: the mismatch names their
+    call, and this rank's exit.
     """
     start = time.monotonic()
     groups, seconds = list(reversed(_open.values())), _FIRST_TURN
@@ -79,9 +79,10 @@ def _close_all() -> None:
         groups = [
             group
             for group in groups
-            if not group.leave(seconds) and (group.deadline is None or waited < group.deadline)
+            if not group.close_at_exit(seconds)
+            and (group.deadline is None or waited < group.deadline)
         ]
-        # Two ranks that go round in the same rhythm could miss each other for ever.
+        # Random, because two ranks that cycle in the same rhythm could miss each other for ever.
         turn = _ROUND_SECONDS / max(1, len(groups)) * random.uniform(0.5, 1.5)
         seconds = max(_SHORTEST_TURN, turn)
     complete_all()
@@ -90,9 +91,9 @@ def _close_all() -> None:
 
 @atexit.register
 def _finish_all() -> None:
-    """Do what is due, before `_close_all`, which also follows where this raises.
+    """Run deferred actions before `_close_all`, which also runs if this raises.
 
-    Not after an exception that nobody caught: it may keep this rank from what the others wait for.
+    Not after an uncaught exception, which may prevent this rank from doing what others wait for.
     """
     if not hasattr(sys, "last_value"):
         for group in list(reversed(_open.values())):
@@ -100,7 +101,7 @@ def _finish_all() -> None:
 
 
 def _begin_child() -> None:
-    """The child of a rank is none, and must not end MPI, which mpi4py would do at its end."""
+    """A child process is no rank, and must not finalize MPI, as mpi4py would at exit."""
     global _lock
     _lock = threading.Lock()
     if not _open:
@@ -109,32 +110,36 @@ def _begin_child() -> None:
         group.forbid()
     _open.clear()
     _before.clear()
-    code = _remember_exit_code()
-    atexit.register(_end_child, code)
-
-
-def _remember_exit_code() -> list[int]:
-    """The code with which this process ends, as far as can be known before it does."""
-    code = [0]
-    leave, show = sys.exit, sys.__excepthook__
-
-    def leave_with(status: Any = None) -> NoReturn:
-        code[0] = status if isinstance(status, int) else int(status is not None)
-        leave(status)
-
-    def show_error(*error: Any) -> None:
-        code[0] = 1
-        show(*error)
-
     # The parent's hook would end the whole job.
-    sys.exit, sys.excepthook = leave_with, show_error
-    return code
+    atexit.register(_end_child, ExitCode(sys.__excepthook__))
 
 
-def _end_child(code: list[int]) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code[0] & 0xFF)
+class ExitCode:
+    """The exit code of this process, as far as it can be determined before the exit."""
+
+    def __init__(self, show: Callable[..., Any]) -> None:
+        """`show` prints uncaught exceptions. Replaces `sys.exit` and `sys.excepthook`."""
+        self._code = 0
+        self._exit, self._show = sys.exit, show
+        sys.exit, sys.excepthook = self._exit_with, self._show_error
+
+    def _exit_with(self, status: Any = None, /) -> NoReturn:
+        self._code = status if isinstance(status, int) else int(status is not None)
+        self._exit(status)
+
+    def _show_error(self, *error: Any) -> None:
+        self._code = 1
+        self._show(*error)
+
+    def end_process(self) -> NoReturn:
+        """End this process with that code, without finalizing MPI."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self._code & 0xFF)
+
+
+def _end_child(code: ExitCode) -> None:
+    code.end_process()
 
 
 if hasattr(os, "register_at_fork"):

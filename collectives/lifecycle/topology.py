@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""Topology: which ranks share a node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """Node numbers count from 0 in the order of their lowest ranks, local ranks within a node."""
+    """Nodes are numbered from 0 in the order of their lowest ranks, local ranks within a node."""
 
     node_of: tuple[int, ...]
     rank: int
@@ -26,7 +26,7 @@ class Topology:
 
     @property
     def local_rank(self) -> int:
-        """The place of this rank among those of its node."""
+        """The number of this rank among those of its node."""
         return self.node_of[: self.rank].count(self.node)
 
     @property
@@ -36,7 +36,7 @@ class Topology:
 
 
 def from_labels(labels: Sequence[int], rank: int) -> Topology:
-    """Ranks with equal labels share a node."""
+    """The topology in which ranks with equal labels share a node."""
     numbers: dict[int, int] = {}
     for label in labels:
         numbers.setdefault(label, len(numbers))
@@ -44,7 +44,7 @@ def from_labels(labels: Sequence[int], rank: int) -> Topology:
 
 
 def check_node_of(node_of: Sequence[int], size: int) -> list[int]:
-    """A map given by hand: one node number for each rank; ValueError or TypeError otherwise."""
+    """A map given by the caller: one node number per rank; ValueError or TypeError otherwise."""
     labels = [operator.index(label) for label in node_of]
     if len(labels) != size:
         raise ValueError(f"node_of={list(node_of)!r}: must have one entry for each of {size} ranks")

@@ -292,7 +292,7 @@ class Mailbox:
 
     def _new_patience(self, what: str, deadline: float | None) -> WaitPolicy:
         """That of one wait: several threads may wait at once."""
-        wait_policy = self._wait_policy.another(what, deadline)
+        wait_policy = self._wait_policy.for_single_wait(what, deadline)
         if threading.current_thread() is not threading.main_thread():
             wait_policy.sleep_early()
         return wait_policy

@@ -1,9 +1,9 @@
-"""Tensor fusion: many small arrays travel in few large messages.
+"""Tensor fusion: many small arrays are sent in few large messages.
 
-The plan is static: it follows from the arrays' dtypes, shapes and order alone, so that all ranks
-make the same one without negotiation, and the same inputs give the same bits every time. Arrays are
-packed in their order into buckets of one dtype; a bucket takes arrays as long as they fit in
-`bucket_bytes`, and an array larger than that travels alone.
+The plan is static. It follows from the arrays' dtypes, shapes and order alone, so that all ranks
+compute the same plan without negotiation, and the same inputs give the same bits every time. Arrays
+are packed in order into buckets of one dtype. A bucket is filled up to `bucket_bytes`; an array
+larger than that has a bucket of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# As DistributedDataParallel of PyTorch; larger buckets gain nothing on the build machine
-# (bench/results/), smaller ones cost a message each.
+# The default of PyTorch's DistributedDataParallel. Larger buckets were not faster in
+# bench/results/; smaller ones cost one message each.
 DEFAULT_BUCKET_BYTES = 25 << 20
 
 Kinds: TypeAlias = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
@@ -27,7 +27,7 @@ Kinds: TypeAlias = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one array lies in its bucket: elements from `start` to `stop`."""
+    """Position of one array in its bucket: elements from `start` to `stop`."""
 
     index: int
     shape: tuple[int, ...]
@@ -44,13 +44,13 @@ class Bucket:
 
     @property
     def length(self) -> int:
-        """Elements in all."""
+        """Number of elements in the bucket."""
         return self.slots[-1].stop
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets, and a number that tells this plan from others."""
+    """The buckets, and a fingerprint that identifies the plan."""
 
     buckets: tuple[Bucket, ...]
     fingerprint: int
@@ -58,13 +58,13 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def make_plan(kinds: Kinds, bucket_bytes: int) -> Plan:
-    """The plan for arrays of the given (shape, dtype)."""
+    """The plan for arrays of the given (shape, dtype) pairs."""
     text = repr(([(shape, dtype.name) for shape, dtype in kinds], bucket_bytes))
     return Plan(_fill_buckets(kinds, bucket_bytes), zlib.crc32(text.encode()))
 
 
 def _fill_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Deal the arrays to buckets, in their order."""
+    """Assign the arrays to buckets, in order."""
     filled: list[tuple[np.dtype[Any], list[Slot]]] = []
     open_bucket: dict[np.dtype[Any], list[Slot]] = {}
     for index, (shape, dtype) in enumerate(kinds):
@@ -79,7 +79,7 @@ def _fill_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
 
 
 def check_bucket_bytes(bucket_bytes: int | None) -> int:
-    """A positive number of bytes, the default for None; TypeError or ValueError otherwise."""
+    """`bucket_bytes` as a positive int, or the default for None; TypeError or ValueError else."""
     if bucket_bytes is None:
         return DEFAULT_BUCKET_BYTES
     try:
@@ -92,7 +92,7 @@ def check_bucket_bytes(bucket_bytes: int | None) -> int:
 
 
 def check_many(arrays: Sequence[Any], out: Sequence[Any] | None) -> None:
-    """ValueError where outputs are given and are not one for each array."""
+    """Raise ValueError unless there is one output for each array."""
     if out is not None and len(out) != len(arrays):
         raise ValueError(
             f"out has {len(out)} entries: must have one for each of {len(arrays)} arrays"

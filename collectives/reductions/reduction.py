@@ -1,9 +1,9 @@
-"""The reductions: which op works on which dtype, and the fold of two pieces into one.
+"""Reductions: which op supports which dtype, and the fold of two pieces into one.
 
-Folds are element-wise: integers wrap as NumPy's do, NaN propagates through all of them, bool sums
-are `or` (MPI's logical sum). float16 and bfloat16 sums are computed in float32 and rounded once per
-fold, by numkong (NumPy's and ml_dtypes' own loops are about ten times slower); all other folds are
-NumPy ufuncs.
+Folds are element-wise: integers wrap as in NumPy, NaN propagates through all ops, and the sum of
+bools is `or` (MPI's logical sum). float16 and bfloat16 sums are computed in float32 and rounded
+once per fold by numkong, because the loops of NumPy and ml_dtypes are about ten times slower. All
+other folds are NumPy ufuncs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REDUCIBLE = {*map(np.dtype, (*_INTEGERS, *_FLOATS)), BFLOAT16}
 
 
 class ReduceOp(enum.Enum):
-    """How the ranks' elements are folded into one. The strings "sum", "Mean", … do as well."""
+    """How the ranks' elements are folded. Strings such as "sum" or "Mean" are accepted as well."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -50,7 +50,7 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 def as_op(op: ReduceOp | str) -> ReduceOp:
-    """The op that `op` names, in any case; ValueError where there is none of that name."""
+    """The op named by `op`, case-insensitively; ValueError for an unknown name."""
     found = _OPS.get(op) if isinstance(op, str) else op
     if found is None and isinstance(op, str):
         found = _OPS.get(op.lower())
@@ -62,7 +62,7 @@ def as_op(op: ReduceOp | str) -> ReduceOp:
 
 @lru_cache(maxsize=256)
 def check_reducible(op: ReduceOp, dtype: np.dtype[Any], on_gpu: bool = False) -> None:
-    """TypeError where `op` has no meaning for the dtype. Some GPUs add 8-bit floats."""
+    """Raise TypeError if `op` is not defined for the dtype. Some GPUs sum 8-bit floats."""
     if dtype not in _REDUCIBLE and not (on_gpu and dtype in _FLOAT8S):
         allowed = ", ".join(sorted(each.name for each in _REDUCIBLE))
         raise TypeError(f"array of dtype {dtype}: can't be reduced; the dtypes are {allowed}")
@@ -72,14 +72,14 @@ def check_reducible(op: ReduceOp, dtype: np.dtype[Any], on_gpu: bool = False) ->
 
 @lru_cache(maxsize=256)
 def fold_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which the fold is done, and that of its result: MEAN of integers is float64."""
+    """Dtype of the fold and of its result: MEAN of integers is float64."""
     if op is ReduceOp.MEAN and dtype.kind in "biu":
         return np.dtype(np.float64)
     return dtype
 
 
 def fold_function(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any]:
-    """(first, second, out) → None: as `bind_fold`, done at once."""
+    """(first, second, out) → None: like `bind_fold`, executed at once."""
     plain = plain_fold(op, dtype)
     if plain is None:
         return lambda *pieces: bind_fold(op, *pieces)()
@@ -95,29 +95,29 @@ def fold_function(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array,
     return fold
 
 
-def _needs_care(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether a fold is anything else than NumPy's ufunc."""
+def _needs_special_fold(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Whether the fold is not a plain NumPy ufunc."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return dtype in _FLOAT16S
     return op is ReduceOp.PRODUCT and dtype.kind == "c"
 
 
 def _depends_on_out(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether NumPy takes another loop for a single number where `out` is an operand.
+    """Whether NumPy runs another loop on a single element if `out` is also an operand.
 
-    It takes that for a reduction along an axis, which rounds a product of complex numbers
-    otherwise, and of two NaNs keeps the other one.
+    NumPy then takes the loop of a reduction along an axis. That loop rounds a complex product
+    differently, and of two NaNs it keeps the other one.
     """
     return dtype.kind == "c" or (dtype.kind == "f" and op in (ReduceOp.SUM, ReduceOp.MEAN))
 
 
 def plain_fold(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any] | None:
-    """NumPy's function that does the fold for any arrays, or None where there is none."""
-    if _needs_care(op, dtype):
+    """The NumPy function that folds arrays of any length, or None if there is none."""
+    if _needs_special_fold(op, dtype):
         return None
     ufunc = _UFUNCS[op]
     if op in (ReduceOp.MIN, ReduceOp.MAX):
-        # These two alone don't take `out` by position any more.
+        # These two ufuncs no longer accept `out` by position.
         return lambda first, second, out: ufunc(first, second, out=out)
     return ufunc
 
@@ -125,9 +125,9 @@ def plain_fold(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Ar
 def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
     """An action that folds two contiguous pieces into `out`, which may be one of them.
 
-    The action holds the pieces' addresses: the caller keeps them alive as long as it is used. All
-    ranks must give the operands in the same order, since NaN payloads and zeros' signs depend on
-    it.
+    The action holds the pieces' addresses: the caller keeps them alive as long as it uses the
+    action. All ranks must pass the operands in the same order, because NaN payloads and the signs
+    of zeros depend on it.
     """
     if op in (ReduceOp.SUM, ReduceOp.MEAN) and out.dtype in _FLOAT16S:
         pieces = (_tensor(first), _tensor(second))
@@ -144,10 +144,10 @@ def fold_in_order(
     out: Array,
     scratch: Array,
 ) -> None:
-    """Fold two or more pieces, of which any may be `out`, the first two first.
+    """Fold two or more pieces, starting with the first two; any of them may be `out`.
 
-    Whoever folds the ranks' pieces in rank order gets the same bits. `scratch` is at least as long
-    as a piece.
+    Folding the ranks' pieces in rank order gives the same bits on every rank. `scratch` is at least
+    as long as a piece.
     """
     first = pieces[0]
     if len(pieces) > 2:
@@ -166,8 +166,8 @@ def _tensor(piece: Array) -> Any:
 def finish(op: ReduceOp, folded: Array, size: int) -> None:
     """Turn the folded array into the result, in place: MEAN divides by the number of ranks.
 
-    16-bit floats are divided in float32, since they can't hold every number of ranks; their sum may
-    have overflowed before.
+    16-bit floats are divided in float32, because they can't represent every number of ranks. Their
+    sum may already have overflowed.
     """
     if op is not ReduceOp.MEAN:
         return

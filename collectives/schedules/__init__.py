@@ -1,1 +1,1 @@
-"""Schedules of messages, and what each collective must achieve."""
+"""Message schedules, and the postcondition of each collective."""

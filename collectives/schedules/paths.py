@@ -1,4 +1,4 @@
-"""The names of the ways to run a collective that are no schedules of messages."""
+"""Names of the paths of a collective that are not message schedules."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ NATIVE = "native"
 """The transport's own collective."""
 
 SHARED = "shared"
-"""Through the node's memory, whichever way is the quickest now: one of the next three."""
+"""Through the node's memory, by the currently fastest of the next three paths."""
 
 DIRECT = "direct"
-"""Registered arrays are read and written where they lie."""
+"""Zero copy: registered arrays are read and written in place."""
 
 STAGED = "staged"
-"""Copied into shared memory, and folded or copied out of it."""
+"""Copy-in/copy-out: copied into shared memory, and folded or copied out of it."""
 
 SINGLE_COPY = "single_copy"
-"""Copied straight between the memories of two processes."""
+"""Cross-memory attach: copied directly between the address spaces of two processes."""
 
 QUICKEST = "quickest"
-"""What runs where nothing is forced and all ranks share memory: as `SHARED`, or `NATIVE`."""
+"""Default where all ranks share memory: as `SHARED`, or `NATIVE` where that is faster."""
 
 HIERARCHICAL = "hierarchical"
-"""Through the memory of each node, and by messages between the nodes."""
+"""Through shared memory within each node, and by messages between the nodes."""
 
 FORCED = (NATIVE, SHARED, STAGED, SINGLE_COPY, HIERARCHICAL)
-"""Those that a caller may ask for."""
+"""The paths that a caller may name as `algorithm`."""

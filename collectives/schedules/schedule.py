@@ -1,17 +1,17 @@
-"""A schedule: what one rank does, round by round, in a collective.
+"""Schedules: what one rank does in a collective, round by round.
 
 Each rank has one buffer, cut into chunks. A round has three phases: post every send and receive,
-wait for all of them, fold what came for the reductions. So a `Reduce` may target a chunk that is
-being sent in its round, and a `Recv` may not; a chunk is received or folded in a round, not both.
-There are no copies, tags or dependencies beyond that.
+wait for all of them, fold the received data of the reductions. Hence a `Reduce` may target a chunk
+that is sent in the same round, and a `Recv` may not. A round either receives or folds a chunk, not
+both. There are no copies, tags or further dependencies.
 
-A step names the peer and a run of `count` consecutive chunks, which travel as one message; the run
-is cyclic, so that it may start near the end of the buffer and go on at its beginning. Messages
-between two ranks in one round meet in the order of their steps.
+A step names the peer and a run of `count` consecutive chunks, which travel as one message. The run
+is cyclic: it may start near the end of the buffer and continue at its beginning. Messages between
+two ranks in one round match in the order of their steps.
 
-Algorithms are pure functions `(rank, size) → rounds` of arithmetic alone. Where a rank takes no
-part, the step's `when` is false: written so, the same function runs for one rank (an int: to
-execute it) or for all ranks at once (`numpy.arange(size)`: to verify and to price it).
+Algorithms are pure functions `(rank, size) → rounds` of arithmetic alone. Where a rank does not
+take part, the step's `when` is false. Therefore the same function runs for one rank (an int, to
+execute it) and for all ranks at once (`numpy.arange(size)`, to verify and to price it).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ranks: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Step:
-    """One message: `count` consecutive chunks from `chunk` on, to or from `peer`."""
+    """One message: `count` consecutive chunks starting at `chunk`, to or from `peer`."""
 
     chunk: Ranks
     peer: Ranks
@@ -39,15 +39,15 @@ class Step:
 
 
 class Send(Step):
-    """Send the chunks as they are at the beginning of the round."""
+    """Send the chunks as they are at the start of the round."""
 
 
 class Recv(Step):
-    """Overwrite the chunks with what the peer sends."""
+    """Overwrite the chunks with the data that the peer sends."""
 
 
 class Reduce(Step):
-    """Fold what the peer sends into the chunks."""
+    """Fold the data that the peer sends into the chunks."""
 
 
 Round: TypeAlias = Sequence[Step]
@@ -55,7 +55,7 @@ Schedule: TypeAlias = Callable[[Ranks, int], Iterator[Round]]
 
 
 def for_rank(schedule: Schedule, rank: int, size: int) -> list[list[Step]]:
-    """The rounds of one rank, with plain ints, without the steps it takes no part in."""
+    """The rounds of one rank, with plain ints, without the steps in which it takes no part."""
     return [
         [
             type(step)(int(step.chunk), int(step.peer), int(step.count))
@@ -67,9 +67,9 @@ def for_rank(schedule: Schedule, rank: int, size: int) -> list[list[Step]]:
 
 
 def rooted_at(schedule: Schedule, root: int, chunks: int) -> Schedule:
-    """The same schedule with `root` in the place of rank 0, and every rank and chunk moved along.
+    """The schedule rotated so that `root` replaces rank 0.
 
-    Rooted algorithms are written for root 0; all others are moved by rotation.
+    Rooted algorithms are written for root 0. Ranks and chunks are rotated alike.
     """
 
     def moved(rank: Ranks, size: int) -> Iterator[Round]:
@@ -83,7 +83,7 @@ def rooted_at(schedule: Schedule, root: int, chunks: int) -> Schedule:
 
 
 def one_chunk(size: int) -> int:
-    """The buffer is never cut."""
+    """One chunk: the buffer is not cut."""
     return 1
 
 
@@ -93,7 +93,7 @@ def chunk_per_rank(size: int) -> int:
 
 
 def split_lengths(total: int, parts: int) -> NDArray[np.int64]:
-    """The lengths that `numpy.array_split` gives: they differ by at most one, longer ones first."""
+    """Lengths as of `numpy.array_split`: they differ by at most one, longer parts first."""
     base, extra = divmod(total, parts)
     return base + (np.arange(parts) < extra)
 

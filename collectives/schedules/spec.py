@@ -1,13 +1,13 @@
-"""What each collective means: what every (rank, chunk) holds before and after.
+"""Specifications of the collectives: what every (rank, chunk) holds before and after.
 
 A chunk of a rank's buffer holds contributions of ranks to one block of data. `before` says whether
-the rank's own contribution is there at the start; `after` says whose contribution must be there at
-the end: one rank's, `EVERY` rank's (folded), or `ANYTHING`.
+the rank's own contribution is present at the start. `after` says whose contribution must be present
+at the end: that of one rank, that of `EVERY` rank (folded), or `ANYTHING`.
 
-Rooted collectives are stated for root 0 (`schedule.rooted_at` moves them).
+Rooted collectives are specified for root 0 (`schedule.rooted_at` rotates them).
 
-The definitions follow MPI 4.1, chapter 6; all-gather, gather and scatter are stated in place, with
-the own block already in its chunk.
+The definitions follow MPI 4.1, chapter 6. All-gather, gather and scatter are specified in place,
+with the own block already in its chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Condition: TypeAlias = Callable[[Ranks, Ranks, int], Ranks]
 
 
 def _own_chunk(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    """The chunk that bears the rank's number."""
+    """Whether the chunk's number is the rank's."""
     return chunk == rank
 
 
@@ -40,7 +40,7 @@ def _on_root(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
 
 
 def _where(condition: Condition, origin: Condition) -> Condition:
-    """`origin` where the condition holds, anything elsewhere."""
+    """`origin` where the condition holds, `ANYTHING` elsewhere."""
 
     def after(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
         return np.where(condition(rank, chunk, size), origin(rank, chunk, size), ANYTHING)
@@ -84,11 +84,11 @@ def _sender_and_receiver(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
 
 @dataclass(frozen=True)
 class Spec:
-    """A collective as a condition.
+    """Pre- and postcondition of a collective.
 
-    `block` tells which block of data a chunk belongs to (all ranks give a block the same length, so
-    a message must join chunks of the same block). `chunks` is None where the algorithm decides into
-    how many chunks the buffer is cut.
+    `block` gives the block of data that a chunk belongs to. All ranks use the same length for a
+    block, so a message must join chunks of the same block. `chunks` is None where the algorithm
+    decides the number of chunks.
     """
 
     name: str
@@ -130,7 +130,7 @@ SPECS = {
 
 
 def spec_of(collective: str) -> Spec:
-    """The condition of a collective; ValueError for a name that is not one."""
+    """The specification of a collective; ValueError for an unknown name."""
     if collective not in SPECS:
         raise ValueError(f"collective={collective!r}: must be one of {', '.join(SPECS)}")
     return SPECS[collective]

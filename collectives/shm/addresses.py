@@ -114,7 +114,7 @@ class AddressExchange:
     def exchange(self, source: Array | None, target: Array, nbytes: int) -> Exchanged:
         """Publish and read, in the middle of a call: a step of the progress counters."""
         row = self._row(source, target, nbytes, 0)
-        return self._find(map(tuple, self._steps.tell(*row)))
+        return self._find(map(tuple, self._steps.exchange_numbers(*row)))
 
     def _row(
         self, source: Array | None, target: Array | None, first: int, second: int

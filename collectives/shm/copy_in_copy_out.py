@@ -1,12 +1,12 @@
-"""The collectives of a node's ranks on ordinary arrays, which go through the stages.
+"""Copy-in/copy-out: collectives of a node's ranks on ordinary arrays, through the stages.
 
-Each takes (source, target, lengths, root) as a transport's native collective does: flat buffers of
-equal dtype, the elements of each rank's part, the input in the target where source is None. All
-reductions fold in rank order, here and on the other ways, which therefore give the same bits.
+Each takes (source, target, lengths, root) like a transport's native collective: flat buffers of
+equal dtype, the elements of each rank's part, and the input in the target if source is None. All
+reductions fold in rank order, on every path, which therefore give the same bits.
 
-A stage is large on purpose. What a core has just written lies in its own cache, from where another
-core reads it at a fraction of the speed at which it reads the shared one: with blocks about as
-large as the own cache, most of a block has left it by the time that it is read
+A stage is large on purpose. Data that a core has just written are in its own cache, from where
+another core reads them at a fraction of the speed of the shared cache. With blocks about as large
+as the own cache, most of a block has been evicted from it by the time that it is read
 (bench/results/README.md).
 """
 
@@ -26,12 +26,12 @@ from collectives.shm.progress import ProgressCounters
 Fold = Callable[[Array, Array, Array], Any]
 Lengths = Sequence[int]
 
-# A boundary between two ranks' slices, in bytes: no cache line is written by both.
+# Alignment of a boundary between two ranks' slices, in bytes: no two ranks write one cache line.
 LINE_BYTES = 128
 
 
 def bounds(length: int, parts: int, itemsize: int) -> list[int]:
-    """Where `parts` slices of nearly equal length begin and end, on cache lines."""
+    """Boundaries of `parts` slices of nearly equal length, on cache lines."""
     unit = max(1, LINE_BYTES // itemsize)
     lines = -(-length // unit)
     edges = [lines * part // parts * unit for part in range(parts + 1)]
@@ -39,18 +39,18 @@ def bounds(length: int, parts: int, itemsize: int) -> list[int]:
 
 
 def blocks_of(stop: int, most: int, start: int = 0) -> Iterator[slice]:
-    """Slices of at most `most` elements."""
+    """Slices of at most `most` elements between `start` and `stop`."""
     for first in range(start, stop, most):
         yield slice(first, min(first + most, stop))
 
 
 def part_starts(lengths: Lengths) -> list[int]:
-    """Where each rank's part begins, and the last one's end."""
+    """Start of each rank's part, and end of the last one."""
     return list(accumulate(lengths, initial=0))
 
 
 class CopyInCopyOut:
-    """One rank's collectives through the stages; `op` and `dtype` of its reductions are bound."""
+    """One rank's collectives through the stages, for the given op and dtype."""
 
     def __init__(self, steps: ProgressCounters, op: ReduceOp | None, dtype: np.dtype[Any]) -> None:
         self._steps = steps
@@ -75,7 +75,7 @@ class CopyInCopyOut:
     def all_reduce(
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
     ) -> None:
-        """Of two ranks each folds everything; of more each folds a slice, and copies the rest."""
+        """With two ranks each folds all; with more each folds a slice and copies the others."""
         given = target if source is None else source
         run = self._fold_all if self._size == 2 else self._fold_slice
         if len(target) <= self._capacity:
@@ -87,20 +87,20 @@ class CopyInCopyOut:
     def _fold_all(self, given: Array, target: Array) -> None:
         """5 bytes touched for each byte, and one wait."""
         steps, start = self._steps, self._start(len(target))
-        place = slice(start, start + len(target))
-        self._own_stage()[place] = given
+        block = slice(start, start + len(target))
+        self._own_stage()[block] = given
         steps.written()
         peer = 1 - self._rank
-        theirs = self._stage_of(peer)[place]
-        pair = (given, theirs) if peer else (theirs, given)
+        peer_block = self._stage_of(peer)[block]
+        pair = (given, peer_block) if peer else (peer_block, given)
         self._fold(*pair, target)
         steps.read()
 
     def _start(self, length: int) -> int:
-        """Where in the stages a block lies: short ones take turns.
+        """Offset of a block in the stages; short blocks rotate through four offsets.
 
-        A place that was not used lately has left the peer's cache, from which storing to it would
-        have to take it away.
+        Memory that was not used recently has been evicted from the peer's cache, so that a store
+        does not have to invalidate it there.
         """
         quarter = self._capacity // 4
         return self._steps.turn % 4 * quarter if length <= quarter else 0
@@ -113,7 +113,7 @@ class CopyInCopyOut:
         self._share_slice(target, edges)
 
     def _reduce_slice(self, given: Array, folded: Array, edges: list[int]) -> None:
-        """Fold everybody's elements of this rank's slice of a block."""
+        """Fold every rank's elements of this rank's slice of a block."""
         steps, rank = self._steps, self._rank
         self._write_others(given, edges)
         steps.written()
@@ -125,14 +125,14 @@ class CopyInCopyOut:
         steps.read()
 
     def _write_others(self, given: Array, edges: list[int]) -> None:
-        """Lay down the slices of a block that others fold."""
+        """Write the slices of a block that other ranks fold."""
         stage = self._own_stage()
         before, after = edges[self._rank], edges[self._rank + 1]
         stage[:before] = given[:before]
         stage[after : len(given)] = given[after:]
 
     def _share_slice(self, target: Array, edges: list[int], root: int | None = None) -> None:
-        """Copy everybody's slices of a block; only to the root, if one is given."""
+        """Copy every rank's slice of a block; only on the root, if one is given."""
         steps, rank = self._steps, self._rank
         own = slice(edges[rank], edges[rank + 1])
         if root != rank:
@@ -140,8 +140,8 @@ class CopyInCopyOut:
         steps.written()
         if root is None or root == rank:
             for peer in others(rank, self._size):
-                theirs = slice(edges[peer], edges[peer + 1])
-                target[theirs] = self._stage_of(peer)[theirs]
+                slice_of_peer = slice(edges[peer], edges[peer + 1])
+                target[slice_of_peer] = self._stage_of(peer)[slice_of_peer]
         steps.read()
 
     # reduce and reduce_scatter
@@ -149,7 +149,7 @@ class CopyInCopyOut:
     def reduce(
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
     ) -> None:
-        """Each folds a slice, the root copies them."""
+        """Each rank folds a slice, and the root copies the slices."""
         given = target if source is None else source
         for block in blocks_of(len(target), self._capacity):
             edges = bounds(block.stop - block.start, self._size, target.itemsize)
@@ -160,9 +160,9 @@ class CopyInCopyOut:
     def reduce_scatter(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
     ) -> None:
-        """The parts are cut into pieces, so that a stage holds a piece of each.
+        """The parts are cut into pieces, so that a stage holds a piece of each part.
 
-        The target is this rank's part alone, which may be that of the source.
+        The target is this rank's part alone; it may be the source's memory.
         """
         assert source is not None
         given = source
@@ -183,8 +183,8 @@ class CopyInCopyOut:
             stage[peer * most : peer * most + cut.stop - cut.start] = given[cut]
         steps.written()
         parity = steps.stages()
-        place = slice(rank * most, rank * most + len(folded))
-        pieces = [stages[parity][place] for stages in self._stages]
+        own = slice(rank * most, rank * most + len(folded))
+        pieces = [stages[parity][own] for stages in self._stages]
         pieces[rank] = given[cuts[rank]]
         fold_in_order(self._fold, pieces, folded, self._scratch)
         steps.read()
@@ -194,7 +194,7 @@ class CopyInCopyOut:
     def broadcast(
         self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
     ) -> None:
-        """The root writes blocks, the others read them one step behind."""
+        """The root writes blocks; the others read them one step later."""
         for block in blocks_of(len(target), self._capacity):
             if self._rank == root:
                 self._own_stage()[: block.stop - block.start] = target[block]
@@ -207,7 +207,7 @@ class CopyInCopyOut:
     def all_gather(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
     ) -> None:
-        """Everybody writes a block of its part and reads the others'.
+        """Every rank writes a block of its part and reads the others'.
 
         The source is this rank's part alone.
         """
@@ -217,7 +217,7 @@ class CopyInCopyOut:
         self._gather(target, lengths, None)
 
     def gather(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
-        """As `all_gather`, but only the root reads."""
+        """Like `all_gather`, but only the root reads."""
         self._gather(target, lengths, root)
 
     def _gather(self, target: Array, lengths: Lengths, root: int | None) -> None:
@@ -230,12 +230,12 @@ class CopyInCopyOut:
             steps.written()
             if root is None or root == rank:
                 for peer in others(rank, self._size):
-                    place = target[starts[peer] : starts[peer + 1]][block]
-                    place[:] = self._stage_of(peer)[: len(place)]
+                    part = target[starts[peer] : starts[peer + 1]][block]
+                    part[:] = self._stage_of(peer)[: len(part)]
             steps.read()
 
     def scatter(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
-        """The root writes a piece of every part, each of the others reads its own."""
+        """The root writes a piece of every part; each other rank reads its own."""
         steps, rank, starts = self._steps, self._rank, part_starts(lengths)
         most = max(1, self._capacity // self._size)
         for piece in blocks_of(max(lengths), most):
@@ -246,17 +246,17 @@ class CopyInCopyOut:
                     stage[peer * most : peer * most + len(content)] = content
                 steps.written()
             else:
-                place = target[starts[rank] : starts[rank + 1]][piece]
+                part = target[starts[rank] : starts[rank + 1]][piece]
                 stage = self._stage_of(root)
-                place[:] = stage[rank * most : rank * most + len(place)]
+                part[:] = stage[rank * most : rank * most + len(part)]
             steps.read()
 
     def all_to_all(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
     ) -> None:
-        """`lengths`: of the parts that go to each rank, then of those that come from each."""
+        """`lengths` holds the parts to each rank, then the parts from each rank."""
         steps, rank, size = self._steps, self._rank, self._size
-        longest = max(first for first, _ in steps.tell(max(lengths), 0))
+        longest = max(first for first, _ in steps.exchange_numbers(max(lengths), 0))
         starts = part_starts(lengths)
         parts = [target[start:stop] for start, stop in itertools.pairwise(starts)]
         most = max(1, self._capacity // size)
@@ -267,14 +267,14 @@ class CopyInCopyOut:
                 stage[peer * most : peer * most + len(content)] = content
             steps.written()
             for peer in others(rank, size):
-                place = parts[size + peer][piece]
-                theirs = self._stage_of(peer)
-                place[:] = theirs[rank * most : rank * most + len(place)]
+                part = parts[size + peer][piece]
+                stage = self._stage_of(peer)
+                part[:] = stage[rank * most : rank * most + len(part)]
             steps.read()
 
 
 def others(rank: int, size: int) -> Iterator[int]:
-    """The other ranks, the next one first, so that not all read the same one at once."""
+    """The other ranks, the next one first, so that not all ranks read the same one at once."""
     for distance in range(1, size):
         yield (rank + distance) % size
 

@@ -1,8 +1,8 @@
-"""The collectives of a node's ranks on ordinary arrays, each byte copied once between processes.
+"""Cross-memory attach: collectives of a node's ranks on ordinary arrays with a single copy.
 
-A rank reads its peers' private memory where it lies (`peer_memory`), so that what crosses from core
-to core is what the program had there anyway, and not what was staged a moment before. Of a
-rank that has left a call by an exception the arrays are kept (`route`), as others may not know yet.
+A rank reads its peers' private memory in place (`peer_memory`). The cache lines transferred between
+cores are the program's own, not copies just written to a stage. After an exception in a call, the
+caller keeps the rank's arrays (`route`), because other ranks may still access them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others,
 from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.progress import ProgressCounters
 
-# What is read is folded while it lies in the core's own cache.
+# Data are folded while they are in the core's own cache.
 _BLOCK_BYTES = 512 << 10
 
 
 class CrossMemoryAttach:
-    """One rank's collectives by single copies; `op` and `dtype` of its reductions are bound."""
+    """One rank's collectives by cross-memory attach, for the given op and dtype."""
 
     def __init__(
         self, steps: ProgressCounters, peers: PeerMemory, op: ReduceOp | None, dtype: np.dtype[Any]
@@ -37,7 +37,7 @@ class CrossMemoryAttach:
             self._addresses = list(map(address_of, self._scratch))
 
     def find(self, collective: str) -> DataPath | None:
-        """The collective of that name, if there is such a way."""
+        """The collective of that name, or None if it has no such path."""
         found: DataPath | None = getattr(self, collective, None)
         return found
 
@@ -51,7 +51,7 @@ class CrossMemoryAttach:
         lengths: Lengths,
         root: int,
     ) -> None:
-        """Of two ranks each folds everything; of more each folds a slice, and copies the rest."""
+        """With two ranks each folds all; with more each folds a slice and copies the others."""
         given = target if source is None else source
         if self._size == 2:
             self._fold_all(places, given, target)
@@ -64,7 +64,7 @@ class CrossMemoryAttach:
         self._steps.together()
 
     def _read_parts(self, arrays: Sequence[int], edges: Sequence[int], target: Array) -> None:
-        """Read every peer's part of its array, given by address, to the same place in this one."""
+        """Read every peer's part of its array, given by address, to the same offset in this one."""
         into = address_of(target)
         for peer in others(self._rank, self._size):
             start, nbytes = self._span(edges[peer], edges[peer + 1])
@@ -75,14 +75,14 @@ class CrossMemoryAttach:
         for block in blocks_of(len(target), self._block):
             pieces = self._read_pieces(places, given, block)
             if in_place:
-                # The peer must have read what is overwritten now.
+                # The peer must have read the block before it is overwritten.
                 steps.together()
             fold_in_order(self._fold, pieces, target[block], self._scratch[self._rank])
         if not in_place:
             steps.together()
 
     def _read_pieces(self, places: BufferAddresses, given: Array, block: slice) -> list[Array]:
-        """Everybody's elements of a block, in rank order."""
+        """Every rank's elements of a block, in rank order."""
         start, nbytes = self._span(block.start, block.stop)
         pieces = [scratch[: block.stop - block.start] for scratch in self._scratch]
         pieces[self._rank] = given[block]
@@ -92,15 +92,15 @@ class CrossMemoryAttach:
         return pieces
 
     def _fold_part(self, places: BufferAddresses, given: Array, start: int, folded: Array) -> None:
-        """Fold everybody's elements from `start` on, as many as go into `folded`."""
+        """Fold every rank's elements from `start` on, as many as fit into `folded`."""
         for block in blocks_of(start + len(folded), self._block, start):
-            place = folded[block.start - start : block.stop - start]
+            out = folded[block.start - start : block.stop - start]
             pieces = self._read_pieces(places, given, block)
-            # The own scratch array is free: what the rank gives isn't read into it.
-            fold_in_order(self._fold, pieces, place, self._scratch[self._rank])
+            # The own scratch array is unused, because the own elements are not copied.
+            fold_in_order(self._fold, pieces, out, self._scratch[self._rank])
 
     def _span(self, first: int, last: int) -> tuple[int, int]:
-        """Where elements lie in their array, and how many bytes they are."""
+        """Offset and length in bytes of a range of elements."""
         return first * self._itemsize, (last - first) * self._itemsize
 
     def reduce(
@@ -111,7 +111,7 @@ class CrossMemoryAttach:
         lengths: Lengths,
         root: int,
     ) -> None:
-        """Each folds a slice, the root reads them."""
+        """Each rank folds a slice, and the root reads the slices."""
         given = target if source is None else source
         edges = bounds(len(target), self._size, self._itemsize)
         start, stop = edges[self._rank], edges[self._rank + 1]
@@ -129,7 +129,7 @@ class CrossMemoryAttach:
         lengths: Lengths,
         root: int,
     ) -> None:
-        """Each folds its part; the target is that part alone."""
+        """Each rank folds its part; the target is that part alone."""
         assert source is not None
         self._fold_part(places, source, sum(lengths[: self._rank]), target)
         self._steps.together()
@@ -144,7 +144,7 @@ class CrossMemoryAttach:
         lengths: Lengths,
         root: int,
     ) -> None:
-        """The others read the root's array, but for a share that the root writes into theirs."""
+        """The others read the root's array, except a share that the root writes into theirs."""
         edges = bounds(len(target), self._size, self._itemsize)
         addresses, own = places.target_addresses, address_of(target)
         start, rest = self._span(edges[-2], edges[-1])
@@ -163,14 +163,16 @@ class CrossMemoryAttach:
         lengths: Lengths,
         root: int,
     ) -> None:
-        """Each reads the others' parts."""
+        """Each rank reads the others' parts."""
         starts = part_starts(lengths)
         if source is not None:
             target[starts[self._rank] : starts[self._rank + 1]] = source
-        # Where whole targets would begin, were every part in its place.
+        # Addresses at which whole targets would start if every part were at its offset in one.
         wholes = [
-            told + places.offset_of_part(rank, start * self._itemsize) - start * self._itemsize
-            for rank, (told, start) in enumerate(zip(places.source_addresses, starts, strict=False))
+            source + places.offset_of_part(rank, start * self._itemsize) - start * self._itemsize
+            for rank, (source, start) in enumerate(
+                zip(places.source_addresses, starts, strict=False)
+            )
         ]
         self._read_parts(wholes, starts, target)
         self._steps.together()

@@ -1,12 +1,12 @@
-"""The shared memory of a node's ranks, and where everything lies in it.
+"""Layout of the shared memory of a node's ranks.
 
-Every rank has a segment of the same layout. A word is written by one rank alone, and words that
-are polled at different times lie on different cache lines, so that a store disturbs nobody who
-polls something else. What two successive calls would write alternates between two places (parity):
-a rank may begin the next call while a slower one still reads this one's.
+Every rank has a segment of the same layout. A word is written by one rank only. Words that are
+polled at different times lie on different cache lines, so that a store does not invalidate the line
+of an unrelated poll. Data of successive calls alternate between two locations (parity): a rank may
+start the next call while a slower one still reads the present one's.
 
-Stores become visible in program order on x86. Elsewhere `fence` is called before a word is
-published and after it was seen.
+Stores become visible in program order on x86. On other processors `fence` is called before a word
+is published and after it was read.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy as np
 
 from collectives.reductions.reduction import Array
 
-# Indices of 8-byte words within a segment; a cache line (two on some machines) apart.
+# Indices of 8-byte words within a segment, a cache line apart (two on some processors).
 PROGRESS = 0
-TOLD = (16, 32)
-MOST_TOLD = 16
+NUMBERS = (16, 32)
+MOST_NUMBERS = 16
 VERDICTS = (48, 64)
 COLLECTED = 80
 PROCESS = 96
 COMMITTED = 112
 MISSING_NODES = 128
 ENDED = 144
-LEFT_AT = 160
+WITHDRAWN_AT = 160
 
 _CONTROL_BYTES = _PAGE_BYTES = 4096
 SMALL_BYTES = 64 << 10
-"""The most that a rank can lay down beside its arrival."""
+"""The most bytes that a rank can store beside its arrival word."""
 _HEADER_BYTES = 16
 _SLOT_BYTES = SMALL_BYTES + 64
 _SLOTS_AT = (_CONTROL_BYTES, _CONTROL_BYTES + _SLOT_BYTES)
@@ -44,7 +44,7 @@ SEGMENT_BYTES = _STAGES_AT + 2 * STAGE_BYTES
 
 
 class NodeMemory:
-    """The segments of all ranks of the node, as one of them sees them."""
+    """The segments of all ranks of the node, as mapped by one of them."""
 
     def __init__(
         self, segments: Sequence[memoryview], rank: int, fence: Callable[[], None] | None
@@ -61,25 +61,25 @@ class NodeMemory:
             [_bytes(each, at + _HEADER_BYTES, SMALL_BYTES) for at in _SLOTS_AT] for each in segments
         ]
 
-    def sign_in(self) -> None:
-        """Leave this process's number, by which the others see whether it lives."""
+    def publish_process(self) -> None:
+        """Publish this process's number, by which the others check whether it is alive."""
         self.own[PROCESS] = os.getpid()
 
     def touch_stages(self) -> None:
-        """Let every page of all stages be there, so that no later call has to wait for one."""
+        """Touch every page of all stages, so that no later call has to fault one in."""
         for stages in self.stages:
             for stage in stages:
                 stage[::_PAGE_BYTES].max()
 
     def publish(self, index: int, value: int) -> None:
-        """Store a word of this rank's, after everything that was stored before."""
+        """Store a word of this rank, after all earlier stores."""
         if self.fence is not None:
             self.fence()
         self.own[index] = value
 
 
 def clear(segment: memoryview, fence: Callable[[], None] | None) -> None:
-    """Zero everything of an own segment that others read before it was written."""
+    """Zero the parts of an own segment that other ranks read before they are written."""
     segment[:_STAGES_AT] = bytes(_STAGES_AT)
     if fence is not None:
         fence()

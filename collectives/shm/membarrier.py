@@ -1,4 +1,4 @@
-"""Orders the stores of all threads on a machine, by membarrier(2)."""
+"""System-wide memory barrier by membarrier(2)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def _membarrier() -> Callable[[], int] | None:
 
 
 def order_all_threads() -> bool:
-    """Complete the stores of all threads on the machine, in order; whether that is possible."""
+    """Order the stores of all threads on the machine; False if the system does not support it."""
     barrier = _membarrier()
     return barrier is not None and barrier() == 0

@@ -1,7 +1,7 @@
-"""All-reduce of what the ranks of a node pack into their stages.
+"""All-reduce of elements that the ranks of a node pack directly into their stages.
 
-The packed elements are folded where they lie and stored into everybody's stage, from where each
-unpacks them: nothing is copied between the packing and the unpacking.
+The packed elements are folded in place and stored into every rank's stage, from where each rank
+unpacks them. Nothing is copied between packing and unpacking.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collectives.shm.progress import ProgressCounters
 
 
 class Packed:
-    """One rank's reductions of packed elements, of one op and dtype, up to `capacity` at a time."""
+    """One rank's reductions of packed elements of one op and dtype, at most `capacity` at once."""
 
     def __init__(self, steps: ProgressCounters, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._steps, self._op = steps, op
@@ -33,7 +33,7 @@ class Packed:
         ]
 
     def places(self, length: int) -> list[Place]:
-        """Where `length` elements may be packed and reduced: of each parity one place."""
+        """Where `length` elements are packed and reduced: one place for each parity."""
         edges = bounds(length, self._size, self._stages[0][0].itemsize)
         own = slice(edges[self._rank], edges[self._rank + 1])
         return [
@@ -46,11 +46,11 @@ class Packed:
         ]
 
     def begin(self) -> int:
-        """The parity of the place that this rank may pack into now."""
+        """The parity of the place into which this rank may pack now."""
         return self._steps.begin()
 
     def reduce(self, place: Place) -> None:
-        """Return when the reduction lies where this rank has packed, until the next `begin`."""
+        """Reduce; the result replaces what this rank packed, until the next `begin`."""
         steps, folded = self._steps, place.own
         steps.written()
         steps.stages()
@@ -64,7 +64,7 @@ class Packed:
 
 
 class Place:
-    """Part of a stage: what one rank packs into, and its slice of everybody's, in rank order."""
+    """Part of a stage: the memory one rank packs into, and its slice of every stage by rank."""
 
     def __init__(self, packed: Array, slices: list[Array], rank: int) -> None:
         self.packed, self.slices, self.own = packed, slices, slices[rank]

@@ -1,7 +1,7 @@
-"""The private memory of a node's other ranks, which the kernel copies from and to.
+"""Cross-memory attach: copies between the address spaces of a node's ranks.
 
-process_vm_readv(2) copies straight between two processes, once, where a copy through shared memory
-takes two. The kernel allows it where one process may trace the other; whether it does is tried.
+process_vm_readv(2) copies directly between two processes, once, where a copy through shared memory
+takes two. The kernel permits it if one process may trace the other, which is tested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collectives.reductions.reduction import Array
 from collectives.shm.layout import PROCESS
 from collectives.shm.progress import ProgressCounters
 
-# prctl(2): let any process of the same user trace this one, where Yama allows only its parents.
+# prctl(2): let any process of the same user trace this one, because Yama permits parents only.
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -37,7 +37,7 @@ _Copy = Callable[..., int]
 
 
 class PeerMemory:
-    """Copies between this process's memory and that of the other ranks, by address."""
+    """Copies by address between this process's memory and that of the node's other ranks."""
 
     def __init__(self, steps: ProgressCounters, read: _Copy, write: _Copy) -> None:
         self._read, self._write, self._ranks = read, write, steps.ranks
@@ -45,16 +45,16 @@ class PeerMemory:
         self._own, self._theirs = _Span(), _Span()
 
     def read(self, peer: int, address: int, nbytes: int, into: int) -> None:
-        """Copy from a rank's memory. RankFailedError where it has died, or can't be reached."""
+        """Copy from a rank's memory; RankFailedError if it has died or can't be reached."""
         self._copy(self._read, peer, address, nbytes, into)
 
     def write(self, peer: int, address: int, nbytes: int, given: int) -> None:
-        """Copy to a rank's memory; errors as in `read`."""
+        """Copy to a rank's memory; errors as of `read`."""
         self._copy(self._write, peer, address, nbytes, given)
 
     def _copy(self, copy: _Copy, peer: int, address: int, nbytes: int, here: int) -> None:
         own, theirs = self._own, self._theirs
-        # The kernel copies no more than 2 GiB at a time.
+        # The kernel copies at most 2 GiB at a time.
         while nbytes:
             own.address, own.nbytes = here, nbytes
             theirs.address, theirs.nbytes = address, nbytes
@@ -72,7 +72,7 @@ class PeerMemory:
 
 
 def open_peer_memory(steps: ProgressCounters) -> PeerMemory | None:
-    """The way to the memory of all ranks of the node; None where any has none. Collective."""
+    """Access to the memory of all ranks of the node; None if any rank has none. Collective."""
     calls = _system_calls()
     if not _all(steps, bool(calls)):
         return None
@@ -84,7 +84,7 @@ def open_peer_memory(steps: ProgressCounters) -> PeerMemory | None:
 
 
 def _system_calls() -> tuple[_Copy, ...]:
-    """process_vm_readv and process_vm_writev, or nothing where they aren't."""
+    """process_vm_readv and process_vm_writev, or nothing if they do not exist."""
     if platform.system() != "Linux":
         return ()
     library = ctypes.CDLL(None, use_errno=True)
@@ -100,11 +100,11 @@ def _system_calls() -> tuple[_Copy, ...]:
 
 
 def _try(steps: ProgressCounters, memory: PeerMemory) -> bool:
-    """Whether every other rank's secret can be read: another process could have its number."""
+    """Whether every other rank's secret can be read, as its process number may be reused."""
     secret, found = np.array([secrets.randbits(63)]), np.zeros(1, np.int64)
-    told = steps.tell(address_of(secret), int(secret[0]))
+    gathered = steps.exchange_numbers(address_of(secret), int(secret[0]))
     try:
-        for peer, (address, expected) in enumerate(told):
+        for peer, (address, expected) in enumerate(gathered):
             memory.read(peer, address, found.nbytes, address_of(found))
             if found[0] != expected:
                 return False
@@ -115,16 +115,16 @@ def _try(steps: ProgressCounters, memory: PeerMemory) -> bool:
     return True
 
 
-def _all(steps: ProgressCounters, yes: bool) -> bool:
-    return all(each for (each,) in steps.tell(int(yes)))
+def _all(steps: ProgressCounters, value: bool) -> bool:
+    return all(each for (each,) in steps.exchange_numbers(int(value)))
 
 
 def address_of(array: Array) -> int:
-    """Where a contiguous array lies."""
+    """Address of a contiguous array."""
     try:
-        # A third of the time that NumPy's own interface takes.
+        # Three times as fast as NumPy's own interface.
         return _address_of_char(_char_at(array))
     except (BufferError, TypeError, ValueError):
-        # It can't be written, is empty, or holds what the buffer protocol doesn't know.
+        # It is read-only or empty, or the buffer protocol does not support its dtype.
         address: int = array.__array_interface__["data"][0]
         return address

@@ -1,8 +1,8 @@
-"""Registered arrays: memory of the node's ranks that all of them can read and write.
+"""Registered arrays: memory of the node's ranks that every rank can read and write.
 
-Windows are shared out in blocks, at the same place in every rank's window, so that one number tells
-where an array lies. Ranks let go of an array when they please; its block is used again once all
-have, which they find out when the next one is asked for.
+Windows are divided into blocks, at the same offset in every rank's window, so that one number
+locates an array on all ranks. Ranks release an array independently. Its block is reused once every
+rank has released it; the ranks exchange this at the next allocation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Free = Callable[[list[memoryview]], None]
 Gather = Callable[[list[int]], list[list[int]]]
 
 ALIGNMENT = 4096
-"""Of the blocks, and of what is reserved."""
+"""Alignment of the blocks, and of reserved memory, in bytes."""
 _SMALLEST_WINDOW = 16 << 20
 _OFFSET_BITS = 48
 
 
 class Window:
-    """One shared window, and the blocks in it as (offset, nbytes)."""
+    """One shared window, and its free blocks as (offset, nbytes)."""
 
     def __init__(self, shared: list[memoryview], rank: int) -> None:
         self.shared = shared
@@ -37,11 +37,11 @@ class Window:
         self.address: int = self.own.ctypes.data
         self.nbytes = len(self.own)
         self.reserved = 0
-        """Up to here blocks were taken before; blocks are taken from the beginning on."""
+        """End of the reserved memory; blocks are allocated from the start of the window."""
         self._free = [(0, self.nbytes)]
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a free block, the first that is large enough."""
+        """The offset of the first free block that is large enough; None if there is none."""
         for index, (start, length) in enumerate(self._free):
             if length >= nbytes:
                 rest = [(start + nbytes, length - nbytes)] if length > nbytes else []
@@ -50,7 +50,7 @@ class Window:
         return None
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Free a block, and join it with its neighbours."""
+        """Free a block, and merge it with its neighbours."""
         merged: list[tuple[int, int]] = []
         for each in sorted([*self._free, (start, nbytes)]):
             if merged and sum(merged[-1]) == each[0]:
@@ -61,7 +61,7 @@ class Window:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is taken."""
+        """Whether no block is allocated."""
         return self._free == [(0, self.nbytes)]
 
 
@@ -71,9 +71,9 @@ class Pool:
     def __init__(
         self, share: Share, reserve: Reserve, free: Free, gather: Gather, rank: int
     ) -> None:
-        """`share` makes a window, `reserve` takes the memory behind part of this rank's segment.
+        """`share` creates a window, `reserve` allocates the memory behind part of a segment.
 
-        `gather` exchanges lists of numbers. All four are collective.
+        `gather` exchanges lists of numbers. All four functions are collective.
         """
         self._share, self._reserve, self._free = share, reserve, free
         self._gather, self._rank = gather, rank
@@ -86,13 +86,13 @@ class Pool:
         """Whether any registered array was ever made: the same on all ranks."""
 
     def allocate(self, nbytes: int) -> Array | None:
-        """Bytes of this rank's window, at the same place on all; None where memory is short."""
+        """Bytes of this rank's window, at the same offset on all ranks; None if memory is short."""
         self._reclaim()
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-        place = self._take(size) or self._grow(size)
-        if place is None:
+        block_at = self._take(size) or self._grow(size)
+        if block_at is None:
             return None
-        window, start = place
+        window, start = block_at
         if not self._secure(window, start + size):
             window.give_back(start, size)
             return None
@@ -111,7 +111,7 @@ class Pool:
         return None
 
     def _grow(self, nbytes: int) -> tuple[Window, int] | None:
-        """A new window, at least as large as all so far, so that there are few."""
+        """Create a window at least as large as all present ones, so that there are few."""
         held = sum(window.nbytes for window in self._windows)
         wanted = max(nbytes, _SMALLEST_WINDOW, held)
         segments = self._share(wanted)
@@ -128,7 +128,7 @@ class Pool:
         return window, start
 
     def _secure(self, window: Window, stop: int) -> bool:
-        """Reserve a window's memory up to there; on all ranks or on none."""
+        """Reserve a window's memory up to `stop`; on all ranks or on none."""
         if stop > window.reserved:
             if not self._reserve(window.shared[self._rank][window.reserved : stop]):
                 return False
@@ -136,7 +136,7 @@ class Pool:
         return True
 
     def _reclaim(self) -> None:
-        """Free the blocks that all ranks have let go of."""
+        """Free the blocks that every rank has released."""
         if not self._blocks:
             return
         released = self._gather(sorted(self._released.copy()))
@@ -146,9 +146,9 @@ class Pool:
             self._released.discard(number)
 
     def close(self) -> None:
-        """Free the windows in which no rank has an array any more. Collective.
+        """Free the windows without arrays on any rank. Collective.
 
-        The others stay until the process ends: an array that outlives its communicator is valid.
+        Other windows stay until the process ends: an array may outlive its communicator.
         """
         self._reclaim()
         for window in self._windows:
@@ -157,16 +157,16 @@ class Pool:
         self._windows, self._by_address = [], []
 
     def locate(self, address: int, nbytes: int) -> int:
-        """A positive number for a place in this rank's windows, the same for all ranks' ones.
+        """A positive number that locates memory in this rank's windows, valid for every rank's.
 
-        0 where what lies there isn't registered.
+        0 if the memory is not registered.
         """
         if not self._by_address or not nbytes:
             return 0
-        place = bisect_right(self._by_address, (address, len(self._windows))) - 1
-        if place < 0:
+        index_at = bisect_right(self._by_address, (address, len(self._windows))) - 1
+        if index_at < 0:
             return 0
-        start, index = self._by_address[place]
+        start, index = self._by_address[index_at]
         offset = address - start
         if offset + nbytes > self._windows[index].nbytes:
             return 0

@@ -1,19 +1,19 @@
-"""The order of writes and reads in the node's memory, in which nobody overwrites what others read.
+"""Progress counters: the order of writes and reads in the node's memory.
 
-Data go through stages, two to a rank, in numbered steps; every rank of the node takes part in every
-step. A rank's progress word is 2s + 1 once its stage of step s is written and 2s + 2 once it has
-read what it wanted of the others' stages of step s. Before it writes for step s, in the place of
-step s − 2, it waits until all have read that.
+Data pass through stages, two for each rank, in numbered steps. Every rank of the node takes part in
+every step. A rank's progress word is 2s + 1 once its stage of step s is written, and 2s + 2 once it
+has read what it needs of the others' stages of step s. Before a rank writes its stage of step s,
+which overwrites that of step s − 2, it waits until all ranks have read the latter.
 """
 
 from __future__ import annotations
 
-from collectives.shm.layout import MOST_TOLD, PROGRESS, TOLD, NodeMemory
+from collectives.shm.layout import MOST_NUMBERS, NUMBERS, PROGRESS, NodeMemory
 from collectives.waiting.wait_policy import WaitPolicy
 
 
 class ProgressCounters:
-    """One rank's steps through the node's memory."""
+    """One rank's progress through the steps."""
 
     def __init__(self, memory: NodeMemory, wait_policy: WaitPolicy, ranks: list[int]) -> None:
         """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
@@ -25,11 +25,11 @@ class ProgressCounters:
 
     @property
     def turn(self) -> int:
-        """A number that is the same on all ranks, one more every other step."""
+        """A number that is equal on all ranks, and increases every other step."""
         return self._step >> 1
 
     def begin(self) -> int:
-        """The parity of this rank's next stage, when it may be written."""
+        """Wait until this rank's next stage may be written; the stage's parity."""
         value = 2 * self._step - 2
         for words in self._others:
             if words[PROGRESS] < value:
@@ -39,18 +39,18 @@ class ProgressCounters:
         return self._step & 1
 
     def written(self) -> None:
-        """Say that the stage is written, or that this rank has nothing to write in this step."""
+        """Publish that the stage is written, or that this rank writes nothing in this step."""
         if self._fence is not None:
             self._fence()
         self._own[PROGRESS] = 2 * self._step + 1
 
     def stages(self) -> int:
-        """The parity of everybody's stages of this step, when all have written them."""
+        """Wait until all ranks have written their stages of this step; the stages' parity."""
         self._await_all(2 * self._step + 1)
         return self._step & 1
 
     def stage_of(self, peer: int) -> int:
-        """The parity of one rank's stage of this step, when it has written it."""
+        """Wait until one rank has written its stage of this step; the stage's parity."""
         if peer != self.rank:
             words, value = self.memory.words[peer], 2 * self._step + 1
             if words[PROGRESS] < value:
@@ -60,14 +60,14 @@ class ProgressCounters:
         return self._step & 1
 
     def read(self) -> None:
-        """Say that everything is read of this step; the next one begins."""
+        """Publish that this rank has read all it needs of this step, and start the next step."""
         if self._fence is not None:
             self._fence()
         self._step += 1
         self._own[PROGRESS] = 2 * self._step
 
     def together(self) -> None:
-        """Wait until all have come here: a step in which nothing is staged."""
+        """Barrier: a step without data."""
         fence, value = self._fence, 2 * self._step + 1
         if fence is not None:
             fence()
@@ -81,14 +81,15 @@ class ProgressCounters:
         self._step += 1
         self._own[PROGRESS] = value + 1
 
-    def tell(self, *numbers: int) -> list[list[int]]:
-        """A few numbers of every rank, each below 2^64: a step of its own.
+    def exchange_numbers(self, *numbers: int) -> list[list[int]]:
+        """Exchange a few numbers below 2^64 with every rank, in a step of its own.
 
-        There is room for MOST_TOLD numbers; ValueError for more.
+        Returns every rank's numbers, in rank order. Raises ValueError for more than MOST_NUMBERS:
+        they would overwrite the words behind.
         """
-        index, count = TOLD[self._step & 1], len(numbers)
-        if count > MOST_TOLD:
-            raise ValueError(f"{count} numbers: at most {MOST_TOLD} can be exchanged in a step")
+        index, count = NUMBERS[self._step & 1], len(numbers)
+        if count > MOST_NUMBERS:
+            raise ValueError(f"{count} numbers: at most {MOST_NUMBERS} can be exchanged at once")
         self._await_all(2 * self._step - 2)
         own = self.memory.own
         for number in numbers:
@@ -96,9 +97,9 @@ class ProgressCounters:
             index += 1
         self.written()
         self._await_all(2 * self._step + 1)
-        told = [words[index - count : index].tolist() for words in self.memory.words]
+        gathered = [words[index - count : index].tolist() for words in self.memory.words]
         self.read()
-        return told
+        return gathered
 
     def _await_all(self, value: int) -> None:
         for words in self._others:

@@ -1,8 +1,8 @@
-"""Memory that other processes of the host can map, without a collective and at any time.
+"""Memory that other processes of the host can map at any time, without a collective call.
 
-It is an anonymous file (`memfd_create`, Linux 3.17), which the others open through the maker's
-entry in /proc. Nothing has to be removed: the memory goes with the last process that has it mapped,
-however that ends.
+It is an anonymous file (memfd_create(2), Linux 3.17), which the others open through the creator's
+entry in /proc. Nothing needs to be removed: the memory is freed with the last process that maps it,
+however that process ends.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 
 
 class SegmentAddress(NamedTuple):
-    """How other processes find a segment. Picklable."""
+    """Address by which other processes open a segment. Picklable."""
 
     process: int
     descriptor: int
     nbytes: int
     token: bytes
-    """What the segment begins with: elsewhere another process could have this number."""
+    """The segment's first bytes, because another process could have this number elsewhere."""
 
 
 class Segment:
-    """A process's own segment of `nbytes` bytes, zeros at first. Raises OSError without room."""
+    """A process's own segment of `nbytes` zero bytes. Raises OSError if there is no room."""
 
     def __init__(self, nbytes: int) -> None:
         size, token = HEADER_BYTES + nbytes, secrets.token_bytes(_TOKEN_BYTES)
         descriptor = os.memfd_create("collectives")
-        # The memory itself is given back once no array refers to the map any more.
+        # The memory itself is freed once no array refers to the map any more.
         weakref.finalize(self, os.close, descriptor)
         os.ftruncate(descriptor, size)
         content = mmap.mmap(descriptor, size)
@@ -48,7 +48,7 @@ class Segment:
 
 
 def make_segment(nbytes: int) -> Segment | None:
-    """A segment; None where the system has none."""
+    """A segment; None if the system does not support it."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -58,9 +58,9 @@ def make_segment(nbytes: int) -> Segment | None:
 
 
 def map_segment(address: SegmentAddress) -> memoryview | None:
-    """Another process's segment, or one's own, to be read only; None where it can't be reached.
+    """Map another process's segment, or one's own, read-only; None if it can't be reached.
 
-    It can't from another host or container, or by another user.
+    It can't be reached from another host or container, or by another user.
     """
     try:
         descriptor = os.open(f"/proc/{address.process}/fd/{address.descriptor}", os.O_RDONLY)
@@ -81,10 +81,11 @@ def map_segment(address: SegmentAddress) -> memoryview | None:
 
 
 def _ordering() -> Callable[[], None]:
-    """Orders what a thread stores, or loads, before and after it, as others see it.
+    """A function that orders a thread's earlier and later memory accesses.
 
-    x86 does so by itself. Elsewhere a lock does when it is taken and given back twice: nothing
-    moves up over the taking nor down over the giving back, nor the second over the first.
+    x86 orders them by itself. On other processors, acquiring and releasing a lock twice does:
+    nothing moves up across the acquisition or down across the release, nor the second pair across
+    the first.
     """
     if platform.machine() in _ORDERED_MACHINES:
         return lambda: None

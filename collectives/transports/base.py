@@ -1,7 +1,7 @@
-"""What a transport is: bytes from one rank to another.
+"""Interface of a transport, which moves bytes from one rank to another.
 
-A transport knows neither collectives nor dtypes. It numbers its ranks from 0, carries messages of
-bytes, and may offer `native` collectives that beat schedules on its own ground.
+A transport has no notion of collectives or dtypes. Its ranks are numbered from 0. It carries
+messages of bytes, and may offer `native` collectives that are faster than schedules.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,79 +21,90 @@ Bytes: TypeAlias = memoryview
 Message: TypeAlias = tuple[int, Bytes]
 
 # A native collective: (source, target, lengths in elements of each rank's part, root). Source and
-# target are flat, contiguous and of equal dtype; source is None where the rank's part lies in the
-# target already. The source of an all_gather and the target of a reduce_scatter are the rank's part
-# alone.
+# target are flat, contiguous and of equal dtype. Source is None if the rank's part is already in
+# the target. The source of all_gather and the target of reduce_scatter are the rank's part alone.
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
 
 LARGEST_TAG = 32_000
 
 
-class ControlChannel(ABC):
-    """A way to tell all ranks numbers below 2^64, and to hear theirs.
+def own_part(whole: Any, lengths: Sequence[int], rank: int) -> Any:
+    """A rank's part, as a view, of a buffer that holds one part for each rank."""
+    return whole[sum(lengths[:rank]) :][: lengths[rank]]
 
-    Of each rank's even numbers, and of its odd ones, the last that came is kept.
+
+def parts_by_rank(whole: Any, lengths: Sequence[int]) -> list[Any]:
+    """Every rank's part, as views, of a buffer that holds one part for each rank."""
+    ends = list(accumulate(lengths))
+    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+class ControlChannel(ABC):
+    """Broadcasts numbers below 2^64 to all ranks, and receives theirs.
+
+    Of each rank, the last even and the last odd number received are kept.
     """
 
     @abstractmethod
     def post(self, word: int) -> None:
-        """Tell everybody. Doesn't wait."""
+        """Send a word to every rank. Does not wait."""
 
     @abstractmethod
     def take(self) -> None:
-        """Take in everything that has come. Doesn't wait."""
+        """Receive all words that have arrived. Does not wait."""
 
     @abstractmethod
     def of(self, number: int) -> list[int]:
-        """Every rank's last word that is even, or odd, as the number is; 0 where there is none."""
+        """Every rank's last word of the same parity as `number`; 0 where there is none."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds, before the transport is closed."""
+        """Release the channel's resources, before the transport is closed."""
 
 
 class Sending(ABC):
-    """A message on its way."""
+    """A message that is being sent."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether its buffers may be changed. Doesn't wait.
+        """Whether its buffers may be changed. Does not wait.
 
-        Raises RankFailedError where the transport knows that it won't arrive.
+        Raises RankFailedError if the transport detects that the message can't be delivered.
         """
 
 
 class MessageChannel(ABC):
-    """A way for messages that the receiver doesn't ask for: any rank to any other, at any time.
+    """Unsolicited messages: any rank to any other, at any time.
 
-    A message is a list of byte buffers. Between two ranks messages keep their order. One thread at
-    a time uses it, which need not be that of the transport where the transport has `threads`.
+    A message is a list of byte buffers. Messages between two ranks keep their order. Only one
+    thread at a time uses the channel; it may differ from the transport's thread if the transport
+    has `threads`.
     """
 
     failed: frozenset[int] = frozenset()
-    """The ranks that the transport itself has noticed to be dead."""
+    """The ranks that the transport itself has detected as dead."""
 
     @abstractmethod
     def send(self, buffers: Sequence[Bytes], peer: int) -> Sending:
-        """Begin to send a message to another rank. Doesn't wait.
+        """Start to send a message to another rank. Does not wait.
 
-        The buffers may not be changed, nor their memory given back, before it is done.
+        The buffers may not be changed, nor their memory freed, before it is done.
         """
 
     @abstractmethod
     def poll(self) -> tuple[int, list[NDArray[np.uint8]]] | None:
-        """The source and the buffers, in memory of their own, of a message that is all here.
+        """Source and buffers of a completely received message, or None. Does not wait.
 
-        None where there is no such. Doesn't wait, but lets messages come nearer.
+        The buffers own their memory. Each call makes progress on messages in transit.
         """
 
     @abstractmethod
     def close(self, *, together: bool) -> None:
-        """Give back what it holds; `together` says that all ranks do."""
+        """Release the channel's resources; `together` means that all ranks close it."""
 
 
 class PointToPoint(ABC):
-    """What a schedule needs: one rank's end of the wires between `size` ranks."""
+    """Messages for schedules: one rank's end of the connections between `size` ranks."""
 
     rank: int
     size: int
@@ -101,58 +113,58 @@ class PointToPoint(ABC):
     def exchange(
         self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]
     ) -> None:
-        """Send and receive all messages, given as (peer, buffer); return when all are through.
+        """Send and receive all messages, given as (peer, buffer); return when all are complete.
 
-        Between two ranks messages meet in their order, across calls too. Lengths agree.
+        Messages between two ranks match in their order, also across calls. Lengths agree.
         """
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
-        """Its own collective for this dtype and op ("sum", …), or None."""
+        """The transport's own collective for this dtype and op ("sum", …), or None."""
         return None
 
 
 class Transport(PointToPoint):
-    """Wires that lie between the memories of hosts, and what else a communicator needs."""
+    """Connections between the memories of hosts, and what else a communicator needs."""
 
     threads: bool = True
-    """Whether a duplicate may be used by another thread at the same time."""
+    """Whether a duplicate may be used by another thread concurrently."""
     one_process: bool = False
-    """Whether the ranks are threads, so that a wait must leave Python's lock to the others."""
+    """Whether the ranks are threads, so that a wait must release Python's lock."""
 
     @abstractmethod
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
         """Send one message outside all exchanges; return when the buffer may be changed.
 
-        `kind`, below 2^63, goes with it. A message that exceeds the deadline stays on its way; the
-        same one, sent again, is not sent twice.
+        `kind`, below 2^63, is sent along. A message that exceeds the deadline remains in transit;
+        sending the same message again does not send it twice.
         """
 
     @abstractmethod
     def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
-        """Receive one message, and lose what exceeds the buffer; its length in bytes, and kind.
+        """Receive one message and truncate it to the buffer; its length in bytes, and its kind.
 
-        A receive that exceeds the deadline takes nothing that the next one doesn't get.
+        A receive that exceeds the deadline consumes nothing: the next receive gets the message.
         """
 
     @abstractmethod
     def split(self, color: int | None, key: int) -> Transport | None:
         """A transport between the ranks of equal color, ordered by key; None for color None.
 
-        Collective, in order with exchanges.
+        Collective, in order with exchanges. As MPI_Comm_split (MPI 4.1, 7.4.2).
         """
 
     @abstractmethod
     def open_control_channel(self) -> ControlChannel:
-        """A way to tell all ranks numbers; one at a time. Collective."""
+        """Open the control channel; only one may be open. Collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the transport holds. Collective. A second call does nothing."""
+        """Release the transport's resources. Collective. A second call does nothing."""
 
-    # What a transport need not have.
+    # Optional capabilities.
 
     def begin_duplicate(self) -> Callable[[], Transport]:
-        """Begin to make a second transport between the same ranks, for use by another thread.
+        """Start to duplicate the transport, for use by another thread.
 
         Returns at once with a function that completes it. Collective, in order with exchanges.
         """
@@ -165,7 +177,7 @@ class Transport(PointToPoint):
         return complete
 
     def open_message_channel(self) -> MessageChannel | None:
-        """A way for messages that nobody asks for. Collective; None where there is no such."""
+        """Open a channel for unsolicited messages, or None if unsupported. Collective."""
         return None
 
     def node_leader(self) -> int:
@@ -174,46 +186,46 @@ class Transport(PointToPoint):
 
     @property
     def shares(self) -> bool:
-        """Whether `share` gives memory where there is room for it."""
+        """Whether `share` provides memory while there is room for it."""
         return False
 
     def share(self, nbytes: int) -> list[memoryview] | None:
-        """Memory that all ranks see, a segment of `nbytes` bytes for each, in rank order.
+        """Shared memory: one segment of `nbytes` bytes for each rank, in rank order.
 
-        Collective, between ranks of one node. None where the transport has no such memory, or not
-        so much of it. Nothing may be stored to what isn't reserved.
+        Collective, between ranks of one node. None if the transport has no shared memory, or not
+        enough. Nothing may be stored to memory that is not reserved.
         """
         return None
 
     def share_one(self, nbytes: int) -> list[memoryview] | None:
-        """As `share`, but a single segment that all ranks see: a list of one."""
+        """Like `share`, but a single segment, as a list of one."""
         return None
 
     def reserve(self, memory: memoryview) -> bool:
-        """Take the memory behind part of a segment; False, on every rank, where it is short.
+        """Allocate the memory behind part of a segment; False, on every rank, if it is short.
 
-        Collective: every rank gives a part, of about the same length. The content is not defined.
+        Collective: every rank passes a part, of about the same length. The content is undefined.
         """
         return True
 
     def free(self, segments: list[memoryview]) -> None:
-        """Give back what `share` or `share_one` gave. Collective; no rank may touch it any more."""
+        """Free segments of `share` or `share_one`. Collective; no rank may access them any more."""
         raise NotImplementedError
 
     @property
     def ended(self) -> bool:
-        """Whether what carries it has ended, so that nothing can be sent any more."""
+        """Whether the underlying library has ended, so that nothing can be sent any more."""
         return False
 
     def abort(self) -> None:
-        """End the job, all ranks of it, at once."""
+        """End the job, with all its ranks, at once."""
         os._exit(1)
 
     library: str = "no library"
-    """What carries the messages, with its version: measured times hold for that alone."""
+    """Library that carries the messages, with its version; measured times hold for it alone."""
 
     fence: Callable[[], None] | None = None
-    """Orders loads and stores in shared memory, where the machine doesn't by itself."""
+    """Orders loads and stores in shared memory, where the processor does not."""
 
     wait_policy: WaitPolicy
-    """How the transport waits; whoever uses it sets it."""
+    """How the transport waits; set by its user."""

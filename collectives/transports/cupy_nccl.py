@@ -8,31 +8,31 @@ from typing import Any
 
 from collectives.transports.nccl_driver import NcclError
 
-# What CuPy's table of errors lacks: it raises KeyError for them.
+# Missing from CuPy's table of errors, for which it raises KeyError.
 _UNNAMED = {"7": "in progress", "8": "timeout"}
 
 
 class CupyNccl:
-    """The driver that CuPy brings; `NcclDriver` says what each function does."""
+    """The driver that CuPy includes; `NcclDriver` documents each function."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
-            # Where there is no NCCL it warns; `problem` says so where somebody wants it.
+            # CuPy warns if there is no NCCL; `problem` reports it where it matters.
             warnings.simplefilter("ignore")
             from cupy.cuda import nccl
         self._nccl = nccl
 
     def problem(self) -> str | None:
-        """None where libnccl could be loaded."""
+        """None if libnccl could be loaded."""
         if self._nccl.available:
             return None
         return (
             "NCCL can't be loaded: `pip install nvidia-nccl-cu12` (for cupy-cuda12x) or"
-            " nvidia-nccl-cu13 (for cupy-cuda13x) brings it"
+            " nvidia-nccl-cu13 (for cupy-cuda13x) installs it"
         )
 
     def version(self) -> int:
-        """Of the library, not of CuPy's build."""
+        """Of the loaded library, not of CuPy's build."""
         return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
@@ -40,7 +40,7 @@ class CupyNccl:
         return bytes(self._call(self._nccl.get_unique_id))
 
     def init_rank(self, size: int, unique_id: bytes, rank: int) -> Any:
-        """Never with NCCL_COMM_BLOCKING=0, whose "in progress" CuPy takes for an error."""
+        """Must not run with NCCL_COMM_BLOCKING=0, whose "in progress" CuPy treats as an error."""
         return self._call(self._nccl.NcclCommunicator, size, unique_id, rank)
 
     def all_reduce(self, comm: Any, *arguments: int) -> None:
@@ -88,11 +88,11 @@ class CupyNccl:
         return None
 
     def abort(self, comm: Any) -> None:
-        """ncclCommAbort; CuPy does nothing the second time."""
+        """By ncclCommAbort. A second call does nothing."""
         comm.abort()
 
     def destroy(self, comm: Any) -> None:
-        """ncclCommDestroy; CuPy does nothing the second time."""
+        """By ncclCommDestroy. A second call does nothing."""
         comm.destroy()
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A message of several buffers as one that goes ahead, and large buffers that follow it.
+"""A message of several buffers as an envelope, followed by the large buffers.
 
-What goes ahead, the envelope, holds the length of every buffer and the short buffers themselves: a
-short message is an envelope alone. A long buffer travels by itself, so that the receiver, who has
-learnt its length, can give it the memory that it ends in.
+The envelope holds the length of every buffer and the short buffers themselves: a short message is
+an envelope alone. A long buffer is sent separately, so that the receiver, which then has its
+length, can receive it directly into its final memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collectives.transports.base import Bytes
 Buffer = NDArray[np.uint8]
 
 LARGEST_ENVELOPE = 8 << 10
-"""In bytes, but for the lengths: what an MPI library sends at once, without asking the receiver."""
+"""In bytes, without the lengths: an MPI library's eager limit, sent without a handshake."""
 _LARGEST_ENCLOSED = 4 << 10
-# Elements of any dtype may be read in place.
+# Elements of any dtype may be read in place, so enclosed buffers are aligned.
 _ALIGNMENT = 16
 _WORD_BYTES = 8
 
 
 def pack(buffers: Sequence[Bytes]) -> tuple[Buffer, list[Bytes]]:
-    """The envelope, and the buffers that follow it in this order."""
+    """The envelope, and the buffers that follow it, in this order."""
     lengths = [len(buffer) for buffer in buffers]
     places, size = _places(lengths)
     envelope = np.empty(size, np.uint8)
@@ -42,9 +42,9 @@ def pack(buffers: Sequence[Bytes]) -> tuple[Buffer, list[Bytes]]:
 
 
 def unpack(envelope: Buffer) -> tuple[list[Buffer], list[Buffer]]:
-    """All buffers of the message, and of these the ones that are yet to be filled, in order.
+    """All buffers of the message, and those that are still to be received, in order.
 
-    What was enclosed is a view of the envelope.
+    Enclosed buffers are views of the envelope.
     """
     count = int(envelope[:_WORD_BYTES].view(np.int64)[0])
     lengths = envelope[_WORD_BYTES : _WORD_BYTES * (count + 1)].view(np.int64).tolist()
@@ -59,7 +59,7 @@ def unpack(envelope: Buffer) -> tuple[list[Buffer], list[Buffer]]:
 
 
 def _places(lengths: Sequence[int]) -> tuple[list[int | None], int]:
-    """Where each buffer lies in the envelope, None where it follows; the envelope's length."""
+    """Offset of each buffer in the envelope, None if it follows; and the envelope's length."""
     at = start = _head_bytes(len(lengths))
     places: list[int | None] = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests and for trying things out without MPI."""
+"""Ranks as threads of one process, for tests and for use without MPI."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ANY_SOURCE = -1
 
 
 class _Switchboard:
-    """The queues between the ranks of one world, made when first used."""
+    """The queues between the ranks of one world, created on first use."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[Any, int, int, int], queue.SimpleQueue[Any]] = defaultdict(
@@ -52,13 +52,13 @@ class _Switchboard:
             return line
 
     def checked(self, content: Any) -> Any:
-        """What came out of a queue; RankFailedError where that is the end of a rank."""
+        """The content taken from a queue; RankFailedError if it marks the end of a rank."""
         if content is None:
             raise RankFailedError(f"rank {self.failed} ended with an exception")
         return content
 
     def fail(self, rank: int) -> None:
-        """Wake everybody who waits, and whoever will."""
+        """End every present and future wait."""
         with self._lock:
             self.failed = rank
             for line in self._queues.values():
@@ -66,7 +66,7 @@ class _Switchboard:
 
 
 class LocalTransport(Transport):
-    """One thread's end. `run` makes a world of them."""
+    """One thread's transport. `run` starts a world of them."""
 
     one_process = True
 
@@ -94,7 +94,7 @@ class LocalTransport(Transport):
                     raise self.wait_policy.exceeded(absent) from None
 
     def get_now(self, peer: int) -> int | None:
-        """A peer's word, if it has come."""
+        """A peer's next word, if one has arrived."""
         line = self._switchboard.line(self._world, peer, self.rank, _WORDS_TAG)
         try:
             word: int = self._checked(line.get_nowait())
@@ -113,47 +113,49 @@ class LocalTransport(Transport):
             buffer[:] = self._get(peer, _EXCHANGE_TAG)
 
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
-        """Put a copy into the queue."""
+        """Put a copy into the peer's queue."""
         self._put((bytes(buffer), kind), peer, tag)
 
     def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
-        """Wait for the queue."""
+        """Wait for the peer's queue."""
         content, kind = self._get(peer, tag)
         kept = min(len(content), len(buffer))
         buffer[:kept] = content[:kept]
         return len(content), kind
 
     def node_leader(self) -> int:
-        """All threads share one memory."""
+        """Rank 0, because all threads share one memory."""
         return 0
 
     def open_control_channel(self) -> ControlChannel:
-        """Words in queues of their own."""
+        """Words in separate queues."""
         return _LocalControlChannel(self)
 
     def open_message_channel(self) -> MessageChannel:
-        """A queue for each rank, into which all the others put."""
+        """One queue for each rank, filled by all others."""
         return _LocalMessageChannel(self._switchboard, self._child_world(), self.rank)
 
     def put_word(self, word: int) -> None:
-        """Put it into everybody's queue."""
+        """Put the word into every rank's queue."""
         for peer in range(self.size):
             self._put(word, peer, _WORDS_TAG)
 
     def _child_world(self) -> Any:
-        """A name for a new world: the same on all ranks, since making one is collective."""
+        """A name for a new world: equal on all ranks, because the creation is collective."""
         self._children += 1
         return (self._world, self._children)
 
     def split(self, color: int | None, key: int) -> LocalTransport | None:
-        """Every rank tells every other its color and key."""
+        """Every rank sends its color and key to every other."""
         world = self._child_world()
         for peer in range(self.size):
             self._put((color, key), peer, _SPLIT_TAG)
-        asked = [self._get(peer, _SPLIT_TAG) for peer in range(self.size)]
+        received = [self._get(peer, _SPLIT_TAG) for peer in range(self.size)]
         if color is None:
             return None
-        members = sorted((key, rank) for rank, (theirs, key) in enumerate(asked) if theirs == color)
+        members = sorted(
+            (key, rank) for rank, (other, key) in enumerate(received) if other == color
+        )
         ranks = [rank for _, rank in members]
         return LocalTransport(self._switchboard, (world, color), ranks.index(self.rank), len(ranks))
 
@@ -163,18 +165,18 @@ class LocalTransport(Transport):
         return lambda: twin
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class _LocalControlChannel(ControlChannel):
-    """Words that come out of queues."""
+    """Words through queues."""
 
     def __init__(self, transport: LocalTransport) -> None:
         self._transport = transport
         self._words = [[0] * transport.size, [0] * transport.size]
 
     def post(self, word: int) -> None:
-        """Put the word into everybody's queue."""
+        """Put the word into every rank's queue."""
         self._transport.put_word(word)
 
     def take(self) -> None:
@@ -184,23 +186,23 @@ class _LocalControlChannel(ControlChannel):
                 self._words[word & 1][peer] = word
 
     def of(self, number: int) -> list[int]:
-        """What the queues gave last."""
+        """Last words taken from the queues."""
         return self._words[number & 1]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class _Copied(Sending):
-    """A message that was copied as it was sent."""
+    """A message that was copied when it was sent."""
 
     def done(self) -> bool:
-        """From the beginning."""
+        """Always, because the message was copied."""
         return True
 
 
 class _LocalMessageChannel(MessageChannel):
-    """Messages in queues."""
+    """Messages through queues."""
 
     def __init__(self, switchboard: _Switchboard, world: Any, rank: int) -> None:
         self._switchboard, self._world, self._rank = switchboard, world, rank
@@ -215,7 +217,7 @@ class _LocalMessageChannel(MessageChannel):
         return _Copied()
 
     def poll(self) -> tuple[int, list[NDArray[np.uint8]]] | None:
-        """Take the next one out of the own queue."""
+        """Take the next message from the own queue."""
         try:
             content = self._inbox(self._rank).get_nowait()
         except queue.Empty:
@@ -224,7 +226,7 @@ class _LocalMessageChannel(MessageChannel):
         return message
 
     def close(self, *, together: bool) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def alone() -> LocalTransport:
@@ -233,9 +235,10 @@ def alone() -> LocalTransport:
 
 
 def run(size: int, function: Callable[[LocalTransport], Result]) -> list[Result]:
-    """Call `function` in `size` threads, each with its rank's transport; the results in rank order.
+    """Run `function` in `size` threads, each with its rank's transport; results in rank order.
 
-    Where one raises, the others' waits end with RankFailedError and the first exception is raised.
+    If a rank raises, the other ranks' waits end with RankFailedError, and the first exception is
+    raised.
     """
     switchboard = _Switchboard()
 

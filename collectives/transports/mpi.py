@@ -1,4 +1,4 @@
-"""Messages over MPI, on a communicator of our own, so that the user's traffic can't interfere."""
+"""Messages over MPI, on a separate communicator, so that the user's traffic can't interfere."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from collectives.waiting.wait_policy import WaitPolicy
 _EXCHANGE_TAG = 0
 _WORDS_TAG = LAST_TAG + 1
 
-# The machines on which loads and stores of one thread are seen in their order.
+# Processors that make a thread's loads and stores visible in program order (TSO).
 _ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 _HANDOVER_SECONDS = 0.2
-# Which of Open MPI's ways to make windows it may use; all of them if it is not set.
+# Selects the components that Open MPI may use for windows; all of them if unset.
 _WINDOW_COMPONENTS = "OMPI_MCA_osc"
 
 
 class MpiTransport(Transport):
-    """One rank's end of an MPI communicator, which it owns."""
+    """One rank's end of an MPI communicator, which the transport owns."""
 
     def __init__(self, owned: MPI.Intracomm, *, beside: bool = False) -> None:
-        """`beside` says that another thread uses it than the one that uses its origin."""
+        """`beside`: another thread uses it than the one that uses its original."""
         self._comm: MPI.Intracomm | None = owned
         self._beside = beside
         self.wait_policy = WaitPolicy()
@@ -63,7 +63,7 @@ class MpiTransport(Transport):
         return self._comm
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Post everything, wait for everything."""
+        """Post all requests, then wait for all of them."""
         comm = self.comm
         requests: list[MPI.Request] = []
         peers = [peer for peer, _ in receives] or [peer for peer, _ in sends]
@@ -83,23 +83,23 @@ class MpiTransport(Transport):
                 lambda: dict.fromkeys(peers, " in the middle of the call"),
             )
         except BaseException:
-            # MPI may still read from these buffers, and write into them.
+            # MPI may still read from these buffers and write into them.
             self._abandoned.append((sends, receives, requests))
             raise
 
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
-        """Its length goes ahead, since a receiver can't learn it from a message in parts."""
+        """The length is sent first, because a receiver can't get it from a message in parts."""
         self._messages.send(buffer, peer, tag, kind)
 
     def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
-        """Learn the length, then receive all of it, into memory of our own where it is too long."""
+        """Receive the length, then all parts, into own memory if the buffer is too short."""
         return self._messages.receive(buffer, peer, tag)
 
     def _wait_for(self, ready: Callable[[], bool], peer: int) -> None:
         self.wait_policy.spin_until(ready, lambda: {peer: ""})
 
     def open_control_channel(self) -> ControlChannel:
-        """A message to everybody for each."""
+        """One message to every rank for each word."""
         return _MpiControlChannel(self.comm)
 
     def open_message_channel(self) -> MessageChannel:
@@ -108,7 +108,7 @@ class MpiTransport(Transport):
 
     @property
     def fence(self) -> Callable[[], None] | None:  # type: ignore[override]
-        """MPI's own, on the machines that need one."""
+        """MPI's own (MPI_Win_sync), on processors that need one."""
         if platform.machine() in _ORDERED_MACHINES or not self._windows:
             return None
         window, _ = next(iter(self._windows.values()))
@@ -116,7 +116,7 @@ class MpiTransport(Transport):
 
     @property
     def shares(self) -> bool:
-        """Unless that could end the process."""
+        """Unless creating a window could crash the process."""
         return not (self._beside and _windows_may_crash())
 
     def share(self, nbytes: int) -> list[memoryview] | None:
@@ -129,7 +129,7 @@ class MpiTransport(Transport):
         return segments
 
     def share_one(self, nbytes: int) -> list[memoryview] | None:
-        """A shared window in which the first rank alone has memory."""
+        """A shared window in which only the first rank has memory."""
         window = self._allocate(0 if self.rank else nbytes, nbytes)
         if window is None:
             return None
@@ -138,7 +138,7 @@ class MpiTransport(Transport):
         return segments
 
     def _allocate(self, own_bytes: int, all_bytes: int) -> MPI.Win | None:
-        """A window of so many bytes for this rank and for all; None where there is no room."""
+        """A window with these bytes for this rank and for all; None if there is no room."""
         if not self._all(self.shares and has_room(all_bytes)):
             return None
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
@@ -148,15 +148,15 @@ class MpiTransport(Transport):
         window.Lock_all(MPI.MODE_NOCHECK)
         return window
 
-    def _all(self, yes: bool) -> bool:
-        """Whether all ranks say yes."""
-        # Calls for objects would hold Python's lock while they duplicate the communicator.
-        agreed = np.array([yes], np.intc)
-        self.comm.Allreduce(MPI.IN_PLACE, agreed, MPI.MIN)
-        return bool(agreed[0])
+    def _all(self, value: bool) -> bool:
+        """Logical and over all ranks."""
+        # MPI's calls for objects would hold Python's lock while they duplicate the communicator.
+        result = np.array([value], np.intc)
+        self.comm.Allreduce(MPI.IN_PLACE, result, MPI.MIN)
+        return bool(result[0])
 
     def reserve(self, memory: memoryview) -> bool:
-        """Look for room for all ranks' pages before any rank takes its own."""
+        """Check the room for all ranks' pages before any rank allocates its own."""
         if not self._all(has_room(len(memory) * self.size)):
             return False
         reserved = self._all(take_pages(memory))
@@ -171,7 +171,7 @@ class MpiTransport(Transport):
         window.Free()
 
     def node_leader(self) -> int:
-        """The lowest rank among those that MPI can give shared memory with this one."""
+        """The lowest rank with which MPI can share memory (MPI_COMM_TYPE_SHARED)."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         leader = np.array([self.rank], np.intc)
         node.Bcast(leader, root=0)
@@ -179,12 +179,12 @@ class MpiTransport(Transport):
         return int(leader[0])
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
-        """MPI's own split."""
+        """By MPI_Comm_split."""
         part: Any = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if part == MPI.COMM_NULL else MpiTransport(part, beside=self._beside)
 
     def begin_duplicate(self) -> Callable[[], Transport]:
-        """MPI's non-blocking duplication."""
+        """By MPI_Comm_idup."""
         twin, request = self.comm.Idup()
 
         def complete() -> Transport:
@@ -194,8 +194,8 @@ class MpiTransport(Transport):
         return complete
 
     def abort(self) -> None:
-        """MPI's own, or with a library of one thread the end of this process, which MPI notices."""
-        # mpirun forwards nothing more once a rank aborts.
+        """By MPI_Abort, or, with a single-threaded library, by ending this process."""
+        # mpirun forwards no more output once a rank aborts.
         time.sleep(_HANDOVER_SECONDS)
         if self.threads:
             self.comm.Abort(1)
@@ -203,7 +203,7 @@ class MpiTransport(Transport):
 
     @property
     def ended(self) -> bool:
-        """Whether somebody finalised MPI."""
+        """Whether MPI is finalized."""
         return bool(MPI.Is_finalized())
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class MpiTransport(Transport):
         self._comm = None
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
-        """MPI's own collective, where it gives what ours promises."""
+        """MPI's own collective, where its results meet this package's guarantees."""
         return native(self.comm, collective, op, dtype)
 
 
@@ -222,10 +222,10 @@ def _segment(window: MPI.Win, rank: int, nbytes: int) -> Bytes:
 
 
 def _windows_may_crash() -> bool:
-    """Whether no window may be made while another thread makes one.
+    """Whether creating a window is unsafe while another thread creates one.
 
-    Open MPI asks each of its components for every window, and that for UCX is not safe to ask from
-    several threads. It is among them where MPI was started before this package could leave it out.
+    Open MPI queries each of its components for every window, and querying the UCX component is not
+    thread-safe. It is active if MPI was initialized before this package could exclude it.
     """
     if not MPI.Get_library_version().startswith("Open MPI"):
         return False
@@ -235,7 +235,7 @@ def _windows_may_crash() -> bool:
 
 
 class _MpiControlChannel(ControlChannel):
-    """Words in messages of 8 bytes."""
+    """Words as messages of 8 bytes."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -246,7 +246,7 @@ class _MpiControlChannel(ControlChannel):
         self._sends: list[MPI.Request] = []
 
     def post(self, word: int) -> None:
-        """Send it; it is small enough to leave at once, but for congestion."""
+        """Send the word; it is small enough to be sent eagerly unless the network is congested."""
         own = np.array([word], np.uint64)
         self._words[word & 1][self._comm.rank] = word
         self._sends = [each for each in self._sends if not each.Test()]
@@ -255,7 +255,7 @@ class _MpiControlChannel(ControlChannel):
         ]
 
     def take(self) -> None:
-        """Receive what has come: no receive is left open, which could not be called back."""
+        """Receive what has arrived. No receive stays posted, because it could not be cancelled."""
         comm, status = self._comm, self._status
         while comm.Iprobe(MPI.ANY_SOURCE, _WORDS_TAG, status):
             source = status.Get_source()
@@ -264,11 +264,11 @@ class _MpiControlChannel(ControlChannel):
             self._words[word & 1][source] = word
 
     def of(self, number: int) -> list[int]:
-        """What came last, and the own word."""
+        """The words received last, and the own word."""
         return self._words[number & 1]
 
     def close(self) -> None:
-        """Everybody has taken what was sent, or never will."""
+        """Free the requests: every rank has received what was sent, or never will."""
         for request in self._sends:
             request.Free()
         self._sends = []

@@ -1,6 +1,6 @@
-"""Whether MPI can be given the memory of GPUs.
+"""Whether MPI accepts GPU memory (CUDA-aware MPI).
 
-It is asked, never tried: an MPI that can't read a GPU's memory ends the process or corrupts the
+MPI is queried, never tried: an MPI that can't read GPU memory ends the process or corrupts the
 message, without an error.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "COLLECTIVES_CUDA_AWARE"
-"""Set to 0 or 1 it is the answer."""
+"""0 or 1 overrides the detection."""
 
 _KINDS = "mpi_memory_alloc_kinds"
 _LIBRARY = re.compile(r"(/.*/libmpi[^/\n]*\.so[^/\n]*)$")
@@ -25,10 +25,10 @@ _found: bool | None = None
 
 
 def cuda_aware(comm: Any) -> bool:
-    """Whether the MPI of an mpi4py communicator reads the memory of GPUs, as far as it says.
+    """Whether the MPI of an mpi4py communicator reports that it reads GPU memory.
 
-    Found once in a process; ranks may come to different answers. ValueError for a
-    COLLECTIVES_CUDA_AWARE that is neither 0 nor 1.
+    Determined once per process; ranks may get different results. Raises ValueError for a
+    COLLECTIVES_CUDA_AWARE other than 0 or 1.
     """
     global _found
     given = os.environ.get(VARIABLE, "")
@@ -37,12 +37,12 @@ def cuda_aware(comm: Any) -> bool:
     if given:
         return given == "1"
     if _found is None:
-        _found = _among_the_kinds(comm) or any(map(_says_yes, _loaded()))
+        _found = _lists_cuda(comm) or any(map(_reports_cuda, _loaded()))
     return _found
 
 
-def _among_the_kinds(comm: Any) -> bool:
-    """Whether the kinds of memory that MPI 4.1 lets one ask for have CUDA's among them."""
+def _lists_cuda(comm: Any) -> bool:
+    """Whether the memory allocation kinds of MPI 4.1 (11.4.3) include CUDA's."""
     info = comm.Get_info()
     try:
         kinds = info.Get(_KINDS) or ""
@@ -52,23 +52,23 @@ def _among_the_kinds(comm: Any) -> bool:
 
 
 def _loaded() -> Iterator[Any]:
-    """The libraries of MPI that this process has loaded."""
+    """The MPI libraries that this process has loaded."""
     with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
         paths = libraries_among(maps)
     for path in paths:
         try:
             yield ctypes.CDLL(path)
-        except OSError:  # as where its file was replaced meanwhile
+        except OSError:  # for example, its file was replaced meanwhile
             continue
 
 
 def libraries_among(maps: Iterable[str]) -> list[str]:
-    """Where the libraries of MPI lie that are mapped, in rising order, each once."""
+    """Paths of the mapped MPI libraries, sorted and unique."""
     return sorted({match[1] for line in maps if (match := _LIBRARY.search(line))})
 
 
-def _says_yes(library: Any) -> bool:
-    """By Open MPI's question, which MPICH has as well, or by MPICH's own."""
+def _reports_cuda(library: Any) -> bool:
+    """By Open MPI's query function, which MPICH has as well, or by MPICH's own."""
     if hasattr(library, "MPIX_Query_cuda_support"):
         return bool(library.MPIX_Query_cuda_support())
     if hasattr(library, "MPIX_GPU_query_support"):

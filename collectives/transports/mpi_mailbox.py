@@ -1,7 +1,7 @@
-"""Messages over MPI that nobody asked for: envelopes by matched probes, what follows by receives.
+"""Unsolicited messages over MPI: envelopes by matched probes, following buffers by receives.
 
-Of each source one message at a time is received beyond its envelope, so that a rank to which many
-send holds no more than one large message of each.
+Beyond its envelope, only one message of each source is received at a time, so that a rank to which
+many ranks send holds at most one large message of each.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collectives.errors import RankFailedError
 from collectives.transports.base import Bytes, MessageChannel, Sending
 from collectives.transports.envelope import Buffer, pack, unpack
 
-# An MPI 3 library counts a message's bytes in 31 bits.
+# An MPI 3 library counts a message's bytes with 31 bits.
 _LARGEST_MESSAGE = 1 << 30
 _ENVELOPE_TAG = 0
 _FOLLOWING_TAG = 1
 
 _abandoned: list[object] = []
-"""What MPI may still read from or write to after its post was closed."""
+"""Buffers that MPI may still read or write after their channel was closed."""
 
 
 def parts_of(buffer: Bytes) -> list[Bytes]:
-    """A message's buffer in pieces that MPI can count."""
+    """The buffer in pieces that MPI can count."""
     if len(buffer) <= _LARGEST_MESSAGE:
         return [buffer]
     return [
@@ -37,13 +37,13 @@ def parts_of(buffer: Bytes) -> list[Bytes]:
 
 
 class _MpiSending(Sending):
-    """The requests of one message."""
+    """The send requests of one message."""
 
     def __init__(self, requests: list[MPI.Request], peer: int) -> None:
         self._requests, self._peer = requests, peer
 
     def done(self) -> bool:
-        """Whether all are; an error of MPI is a failure of the peer."""
+        """Whether all requests are complete; an MPI error means that the peer failed."""
         try:
             return MPI.Request.Testall(self._requests)
         except MPI.Exception as error:
@@ -51,7 +51,7 @@ class _MpiSending(Sending):
 
 
 class _Arriving:
-    """A message that has been announced."""
+    """A message whose envelope was announced by a probe."""
 
     def __init__(self, comm: MPI.Intracomm, announced: MPI.Message, status: MPI.Status) -> None:
         self._comm, self.source = comm, status.Get_source()
@@ -60,7 +60,7 @@ class _Arriving:
         self.buffers: list[Buffer] = []
 
     def advance(self) -> bool:
-        """Go on with it; whether all of it is here."""
+        """Make progress; whether the message is complete."""
         if not MPI.Request.Testall(self._requests):
             return False
         if self._envelope is None:
@@ -76,16 +76,16 @@ class _Arriving:
 
 
 class MpiMessageChannel(MessageChannel):
-    """One rank's end of an MPI communicator, which it owns and uses for nothing else."""
+    """One rank's end of an MPI communicator, which the channel owns and uses exclusively."""
 
     def __init__(self, owned: MPI.Intracomm) -> None:
         self._comm = owned
         self._status = MPI.Status()
-        self._lines: dict[int, deque[_Arriving]] = {}
+        self._queues: dict[int, deque[_Arriving]] = {}
         self._broken: set[int] = set()
 
     def send(self, buffers: Sequence[Bytes], peer: int) -> Sending:
-        """The envelope, then what follows it, all at once: MPI keeps their order."""
+        """Send the envelope and the following buffers at once; MPI keeps their order."""
         envelope, following = pack(buffers)
         try:
             requests = [self._comm.Isend(envelope, peer, _ENVELOPE_TAG)]
@@ -99,8 +99,8 @@ class MpiMessageChannel(MessageChannel):
         return _MpiSending(requests, peer)
 
     def poll(self) -> tuple[int, list[NDArray[np.uint8]]] | None:
-        """The first message that is complete, of those that came before, then of new ones."""
-        for source in list(self._lines):
+        """The first complete message, of sources already announced, then of new ones."""
+        for source in list(self._queues):
             if self._advance(source):
                 return source, self._take(source)
         while (announced := self._probe()) is not None:
@@ -109,7 +109,7 @@ class MpiMessageChannel(MessageChannel):
         return None
 
     def _probe(self) -> int | None:
-        """Begin to receive the next envelope, of any rank; its source."""
+        """Start to receive the next envelope of any rank; its source."""
         try:
             announced = self._comm.Improbe(MPI.ANY_SOURCE, _ENVELOPE_TAG, self._status)
         except MPI.Exception as error:
@@ -118,33 +118,33 @@ class MpiMessageChannel(MessageChannel):
         if announced is None:
             return None
         arriving = _Arriving(self._comm, announced, self._status)
-        self._lines.setdefault(arriving.source, deque()).append(arriving)
+        self._queues.setdefault(arriving.source, deque()).append(arriving)
         return arriving.source
 
     def _advance(self, source: int) -> bool:
-        """Whether the first message of a rank is complete; what a dead one began is dropped.
+        """Whether the first message of a rank is complete; messages of a failed rank are dropped.
 
-        MPICH copies large messages out of the sender's memory: where that is gone it fails, and
-        knows of no death.
+        MPICH copies large messages out of the sender's memory. If that memory is gone, the copy
+        fails without reporting the sender's death.
         """
         try:
-            # What follows a message that was dropped isn't read.
-            return source not in self._broken and self._lines[source][0].advance()
+            # What follows a dropped message must not be received.
+            return source not in self._broken and self._queues[source][0].advance()
         except MPI.Exception:
             self._broken.add(source)
             self.failed |= {source}
             return False
 
     def _take(self, source: int) -> list[Buffer]:
-        line = self._lines[source]
-        buffers = line.popleft().buffers
-        if not line:
-            # Its next message comes after those of the others that are waiting.
-            del self._lines[source]
+        queue = self._queues[source]
+        buffers = queue.popleft().buffers
+        if not queue:
+            # A new entry goes to the end, so the source's next message waits for other sources.
+            del self._queues[source]
         return buffers
 
     def _note_failed(self, error: MPI.Exception) -> None:
-        """Learn who has died, and let the probes of any rank go on without them (MPI 5.0, ULFM)."""
+        """Record the failed ranks, and acknowledge them so that probes continue (MPI 5.0, ULFM)."""
         try:
             group = self._comm.Get_failed()
             self._comm.Ack_failed()
@@ -155,9 +155,9 @@ class MpiMessageChannel(MessageChannel):
         self.failed |= frozenset(group.Translate_ranks(None, self._comm.group))
 
     def close(self, *, together: bool) -> None:
-        """Free the communicator, which takes all ranks."""
-        if self._lines:
-            _abandoned.append(self._lines)
+        """Free the communicator, which is collective."""
+        if self._queues:
+            _abandoned.append(self._queues)
         if together and not MPI.Is_finalized():
             self._comm.Free()
 

@@ -1,8 +1,8 @@
-"""MPI's own collectives, where they give what this package promises.
+"""MPI's own collectives, where their results meet this package's guarantees.
 
-They are left aside where they don't: MPI's MIN and MAX may lose a NaN, its product of complex
-numbers too; bool and 16-bit floats have no reductions in it; and Open MPI 5 saturates sums of 8-
-and 16-bit integers in its vector loops, where they must wrap.
+They are not used otherwise: MPI's MIN and MAX may lose a NaN, as may its product of complex
+numbers; MPI has no reductions of bool and 16-bit floats; and Open MPI 5 saturates sums of 8- and
+16-bit integers in its vector loops, where they must wrap.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.errors import CollectiveError, in_step
-from collectives.transports.base import Native
+from collectives.transports.base import Native, own_part
 
 Array: TypeAlias = NDArray[Any]
 Lengths: TypeAlias = Sequence[int]
 
-# Before MPI 4 a library counts in 31 bits.
+# A library before MPI 4 counts with 31 bits.
 _COUNTS_ALL = MPI.Get_version() >= (4, 0)
 _LARGEST_COUNT = (1 << 31) - 1
 _LARGEST_UNIT = 1 << 20
 
-# The op and the kinds of dtypes that it is used for.
+# The MPI op, and the kinds of dtypes for which it is used.
 _OPS = {
     "sum": (MPI.SUM, "iufc"),
     "mean": (MPI.SUM, "iufc"),
@@ -45,17 +45,17 @@ def _mpi_op(op: str, dtype: np.dtype[Any]) -> MPI.Op | None:
 
 @lru_cache(maxsize=256)
 def _datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
-    """The predefined MPI type of an element that can be reduced."""
+    """The predefined MPI type of a reducible element."""
     return MPI.Datatype.fromcode(dtype.char)
 
 
 def native(
     comm: MPI.Intracomm, collective: str, op: str | None, dtype: np.dtype[Any]
 ) -> Native | None:
-    """MPI's collective of that name as a function, or None where MPI can't be asked.
+    """MPI's collective of that name as a function, or None if it is not used.
 
-    The function raises ValueError on every rank for a buffer that MPI can't count, CollectiveError
-    where MPI refuses this rank's part: the others may be inside their parts then.
+    The function raises ValueError on every rank for a buffer that MPI can't count, and
+    CollectiveError if MPI fails on this rank, while other ranks may still be inside the call.
     """
     if op is None:
         found = _MOVEMENTS.get(collective)
@@ -82,22 +82,22 @@ def native(
 
 
 def _check_countable(collective: str, target: Array, lengths: Lengths) -> None:
-    """ValueError, on every rank, for more bytes in all than the library can count."""
+    """Raise ValueError, on every rank, for more bytes in all than the library can count."""
     nbytes = (sum(lengths) if lengths else len(target)) * target.itemsize
     if nbytes > _LARGEST_COUNT and not _COUNTS_ALL:
         raise in_step(
             ValueError(
                 f"algorithm='native': {collective} of {nbytes} bytes: this MPI counts to"
-                f" {_LARGEST_COUNT}, other algorithms know no such limit"
+                f" {_LARGEST_COUNT}, other algorithms have no such limit"
             )
         )
 
 
 def _apart(buffer: Array) -> Array:
-    """The buffer, or in place of an empty one another, which lies where no other does.
+    """The buffer, or, if it is empty, another empty one at an address of its own.
 
-    MPI may refuse a source and a target at one address even where one of them is empty, which
-    only some ranks may have; and some addresses, which an empty array may have, mean something.
+    MPI may refuse equal source and target addresses even if one of them is empty, possibly on some
+    ranks only; and an empty array's address may have a special meaning.
     """
     return buffer if len(buffer) else np.empty(1, buffer.dtype)[:0]
 
@@ -128,12 +128,6 @@ def _reduce_scatter(
 ) -> None:
     assert source is not None
     comm.Reduce_scatter(_typed(source), _typed(target), list(lengths), op)
-
-
-def _own(comm: MPI.Intracomm, buffer: Array, lengths: Lengths) -> Array:
-    """This rank's part of a buffer that holds one for each rank."""
-    start = sum(lengths[: comm.rank])
-    return buffer[start : start + lengths[comm.rank]]
 
 
 def _typed(buffer: Array) -> list[Any]:
@@ -171,7 +165,7 @@ def _gather(
     if comm.rank == root:
         comm.Gatherv(MPI.IN_PLACE, _parts(target, lengths), root)
     else:
-        comm.Gatherv(_bytes(_own(comm, target, lengths)), None, root)
+        comm.Gatherv(_bytes(own_part(target, lengths, comm.rank)), None, root)
 
 
 def _scatter(
@@ -180,7 +174,7 @@ def _scatter(
     if comm.rank == root:
         comm.Scatterv(_parts(target, lengths), MPI.IN_PLACE, root)
     else:
-        comm.Scatterv(None, _bytes(_own(comm, target, lengths)), root)
+        comm.Scatterv(None, _bytes(own_part(target, lengths, comm.rank)), root)
 
 
 def _all_to_all(
@@ -192,7 +186,7 @@ def _all_to_all(
     if _COUNTS_ALL or target.nbytes <= _LARGEST_COUNT:
         comm.Alltoallv(*(_parts(*half) for half in halves))
         return
-    # Only this rank may have so much: it counts in larger units, which are the same bytes.
+    # Possibly only this rank has so many bytes, so it counts the same bytes in larger units.
     size = math.gcd(_LARGEST_UNIT, *(length * target.itemsize for length in lengths))
     unit = MPI.BYTE.Create_contiguous(size).Commit()
     try:

@@ -1,8 +1,8 @@
-"""Collectives and messages of NCCL between the GPUs of a group of ranks.
+"""NCCL collectives and messages between the GPUs of a group of ranks.
 
-Everything is put on the stream that is current; nothing waits for it. Where the reductions of NCCL
-differ from what this package promises they are not offered: its MIN and MAX of floating-point
-numbers lose a NaN, and it has none for complex numbers' product and for 16-bit integers.
+All work is enqueued on the given stream, and nothing waits for it. NCCL's reductions are not
+offered where they differ from this package's guarantees: MIN and MAX of floating-point numbers lose
+a NaN, and there is no product of complex numbers and no reduction of 16-bit integers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.transports.base import Native, PointToPoint
+from collectives.transports.base import Native, PointToPoint, parts_by_rank
 from collectives.transports.nccl_driver import NcclDriver, NcclError
 
 _BYTE = 1
@@ -34,7 +34,7 @@ Lengths = Sequence[int]
 
 @lru_cache(maxsize=256)
 def reduction_of(op: str, dtype: np.dtype[Any], *, float8: bool) -> tuple[int, int, int] | None:
-    """NCCL's type, how many of it an element is, and NCCL's op; None where NCCL has no such."""
+    """NCCL's type, its number per element, and NCCL's op; None if NCCL has no equivalent."""
     name = dtype.name
     if name == "bool":
         return (_BYTE, 1, _BOOL_OPS[op]) if op in _BOOL_OPS else None
@@ -49,7 +49,7 @@ def reduction_of(op: str, dtype: np.dtype[Any], *, float8: bool) -> tuple[int, i
 
 
 class NcclTransport(PointToPoint):
-    """One rank's end of a communicator of NCCL, which it owns."""
+    """One rank's end of an NCCL communicator, which it owns."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class NcclTransport(PointToPoint):
         stream: int,
         float8: bool,
     ) -> None:
-        """`address` tells where an array lies, `stream` what everything is put on.
+        """`address` returns an array's address, `stream` receives all work.
 
         `float8` says whether all ranks' GPUs and libraries reduce 8-bit floats.
         """
@@ -86,7 +86,7 @@ class NcclTransport(PointToPoint):
                     driver.receive(comm, address, buffer.size, _BYTE, peer, stream)
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
-        """NCCL's own collective, or a group of messages where it has none; None for neither."""
+        """NCCL's own collective, or a group of messages; None if NCCL can't reduce the dtype."""
         if op is None:
             move: Native = getattr(self, f"_{collective}")
             return move
@@ -95,7 +95,7 @@ class NcclTransport(PointToPoint):
 
     @contextmanager
     def _group(self) -> Iterator[None]:
-        """NCCL stays in the group until its end, whatever happened inside."""
+        """A group of calls. NCCL stays in it until its end, so an exception must end it too."""
         self._driver.group_start()
         try:
             yield
@@ -139,66 +139,60 @@ class NcclTransport(PointToPoint):
         self._driver.broadcast(self._comm, place, place, target.size, _BYTE, root, self._stream)
 
     def _all_gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts = self._parts(target, lengths)
+        parts = parts_by_rank(target, lengths)
         own = parts[self.rank] if source is None else source
         if len(set(lengths)) == 1:
             given, place, count = self._address(own), self._address(target), lengths[0]
             self._driver.all_gather(self._comm, given, place, count, _BYTE, self._stream)
             return
-        everyone = [peer for peer in range(self.size) if source is not None or peer != self.rank]
-        self.exchange(
-            [(peer, own) for peer in everyone], [(peer, parts[peer]) for peer in everyone]
-        )
+        peers = [peer for peer in range(self.size) if source is not None or peer != self.rank]
+        self.exchange([(peer, own) for peer in peers], [(peer, parts[peer]) for peer in peers])
 
     def _gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts, others = self._parts(target, lengths), self._others
+        parts, others = parts_by_rank(target, lengths), self._others
         if self.rank == root:
             self.exchange([], [(peer, parts[peer]) for peer in others])
         else:
             self.exchange([(root, parts[self.rank])], [])
 
     def _scatter(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts, others = self._parts(target, lengths), self._others
+        parts, others = parts_by_rank(target, lengths), self._others
         if self.rank == root:
             self.exchange([(peer, parts[peer]) for peer in others], [])
         else:
             self.exchange([], [(root, parts[self.rank])])
 
     def _all_to_all(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
-        parts = self._parts(target, lengths)
+        parts = parts_by_rank(target, lengths)
         outgoing, incoming = parts[: self.size], parts[self.size :]
         self.exchange(
             [(peer, outgoing[peer]) for peer in self._others],
             [(peer, incoming[peer]) for peer in self._others],
         )
 
-    def _parts(self, whole: Array, lengths: Lengths) -> list[Array]:
-        ends = np.cumsum(lengths).tolist()
-        return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-
     @property
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     def failure(self) -> NcclError | None:
-        """What went wrong in the calls that were begun, as far as this rank knows."""
+        """The error of the calls started so far, as far as this rank has detected it."""
         return None if self.ended else self._driver.async_error(self._comm)
 
     def abort(self) -> None:
-        """End it on this rank alone, with everything that it still does."""
+        """End the communicator and its running work, on this rank alone."""
         if not self.ended:
             self.ended = True
             self._driver.abort(self._comm)
 
-    def leave(self) -> None:
-        """Give nothing back before the process ends."""
+    def abandon(self) -> None:
+        """Release nothing, because the process is about to end."""
         if not self.ended:
             self.ended = True
-            # The object must not even be freed: that would destroy the communicator.
+            # The object must not be garbage-collected: that would destroy the communicator.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
 
     def close(self) -> None:
-        """Give it back. Collective; nothing runs on it any more. A second call does nothing."""
+        """Destroy the communicator. Collective; no work may run on it. May be called twice."""
         if not self.ended:
             self.ended = True
             self._driver.destroy(self._comm)

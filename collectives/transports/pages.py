@@ -1,7 +1,7 @@
-"""Pages of memory that lies in a file: taken before the first store to them.
+"""Allocation of the pages of file-backed memory before the first store.
 
-A file in a memory file system has its length at once, and takes a page when it is first stored to.
-Where none is left by then, the store ends the process (SIGBUS).
+A file in a memory file system has its length at once, and allocates a page at the first store to
+it. If no page is left then, the store ends the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from functools import lru_cache
 
 import numpy as np
 
-# Where MPIs put the memory that ranks share.
+# Where MPI libraries allocate memory that ranks share.
 _SHARED_MEMORY = "/dev/shm"
 
-# Left to MPI, which takes pages of its own there as its messages need them.
+# Reserved for MPI, which allocates pages there for its messages.
 _LEFT_PART, _LEFT_BYTES = 8, 64 << 20
 
-# madvise(2): take all pages now (Linux 5.14), give them back.
+# madvise(2): MADV_POPULATE_WRITE allocates all pages (Linux 5.14), MADV_REMOVE frees them.
 _POPULATE_WRITE, _REMOVE = 23, 9
 _AGAIN = (errno.EINTR, errno.EAGAIN)
 _SHORT = (errno.EFAULT, errno.ENOMEM)
 
 
 def has_room(nbytes: int) -> bool:
-    """Whether the memory file system has that much to spare; True where there is none."""
+    """Whether the memory file system has so many bytes to spare; True if there is none."""
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:
@@ -37,9 +37,9 @@ def has_room(nbytes: int) -> bool:
 
 
 def take_pages(memory: memoryview) -> bool:
-    """Take the pages of some memory, whose content is lost; False where there are not so many.
+    """Allocate the pages of some memory, whose content is lost; False if there are not enough.
 
-    Where the kernel can't be asked, every page is stored to: the caller has looked for room.
+    If the kernel does not support this, every page is stored to: the caller has checked the room.
     """
     if not len(memory):
         return True
@@ -54,9 +54,9 @@ def take_pages(memory: memoryview) -> bool:
 
 
 def give_pages_back(memory: memoryview) -> None:
-    """Give back the whole pages of some memory, whose content is lost.
+    """Free the whole pages of some memory, whose content is lost.
 
-    What the kernel doesn't take now goes with the memory.
+    Pages that the kernel does not free now are freed with the memory.
     """
     if not len(memory):
         return
@@ -72,7 +72,7 @@ def _place(memory: memoryview) -> tuple[int, int]:
 
 
 def _advise(start: int, nbytes: int, advice: int) -> int:
-    """0, or the error's number."""
+    """0, or the errno."""
     madvise = _madvise()
     if madvise is None:
         return errno.ENOSYS

@@ -1,8 +1,8 @@
-"""How a rank waits for others: it spins, then yields, then sleeps, and never for ever.
+"""Wait policy: spin, then yield, then sleep, up to a deadline.
 
-A wait of microseconds is spun through, since giving up the core costs more. Where ranks outnumber
-the cores, whoever is waited for may need this core: then every poll yields. After a while the wait
-sleeps between polls, so that a rank that waits for seconds leaves its core to others.
+A wait of microseconds spins, because yielding the core costs more. Where the cores are
+oversubscribed, every poll yields, because the awaited rank may need this core. After a few
+milliseconds the wait sleeps between polls, so that a long wait leaves the core to other work.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ log = logging.getLogger("collectives")
 
 @lru_cache(maxsize=64)
 def warn_once(text: str) -> None:
-    """A warning that a process gives no second time."""
+    """Log a warning once per process."""
     log.warning("%s", text)
 
 
 DEFAULT_DEADLINE = 300.0
 
 CHECK_SECONDS = 0.1
-"""How often a wait asks whether the others can still come."""
+"""Seconds between two checks whether the other ranks are still alive."""
 
 _SPINS = 1000
 _YIELD_SECONDS = 2e-3
-_PATIENT_YIELD_SECONDS = 20e-6
+_EARLY_SLEEP_YIELD_SECONDS = 20e-6
 _LONGEST_SLEEP = 1e-3
 _PACKAGES = ("collectives", "strategies")
 
 Absent = Callable[[], dict[int, str]]
-"""Whom a wait waits for: what is known of each such rank."""
+"""Returns the ranks that a wait still waits for, each with a note on its state."""
 
 
 @dataclass
 class WaitingCall:
-    """The call that waits."""
+    """Description of the call that waits, for messages."""
 
     what: object = "nothing"
-    """Told by its text."""
+    """The call; messages show its `str`."""
     sequence: int | None = 0
-    """None of a message between two ranks."""
+    """The call's number, or None for a message between two ranks."""
     line: str | None = None
     scope: str | None = None
-    """What the call is made for, where that has a name."""
+    """Name of the enclosing operation, where it has one."""
 
     def __str__(self) -> str:
         """The call and its number."""
@@ -62,7 +62,7 @@ class WaitingCall:
 
 
 class WaitPolicy:
-    """One rank's waits on one communicator."""
+    """How one rank waits on one communicator."""
 
     def __init__(self, deadline: float | None = DEFAULT_DEADLINE) -> None:
         self.deadline = deadline
@@ -75,7 +75,7 @@ class WaitPolicy:
 
     @contextmanager
     def no_longer_than(self, seconds: float | None) -> Iterator[None]:
-        """Within it wait `seconds` at most, if it is a number, and say nothing about it."""
+        """Within the context, a wait ends silently after `seconds`, if that is a number."""
         self._limit = seconds
         try:
             yield
@@ -84,30 +84,30 @@ class WaitPolicy:
 
     @property
     def limited(self) -> bool:
-        """Whether it is within `no_longer_than`: the call is made again."""
+        """Whether a `no_longer_than` limit holds; the caller then repeats the call."""
         return self._limit is not None
 
     def all_arrived(self) -> None:
-        """All have come: what follows takes the time it takes."""
+        """Drop the limit, because every rank has arrived."""
         self._limit = None
 
     def share_cores(self) -> None:
-        """Yield at every poll: there are more ranks than cores."""
+        """Yield at every poll: the cores are oversubscribed."""
         self.spins = 0
 
     def sleep_early(self) -> None:
-        """Leave the core, and Python's lock, to a thread that computes."""
-        self.spins, self._yield_seconds = 0, _PATIENT_YIELD_SECONDS
+        """Leave the core and Python's lock to a computing thread."""
+        self.spins, self._yield_seconds = 0, _EARLY_SLEEP_YIELD_SECONDS
 
-    def another(self, what: str, deadline: float | None) -> WaitPolicy:
-        """One for a single wait, which may go on beside others, of the same manners."""
+    def for_single_wait(self, what: str, deadline: float | None) -> WaitPolicy:
+        """A policy with the same spin and yield times for a single, possibly concurrent wait."""
         other = WaitPolicy(deadline)
         other.spins, other._yield_seconds = self.spins, self._yield_seconds
         other.call = WaitingCall(what, None)
         return other
 
     def spin_until(self, ready: Callable[[], bool], absent: Absent) -> None:
-        """As `until`, but spin first."""
+        """Like `until`, but spin first."""
         for _ in range(self.spins):
             if ready():
                 return
@@ -116,8 +116,8 @@ class WaitPolicy:
     def until(self, ready: Callable[[], bool], absent: Absent, grace: float = 0.0) -> None:
         """Return when `ready()`.
 
-        Raises DeadlineExceededError, which names the ranks in `absent()`, once the deadline, and so
-        many seconds of grace, are over; warns after a tenth of the deadline.
+        Raises DeadlineExceededError, naming the ranks in `absent()`, once the deadline plus `grace`
+        seconds have passed. Logs a warning after a tenth of the deadline.
         """
         start = time.monotonic()
         warned, next_check = False, CHECK_SECONDS
@@ -141,7 +141,7 @@ class WaitPolicy:
                 raise self.exceeded(absent())
 
     def exceeded(self, absent: dict[int, str]) -> DeadlineExceededError:
-        """The error for a wait that the ranks in `absent` did not end in time."""
+        """The error for a wait that exceeded the deadline because of the ranks in `absent`."""
         waited = f"waited the deadline of {self.deadline:g} s for"
         error = DeadlineExceededError(self._text(waited, absent), tuple(absent))
         self.before_raise(error)
@@ -155,7 +155,7 @@ class WaitPolicy:
 
 
 def calling_line(frame: FrameType | None = None) -> str:
-    """The file and line of the innermost frame that is not ours, from here or a given frame out."""
+    """File and line of the innermost frame outside this package, from `frame` outwards."""
     frame = frame or sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
         frame = frame.f_back
@@ -163,7 +163,7 @@ def calling_line(frame: FrameType | None = None) -> str:
 
 
 def check_deadline(deadline: float | None) -> float | None:
-    """Seconds, or None for no deadline; ValueError or TypeError otherwise."""
+    """`deadline` in seconds, or None for no deadline; ValueError or TypeError otherwise."""
     if deadline is None:
         return None
     if isinstance(deadline, bool) or not isinstance(deadline, int | float):

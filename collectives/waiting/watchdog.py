@@ -1,6 +1,7 @@
-"""The deadline of calls that wait inside a library, where no exception can be raised: the job ends.
+"""Deadline of calls that block inside a library, where no exception can be raised.
 
-All ranks have met before such a call, so that it hangs only if one of them stops in the middle.
+The watchdog ends the job. All ranks have synchronized before such a call, so that it blocks for
+ever only if a rank stops in the middle of it.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from typing import Protocol
 
 from collectives.waiting.wait_policy import WaitPolicy, calling_line, log
 
-_LOOK_SECONDS = 0.2
-# Beyond the deadline: to end the job is no small thing, and a rank may just wait for a core.
+_POLL_SECONDS = 0.2
+# Added to the deadline, because ending the job is drastic and a rank may only wait for a core.
 GRACE_SECONDS = 2.0
 
 End = Callable[[str], None]
 
 
 class Watched(Protocol):
-    """What the watching thread looks after."""
+    """An object that the watchdog thread checks."""
 
-    def look(self) -> None:
-        """Do what is to be done once the deadline is over. Called a few times a second."""
+    def check_deadline(self) -> None:
+        """Act if the deadline has passed. Called a few times a second."""
 
 
 class Watchdog:
-    """A context around such calls, of one rank on one communicator."""
+    """Context around the blocking calls of one rank on one communicator."""
 
     def __init__(self, wait_policy: WaitPolicy, end: End) -> None:
-        """`end` is given the reason; it doesn't return."""
+        """`end` receives the reason and does not return."""
         self._wait_policy, self._end = wait_policy, end
         self._since: float | None = None
         self._thread = 0
@@ -52,11 +53,11 @@ class Watchdog:
         self.stop()
 
     def stop(self) -> None:
-        """Nothing is waited for any more."""
+        """No call is watched any more."""
         self._since = None
 
-    def look(self) -> None:
-        """End the job if the deadline is over."""
+    def check_deadline(self) -> None:
+        """End the job if the deadline has passed."""
         since, deadline = self._since, self._wait_policy.deadline
         if since is None or deadline is None or time.monotonic() - since < deadline + GRACE_SECONDS:
             return
@@ -75,7 +76,7 @@ _thread: threading.Thread | None = None
 
 
 def watch(watched: Watched) -> None:
-    """Look after it from now on, as long as somebody holds it."""
+    """Check the object from now on, until it is garbage-collected."""
     global _thread
     if watched in _watched and _thread is not None and _thread.is_alive():
         return
@@ -88,18 +89,18 @@ def watch(watched: Watched) -> None:
 
 def _run() -> None:
     while True:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         for watched in _all_watched():
             try:
-                watched.look()
+                watched.check_deadline()
             except Exception:
-                # The deadlines of all others hang on this thread.
-                log.exception("a deadline can't be watched any more")
+                # The deadlines of all other objects depend on this thread.
+                log.exception("the watchdog can't check a deadline any more")
                 with _lock:
                     _watched.discard(watched)
 
 
 def _all_watched() -> list[Watched]:
     with _lock:
-        # Another thread may add one meanwhile, which no set lets itself be read for.
+        # Copied under the lock, because a set must not change while it is iterated.
         return list(_watched)

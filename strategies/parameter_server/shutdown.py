@@ -7,12 +7,10 @@ servers learn that it left, the others run on.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import weakref
 from functools import lru_cache
-from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 from collectives.consistency.uncaught import end_alone
 from collectives.lifecycle import shutdown
@@ -26,28 +24,9 @@ class Leaver(Protocol):
         """Say it; where it was said already do nothing."""
 
 
-class _ExitCode:
-    """The code with which this process ends, as far as can be known before it does."""
-
-    def __init__(self) -> None:
-        self.code = 0
-        self._leave, self._show = sys.exit, sys.excepthook
-        sys.exit, sys.excepthook = self._leave_with, self._show_error
-
-    def _leave_with(self, status: Any = None, /) -> NoReturn:
-        self.code = status if isinstance(status, int) else int(status is not None)
-        self._leave(status)
-
-    def _show_error(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        self.code = 1
-        self._show(kind, error, trace)
-
-
 @lru_cache(maxsize=1)
-def _exit_code() -> _ExitCode:
-    return _ExitCode()
+def _exit_code() -> shutdown.ExitCode:
+    return shutdown.ExitCode(sys.excepthook)
 
 
 def leave_at_exit(leaver: Leaver) -> None:
@@ -72,8 +51,6 @@ def survive_deaths(mailbox: Mailbox) -> None:
             return
         # MPI_Finalize, and with MPICH even calls between the living, may wait for the dead one for
         # ever, holding Python's lock.
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code.code & 0xFF)
+        code.end_process()
 
     shutdown.before_closing(end_without_mpi)

@@ -144,7 +144,7 @@ def test_a_communicator_that_cannot_be_made(keywords, error, message):
 
 @pytest.mark.parametrize(("name", "schedule"), [("x", 3), (None, iter), (3, iter)])
 def test_what_can_be_no_algorithm_is_refused(name, schedule):
-    with pytest.raises(TypeError, match="must be a text and a function"):
+    with pytest.raises(TypeError, match="must be a string and a callable"):
         register_algorithm("all_reduce", name, schedule)
 
 

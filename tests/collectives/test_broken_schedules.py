@@ -219,7 +219,7 @@ BY_HAND = {
         "all_gather",
         [[Send(RANK, 1 - RANK), Recv(1 - RANK, 1 - RANK, 2)]],
         2,
-        "round 0, rank 1, chunk 0: 2 chunks awaited, 1 sent by rank 0",
+        "round 0, rank 1, chunk 0: 2 chunks expected, 1 sent by rank 0",
     ),
     "one send for two receives": (
         "all_gather",

@@ -49,7 +49,7 @@ def test_alone_it_tries_all_that_one_rank_can(tmp_path):
     ended = run_alone(DOCTOR, tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = rows(ended.stdout)
-    assert found.pop(NEEDS_PEERS) == ["not tried: one rank has nobody to send to"]
+    assert found.pop(NEEDS_PEERS) == ["not tried: one rank has no other to send to"]
     assert all(found[name] == ["ok"] for name in TRIALS if name != NEEDS_PEERS)
     assert found["ranks"] == ["1"]
     assert found["numpy"] == [np.__version__]
@@ -165,21 +165,21 @@ def facts(node, cores, version="2.0", shared_memory=None):
 
 
 def test_ranks_are_told_by_node_with_the_cores_they_share(capsys):
-    report = Report(speaks=True)
+    report = Report(prints=True)
     report_ranks(report, [facts(0, [0, 1]), facts(1, [4]), facts(0, [1, 2, 7]), facts(1, [4])])
     found = rows(capsys.readouterr().out)
     assert found["nodes"] == ["2"]
     assert found["node 0"] == ["host0: ranks 0, 2 on 4 cores (0-2, 7)"]
     assert found["node 1"] == [
         "host1: ranks 1, 3 on 1 core (4)",
-        "warning: 2 ranks share 1 core: they take turns",
+        "warning: 2 ranks share 1 core: oversubscribed",
     ]
     assert "numpy" not in found
     assert report.warnings == 1
 
 
 def test_ranks_with_different_software_are_told(capsys):
-    report_ranks(Report(speaks=True), [facts(0, [0]), facts(1, [0], "2.1"), facts(2, [0])])
+    report_ranks(Report(prints=True), [facts(0, [0]), facts(1, [0], "2.1"), facts(2, [0])])
     found = rows(capsys.readouterr().out)
     assert found["numpy"] == ["differs", "warning: 2.0 on ranks 0, 2; 2.1 on rank 1"]
 
@@ -190,7 +190,7 @@ def test_little_shared_memory_is_told(capsys):
     mpi = types.SimpleNamespace(Query_thread=lambda: 3, THREAD_MULTIPLE=3, COMM_WORLD=world)
     spaces = [(60 << 20, 64 << 20), (900 << 20, 1 << 30), None]
     ranks = [facts(node, [0], shared_memory=space) for node, space in enumerate(spaces)]
-    report_shared_memory(Report(speaks=True), mpi, ranks, limit=9)
+    report_shared_memory(Report(prints=True), mpi, ranks, limit=9)
     found = rows(capsys.readouterr().out)
     assert found["MPI window"][0] == "can't be shared"
     assert found["MPI window"][1].startswith("warning: rank 0: AttributeError: ")

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import pytest
 
-from collectives.doctor import gpu, gpu_look
+from collectives.doctor import gpu, gpu_findings
 from collectives.doctor.gpu import report_device_arrays, report_gpu
-from collectives.doctor.gpu_look import Look, look, look_elsewhere
+from collectives.doctor.gpu_findings import GpuFindings, find_gpus, find_in_subprocess
 from collectives.doctor.report import Report
 from collectives.gpu.bootstrap import Health
 from collectives.transports.mpi_cuda import VARIABLE
@@ -19,17 +19,17 @@ BROKEN = "cudaErrorInsufficientDriver: CUDA driver version is insufficient"
 
 
 def reported(capsys, monkeypatch, found, driver=None, version="14.2"):
-    """The report, where CuPy is of this version and a look finds this."""
+    """The report, where CuPy is of this version and a findings finds this."""
     monkeypatch.setattr(gpu, "found_version", lambda *_: version)
     monkeypatch.setattr(gpu, "_driver_version", lambda: driver)
-    monkeypatch.setattr(gpu, "look_elsewhere", lambda: found)
-    look = report_gpu(Report(speaks=True))
-    return look, rows(capsys.readouterr().out)
+    monkeypatch.setattr(gpu, "find_in_subprocess", lambda: found)
+    findings = report_gpu(Report(prints=True))
+    return findings, rows(capsys.readouterr().out)
 
 
 def test_without_cupy_nothing_is_started(capsys, monkeypatch):
-    look, found = reported(capsys, monkeypatch, None, version=None)
-    assert look.health(0).problem == "CuPy is not installed"
+    findings, found = reported(capsys, monkeypatch, None, version=None)
+    assert findings.health(0).problem == "CuPy is not installed"
     assert "pip install 'mpi-collectives[cuda12]'" in found["cupy"][0]
     assert "NVRTC" not in found
 
@@ -39,7 +39,7 @@ def test_without_cupy_nothing_is_started(capsys, monkeypatch):
     [(None, "must be started with its GPUs"), ("470.1", "driver 470.1 is too old")],
 )
 def test_the_driver_in_words(capsys, monkeypatch, driver, text):
-    _, found = reported(capsys, monkeypatch, Look(BROKEN, nccl="2.28.9"), driver)
+    _, found = reported(capsys, monkeypatch, GpuFindings(BROKEN, nccl="2.28.9"), driver)
     assert text in found["cupy"][1]
     assert BROKEN in found["cupy"][1]
     assert found["NCCL"] == ["2.28.9"]
@@ -48,8 +48,8 @@ def test_the_driver_in_words(capsys, monkeypatch, driver, text):
 
 
 def test_gpus_are_named(capsys, monkeypatch):
-    look = Look(None, ["H200", "H200"], "2.28.9", "12.9", [])
-    found = reported(capsys, monkeypatch, look, "570.1")[1]
+    findings = GpuFindings(None, ["H200", "H200"], "2.28.9", "12.9", [])
+    found = reported(capsys, monkeypatch, findings, "570.1")[1]
     assert (found["GPU 0"], found["GPU 1"]) == (["H200"], ["H200"])
     assert (found["NVRTC"], found["NVIDIA driver"]) == (["12.9"], ["570.1"])
 
@@ -77,8 +77,8 @@ def healthy(uuid, **changes):
 )
 def test_which_way_arrays_would_go(capsys, monkeypatch, others, way, why):
     monkeypatch.setattr(gpu, "cuda_aware", lambda comm: False)
-    look = Look(None, ["H200"], "2.28.9", "12.9", [asdict(healthy("first"))])
-    report_device_arrays(Report(speaks=True), mpi_of(*others), look, local_rank=0)
+    findings = GpuFindings(None, ["H200"], "2.28.9", "12.9", [asdict(healthy("first"))])
+    report_device_arrays(Report(prints=True), mpi_of(*others), findings, local_rank=0)
     found = rows(capsys.readouterr().out)
     assert found["would go over"][0] == way
     assert len(found["would go over"]) == (1 if why is None else 2)
@@ -89,29 +89,29 @@ def test_which_way_arrays_would_go(capsys, monkeypatch, others, way, why):
 @pytest.mark.parametrize(("given", "text"), [("1", "memory: yes"), ("maybe", "not known")])
 def test_a_word_of_the_user(capsys, monkeypatch, given, text):
     monkeypatch.setenv(VARIABLE, given)
-    report = Report(speaks=True)
-    report_device_arrays(report, mpi_of(), Look("no GPU"), local_rank=0)
+    report = Report(prints=True)
+    report_device_arrays(report, mpi_of(), GpuFindings("no GPU"), local_rank=0)
     assert text in rows(capsys.readouterr().out)["MPI"][0]
     assert report.warnings == (given == "maybe")
 
 
 def test_ranks_take_gpus_by_their_number():
-    look = Look(None, healths=[asdict(healthy(uuid)) for uuid in ("first", "second")])
-    assert [look.health(rank).gpu for rank in range(3)] == ["first", "second", "first"]
-    assert Look("none").health(5) == Health("none")
+    findings = GpuFindings(None, healths=[asdict(healthy(uuid)) for uuid in ("first", "second")])
+    assert [findings.health(rank).gpu for rank in range(3)] == ["first", "second", "first"]
+    assert GpuFindings("none").health(5) == Health("none")
 
 
 def test_a_look(monkeypatch):
-    monkeypatch.setattr(gpu_look, "_name", "GPU {}".format)
-    monkeypatch.setattr(gpu_look, "_nvrtc", lambda: "12.9")
+    monkeypatch.setattr(gpu_findings, "_name", "GPU {}".format)
+    monkeypatch.setattr(gpu_findings, "_nvrtc", lambda: "12.9")
     with simulated(devices=2) as (cuda, nccl):
         cuda.be_rank(0)
-        found = look()
+        found = find_gpus()
         assert (found.gpus, found.nccl, found.nvrtc) == (["GPU 0", "GPU 1"], "2.30.7", "12.9")
         assert found.health(1).gpu == "GPU-1"
         nccl.missing[0] = "no NCCL"
         cuda.missing[0] = "no GPU"
-        assert look() == Look("no GPU", [], "no NCCL", "12.9")
+        assert find_gpus() == GpuFindings("no GPU", [], "no NCCL", "12.9")
 
 
 def test_what_goes_wrong_in_the_other_process(monkeypatch, tmp_path):
@@ -120,6 +120,6 @@ def test_what_goes_wrong_in_the_other_process(monkeypatch, tmp_path):
     broken.mkdir()
     (broken / "__init__.py").write_text("import os, sys; os.write(2, b'dead\\n'); os._exit(3)")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert look_elsewhere().problem == "CuPy can't be used: dead"
+    assert find_in_subprocess().problem == "CuPy can't be used: dead"
     (broken / "__init__.py").write_text("import time; time.sleep(60)")
-    assert look_elsewhere(0.5).problem == "CuPy did not import within 0.5 s"
+    assert find_in_subprocess(0.5).problem == "CuPy did not import within 0.5 s"

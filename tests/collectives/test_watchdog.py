@@ -20,13 +20,13 @@ def hasty_threads():
 class Counting:
     looks = 0
 
-    def look(self):
+    def check_deadline(self):
         self.looks += 1
 
 
 class Failing(Counting):
-    def look(self):
-        super().look()
+    def check_deadline(self):
+        super().check_deadline()
         raise ZeroDivisionError
 
 
@@ -39,25 +39,25 @@ def test_one_that_can_not_be_looked_after_leaves_the_others_watched(caplog):
         time.sleep(0.02)
     assert min(each.looks for each in others) >= 3
     assert failing.looks == 1, "and says so at every look"
-    assert "a deadline can't be watched any more" in caplog.text
+    assert "the watchdog can't check a deadline any more" in caplog.text
 
 
 class Quiet:
-    def look(self):
+    def check_deadline(self):
         return None
 
 
 def test_what_is_watched_may_come_and_go_while_it_is_looked_at(hasty_threads):
     problems, end = [], threading.Event()
 
-    def look():
+    def check_deadline():
         while not end.is_set():
             try:
                 watchdog._all_watched()
             except RuntimeError as error:
                 problems.append(error)
 
-    looker = threading.Thread(target=look)
+    looker = threading.Thread(target=check_deadline)
     looker.start()
     for _ in range(60):
         kept = [Quiet() for _ in range(200)]

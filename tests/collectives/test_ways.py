@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectives import Communicator
 from collectives.errors import RankFailedError
-from collectives.shm import online_tuning, peer_memory
+from collectives.shm import layout, online_tuning, peer_memory
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
 from collectives.shm.online_tuning import OnlineTuning, PathTimes
 from collectives.shm.peer_memory import PeerMemory, address_of
@@ -258,7 +258,7 @@ def test_without_single_copies_on_one_rank_nobody_makes_them(comm, monkeypatch):
 def alone():
     """The steps of a rank alone."""
     memory = NodeMemory([memoryview(bytearray(SEGMENT_BYTES))], 0, None)
-    memory.sign_in()
+    memory.publish_process()
     return ProgressCounters(memory, WaitPolicy(), [7])
 
 
@@ -295,10 +295,21 @@ def test_memory_that_is_not_there_and_a_process_that_died_are_told():
         PeerMemory(steps, *peer_memory._system_calls()).read(0, address_of(own), 8, address_of(own))
 
 
+def test_more_numbers_than_there_is_room_for_overwrite_nothing():
+    steps = alone()
+    numbers = list(range(1, layout.MOST_NUMBERS + 2))
+    assert steps.exchange_numbers(*numbers[:-1]) == [numbers[:-1]]
+    steps.together()
+    before = steps.memory.own.tolist()
+    with pytest.raises(ValueError, match="17 numbers: at most 16"):
+        steps.exchange_numbers(*numbers)
+    assert steps.memory.own.tolist() == before
+
+
 def test_another_process_of_that_number_is_no_rank(monkeypatch):
     """As in another namespace of processes: what is read there isn't what the rank told."""
     monkeypatch.setattr(
-        ProgressCounters, "tell", lambda self, *numbers: [tuple(n + 1 for n in numbers)]
+        ProgressCounters, "exchange_numbers", lambda self, *numbers: [tuple(n + 1 for n in numbers)]
     )
     steps = alone()
     assert not peer_memory._try(steps, PeerMemory(steps, *peer_memory._system_calls()))

@@ -34,7 +34,7 @@ class World:
             return told
 
         size = len(self.told)
-        return IpcPath(cuda, rank, size, meet=meet, gather=gather, arena_bytes=ARENA_UNIT)
+        return IpcPath(cuda, rank, size, barrier=meet, gather=gather, arena_bytes=ARENA_UNIT)
 
 
 def garbage(length, dtype):

@@ -4,11 +4,12 @@ from functools import partial
 
 import numpy as np
 
-from collectives.cuda.kernels import CASTS, PIECE, kernel_name
+from collectives.cuda.kernels import _CAST, PIECE, kernel_name
 from tests.devices.simulated import KERNELS
 from tests.devices.simulated_arrays import memory_at
 
 WIDTHS = [np.dtype(f"u{width}") for width in (1, 2, 4, 8)]
+CASTS = [(np.dtype(name), np.dtype(np.float64)) for name in _CAST if name != "float64"]
 PAIRS = [*((width, width) for width in WIDTHS), *CASTS]
 
 

@@ -45,14 +45,14 @@ def test_one_rank_without_is_an_error_of_all(lacking, what, monkeypatch):
         elif what == "nccl":
             nccl.missing[lacking] = "there is no libnccl"
         else:
-            look = probe.look
+            look = probe.find_gpu
 
             def without(choose):
                 if gpus.rank == lacking:
                     return None, Health("there is no CuPy")
                 return look(choose)
 
-            monkeypatch.setattr(probe, "look", without)
+            monkeypatch.setattr(probe, "find_gpu", without)
 
     made, calls = started(3, prepare, backend="nccl")
     kind, text = made

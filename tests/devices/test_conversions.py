@@ -32,7 +32,9 @@ def test_min_and_max_of_floats_are_those_of_integers(dtype, op):
     conversion = conversion_of(op, first.dtype)
     assert conversion.dtype.kind == "i"
     found = np.empty_like(first)
-    conversion.back(UFUNCS[op](conversion.there(first), conversion.there(second)), found)
+    conversion.convert_back(
+        UFUNCS[op](conversion.convert(first), conversion.convert(second)), found
+    )
     with np.errstate(all="ignore"):
         expected = UFUNCS[op](first, second).astype(np.float64)
         found = found.astype(np.float64)
@@ -47,7 +49,7 @@ def test_wide_integers_wrap_as_narrow_ones(dtype):
     second = np.random.default_rng(9).permutation(first)
     for ufunc in (np.add, np.multiply, np.minimum):
         found = np.empty_like(first)
-        conversion.back(ufunc(conversion.there(first), conversion.there(second)), found)
+        conversion.convert_back(ufunc(conversion.convert(first), conversion.convert(second)), found)
         np.testing.assert_array_equal(found, ufunc(first, second))
 
 

@@ -81,7 +81,7 @@ def test_a_call_that_fails_ends_the_communicator(name):
                 call(comm, array).wait()
             with pytest.raises(RuntimeError, match="can't go on"):
                 comm.all_reduce(array)
-            comm.leave(0.1)
+            comm.close_at_exit(0.1)
 
         local.run(2, one_rank)
         assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
@@ -205,7 +205,7 @@ def test_a_rank_that_ends_with_an_exception_aborts():
                 comm.close()
             except BaseException:
                 comm._devices.give_up(RuntimeError("this rank ends"))
-                comm.leave(0.1)
+                comm.close_at_exit(0.1)
                 raise
 
         with pytest.raises(ZeroDivisionError):

@@ -245,7 +245,7 @@ def test_a_rank_that_goes_while_the_others_open(cuda):
 
     opened = []
     with pytest.raises(TimeoutError, match="rank 1"):
-        IpcPath(cuda, 0, 2, meet=pytest.fail, gather=gather, arena_bytes=ARENA_UNIT)
+        IpcPath(cuda, 0, 2, barrier=pytest.fail, gather=gather, arena_bytes=ARENA_UNIT)
     assert opened == [[[], []], [[0], []]]
     # Its own stays: rank 1 may have it open.
     assert [(arena.owner, arena.openers) for arena in cuda.open_arenas.values()] == [

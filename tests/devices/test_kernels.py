@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.cuda import kernels
-from collectives.cuda.kernels import ALIGNMENT, CASTS, PIECE, THREADS
+from collectives.cuda.kernels import ALIGNMENT, PIECE, THREADS
 from tests.collectives.oracle import DTYPES
-from tests.devices.simulated_kernels import WIDTHS
+from tests.devices.simulated_kernels import CASTS, WIDTHS
 
 SHIM = Path(__file__).with_name("host_cuda.h")
 LENGTHS = st.lists(st.integers(0, 3) | st.integers(0, 3 * PIECE + 5), min_size=1, max_size=12)

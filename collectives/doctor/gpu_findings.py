@@ -1,7 +1,7 @@
-"""What CuPy finds on this machine, looked at in a process of its own.
+"""CuPy's findings on this machine, obtained in a separate process.
 
-To import CuPy takes a second, and a broken one may end the process. `python -m` this module prints
-what it found as JSON.
+Importing CuPy takes a second, and a broken CuPy may end the process. `python -m` this module prints
+the findings as JSON.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from collectives.gpu import probe
 from collectives.gpu.bootstrap import Health, examine
 
 _LIMIT_SECONDS = 60
-_MODULE = "collectives.doctor.gpu_look"
+_MODULE = "collectives.doctor.gpu_findings"
 
 
 @dataclass
-class Look:
-    """What was found; a problem for what wasn't."""
+class GpuFindings:
+    """What was found, and the problem with what was not."""
 
     problem: str | None = None
-    """Why no GPU can be used."""
+    """Why no GPU can be used; None if one can."""
     gpus: list[str] = field(default_factory=list)
     nccl: str = ""
     nvrtc: str | None = None
-    """The version of CUDA's compiler; None where it can't be loaded."""
+    """The version of CUDA's compiler; None if it can't be loaded."""
     healths: list[dict[str, Any]] = field(default_factory=list)
-    """What a rank would tell the others, with each of the GPUs."""
+    """The health of a rank with each of the GPUs."""
 
     def health(self, number: int) -> Health:
-        """What a rank of that number on its node has."""
+        """The health of the rank with that local rank."""
         if not self.healths:
             return Health(self.problem)
         return Health(**self.healths[number % len(self.healths)])
 
 
-def look_elsewhere(limit: float = _LIMIT_SECONDS) -> Look:
-    """`look`, in another process."""
+def find_in_subprocess(limit: float = _LIMIT_SECONDS) -> GpuFindings:
+    """`find_gpus` in another process."""
     path = os.pathsep.join(each or os.getcwd() for each in sys.path)
     try:
         ended = subprocess.run(
@@ -53,29 +53,29 @@ def look_elsewhere(limit: float = _LIMIT_SECONDS) -> Look:
             timeout=limit,
             check=False,
         )
-        return Look(**json.loads(ended.stdout))
+        return GpuFindings(**json.loads(ended.stdout))
     except subprocess.TimeoutExpired:
-        return Look(f"CuPy did not import within {limit:g} s")
+        return GpuFindings(f"CuPy did not import within {limit:g} s")
     except (ValueError, TypeError):
         lines = ended.stderr.strip().splitlines() or [f"its process ended with {ended.returncode}"]
-        return Look(f"CuPy can't be used: {lines[-1]}")
+        return GpuFindings(f"CuPy can't be used: {lines[-1]}")
 
 
-def look() -> Look:
-    """What this process has. Raises what CuPy raises where it is broken."""
+def find_gpus() -> GpuFindings:
+    """The findings of this process. Raises CuPy's exceptions if it is broken."""
     gpus, driver = cuda(), probe.nccl_driver()
     missing = driver.problem()
     nccl = missing or shown(driver.version())
     problem = gpus.problem()
     if problem is not None:
-        return Look(problem, [], nccl, _nvrtc())
+        return GpuFindings(problem, [], nccl, _nvrtc())
     numbers = range(gpus.device_count())
     healths = [asdict(examine(gpus, driver, number)) for number in numbers]
-    return Look(None, [_name(number) for number in numbers], nccl, _nvrtc(), healths)
+    return GpuFindings(None, [_name(number) for number in numbers], nccl, _nvrtc(), healths)
 
 
 def shown(version: int) -> str:
-    """NCCL's number as people write it: 22809 is 2.28.9."""
+    """NCCL's version as text: 22809 is 2.28.9."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
@@ -91,9 +91,9 @@ def _nvrtc() -> str | None:
 
     try:
         return ".".join(map(str, nvrtc.getVersion()))
-    except Exception:  # of whatever kind CuPy's loader of libraries raises
+    except Exception:  # CuPy's loader of libraries raises various kinds
         return None
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(look())))
+    print(json.dumps(asdict(find_gpus())))
