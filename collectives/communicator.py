@@ -8,9 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls import allocation, movements, objects, point_to_point, reductions, tuning
+from collectives.calls import (
+    PASS,
+    allocation,
+    movements,
+    objects,
+    point_to_point,
+    reductions,
+    tuning,
+)
 from collectives.calls.all_to_all import all_to_all
-from collectives.calls.bound import PASS
 from collectives.calls.explain import explain
 from collectives.calls.mailboxes import open_mailbox
 from collectives.calls.trace import trace

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 
+PASS = object()
+"""What a bound call returns, before it did anything, for arguments that it can't take."""
+
 
 class Operation(NamedTuple):
     """A call with checked arguments: the signature that the ranks compare, and its action."""

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from collectives.caching import LRU
-from collectives.calls import Operation
-from collectives.calls.bound import PASS, bind
+from collectives.calls import PASS, Operation
+from collectives.calls.bound import bind
 from collectives.calls.many import Many, Part, SharedBucket, overlapping
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound import PASS
+from collectives.calls import PASS
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine

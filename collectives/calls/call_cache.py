@@ -16,9 +16,9 @@ import numpy as np
 from collectives.arrays.kinds import Output, like, may_overlap, to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.caching import LRU
+from collectives.calls import PASS
 from collectives.calls.arguments import Rows, split_rows
-from collectives.calls.bound import PASS
-from collectives.calls.bound_collectives import (
+from collectives.calls.bound import (
     bind_all_gather,
     bind_all_reduce,
     bind_broadcast,

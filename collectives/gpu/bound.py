@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from collectives.calls.bound import PASS, bind
+from collectives.calls import PASS
+from collectives.calls.bound import bind
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.signature import Signature
 from collectives.cuda.interface import DeviceArray
