@@ -9,6 +9,8 @@ import pytest
 
 from tests.broken_transport import BROKEN_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 # One test of each collective, on two ranks.
 NOTICING = {
     "messages": [

@@ -55,6 +55,12 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="session")
+def slow(request):
+    """Whether slow tests are wanted: other tests may do more then."""
+    return request.config.getoption("slow")
+
+
+@pytest.fixture(scope="session")
 def world_size(request):
     """The number of ranks of the world that the test runs in."""
     if not hasattr(request, "param"):

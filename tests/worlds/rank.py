@@ -145,8 +145,8 @@ def wait_for_all(communicator):
     for number in itertools.count():
         if request.Test():
             return
-        # A rank that comes first polls for all rounds of the barrier: short sleeps in the beginning.
-        time.sleep(min(FIRST_POLL_SECONDS * 1.2**min(number, 50), LONGEST_POLL_SECONDS))
+        # A barrier has several rounds, each of which waits for a poll: short sleeps at first.
+        time.sleep(min(FIRST_POLL_SECONDS * 1.2 ** min(number, 50), LONGEST_POLL_SECONDS))
 
 
 def failure_report(item, example):
