@@ -38,9 +38,9 @@ SABOTAGES = {
     "a call that was withdrawn is counted": Sabotage(
         "self.sequence = sequence - 1", "pass", "test_deadlines"
     ),
-    "the deadline is ignored": Sabotage(
+    "every deadline is 5 s": Sabotage(
         "if waited >= self.deadline + grace and not ready():",
-        "if waited >= 30 and not ready():",
+        "if waited >= 5 + grace and not ready():",
         "test_deadlines",
     ),
     "a meeting ends without a fence": Sabotage(
@@ -60,7 +60,7 @@ SABOTAGES = {
     "the operands of a schedule's fold depend on the rank": Sabotage(
         "first, second = (theirs, mine) if step.peer < self.rank else (mine, theirs)",
         "first, second = (mine, theirs)",
-        "test_executor test_same_bits",
+        "test_same_bits",
     ),
     "the operands of two ranks' fold depend on the rank": Sabotage(
         "pair = (given, theirs) if peer else (theirs, given)",
@@ -127,7 +127,7 @@ def run_suite(folder, names):
         [*command, "-p", "no:cacheprovider", "--tb=short", *files],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder)},

@@ -26,6 +26,11 @@ def pytest_addoption(parser):
         " of Hypothesis",
     )
     group.addoption(
+        "--only-ranks",
+        action="store_true",
+        help="run only tests that run on ranks: the mpi tests, and those that launch programs",
+    )
+    group.addoption(
         "--world-timeout",
         type=float,
         metavar="SECONDS",
@@ -50,7 +55,8 @@ def pytest_configure(config):
     else:
         config.pluginmanager.register(Parent(config), "worlds-parent")
         offered = config.getoption("worlds")
-    selection = Selection(offered, only_world_tests, config.getoption("slow"))
+    only_ranks, slow = config.getoption("only_ranks"), config.getoption("slow")
+    selection = Selection(offered, only_world_tests, only_ranks, slow)
     config.pluginmanager.register(selection, "worlds-selection")
 
 
