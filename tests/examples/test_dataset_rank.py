@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 
 from tests.examples.support import example, known_lines_of, on_ranks, with_tasks
+from tests.slow import slow_but
 
 EPOCHS, BATCHES = 10, 45
 COMMAND = example("dataset_rank", "--numbers")
@@ -25,7 +26,7 @@ WAYS = {
     "2 deal": (lambda: on_ranks(4, [*COMMAND, "--data-tasks", "2"]), 2, 0, [2, 3]),
     "TF_CONFIG": (lambda: with_tasks(CLUSTER, TASKS, COMMAND), 2, 2, [0]),
 }
-any_way = pytest.mark.parametrize("way", WAYS)
+any_way = pytest.mark.parametrize("way", slow_but(WAYS, "plainly", "independent", "2 deal"))
 
 
 def said(way):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
 from tests.worlds.launcher import NO_MPIRUN, find_mpirun, mpirun_command, run_world
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def run(directory, *options):
     return RANK.sub("", ending.output)
 
 
-@pytest.mark.parametrize("options", [(), ("--staleness", "0")])
+@pytest.mark.parametrize("options", [(), *slow(("--staleness", "0"))])
 def test_both_workers_learn_to_read_digits(tmp_path, options):
     text = run(tmp_path, *options)
     # Lines of two ranks that are written at once may come as one.

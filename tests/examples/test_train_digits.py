@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.examples.support import example, known_lines_of, on_ranks, with_tasks
+from tests.slow import slow, slow_but
 
 EPOCHS = 30
 
@@ -47,7 +48,8 @@ WAYS = {
     "3 ranks": lambda: on_ranks(3, EXAMPLE),
     "TF_CONFIG": lambda: with_tasks(CLUSTER, TASKS, EXAMPLE),
 }
-any_way = pytest.mark.parametrize("way", WAYS)
+by_default = ("plainly", "one_device", "2 ranks, central_storage", "3 ranks", "TF_CONFIG")
+any_way = pytest.mark.parametrize("way", slow_but(WAYS, *by_default))
 
 
 def lines_of(way):
@@ -90,7 +92,7 @@ def test_every_way_gives_the_same_numbers(way):
         assert epoch["test_accuracy"] == wanted["test_accuracy"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *slow(3)])
 def test_one_copy_of_the_variables_gives_the_bits_of_many(size):
     expected = epochs_of(known_lines_of(under("mirrored", size)))
     assert epochs_of(known_lines_of(under("central_storage", size))) == expected
