@@ -26,7 +26,7 @@ WAYS = {
     "2 deal": (lambda: on_ranks(4, [*COMMAND, "--data-tasks", "2"]), 2, 0, [2, 3]),
     "TF_CONFIG": (lambda: with_tasks(CLUSTER, TASKS, COMMAND), 2, 2, [0]),
 }
-any_way = pytest.mark.parametrize("way", slow_but(WAYS, "plainly", "independent", "2 deal"))
+any_way = pytest.mark.parametrize("way", slow_but(WAYS, "2 deal"))
 
 
 def said(way):

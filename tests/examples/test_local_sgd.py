@@ -23,7 +23,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, "three ranks", "DiLoCo"))
+@pytest.mark.parametrize("way", slow_but(WAYS, "DiLoCo"))
 def test_it_learns_to_read_digits(launch, way):
     ranks, options = WAYS[way]
     ended = launch(ranks, [*EXAMPLE, *options], timeout=100)

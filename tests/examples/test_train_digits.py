@@ -48,7 +48,7 @@ WAYS = {
     "3 ranks": lambda: on_ranks(3, EXAMPLE),
     "TF_CONFIG": lambda: with_tasks(CLUSTER, TASKS, EXAMPLE),
 }
-by_default = ("plainly", "one_device", "2 ranks, central_storage", "3 ranks", "TF_CONFIG")
+by_default = ("plainly", "3 ranks", "TF_CONFIG")
 any_way = pytest.mark.parametrize("way", slow_but(WAYS, *by_default))
 
 

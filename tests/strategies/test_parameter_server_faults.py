@@ -80,7 +80,9 @@ def run(size, servers, body, directory, *, serve="pass", deaths=False, staleness
     return Ending(ended, time.monotonic() - start, directory)
 
 
-SIZES = pytest.mark.parametrize(("size", "servers"), [(3, 1), (4, 2)])
+SIZES = pytest.mark.parametrize(
+    ("size", "servers"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 
 ENDS = {
     "an exception": ("raise KeyError('one is unwell')", 1),

@@ -26,11 +26,6 @@ def pytest_addoption(parser):
         " of Hypothesis",
     )
     group.addoption(
-        "--only-ranks",
-        action="store_true",
-        help="run only tests that run on ranks: the mpi tests, and those that launch programs",
-    )
-    group.addoption(
         "--world-timeout",
         type=float,
         metavar="SECONDS",
@@ -55,8 +50,7 @@ def pytest_configure(config):
     else:
         config.pluginmanager.register(Parent(config), "worlds-parent")
         offered = config.getoption("worlds")
-    only_ranks, slow = config.getoption("only_ranks"), config.getoption("slow")
-    selection = Selection(offered, only_world_tests, only_ranks, slow)
+    selection = Selection(offered, only_world_tests, config.getoption("slow"))
     config.pluginmanager.register(selection, "worlds-selection")
 
 

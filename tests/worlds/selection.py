@@ -6,7 +6,6 @@ import pytest
 
 DEFAULT_SIZES = (1, 2, 3, 4)
 SLOW_SIZES = (1, 2, 3, 4, 5, 7, 8)
-LAUNCHERS = ("tests.worlds.programs", "tests.worlds.dying", "tests.worlds.hosts")
 
 
 def parse_sizes(text):
@@ -23,14 +22,6 @@ def parse_sizes(text):
 def is_world_test(node):
     """Tell whether a test needs a world of ranks."""
     return node.get_closest_marker("mpi") is not None
-
-
-def starts_ranks(item):
-    """Tell whether a test runs on ranks: in a world, or as programs that it launches."""
-    if is_world_test(item) or "launch" in item.fixturenames:
-        return True
-    used = vars(item.module).values()
-    return any(getattr(each, "__module__", "") in LAUNCHERS for each in used if callable(each))
 
 
 def world_size_of(item):
@@ -67,10 +58,9 @@ def sizes_to_generate(node, offered, slow):
 class Selection:
     """The plugin that generates a test per world size, orders them, and says what it left out."""
 
-    def __init__(self, offered, only_world_tests, only_ranks, slow):
+    def __init__(self, offered, only_world_tests, slow):
         self.offered = offered
         self.only_world_tests = only_world_tests
-        self.only_ranks = only_ranks
         self.slow = slow
         self.left_out = 0
         self.slow_left_out = 0
@@ -95,7 +85,6 @@ class Selection:
         unsuited = [i for i in items if self.offered and sizes[i] and sizes[i] not in self.offered]
         self.left_out = len(unsuited)
         ordinary = [item for item in items if self.only_world_tests and not sizes[item]]
-        ordinary += [item for item in items if self.only_ranks and not starts_ranks(item)]
         deselect(config, items, {*unsuited, *ordinary})
         items.sort(key=sizes.get)
 
