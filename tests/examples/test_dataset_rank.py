@@ -18,7 +18,7 @@ TASKS = [("data", 0), ("worker", 0), ("chief", 0)]
 
 # The command, the ranks that train, the chief's rank, those that deal.
 WAYS = {
-    "plainly": (lambda: COMMAND, 1, 0, []),
+    "plainly": (lambda: on_ranks(None, COMMAND), 1, 0, []),
     "1 rank": (lambda: on_ranks(1, COMMAND), 1, 0, []),
     "2 ranks": (lambda: on_ranks(2, COMMAND), 1, 0, [1]),
     "3 ranks": (lambda: on_ranks(3, COMMAND), 2, 0, [2]),

@@ -15,7 +15,7 @@ TASKS = [("evaluator", 0), ("worker", 0), ("chief", 0)]
 
 @pytest.fixture(scope="module")
 def alone():
-    return read(lines_of(example("evaluator_side_by_side")))
+    return read(lines_of(on_ranks(None, example("evaluator_side_by_side"))))
 
 
 def read(lines):
