@@ -38,9 +38,9 @@ SABOTAGES = {
     "a call that was withdrawn is counted": Sabotage(
         "self.sequence = sequence - 1", "pass", "test_deadlines"
     ),
-    "every deadline is 5 s": Sabotage(
+    "every deadline is 15 s": Sabotage(
         "if waited >= self.deadline + grace and not ready():",
-        "if waited >= 5 + grace and not ready():",
+        "if waited >= 15 + grace and not ready():",
         "test_deadlines",
     ),
     "a meeting ends without a fence": Sabotage(
