@@ -11,14 +11,20 @@ from tests.worlds.launcher import DIRECTORY_VARIABLE
 pytest_plugins = ["tests.worlds.plugin", "tests.gpu.plugin"]
 
 # All the ranks of a world must draw the same examples: no chance, no memory and no clock.
-settings.register_profile(
-    "worlds",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("worlds")
+for name, examples in (("worlds", 30), ("slow", 200)):
+    settings.register_profile(
+        name,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def pytest_configure(config):
+    """Before any test is imported, so that those that ask for fewer examples get the rest."""
+    settings.load_profile("slow" if config.getoption("slow") else "worlds")
 
 
 @pytest.fixture(scope="session", autouse=True)

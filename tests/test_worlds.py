@@ -1,6 +1,7 @@
 """The harness of the mpi tests, shown on small suites that a pytest of their own runs."""
 
 import mmap
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -82,15 +83,30 @@ def outcomes(troubled):
 def test_healthy_suite_passes_at_each_size(healthy):
     # As in a job of another MPI, whose variables must not reach the worlds.
     outcomes = healthy.outcomes(PMI_RANK="1", PMI_SIZE="2", OMPI_COMM_WORLD_SIZE="2")
-    sizes = ["1rank", *(f"{size}ranks" for size in (2, 3, 4, 5, 7, 8))]
+    sizes = ["1rank", "2ranks", "3ranks", "4ranks"]
     passed = {f"test_each_size[{kind}-{size}]" for kind in ("sum", "maximum") for size in sizes}
     passed |= {"test_marked[2ranks]", "test_marked[3ranks]"}
+    passed |= {"test_marked_larger_too[3ranks]", "test_marked_larger_alone[5ranks]"}
     passed |= {"test_ordinary", "test_without_fixtures[2ranks]"}
     assert {name for name, (outcome, _) in outcomes.items() if outcome == "passed"} == passed
     assert len(outcomes) == len(passed) + 2
     assert outcomes["test_skipped[2ranks]"][0] == "skipped"
     assert "not on a Sunday" in outcomes["test_skipped[2ranks]"][1]
     assert "known" in outcomes["test_expected_failure_without_exception[2ranks]"][1]
+
+
+def test_slow_tests_and_larger_worlds_are_for_the_option(healthy):
+    usual, slow = (
+        set(re.findall(r"::(\S+)", healthy.run("--collect-only", "-q", *options).stdout))
+        for options in ([], ["--slow"])
+    )
+    more = {f"test_each_size[{kind}-{n}ranks]" for kind in ("sum", "maximum") for n in (5, 7, 8)}
+    assert usual < slow
+    assert slow - usual == more | {"test_slow[2ranks]", "test_marked_larger_too[7ranks]"}
+    finished = healthy.run("--slow", "-v", "-k", "slow")
+    assert "test_slow[2ranks] PASSED" in finished.stdout
+    finished = healthy.run("-k", "slow")
+    assert "slow tests left out: 1 (--slow runs them)" in finished.stdout
 
 
 def test_single_case_launches_one_world(healthy):
@@ -110,8 +126,8 @@ def test_typed_mpirun_runs_the_tests_of_its_size(healthy):
     before = [*mpirun_command(find_mpirun(), 3), sys.executable, "-m", "mpi4py", "-m", "pytest"]
     finished = healthy.run("--with-mpi", "--only-mpi", "-x", before=before)
     assert finished.returncode == 0, finished.stdout
-    assert finished.stdout.count("3 passed") == 3
-    assert "3 mpi tests left out: their ranks marks exclude" in finished.stdout
+    assert finished.stdout.count("4 passed") == 3
+    assert "4 mpi tests left out: their ranks marks exclude" in finished.stdout
 
 
 def test_failure_on_one_rank_names_it(outcomes):

@@ -21,13 +21,13 @@ def test_every_strategy_is_measured():
 @pytest.mark.parametrize(
     ("name", "ranks", "training"),
     [
-        ("default", 1, 1),
-        ("one_device", 1, 1),
+        pytest.param("default", 1, 1, marks=pytest.mark.slow),
+        pytest.param("one_device", 1, 1, marks=pytest.mark.slow),
         ("mirrored", 2, 2),
-        ("central_storage", 2, 2),
-        ("local_SGD,_every_8_steps", 2, 2),
-        ("multi-worker_mirrored,_dataset_rank", 3, 2),
-        ("parameter_server", 3, 2),
+        pytest.param("central_storage", 2, 2, marks=pytest.mark.slow),
+        pytest.param("local_SGD,_every_8_steps", 2, 2, marks=pytest.mark.slow),
+        pytest.param("multi-worker_mirrored,_dataset_rank", 3, 2, marks=pytest.mark.slow),
+        pytest.param("parameter_server", 3, 2, marks=pytest.mark.slow),
         ("parameter_server,_coordinator", 3, 1),
     ],
 )

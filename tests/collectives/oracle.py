@@ -1,5 +1,7 @@
 """Values that depend on the rank, and what the collectives must make of them, in plain NumPy."""
 
+from contextlib import contextmanager
+
 import ml_dtypes
 import numpy as np
 
@@ -16,7 +18,16 @@ PAIRS = [
     for dtype in DTYPES
     if not (op in ("min", "max") and dtype.kind == "c")
 ]
-PAIR_IDS = [f"{op}-{dtype.name}" for op, dtype in PAIRS]
+
+
+@contextmanager
+def case(*what):
+    """Name the turn of a loop in what is raised there."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(map(str, what))
+        raise AssertionError(f"{text}: {type(error).__name__}: {error}") from error
 
 
 def value(rank, shape, dtype=np.float64, largest=5):

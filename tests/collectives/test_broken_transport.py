@@ -9,29 +9,31 @@ import pytest
 
 from tests.broken_transport import BROKEN_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 # One test of each collective, on two ranks.
 NOTICING = {
     "messages": [
-        "test_all_reduce_on_every_path[3-ring-2ranks]",
+        "test_all_reduce_on_every_path[ring-2ranks]",
         "test_reduce_to_every_root[binomial-2ranks]",
-        "test_broadcast_from_every_root[float64-binomial-2ranks]",
-        "test_all_gather_along_axes_of_differing_length[0-ring-2ranks]",
+        "test_broadcast_from_every_root[binomial-2ranks]",
+        "test_all_gather_along_axes_of_differing_length[ring-2ranks]",
         "test_gather_to_every_root[binomial-2ranks]",
-        "test_scatter_from_every_root[0-binomial-2ranks]",
-        "test_reduce_scatter[sum-0-ring-2ranks]",
+        "test_scatter_from_every_root[binomial-2ranks]",
+        "test_reduce_scatter[ring-2ranks]",
         "test_all_to_all_of_blocks_that_all_differ[pairwise-2ranks]",
         "test_send_and_recv_round_the_ring[2ranks]",
         "test_objects[2ranks]",
     ],
     "memory": [
-        "test_all_reduce_on_every_path[3-None-2ranks]",
-        "test_all_reduce_on_every_path[100003-shared-2ranks]",
+        "test_all_reduce_on_every_path[None-2ranks]",
+        "test_all_reduce_on_every_path[shared-2ranks]",
         "test_reduce_to_every_root[shared-2ranks]",
-        "test_broadcast_from_every_root[float64-shared-2ranks]",
-        "test_all_gather_along_axes_of_differing_length[0-shared-2ranks]",
+        "test_broadcast_from_every_root[shared-2ranks]",
+        "test_all_gather_along_axes_of_differing_length[shared-2ranks]",
         "test_gather_to_every_root[shared-2ranks]",
-        "test_scatter_from_every_root[0-shared-2ranks]",
-        "test_reduce_scatter[sum-0-shared-2ranks]",
+        "test_scatter_from_every_root[shared-2ranks]",
+        "test_reduce_scatter[shared-2ranks]",
         "test_all_to_all_of_blocks_that_all_differ[shared-2ranks]",
     ],
 }

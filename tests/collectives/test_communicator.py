@@ -1,5 +1,6 @@
 """Every call of the communicator over MPI, with values that depend on the rank."""
 
+import itertools
 import pickle
 import threading
 
@@ -8,9 +9,17 @@ import pytest
 
 import collectives
 from collectives import algorithms
-from tests.collectives.oracle import DTYPES, PAIR_IDS, PAIRS, reduced, value, values
+from tests.collectives.oracle import DTYPES, PAIRS, case, reduced, value, values
 
 pytestmark = pytest.mark.mpi
+
+
+FLOATS = ("float16", "float32", "bfloat16")
+
+
+def dtypes_of(names):
+    """The dtypes of these names, bfloat16 included."""
+    return [dtype for dtype in DTYPES if dtype.name in names]
 
 
 def paths(collective):
@@ -18,51 +27,51 @@ def paths(collective):
     return [None, *algorithms.names(collective), "native", "shared"]
 
 
-@pytest.mark.parametrize(("op", "dtype"), PAIRS, ids=PAIR_IDS)
-def test_all_reduce_of_every_dtype(comm, op, dtype):
-    largest = 2 if op == "product" else 5
-    expected = reduced(op, values(comm.size, (3, 7), dtype, largest))
-    for name in algorithms.names("all_reduce"):
+@pytest.mark.parametrize("algorithm", algorithms.names("all_reduce"))
+def test_all_reduce_of_every_dtype(comm, algorithm):
+    for op, dtype in PAIRS:
+        largest = 2 if op == "product" else 5
+        expected = reduced(op, values(comm.size, (3, 7), dtype, largest))
         array = value(comm.rank, (3, 7), dtype, largest)
-        result = comm.all_reduce(array, op, algorithm=name)
-        assert result.dtype == expected.dtype
-        np.testing.assert_array_equal(result, expected)
+        with case(op, dtype):
+            result = comm.all_reduce(array, op, algorithm=algorithm)
+            assert result.dtype == expected.dtype
+            np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("path", paths("all_reduce"))
-@pytest.mark.parametrize("length", [0, 1, 3, 1000, 100_003])
-def test_all_reduce_on_every_path(comm, path, length):
-    array = value(comm.rank, length)
-    expected = reduced("sum", values(comm.size, length))
-    np.testing.assert_array_equal(comm.all_reduce(array, algorithm=path), expected)
-    out = np.full(length, -1.0)
-    assert comm.all_reduce(array, out=out, algorithm=path) is out
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(array, value(comm.rank, length))
-    assert comm.all_reduce(array, out=array, algorithm=path) is array
-    np.testing.assert_array_equal(array, expected)
+def test_all_reduce_on_every_path(comm, path):
+    for length in (0, 1, 3, 1000, 100_003):
+        with case("length", length):
+            array = value(comm.rank, length)
+            expected = reduced("sum", values(comm.size, length))
+            np.testing.assert_array_equal(comm.all_reduce(array, algorithm=path), expected)
+            out = np.full(length, -1.0)
+            assert comm.all_reduce(array, out=out, algorithm=path) is out
+            np.testing.assert_array_equal(out, expected)
+            np.testing.assert_array_equal(array, value(comm.rank, length))
+            assert comm.all_reduce(array, out=array, algorithm=path) is array
+            np.testing.assert_array_equal(array, expected)
 
 
 @pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
-@pytest.mark.parametrize("holder", ["first", "last"])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
-def test_a_nan_on_any_rank_reaches_all(comm, op, holder, dtype):
-    dtype = next(each for each in DTYPES if each.name == dtype)
-    array = value(comm.rank, 40, dtype, largest=2 if op == "product" else 5)
-    if comm.rank == (0 if holder == "first" else comm.size - 1):
-        array[7] = np.nan
-    result = comm.all_reduce(array, op).astype(float)
-    assert np.isnan(result[7])
-    assert np.isfinite(np.delete(result, 7)).all()
+def test_a_nan_on_any_rank_reaches_all(comm, op):
+    for dtype, holder in itertools.product(dtypes_of(FLOATS), (0, comm.size - 1)):
+        array = value(comm.rank, 40, dtype, largest=2 if op == "product" else 5)
+        if comm.rank == holder:
+            array[7] = np.nan
+        with case(dtype, "rank", holder):
+            result = comm.all_reduce(array, op).astype(float)
+            assert np.isnan(result[7])
+            assert np.isfinite(np.delete(result, 7)).all()
 
 
 @pytest.mark.parametrize("path", [None, *algorithms.names("all_reduce")])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16", "complex64"])
-def test_all_ranks_end_with_the_same_bits(comm, path, dtype):
-    dtype = next(each for each in DTYPES if each.name == dtype)
-    array = (np.random.default_rng(comm.rank).standard_normal(1001) * 100).astype(dtype)
-    result = comm.all_reduce(array, algorithm=path)
-    assert len(set(comm.all_gather_object(result.tobytes()))) == 1
+def test_all_ranks_end_with_the_same_bits(comm, path):
+    for dtype in dtypes_of([*FLOATS, "complex64"]):
+        array = (np.random.default_rng(comm.rank).standard_normal(1001) * 100).astype(dtype)
+        result = comm.all_reduce(array, algorithm=path)
+        assert len(set(comm.all_gather_object(result.tobytes()))) == 1, dtype
 
 
 @pytest.mark.ranks(2, 3)
@@ -83,17 +92,18 @@ def test_16_bit_sums_round_once_per_hop(comm, dtype):
     np.testing.assert_array_equal(result.view(np.uint16), expected.view(np.uint16))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "int64"])
-def test_integers_wrap(comm, dtype):
+def test_integers_wrap(comm):
     """Long enough for the vector loops of the MPIs, one of which saturates."""
-    array = np.full(257, np.iinfo(dtype).max - 5, dtype)
-    expected = reduced("sum", [array] * comm.size)
-    np.testing.assert_array_equal(comm.all_reduce(array), expected)
-    block = np.array_split(expected, comm.size)[comm.rank]
-    np.testing.assert_array_equal(comm.reduce_scatter(array), block)
-    total = comm.reduce(array, root=comm.size - 1)
-    if comm.rank == comm.size - 1:
-        np.testing.assert_array_equal(total, expected)
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64"):
+        array = np.full(257, np.iinfo(dtype).max - 5, dtype)
+        expected = reduced("sum", [array] * comm.size)
+        with case(dtype):
+            np.testing.assert_array_equal(comm.all_reduce(array), expected)
+            block = np.array_split(expected, comm.size)[comm.rank]
+            np.testing.assert_array_equal(comm.reduce_scatter(array), block)
+            total = comm.reduce(array, root=comm.size - 1)
+            if comm.rank == comm.size - 1:
+                np.testing.assert_array_equal(total, expected)
 
 
 @pytest.mark.parametrize("path", paths("broadcast"))
@@ -127,26 +137,27 @@ def test_reduce_into_out(comm):
 
 
 @pytest.mark.parametrize("path", paths("broadcast"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-def test_broadcast_from_every_root(comm, path, dtype):
-    for root in range(comm.size):
+def test_broadcast_from_every_root(comm, path):
+    for dtype, root in itertools.product(DTYPES, range(comm.size)):
         array = value(comm.rank, (5, 2), dtype)
-        assert comm.broadcast(array, root=root, algorithm=path) is array
-        np.testing.assert_array_equal(array, value(root, (5, 2), dtype))
+        with case(dtype, "from rank", root):
+            assert comm.broadcast(array, root=root, algorithm=path) is array
+            np.testing.assert_array_equal(array, value(root, (5, 2), dtype))
 
 
 @pytest.mark.parametrize("path", paths("all_gather"))
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_all_gather_along_axes_of_differing_length(comm, path, axis):
-    def own(rank):
+def test_all_gather_along_axes_of_differing_length(comm, path):
+    def own(rank, axis):
         shape = [2, 3, 2]
         shape[axis] = (rank * 2 + 1) % 4
         return value(rank, shape)
 
-    expected = np.concatenate([own(rank) for rank in range(comm.size)], axis=axis)
-    result = comm.all_gather(own(comm.rank), axis=axis, algorithm=path)
-    assert result.flags.c_contiguous
-    np.testing.assert_array_equal(result, expected)
+    for axis in (0, 1, -1):
+        expected = np.concatenate([own(rank, axis) for rank in range(comm.size)], axis=axis)
+        with case("axis", axis):
+            result = comm.all_gather(own(comm.rank, axis), axis=axis, algorithm=path)
+            assert result.flags.c_contiguous
+            np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("path", paths("gather"))
@@ -158,24 +169,26 @@ def test_gather_to_every_root(comm, path):
 
 
 @pytest.mark.parametrize("path", paths("scatter"))
-@pytest.mark.parametrize("axis", [0, 1])
-def test_scatter_from_every_root(comm, path, axis):
-    for root in range(comm.size):
+def test_scatter_from_every_root(comm, path):
+    for axis, root in itertools.product((0, 1), range(comm.size)):
         whole = value(root + 1, (5, 11), np.int16)
         given = whole if comm.rank == root else None
-        block = comm.scatter(given, root=root, axis=axis, algorithm=path)
-        np.testing.assert_array_equal(block, np.array_split(whole, comm.size, axis)[comm.rank])
-        assert not np.shares_memory(block, whole)
+        with case("axis", axis, "from rank", root):
+            block = comm.scatter(given, root=root, axis=axis, algorithm=path)
+            np.testing.assert_array_equal(block, np.array_split(whole, comm.size, axis)[comm.rank])
+            assert not np.shares_memory(block, whole)
 
 
 @pytest.mark.parametrize("path", paths("reduce_scatter"))
-@pytest.mark.parametrize(("op", "axis"), [("sum", 0), ("sum", 1), ("max", 0)])
-def test_reduce_scatter(comm, path, op, axis):
-    # MPI's MAX of floats may lose a NaN, so it isn't offered.
-    dtype = np.int64 if path == "native" and op == "max" else np.float64
-    whole = reduced(op, values(comm.size, (7, 5), dtype))
-    block = comm.reduce_scatter(value(comm.rank, (7, 5), dtype), op, axis=axis, algorithm=path)
-    np.testing.assert_array_equal(block, np.array_split(whole, comm.size, axis)[comm.rank])
+def test_reduce_scatter(comm, path):
+    for op, axis in (("sum", 0), ("sum", 1), ("max", 0)):
+        # MPI's MAX of floats may lose a NaN, so it isn't offered.
+        dtype = np.int64 if path == "native" and op == "max" else np.float64
+        whole = reduced(op, values(comm.size, (7, 5), dtype))
+        array = value(comm.rank, (7, 5), dtype)
+        with case(op, "axis", axis):
+            block = comm.reduce_scatter(array, op, axis=axis, algorithm=path)
+            np.testing.assert_array_equal(block, np.array_split(whole, comm.size, axis)[comm.rank])
 
 
 @pytest.mark.parametrize("path", paths("all_to_all"))
@@ -209,13 +222,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_goes_in(comm, layout):
-    arrays = [LAYOUTS[layout](value(rank, (4, 6), np.float32)) for rank in range(comm.size)]
-    array = arrays[comm.rank]
-    array.flags.writeable = False
-    np.testing.assert_array_equal(comm.all_reduce(array), reduced("sum", arrays))
-    np.testing.assert_array_equal(comm.all_gather(array), np.concatenate(arrays))
+def test_any_layout_goes_in(comm):
+    for name, layout in LAYOUTS.items():
+        arrays = [layout(value(rank, (4, 6), np.float32)) for rank in range(comm.size)]
+        array = arrays[comm.rank]
+        array.flags.writeable = False
+        with case(name):
+            np.testing.assert_array_equal(comm.all_reduce(array), reduced("sum", arrays))
+            np.testing.assert_array_equal(comm.all_gather(array), np.concatenate(arrays))
 
 
 def test_out_of_any_layout_is_filled(comm):

@@ -80,7 +80,7 @@ def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
         start = time.monotonic()
         with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError) as caught:
             CALLS[call](patient)
-        assert 0.3 <= time.monotonic() - start < 2.3
+        assert 0.3 <= time.monotonic() - start < 10
         check_error(caught.value, patient, late, record_directory)
         (warning, *_) = [each.message for each in caplog.records if each.name == "collectives"]
         assert "all_reduce(sum" in warning

@@ -107,7 +107,7 @@ def test_a_rank_that_raises_while_the_others_wait_is_reported(launch):
     assert found["broadcast"] == ["ok"]
     assert "gather" not in found
     # Five seconds until the others give up; the start of three interpreters comes on top.
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
 
 
 def test_without_threads_such_ranks_are_ended(launch):

@@ -14,7 +14,8 @@ from collectives.schedules.schedule import split_lengths
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import reduced, value, values
 
-SIZES = range(1, 10)
+# Powers of two and others; the verifier sees to larger ones.
+SIZES = [1, 2, 3, 5, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 6, 7, 9))]
 
 
 def over(size, function):
@@ -68,7 +69,7 @@ def test_gathering_ragged_rows(collective, algorithm, size):
         return value(rank, ((rank * 3) % 4, 2))
 
     def every_root(comm):
-        for root in range(size):
+        for root in range(size if collective == "gather" else 1):
             if collective == "all_gather":
                 joined = comm.all_gather(own(comm.rank), algorithm=algorithm)
             else:
@@ -85,7 +86,7 @@ def test_gathering_ragged_rows(collective, algorithm, size):
 @pytest.mark.parametrize("rows", [0, 3, 20])
 def test_scattering_uneven_rows(collective, algorithm, size, rows):
     def every_root(comm):
-        for root in range(size):
+        for root in range(size if collective == "scatter" else 1):
             if collective == "scatter":
                 whole = value(root, (rows, 3))
                 given_array = whole if comm.rank == root else None

@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 
+from tests.slow import slow_but
 from tests.worlds import hosts
 
 REASON = hosts.why_not()
@@ -32,7 +33,7 @@ def run(two, ranks, body):
     return ended
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("ranks", slow_but([(1, 1), (2, 1), (2, 2), (3, 2)], (2, 1)))
 def test_collectives_between_hosts(two, ranks):
     run(
         two,

@@ -428,7 +428,7 @@ else:
         assert "rank 1 can't go on, since an exception ended a call there" in str(error), error
     else:
         raise AssertionError("went on")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 """
     done = launch(2, [sys.executable, "-c", body], timeout=60)
     assert done.returncode == 0, done.stderr

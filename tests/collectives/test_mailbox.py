@@ -206,9 +206,9 @@ def test_a_wait_for_messages_ends_in_time(comm):
     box = comm.mailbox()
     start = time.monotonic()
     assert box.receive(timeout=0) is None
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 1
     assert box.receive(timeout=0.2) is None
-    assert 0.2 <= time.monotonic() - start < 2
+    assert 0.2 <= time.monotonic() - start < 10
     comm.barrier()
     box.close()
 
@@ -386,7 +386,7 @@ for wait in (large.wait, box.flush):
         assert f"rank {last}" in str(error), error
     else:
         assert wait != large.wait, "no error"
-assert time.monotonic() - start < 5
+assert time.monotonic() - start < 15
 assert not box.alive(last)
 try:
     box.send(last, "too late")

@@ -106,7 +106,7 @@ def program(body):
 
 @pytest.mark.parametrize("end", QUIET_ENDS)
 def test_a_program_that_ends_says_nothing(end, launch):
-    ended = launch(3, program(QUIET_ENDS[end]), timeout=30)
+    ended = launch(3, program(QUIET_ENDS[end]), timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
@@ -126,7 +126,7 @@ else:
 comm.deadline = 20
 comm.all_reduce(np.ones(3))
 """
-    ended = launch(3, program(body), timeout=30)
+    ended = launch(3, program(body), timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

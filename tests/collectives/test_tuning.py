@@ -14,6 +14,7 @@ from collectives.execution.calibration import fit
 from collectives.execution.cost_model import NATIVE, SHARED, CostParameters, Layout
 from collectives.execution.parameters_file import Key
 from collectives.transports.local import run
+from tests.slow import slow
 
 KEY = Key("host", "MPI 1", Layout((2, 1), 1.5))
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
@@ -197,7 +198,7 @@ def test_ranks_that_ask_for_different_tunings_are_told(comm, made):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("node_of", [[0, 1, 1], [0, 0, 1], [0, 1, 2]])
+@pytest.mark.parametrize("node_of", [[0, 1, 1], *slow([0, 0, 1], [0, 1, 2])])
 def test_tune_between_nodes(comm, made, node_of):
     spread = made(node_of=node_of)
     text = alike(comm, spread.tune())

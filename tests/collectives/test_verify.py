@@ -6,18 +6,24 @@ import pytest
 import collectives
 from collectives import algorithms
 from collectives.schedules.schedule import for_rank
+from tests.slow import slow
 
 PAIRS = algorithms.pairs()
 
 
+SIZES = [*range(1, 20), 31, 32, 33, 64]
+OTHERS = [size for size in range(20, 64) if size not in SIZES]
+
+
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
-def test_exact_up_to_64_ranks(collective, algorithm):
-    for size in range(1, 65):
+@pytest.mark.parametrize("sizes", [SIZES, *slow(OTHERS)], ids=["some", "others"])
+def test_exact_up_to_64_ranks(collective, algorithm, sizes):
+    for size in sizes:
         collectives.verify(collective, algorithm, size)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
-@pytest.mark.parametrize("size", [1024, 4096])
+@pytest.mark.parametrize("size", [300, *slow(1024, 4096)])
 def test_by_fingerprint_on_many_ranks(collective, algorithm, size):
     collectives.verify(collective, algorithm, size)
 

@@ -17,7 +17,7 @@ from collectives.shm.online_tuning import OnlineTuning, PathTimes
 from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.progress import ProgressCounters
 from collectives.waiting.wait_policy import WaitPolicy
-from tests.collectives.oracle import PAIR_IDS, PAIRS, reduced, value, values
+from tests.collectives.oracle import PAIRS, case, reduced, value, values
 
 WAYS = ["staged", "single_copy", "shared", "native"]
 # Nothing, less than a line, beyond a block of every way.
@@ -25,7 +25,6 @@ LENGTHS = [0, 1, 5, 40_000, 300_001]
 
 on_ranks = pytest.mark.mpi
 way = pytest.mark.parametrize("way", WAYS)
-length = pytest.mark.parametrize("length", LENGTHS)
 
 
 def normal(rank, length, dtype=np.float32):
@@ -34,8 +33,13 @@ def normal(rank, length, dtype=np.float32):
 
 @on_ranks
 @way
-@length
-def test_reductions(comm, way, length):
+def test_reductions(comm, way):
+    for length in LENGTHS:
+        with case("length", length):
+            check_reductions(comm, way, length)
+
+
+def check_reductions(comm, way, length):
     given = value(comm.rank, length, np.int64)
     expected = reduced("sum", values(comm.size, length, np.int64))
     array, out = given.copy(), np.full_like(given, -1)
@@ -59,18 +63,24 @@ def test_reductions(comm, way, length):
 
 @on_ranks
 @pytest.mark.parametrize("way", ["staged", "single_copy"])
-@pytest.mark.parametrize(("op", "dtype"), PAIRS, ids=PAIR_IDS)
-def test_every_dtype(comm, way, op, dtype):
-    largest = 2 if op == "product" else 5
-    array = value(comm.rank, 20_011, dtype, largest)
-    expected = reduced(op, values(comm.size, 20_011, dtype, largest))
-    np.testing.assert_array_equal(comm.all_reduce(array, op, algorithm=way), expected)
+def test_every_dtype(comm, way):
+    for op, dtype in PAIRS:
+        largest = 2 if op == "product" else 5
+        array = value(comm.rank, 20_011, dtype, largest)
+        expected = reduced(op, values(comm.size, 20_011, dtype, largest))
+        with case(op, dtype):
+            np.testing.assert_array_equal(comm.all_reduce(array, op, algorithm=way), expected)
 
 
 @on_ranks
 @way
-@length
-def test_movements(comm, way, length):
+def test_movements(comm, way):
+    for length in LENGTHS:
+        with case("length", length):
+            check_movements(comm, way, length)
+
+
+def check_movements(comm, way, length):
     size, rank = comm.size, comm.rank
     parts = [value(each, length + each % 2, np.int16) for each in range(size)]
     joined = np.concatenate(parts)

@@ -11,17 +11,18 @@ from tests.devices.gpu_worlds import run, same, simulated
 SIZES = [1, 2, 3, 5]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "auto", "mpi"])
-@pytest.mark.parametrize(("op", "dtype"), oracle.PAIRS, ids=oracle.PAIR_IDS)
-def test_all_reduce(op, dtype, backend):
-    inputs = oracle.values(3, (4, 5), dtype)
-
+# An id that is "mpi" would be a mark to pytest-mpi.
+@pytest.mark.parametrize("backend", ["nccl", "auto", "mpi"], ids="over {}".format)
+def test_all_reduce(backend):
     def program(comm, cuda):
-        array = cuda.from_host(inputs[comm.rank])
-        same(comm.all_reduce(array, op), oracle.reduced(op, inputs))
-        if oracle.reduced(op, inputs).dtype == dtype:
-            assert comm.all_reduce(array, op, out=array) is array
-            same(array, oracle.reduced(op, inputs))
+        for op, dtype in oracle.PAIRS:
+            inputs = oracle.values(3, (4, 5), dtype)
+            with oracle.case(op, dtype):
+                array = cuda.from_host(inputs[comm.rank])
+                same(comm.all_reduce(array, op), oracle.reduced(op, inputs))
+                if oracle.reduced(op, inputs).dtype == dtype:
+                    assert comm.all_reduce(array, op, out=array) is array
+                    same(array, oracle.reduced(op, inputs))
 
     run(3, program, backend=backend)
 

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -16,8 +15,8 @@ from tests.worlds.launcher import NO_MPIRUN, find_mpirun, mpirun_command, run_wo
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 120
 
-# The mark of a line's rank, as MPICH and as Open MPI write it.
-RANK = re.compile(r"\[(?:[^\]]*,)?(\d+)\](?:<stdout>:)? ?")
+# mpirun may join the lines that two ranks write at once: each writes to a file of its own.
+APART = 'exec "$@" > "$SAID/${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}"'
 
 
 def example(name, *options):
@@ -28,10 +27,15 @@ def example(name, *options):
 def on_ranks(size, command):
     """The command under mpirun; None: plainly."""
     if size is None:
-        return command
+        return apart(command)
     if not (mpirun := find_mpirun()):
         pytest.fail(NO_MPIRUN, pytrace=False)
-    return [*mpirun_command(mpirun, size), *command]
+    return [*mpirun_command(mpirun, size), *apart(command)]
+
+
+def apart(command):
+    """The command, whose rank says what it says in a file of its own."""
+    return ["sh", "-c", APART, "apart", *command] if command else []
 
 
 def with_tasks(cluster, tasks, command):
@@ -39,22 +43,31 @@ def with_tasks(cluster, tasks, command):
     line = on_ranks(1, [])
     for rank, (kind, index) in enumerate(tasks):
         config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
-        line += [*([":", "-n", "1"] if rank else []), "env", f"TF_CONFIG={config}", *command]
+        line += [*([":", "-n", "1"] if rank else []), "env", f"TF_CONFIG={config}", *apart(command)]
     return line
 
 
 def run(command):
-    """How a command ended that runs until its end."""
+    """How a command ended that runs until its end, and what it said: (rank, text) of each line.
+
+    The lines of a rank are in their order, the ranks one after the other.
+    """
     with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
+        said = Path(name) / "said"
+        said.mkdir()
+        os.environ["SAID"] = str(said)
         os.environ.pop("TF_CONFIG", None)
-        return run_world(command, Path(name), Path(name), LIMIT_SECONDS)
+        ending = run_world(command, Path(name), Path(name), LIMIT_SECONDS)
+        paths = sorted(said.iterdir(), key=lambda path: int(path.name))
+        lines = [(int(path.name), text) for path in paths for text in path.read_text().splitlines()]
+    return ending, lines
 
 
 def lines_of(command):
     """What a command that succeeds says: (rank, text) of each line."""
-    ending = run(command)
+    ending, lines = run(command)
     assert ending.succeeded, f"{ending.description}\n{ending.tail()}"
-    return [read_line(line) for line in ending.output.splitlines()]
+    return lines
 
 
 def known_lines_of(command):
@@ -65,10 +78,3 @@ def known_lines_of(command):
 @functools.cache
 def _known_lines_of(command):
     return lines_of(list(command))
-
-
-def read_line(line):
-    """The rank and the text; MPICH marks every write, and so possibly the end of a line too."""
-    ranks = {int(rank) for rank in RANK.findall(line)} or {0}
-    assert len(ranks) == 1
-    return ranks.pop(), RANK.sub("", line)

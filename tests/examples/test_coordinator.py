@@ -1,21 +1,11 @@
 """The coordinator's example: a chief, two workers and a ps, each with a TF_CONFIG."""
 
-import json
 import re
-import sys
-from pathlib import Path
 
-import pytest
+from tests.examples.support import example, lines_of, on_ranks, run, with_tasks
 
-from tests.worlds.launcher import NO_MPIRUN, find_mpirun, mpirun_command, run_world
-
-ROOT = Path(__file__).parents[2]
-EXAMPLE = [sys.executable, str(ROOT / "examples" / "coordinator.py")]
-LIMIT_SECONDS = 120
+EXAMPLE = example("coordinator")
 EPOCHS = 12
-
-# The mark of a line's rank, as MPICH and as Open MPI write it.
-RANK = re.compile(r"\[(?:[^\]]*,)?(\d+)\](?:<stdout>:)? ?")
 EPOCH = re.compile(
     r"epoch +(?P<epoch>\d+)  loss (?P<loss>\d\.\d{4})  test accuracy +(?P<accuracy>[\d.]+)%"
     r" +\d+ steps/s"
@@ -25,35 +15,19 @@ CLUSTER = {"chief": ["h"], "worker": ["h", "h"], "ps": ["h"]}
 TASKS = [("worker", 1), ("ps", 0), ("chief", 0), ("worker", 0)]
 
 
-def command():
-    mpirun = find_mpirun()
-    if mpirun is None:
-        pytest.fail(NO_MPIRUN, pytrace=False)
-    line = mpirun_command(mpirun, 1)
-    for number, (task_type, index) in enumerate(TASKS):
-        config = json.dumps({"cluster": CLUSTER, "task": {"type": task_type, "index": index}})
-        line += [":", "-n", "1"] if number else []
-        line += ["env", f"TF_CONFIG={config}", *EXAMPLE]
-    return line
-
-
-def test_the_chief_trains_with_its_workers(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    ending = run_world(command(), tmp_path, tmp_path, LIMIT_SECONDS)
-    assert ending.succeeded, f"{ending.description}\n{ending.tail()}"
-    lines = [RANK.sub("", line) for line in ending.output.splitlines()]
-    served = sorted(line.split(":")[0] for line in lines if "no more to do" in line)
-    assert served == ["ps 0", "worker 0", "worker 1"]
-    epochs = [found.groupdict() for line in lines if (found := EPOCH.fullmatch(line))]
+def test_the_chief_trains_with_its_workers():
+    lines = lines_of(with_tasks(CLUSTER, TASKS, EXAMPLE))
+    served = {rank: text.split(":")[0] for rank, text in lines if "no more to do" in text}
+    assert served == {0: "worker 1", 1: "ps 0", 3: "worker 0"}
+    told = [text for rank, text in lines if rank == 2]
+    epochs = [EPOCH.fullmatch(text).groupdict() for text in told]
     assert [int(epoch["epoch"]) for epoch in epochs] == list(range(1, EPOCHS + 1))
     assert float(epochs[-1]["loss"]) < 0.1 * float(epochs[0]["loss"])
     assert float(epochs[-1]["accuracy"]) >= 95
     assert len(lines) == EPOCHS + 3
 
 
-def test_without_a_cluster_it_says_what_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    ending = run_world(EXAMPLE, tmp_path, tmp_path, LIMIT_SECONDS)
+def test_without_a_cluster_it_says_what_it_needs():
+    ending, _ = run(on_ranks(None, EXAMPLE))
     assert not ending.succeeded
     assert "each with a TF_CONFIG" in ending.output

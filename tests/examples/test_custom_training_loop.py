@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.examples.support import example, known_lines_of, on_ranks
+from tests.slow import slow
 
 EPOCHS = 5
 LINE = re.compile(
@@ -24,7 +25,7 @@ def parts(lines):
     return [LINE.fullmatch(text).groupdict() for _, text in lines if LINE.fullmatch(text)]
 
 
-sizes = pytest.mark.parametrize("size", [None, 1, 2, 3])
+sizes = pytest.mark.parametrize("size", [None, 2, *slow(1, 3)])
 
 
 @sizes

@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 
 from tests.examples.support import example, known_lines_of, on_ranks, with_tasks
+from tests.slow import slow_but
 
 EPOCHS, BATCHES = 10, 45
 COMMAND = example("dataset_rank", "--numbers")
@@ -17,7 +18,7 @@ TASKS = [("data", 0), ("worker", 0), ("chief", 0)]
 
 # The command, the ranks that train, the chief's rank, those that deal.
 WAYS = {
-    "plainly": (lambda: COMMAND, 1, 0, []),
+    "plainly": (lambda: on_ranks(None, COMMAND), 1, 0, []),
     "1 rank": (lambda: on_ranks(1, COMMAND), 1, 0, []),
     "2 ranks": (lambda: on_ranks(2, COMMAND), 1, 0, [1]),
     "3 ranks": (lambda: on_ranks(3, COMMAND), 2, 0, [2]),
@@ -25,7 +26,7 @@ WAYS = {
     "2 deal": (lambda: on_ranks(4, [*COMMAND, "--data-tasks", "2"]), 2, 0, [2, 3]),
     "TF_CONFIG": (lambda: with_tasks(CLUSTER, TASKS, COMMAND), 2, 2, [0]),
 }
-any_way = pytest.mark.parametrize("way", WAYS)
+any_way = pytest.mark.parametrize("way", slow_but(WAYS, "2 deal"))
 
 
 def said(way):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.examples.support import example, lines_of, on_ranks, with_tasks
+from tests.slow import slow
 
 LINE = re.compile(r"checkpoint of epoch (\d): test accuracy +([\d.]+)%")
 CLUSTER = {"chief": ["a"], "worker": ["b"]}
@@ -14,7 +15,7 @@ TASKS = [("evaluator", 0), ("worker", 0), ("chief", 0)]
 
 @pytest.fixture(scope="module")
 def alone():
-    return read(lines_of(example("evaluator_side_by_side")))
+    return read(lines_of(on_ranks(None, example("evaluator_side_by_side"))))
 
 
 def read(lines):
@@ -28,7 +29,7 @@ def read(lines):
     return evaluations, others
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["in the cluster", "outside of it"])
+@pytest.mark.parametrize("inside", [True, *slow(False)], ids=["in the cluster", "outside of it"])
 def test_the_evaluator_evaluates_what_the_others_train(inside, alone):
     cluster = CLUSTER | ({"evaluator": ["c"]} if inside else {})
     lines = lines_of(with_tasks(cluster, TASKS, example("evaluator_side_by_side")))
@@ -40,7 +41,7 @@ def test_the_evaluator_evaluates_what_the_others_train(inside, alone):
     assert [accuracy for *_, accuracy in evaluations] == [accuracy for *_, accuracy in alone[0]]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", slow(1, 2))
 def test_without_an_evaluator_the_chief_tells_after_training(size, alone):
     evaluations, others = read(lines_of(on_ranks(size, example("evaluator_side_by_side"))))
     assert others == [(0, f"{size} replicas have trained")]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow_but
+
 EXAMPLE = [sys.executable, str(Path(__file__).parents[2] / "examples" / "local_sgd.py")]
 EPOCH = re.compile(
     r"epoch +(?P<epoch>\d+) +(?P<steps>\d+) steps  loss (?P<loss>\d\.\d{4})"
@@ -21,7 +23,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(WAYS, "DiLoCo"))
 def test_it_learns_to_read_digits(launch, way):
     ranks, options = WAYS[way]
     ended = launch(ranks, [*EXAMPLE, *options], timeout=100)

@@ -4,20 +4,16 @@ import json
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.worlds.launcher import NO_MPIRUN, find_mpirun, mpirun_command, run_world
+from tests.examples.support import ROOT, example, lines_of, with_tasks
+from tests.slow import slow
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = [sys.executable, str(ROOT / "examples" / "parameter_server.py")]
+EXAMPLE = example("parameter_server")
 EPOCHS = 8
 CLUSTER = {"worker": ["localhost"] * 2, "ps": ["localhost"]}
 TASKS = [("worker", 0), ("ps", 0), ("worker", 1)]
-# MPICH marks every write with its rank, and so possibly the middle of a line.
-RANK = re.compile(r"\[(?:[^\]]*,)?\d+\](?:<stdout>:)? ?")
 EPOCH = re.compile(
     r"worker (\d): epoch +(\d+)  loss (\d+\.\d{4})  test accuracy +([\d.]+)% +\d+ steps/s"
 )
@@ -27,35 +23,16 @@ def config(task_type, index):
     return json.dumps({"cluster": CLUSTER, "task": {"type": task_type, "index": index}})
 
 
-def run(directory, *options):
-    """What two workers and a server print."""
-    mpirun = find_mpirun()
-    if mpirun is None:
-        pytest.fail(NO_MPIRUN, pytrace=False)
-    command = mpirun_command(mpirun, 1)
-    for number, task in enumerate(TASKS):
-        command += [":", "-n", "1"] if number else []
-        command += ["env", f"TF_CONFIG={config(*task)}", *EXAMPLE, *options]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.delenv("TF_CONFIG", raising=False)
-        ending = run_world(command, directory, directory, 120)
-    assert ending.succeeded, f"{ending.description}\n{ending.tail()}"
-    return RANK.sub("", ending.output)
-
-
-@pytest.mark.parametrize("options", [(), ("--staleness", "0")])
-def test_both_workers_learn_to_read_digits(tmp_path, options):
-    text = run(tmp_path, *options)
-    # Lines of two ranks that are written at once may come as one.
-    found = list(EPOCH.finditer(text))
-    for worker in "01":
-        epochs = [match for match in found if match[1] == worker]
-        assert [int(match[2]) for match in epochs] == list(range(1, EPOCHS + 1)), text
-        assert float(epochs[-1][4]) >= 95, text
-        assert float(epochs[-1][3]) < 0.2 * float(epochs[0][3]), text
-    assert text.count("ps 0: all workers have left") == 1
-    assert EPOCH.sub("", text).replace("ps 0: all workers have left", "").split() == []
+@pytest.mark.parametrize("options", [(), *slow(("--staleness", "0"))])
+def test_both_workers_learn_to_read_digits(options):
+    lines = lines_of(with_tasks(CLUSTER, TASKS, [*EXAMPLE, *options]))
+    for rank, worker in ((0, "0"), (2, "1")):
+        epochs = [EPOCH.fullmatch(text) for each, text in lines if each == rank]
+        assert all(match[1] == worker for match in epochs), lines
+        assert [int(match[2]) for match in epochs] == list(range(1, EPOCHS + 1)), lines
+        assert float(epochs[-1][4]) >= 95, lines
+        assert float(epochs[-1][3]) < 0.2 * float(epochs[0][3]), lines
+    assert [text for rank, text in lines if rank == 1] == ["ps 0: all workers have left"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.examples.support import example, known_lines_of, on_ranks, with_tasks
+from tests.slow import slow, slow_but
 
 EPOCHS = 30
 
@@ -33,7 +34,7 @@ def under(strategy, size=None):
 
 
 WAYS = {
-    "plainly": lambda: EXAMPLE,
+    "plainly": lambda: on_ranks(None, EXAMPLE),
     "default": lambda: under("default"),
     "one_device": lambda: under("one_device"),
     "local_sgd": lambda: under("local_sgd"),
@@ -47,7 +48,8 @@ WAYS = {
     "3 ranks": lambda: on_ranks(3, EXAMPLE),
     "TF_CONFIG": lambda: with_tasks(CLUSTER, TASKS, EXAMPLE),
 }
-any_way = pytest.mark.parametrize("way", WAYS)
+by_default = ("plainly", "3 ranks", "TF_CONFIG")
+any_way = pytest.mark.parametrize("way", slow_but(WAYS, *by_default))
 
 
 def lines_of(way):
@@ -90,7 +92,7 @@ def test_every_way_gives_the_same_numbers(way):
         assert epoch["test_accuracy"] == wanted["test_accuracy"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *slow(3)])
 def test_one_copy_of_the_variables_gives_the_bits_of_many(size):
     expected = epochs_of(known_lines_of(under("mirrored", size)))
     assert epochs_of(known_lines_of(under("central_storage", size))) == expected
@@ -102,4 +104,4 @@ def test_ranks_that_train_on_their_own_learn_as_well():
     first, *_, last = epochs_of(lines)
     assert float(last["test_accuracy"]) >= 96
     assert float(last["loss"]) < 0.2 * float(first["loss"])
-    assert last != epochs_of(known_lines_of(EXAMPLE))[-1]
+    assert last != epochs_of(lines_of("plainly"))[-1]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-SECONDS = 10
+SECONDS, SLOW_SECONDS = 3, 10
 
 # Faults of one line each, and the kinds of faults that must show them.
 SABOTAGES = {
@@ -33,14 +33,15 @@ def command(steps, sabotage="", only=()):
     return [sys.executable, "-c", code, "--seed", "12", "--steps", str(steps), *names]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_nothing_deviates(launch, size):
-    ended = launch(size, [*command(1_000_000), "--seconds", str(SECONDS)], timeout=120)
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+def test_nothing_deviates(launch, size, slow):
+    seconds = SLOW_SECONDS if slow else SECONDS
+    ended = launch(size, [*command(1_000_000), "--seconds", str(seconds)], timeout=120)
     counted = re.search(r"(\d+) faults injected in .* (\d+) deviations", ended.stdout)
     assert counted is not None, ended.stdout + ended.stderr
     injected, deviations = map(int, counted.groups())
     assert deviations == 0, ended.stdout
-    assert injected > 10
+    assert injected > (10 if slow else 0)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

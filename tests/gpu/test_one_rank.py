@@ -14,10 +14,11 @@ pytestmark = pytest.mark.gpu
 MOVED = [*oracle.DTYPES, *programs.FLOAT8S]
 
 
-@pytest.mark.parametrize(("op", "dtype"), oracle.PAIRS, ids=oracle.PAIR_IDS)
-def test_reductions(alone, gpu, op, dtype):
-    programs.all_reduce(alone, gpu, op, dtype)
-    programs.other_reductions(alone, gpu, op, dtype)
+def test_reductions(alone, gpu):
+    for op, dtype in oracle.PAIRS:
+        with oracle.case(op, dtype):
+            programs.all_reduce(alone, gpu, op, dtype)
+            programs.other_reductions(alone, gpu, op, dtype)
 
 
 @pytest.mark.parametrize("op", oracle.OPS)
@@ -35,15 +36,12 @@ def test_nan_stays_nan(alone, gpu, op, dtype):
     programs.check(alone.all_reduce(gpu.from_host(values), op), values)
 
 
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_movements(alone, gpu, dtype):
-    programs.gathers(alone, gpu, dtype)
-    programs.other_movements(alone, gpu, dtype)
-
-
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_any_strides(alone, gpu, dtype):
-    programs.strided(alone, gpu, dtype)
+def test_movements(alone, gpu):
+    for dtype in MOVED:
+        with oracle.case(dtype):
+            programs.gathers(alone, gpu, dtype)
+            programs.other_movements(alone, gpu, dtype)
+            programs.strided(alone, gpu, dtype)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])

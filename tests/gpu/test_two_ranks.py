@@ -20,21 +20,24 @@ def shared(request, gpu, world_size):
         yield comm
 
 
-@pytest.mark.parametrize(("op", "dtype"), oracle.PAIRS, ids=oracle.PAIR_IDS)
-def test_reductions(shared, gpu, op, dtype):
-    programs.all_reduce(shared, gpu, op, dtype)
-    programs.other_reductions(shared, gpu, op, dtype)
+def test_reductions(shared, gpu):
+    for op, dtype in oracle.PAIRS:
+        with oracle.case(op, dtype):
+            programs.all_reduce(shared, gpu, op, dtype)
+            programs.other_reductions(shared, gpu, op, dtype)
 
 
-@pytest.mark.parametrize("dtype", [*oracle.DTYPES, *programs.FLOAT8S], ids=str)
-def test_movements(shared, gpu, dtype):
-    programs.gathers(shared, gpu, dtype)
-    programs.other_movements(shared, gpu, dtype)
+def test_movements(shared, gpu):
+    for dtype in [*oracle.DTYPES, *programs.FLOAT8S]:
+        with oracle.case(dtype):
+            programs.gathers(shared, gpu, dtype)
+            programs.other_movements(shared, gpu, dtype)
 
 
-@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
-def test_any_strides(shared, gpu, dtype):
-    programs.strided(shared, gpu, dtype)
+def test_any_strides(shared, gpu):
+    for dtype in oracle.DTYPES:
+        with oracle.case(dtype):
+            programs.strided(shared, gpu, dtype)
 
 
 def test_large_arrays(shared, gpu):

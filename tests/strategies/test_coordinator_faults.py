@@ -67,7 +67,7 @@ if rank == 1:
     # the chief
 """
 
-LIMIT_SECONDS = 25
+LIMIT_SECONDS = 40
 
 
 def run(size, chief, directory, *, serve="pass", deaths=False):
@@ -77,7 +77,7 @@ def run(size, chief, directory, *, serve="pass", deaths=False):
     line = launcher_line(size, [sys.executable, "-c", text], deaths=deaths)
     start = time.monotonic()
     ended = run_launcher(
-        line, {"MARKS": str(directory), "CODES": str(directory), "SIZE": str(size)}, timeout=50
+        line, {"MARKS": str(directory), "CODES": str(directory), "SIZE": str(size)}, timeout=80
     )
     assert time.monotonic() - start < LIMIT_SECONDS, ended.stderr
     names = [path.name for path in directory.iterdir()]

@@ -76,11 +76,13 @@ def run(size, servers, body, directory, *, serve="pass", deaths=False, staleness
     variables = {"MARKS": str(directory), "SERVERS": str(servers), "SIZE": str(size)}
     variables |= {"CODES": str(directory), "STALENESS": str(staleness)}
     start = time.monotonic()
-    ended = run_launcher(line, variables, timeout=50)
+    ended = run_launcher(line, variables, timeout=80)
     return Ending(ended, time.monotonic() - start, directory)
 
 
-SIZES = pytest.mark.parametrize(("size", "servers"), [(3, 1), (4, 2)])
+SIZES = pytest.mark.parametrize(
+    ("size", "servers"), [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 
 ENDS = {
     "an exception": ("raise KeyError('one is unwell')", 1),
@@ -111,7 +113,7 @@ else:
     assert (ended.returncode != 0) == (code != 0), ended
     assert ("KeyError: 'one is unwell'" in ended.errors) == (kind == "an exception"), ended
     assert ended.errors.count("Traceback") == (kind == "an exception"), ended
-    assert ended.seconds < 25
+    assert ended.seconds < 40
 
 
 @SIZES
@@ -131,7 +133,7 @@ strategy.shutdown()
     assert ended.marks == wanted, ended
     if not is_open_mpi(find_mpirun()):
         assert ended.codes == [0] * (size - 1) + [137], ended
-    assert ended.seconds < 25
+    assert ended.seconds < 40
 
 
 def test_a_server_that_never_serves_is_named(tmp_path):
@@ -142,7 +144,7 @@ def test_a_server_that_never_serves_is_named(tmp_path):
     assert "RankFailedError: " in ended.errors
     named = "ps 0 (rank 0) has ended, or never called `serve()`", "can be sent to ps 0 (rank 0)"
     assert any(each in ended.errors for each in named), ended
-    assert ended.seconds < 25
+    assert ended.seconds < 40
 
 
 MIDDLES = {
@@ -173,7 +175,7 @@ strategy.shutdown()
 """
     ended = run(3, 1, body, tmp_path, deaths=True)
     assert ended.marks == ["0 served", "1 finished"], ended
-    assert ended.seconds < 25
+    assert ended.seconds < 40
 
 
 @SIZES
@@ -189,7 +191,7 @@ mark("finished")
     assert [f"{rank} finished" for rank in range(servers, size - 1)] == [
         mark for mark in ended.marks if "finished" in mark
     ], ended
-    assert ended.seconds < 25
+    assert ended.seconds < 40
 
 
 WAITS = {
@@ -210,7 +212,7 @@ try:
     {WAITS[wait]}
 except collectives.RankFailedError as error:
     assert "ps 0 (rank 0)" in str(error), error
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 15
     mark("told")
 """
     serve = "import threading; threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()"
@@ -218,7 +220,7 @@ except collectives.RankFailedError as error:
     assert ended.marks == ["1 told", "2 told"], ended
     if not is_open_mpi(find_mpirun()):
         assert ended.codes == [0, 0, 137], ended
-    assert ended.seconds < 25
+    assert ended.seconds < 40
 
 
 def test_a_server_that_fails_ends_the_job(tmp_path):

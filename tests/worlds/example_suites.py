@@ -42,6 +42,22 @@ def test_skipped():
 @pytest.mark.xfail(reason="known")
 def test_expected_failure_without_exception():
     pytest.xfail("known")
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_slow():
+    pass
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3, 7)
+def test_marked_larger_too():
+    pass
+
+@pytest.mark.mpi
+@pytest.mark.ranks(5)
+def test_marked_larger_alone():
+    pass
 """
 
 TROUBLED = """

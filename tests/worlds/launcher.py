@@ -71,6 +71,7 @@ def pytest_command(config, paths):
     command += [f"--tb={option.tbstyle}", f"--verbosity={option.verbose}"]
     command += [f"--import-mode={option.importmode}"]
     command += ["--showlocals"] if option.showlocals else []
+    command += ["--slow"] if option.slow else []
     command += ["-c", str(config.inipath)] if config.inipath else []
     for flag, values in (("-W", option.pythonwarnings), ("-o", option.override_ini)):
         command += [part for value in values or () for part in (flag, value)]

@@ -20,6 +20,12 @@ def pytest_addoption(parser):
         help="run the mpi tests on worlds of these sizes only, for example 2,3",
     )
     group.addoption(
+        "--slow",
+        action="store_true",
+        help="run also the tests marked slow, the mpi tests on larger worlds too, and more examples"
+        " of Hypothesis",
+    )
+    group.addoption(
         "--world-timeout",
         type=float,
         metavar="SECONDS",
@@ -32,6 +38,7 @@ def pytest_configure(config):
     for line in (
         "ranks(*sizes): world sizes that an mpi test runs on",
         "timeout_seconds(seconds): how long an mpi test may take on a rank (default: 60)",
+        "slow: a test that only --slow runs",
     ):
         config.addinivalue_line("markers", line)
     directory = os.environ.get(DIRECTORY_VARIABLE)
@@ -43,7 +50,14 @@ def pytest_configure(config):
     else:
         config.pluginmanager.register(Parent(config), "worlds-parent")
         offered = config.getoption("worlds")
-    config.pluginmanager.register(Selection(offered, only_world_tests), "worlds-selection")
+    selection = Selection(offered, only_world_tests, config.getoption("slow"))
+    config.pluginmanager.register(selection, "worlds-selection")
+
+
+@pytest.fixture(scope="session")
+def slow(request):
+    """Whether slow tests are wanted: other tests may do more then."""
+    return request.config.getoption("slow")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The plugin of a rank in a world: runs its tests in step with the others, and records them."""
 
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds.records import Recorder, stacks_path
+from tests.worlds.records import Recorder, is_plain, stacks_path
 from tests.worlds.selection import deselect
 from tests.worlds.watchdog import Watchdog, time_limit
 
 SELECTION_NAME = "selection.json"
 FINALIZE_SECONDS = 30
-POLL_SECONDS = 0.0005
+FIRST_POLL_SECONDS = 20e-6
+LONGEST_POLL_SECONDS = 2e-3
 
 
 class Rank:
@@ -33,6 +35,7 @@ class Rank:
         rank = self.communicator.rank
         separate_temporary_files(rank)
         self.recorder = Recorder(directory, rank) if directory else None
+        self.plain = {}
         self.watchdog = Watchdog(stacks_path(directory, rank) if directory else None)
 
     def record(self, event, **details):
@@ -80,10 +83,11 @@ class Rank:
     def pytest_runtest_protocol(self, item):
         # In step: a rank that fails now cannot cut short another that still records the last test.
         wait_for_all(self.communicator)
+        self.plain = {}
         self.record("start", nodeid=item.nodeid)
         with self.watchdog.limit(time_limit(item)):
             result = yield
-        self.record("finish", nodeid=item.nodeid)
+        self.record("finish", nodeid=item.nodeid, plain=self.plain)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -116,7 +120,10 @@ class Rank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report):
-        self.record_report(report)
+        if is_plain(report):
+            self.plain[report.when] = report.duration
+        else:
+            self.record_report(report)
         if report.failed and self.directory:
             self.abort()
 
@@ -135,8 +142,11 @@ def separate_temporary_files(rank):
 def wait_for_all(communicator):
     """Wait for the other ranks, and leave the few cores of the machine to those still at work."""
     request = communicator.Ibarrier()
-    while not request.Test():
-        time.sleep(POLL_SECONDS)
+    for number in itertools.count():
+        if request.Test():
+            return
+        # A barrier has several rounds, each of which waits for a poll: short sleeps at first.
+        time.sleep(min(FIRST_POLL_SECONDS * 1.2 ** min(number, 50), LONGEST_POLL_SECONDS))
 
 
 def failure_report(item, example):

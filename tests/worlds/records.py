@@ -17,6 +17,23 @@ class Recorder:
         self.file.flush()
 
 
+def is_plain(report):
+    """Tell whether all there is to say about a phase of a test is that it passed, and how long."""
+    extra = hasattr(report, "wasxfail") or report.sections or report.user_properties
+    return report.passed and not extra
+
+
+@dataclass
+class PlainReport:
+    """The report of a phase that passed and left nothing else to say."""
+
+    duration: float
+    outcome: str = "passed"
+    longrepr: object = None
+    sections: tuple = ()
+    skipped: bool = False
+
+
 @dataclass
 class RankTest:
     """What one rank told about one test."""
@@ -76,6 +93,8 @@ def read_records(config, directory, size):
                 test.add(restore_report(config, event["report"]))
             elif event["event"] == "finish":
                 test.finished = True
+                plain = event["plain"].items()
+                test.reports |= {when: PlainReport(duration) for when, duration in plain}
     return records
 
 

@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-DEFAULT_SIZES = (1, 2, 3, 4, 5, 7, 8)
+DEFAULT_SIZES = (1, 2, 3, 4)
+SLOW_SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 
 def parse_sizes(text):
@@ -34,34 +35,42 @@ def world_size_of(item):
     return item.callspec.params["world_size"]
 
 
-def sizes_to_generate(node, offered):
-    """Return the world sizes to parametrise a test with; `offered` may be None for any size."""
+def sizes_to_generate(node, offered, slow):
+    """Return the world sizes to parametrise a test with.
+
+    `offered` may be None: those of the test's mark then, without the larger ones unless slow tests
+    are wanted or the mark has no others.
+    """
     mark = node.get_closest_marker("ranks")
     if mark is None:
-        return offered or DEFAULT_SIZES
+        return offered or (SLOW_SIZES if slow else DEFAULT_SIZES)
     if not mark.args or not all(isinstance(size, int) for size in mark.args):
         raise pytest.UsageError(
             f"{node.nodeid}: the ranks mark takes world sizes, as in ranks(2, 3)"
         )
-    kept = [size for size in mark.args if not offered or size in offered]
+    if offered is None:
+        usual = [size for size in mark.args if slow or size in DEFAULT_SIZES]
+        return usual or mark.args
     # A test that no offered world suits is generated all the same, to be counted and left out.
-    return kept or mark.args[:1]
+    return [size for size in mark.args if size in offered] or mark.args[:1]
 
 
 class Selection:
     """The plugin that generates a test per world size, orders them, and says what it left out."""
 
-    def __init__(self, offered, only_world_tests):
+    def __init__(self, offered, only_world_tests, slow):
         self.offered = offered
         self.only_world_tests = only_world_tests
+        self.slow = slow
         self.left_out = 0
+        self.slow_left_out = 0
 
     # Last, so that `3ranks` ends the node id, after the test's own parameters.
     @pytest.hookimpl(trylast=True)
     def pytest_generate_tests(self, metafunc):
         if not is_world_test(metafunc.definition):
             return
-        sizes = sizes_to_generate(metafunc.definition, self.offered)
+        sizes = sizes_to_generate(metafunc.definition, self.offered, self.slow)
         if "world_size" not in metafunc.fixturenames:
             metafunc.fixturenames.append("world_size")
         names = ["1rank" if size == 1 else f"{size}ranks" for size in sizes]
@@ -69,6 +78,9 @@ class Selection:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
+        slow = [item for item in items if not self.slow and item.get_closest_marker("slow")]
+        self.slow_left_out = len(slow)
+        deselect(config, items, set(slow))
         sizes = {item: world_size_of(item) for item in items}
         unsuited = [i for i in items if self.offered and sizes[i] and sizes[i] not in self.offered]
         self.left_out = len(unsuited)
@@ -83,6 +95,10 @@ class Selection:
                 f"{self.left_out} mpi tests left out: "
                 f"their ranks marks exclude the world sizes offered here ({offered})",
                 yellow=True,
+            )
+        if self.slow_left_out:
+            terminalreporter.write_line(
+                f"slow tests left out: {self.slow_left_out} (--slow runs them)"
             )
 
 

@@ -1,0 +1,160 @@
+"""The suite as it runs by default notices faults: each of these is one line of the package.
+
+The line is looked for in the whole package, wherever the file lies.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Sabotage(NamedTuple):
+    """What is replaced by what, and the tests that must notice it, with pytest's options."""
+
+    line: str
+    by: str
+    noticed_by: str
+
+
+SABOTAGES = {
+    # The agreement
+    "the fingerprint ignores the op": Sabotage(
+        "return self[:-2]", "return (self[0], *self[2:-2])", "test_mismatches"
+    ),
+    "the fingerprint ignores the shape": Sabotage(
+        "return self[:-2]", "return (*self[:3], *self[4:-2])", "test_mismatches"
+    ),
+    "the fingerprint ignores the root": Sabotage(
+        "return self[:-2]", "return (*self[:4], self[5])", "test_mismatches"
+    ),
+    "a call that was withdrawn is counted": Sabotage(
+        "self.sequence = sequence - 1", "pass", "test_deadlines"
+    ),
+    "every deadline is 15 s": Sabotage(
+        "if waited >= self.deadline + grace and not ready():",
+        "if waited >= 15 + grace and not ready():",
+        "test_deadlines",
+    ),
+    "a meeting ends without a fence": Sabotage(
+        "            self.memory.fence()\n        return alike",
+        "            pass\n        return alike",
+        "test_fences",
+    ),
+    # The engine and the reductions
+    "a mean of short arrays is not divided": Sabotage(
+        "last, mean = CALLS_KEPT - 1, op is ReduceOp.MEAN",
+        "last, mean = CALLS_KEPT - 1, False",
+        "test_shared",
+    ),
+    "a mean in a bucket is not divided": Sabotage(
+        "finish(self._op, folded, self._size)", "pass", "test_fused"
+    ),
+    "the operands of a schedule's fold depend on the rank": Sabotage(
+        "first, second = (theirs, mine) if step.peer < self.rank else (mine, theirs)",
+        "first, second = (mine, theirs)",
+        "test_same_bits",
+    ),
+    "the operands of two ranks' fold depend on the rank": Sabotage(
+        "pair = (given, theirs) if peer else (theirs, given)",
+        "pair = (given, theirs)",
+        "test_shared test_same_bits",
+    ),
+    "buffers bound by the target's address alone": Sabotage(
+        "key = (place if source is None else address(source), place)",
+        "key = (place, place)",
+        "test_communicator",
+    ),
+    "a bucket is unpacked to the wrong arrays": Sabotage(
+        ".reshape(slot.shape) for slot in self._slots]",
+        ".reshape(slot.shape) for slot in reversed(self._slots)]",
+        "test_fusion",
+    ),
+    # The node's memory
+    "both stages of a rank are one": Sabotage(
+        "return _STAGES_AT, _STAGES_AT + STAGE_BYTES",
+        "return _STAGES_AT, _STAGES_AT",
+        "test_ways",
+    ),
+    "a short array lies in the slot of the call before": Sabotage(
+        "own_slots[parity][...] = array", "own_slots[1 - parity][...] = array", "test_communicator"
+    ),
+    "the slices do not reach the end": Sabotage(
+        "edges = [lines * part // parts * unit for part in range(parts + 1)]",
+        "edges = [lines * part // (parts + 1) * unit for part in range(parts + 1)]",
+        "test_ways",
+    ),
+    "where registered arrays lay in the first call": Sabotage(
+        "if without_times != self._told:", "if not self._told:", "test_shared"
+    ),
+    "memory that one rank has let go of is used again": Sabotage(
+        "for number in set(released[0]).intersection(*released[1:]):",
+        "for number in set(released[0]).union(*released[1:]):",
+        "test_empty_shared",
+    ),
+    # Messages
+    "an enclosed buffer begins a place late": Sabotage(
+        "buffers.append(envelope[place : place + length])",
+        "buffers.append(envelope[place + 1 : place + length + 1])",
+        "test_mailbox",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The package and its tests in another folder."""
+    folder = tmp_path_factory.mktemp("copy")
+    left_out = shutil.ignore_patterns("__pycache__")
+    for name in ("collectives", "strategies", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run_suite(folder, names):
+    """Run files of tests, until the first failure, as a plain `pytest` does but for few worlds."""
+    files = [str(folder / "tests" / "collectives" / f"{name}.py") for name in names.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--worlds", "2,3"]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", "--tb=short", *files],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_a_sabotage_of_one_line_is_noticed(copy, name):
+    sabotage = SABOTAGES[name]
+    sources = {path: path.read_text(encoding="utf-8") for path in copy.glob("collectives/**/*.py")}
+    holders = [path for path, text in sources.items() if sabotage.line in text]
+    assert sum(sources[path].count(sabotage.line) for path in holders) == 1, holders
+    path, text = holders[0], sources[holders[0]]
+    path.write_text(text.replace(sabotage.line, sabotage.by), encoding="utf-8")
+    try:
+        ended = run_suite(copy, sabotage.noticed_by)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+::(.*)", ended.stdout, re.MULTILINE)
+    assert ended.returncode == 1, ended.stdout
+    assert failed, ended.stdout
+    print(f"{name}: {failed[0]}")
+
+
+@pytest.mark.slow
+def test_the_same_tests_pass_on_what_is_sound(copy):
+    names = {name for sabotage in SABOTAGES.values() for name in sabotage.noticed_by.split()}
+    ended = run_suite(copy, " ".join(sorted(names)))
+    assert ended.returncode == 0, ended.stdout
