@@ -5,6 +5,7 @@ blocks of the page start. Comments of HTML, which readers don't see, say more:
 
     <!-- hidden … -->        Python that runs between the blocks: what they need, what must follow
     <!-- not run: … -->      the reason why the next block isn't run
+    <!-- output -->          the next text is what the page's commands print, in any order of lines
     <!-- append -->          the next file's text comes behind what is there
     <!-- needs: torch -->    what the page's program imports; without, it isn't run
     <!-- copy -->            the page changes a copy of the repository
@@ -22,8 +23,10 @@ from pathlib import Path
 
 import pytest
 
+import strategies
+from bench import figures
 from tests.worlds.launcher import find_mpirun, is_open_mpi
-from tests.worlds.programs import errors_of, run_launcher
+from tests.worlds.programs import run_launcher
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -155,6 +158,9 @@ def test_the_commands_of_a_page(page, tmp_path):
     script = "\n".join(["set -eu", f"cd '{tmp_path}'", *(block.code for block in page.of("sh"))])
     ended = run_launcher(["bash", "-c", script], environment, timeout=120)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    printed = ended.stdout.splitlines()
+    shown = [block for block in page.of("text") if block.marker == "output"]
+    assert [line for each in shown for line in each.code.splitlines() if line not in printed] == []
 
 
 @pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
@@ -173,3 +179,62 @@ def test_blocks_are_of_a_known_kind(page):
 
 def is_hidden(page, block):
     return "<!-- hidden" in page.text.splitlines()[block.line - 2]
+
+
+def test_hooks_of_strategies_that_are_named_are_there():
+    page = (ROOT / "docs" / "how-to" / "add-strategy.md").read_text(encoding="utf-8")
+    section = page.split("## What a strategy may override")[1].split("The strategies in")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert len(names) > 10
+    assert {name for name in names if not hasattr(strategies.Strategy, name)} == set()
+
+
+@pytest.mark.parametrize("name", figures.PICTURES)
+def test_pictures_are_drawn_from_the_figures_on_record(name):
+    drawn = (figures.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert figures.digest(figures.sources(name)) in drawn, "draw it by python -m bench.figures"
+
+
+def test_pictures_can_be_drawn(tmp_path):
+    figures.draw("steps", tmp_path / "steps.svg")
+    assert "Open MPI" in (tmp_path / "steps.svg").read_text(encoding="utf-8")
+
+
+def folders_of(package):
+    return [path.parent.name for path in (ROOT / package).glob("*/__init__.py")]
+
+
+def modules_of(package):
+    return [path.stem for path in (ROOT / package).glob("[!_]*.py")]
+
+
+@pytest.mark.parametrize("package", ["collectives", "strategies"])
+def test_the_architecture_names_every_folder_and_module(package):
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split(f"## Folders of `{package}`")[1].split("\n## ")[0]
+    assert [name for name in folders_of(package) if f"`{name}/`" not in section] == []
+    assert [name for name in modules_of(package) if f"`{name}`" not in section] == []
+    named = set(re.findall(r"`(\w+)/`", section))
+    assert named <= set(folders_of(package))
+
+
+@pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.text):
+        if not target.startswith("http"):
+            assert (page.path.parent / target).exists(), target
+
+
+NAMED_TEST = re.compile(r"`((?:examples/|collectives/)?test_\w+)(?:::(\w+))?`")
+
+
+def test_every_test_that_the_table_of_tensorflow_names_is_there():
+    page = (ROOT / "docs" / "coming-from" / "tf-distribute.md").read_text(encoding="utf-8")
+    named = NAMED_TEST.findall(page)
+    assert len(named) > 60
+    for file, test in named:
+        path = ROOT / "tests" / f"{file if '/' in file else f'strategies/{file}'}.py"
+        assert path.exists(), file
+        if test:
+            assert f"\ndef {test}(" in path.read_text(encoding="utf-8"), f"{file}::{test}"

@@ -109,7 +109,9 @@ def test_every_collective(size):
 
 def test_what_it_has_not_is_refused_on_every_rank_and_the_next_call_works():
     def body(comm):
-        with pytest.raises(BackendUnavailableError, match=r"mailbox\(\): SocketTransport carries no such"):
+        with pytest.raises(
+            BackendUnavailableError, match=r"mailbox\(\): SocketTransport carries no such"
+        ):
             comm.mailbox()
         with pytest.raises(ValueError, match="there is no such all_reduce"):
             comm.all_reduce(np.ones(3), algorithm="native")
