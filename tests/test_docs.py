@@ -21,11 +21,14 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import collectives
 import strategies
 from bench import figures
+from collectives import CollectiveError
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import run_launcher
 
@@ -205,6 +208,24 @@ def test_pictures_are_drawn_from_the_figures_on_record(name):
 def test_pictures_can_be_drawn(tmp_path):
     figures.draw("steps", tmp_path / "steps.svg")
     assert "Open MPI" in (tmp_path / "steps.svg").read_text(encoding="utf-8")
+
+
+OLDER_NAMES = {"Sent", "CollectiveCommunication"}
+
+
+@pytest.mark.parametrize("package", [collectives, strategies], ids=lambda each: each.__name__)
+def test_the_reference_has_every_public_name(package):
+    page = ROOT / "docs" / "reference" / f"{package.__name__}.md"
+    shown = set(re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    for name in set(package.__all__) - OLDER_NAMES:
+        full = f"{package.__name__}.{name}"
+        module = isinstance(getattr(package, name), ModuleType)
+        error = issubclass_of(getattr(package, name), CollectiveError)
+        assert module or error or full in shown, full
+
+
+def issubclass_of(thing, kind):
+    return isinstance(thing, type) and issubclass(thing, kind)
 
 
 def folders_of(package):
