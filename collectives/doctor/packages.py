@@ -17,6 +17,7 @@ EXTRAS = {
     "cuda13": ("cupy-cuda13x", "nvidia-nccl-cu13"),
     "bench": ("rich", "matplotlib", "scikit-learn"),
     "examples": ("rich", "scikit-learn"),
+    "docs": ("mkdocs-material", "mkdocstrings-python", "ruff"),
     "test": ("pytest", "pytest-mpi", "hypothesis"),
     "dev": ("ruff", "mypy"),
 }

@@ -1,7 +1,11 @@
-"""A transport that has what the README asks for, and nothing else, carries everything."""
+"""The transport that the documentation adds, as it stands there, carries everything."""
 
+import itertools
 import re
+import socket
+from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,58 +15,56 @@ from collectives.transports.base import Transport
 from collectives.transports.local import run
 from tests.collectives.oracle import reduced, value, values
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-RECIPE = README.split("### How to add a transport")[1]
+PATH = Path(__file__).parents[2] / "docs" / "how-to" / "add-transport.md"
+PAGE = PATH.read_text(encoding="utf-8")
 
 
-def names_after(words):
-    """What the README names from these words to the end of the sentence."""
-    (sentence,) = re.findall(rf"{words}([^.]*)\.", RECIPE)
-    return re.findall(r"`(\w+)`", sentence)
+def names_in(heading):
+    """The attributes and methods in the first column of the table below a heading."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
 
 
-METHODS = names_after("six methods,")
-OPTIONAL = names_after("The rest is optional:")
+METHODS = names_in("What it must have")
+OPTIONAL = names_in("What it may have")
 
 
-def delegate(name):
-    def method(self, *arguments):
-        result = getattr(self.inner, name)(*arguments)
-        return Own(result) if name == "split" and result is not None else result
-
-    return method
-
-
-class Own(Transport):
-    """Threads of this process, by another's queues."""
-
-    one_process = True
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
+def example():
+    """The page's file, imported."""
+    source = re.search(r'^```python title="socket_transport.py"\n(.*?)^```$', PAGE, re.M | re.S)
+    module = ModuleType("socket_transport")
+    exec(compile(source[1], str(PATH), "exec"), vars(module))
+    return module
 
 
-def as_the_readme_says():
-    """The class, with the methods that it names."""
-    for name in METHODS:
-        setattr(Own, name, delegate(name))
-    Own.__abstractmethods__ = Transport.__abstractmethods__ - set(METHODS)
-    return Own
+EXAMPLE = example()
 
 
 def over_own(size, function):
-    own = as_the_readme_says()
-    return run(size, lambda inner: function(Communicator(own(inner), deadline=30)))
+    """Call the function in a thread for each rank, with its communicator."""
+    with ExitStack() as stack:
+        sockets = [{} for _ in range(size)]
+        for one, other in itertools.combinations(range(size), 2):
+            pair = socket.socketpair()
+            sockets[one][other], sockets[other][one] = pair
+            for each in pair:
+                # The thread that reads it ends.
+                stack.callback(each.close)
+                stack.callback(each.shutdown, socket.SHUT_RDWR)
+
+        def body(rank):
+            connections = EXAMPLE.Connections(sockets[rank])
+            own = EXAMPLE.SocketTransport(connections, list(range(size)), rank)
+            return function(Communicator(own, deadline=30))
+
+        return run(size, lambda threads: body(threads.rank))
 
 
 def test_it_names_what_there_is():
-    assert len(METHODS) == 6
-    assert set(METHODS) == set(Transport.__abstractmethods__)
-    there = {name for name in dir(Transport) if not name.startswith("_")} - set(METHODS)
-    # What only tells of a transport has no part in the recipe.
-    assert there - set(OPTIONAL) == {"abort", "ended", "fence", "library", "threads"}
-    assert set(OPTIONAL) <= there
+    assert set(Transport.__abstractmethods__) == METHODS
+    there = {name for name in dir(Transport) if not name.startswith("_")} - METHODS
+    assert there == OPTIONAL
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -107,7 +109,9 @@ def test_every_collective(size):
 
 def test_what_it_has_not_is_refused_on_every_rank_and_the_next_call_works():
     def body(comm):
-        with pytest.raises(BackendUnavailableError, match=r"mailbox\(\): Own carries no such"):
+        with pytest.raises(
+            BackendUnavailableError, match=r"mailbox\(\): SocketTransport carries no such"
+        ):
             comm.mailbox()
         with pytest.raises(ValueError, match="there is no such all_reduce"):
             comm.all_reduce(np.ones(3), algorithm="native")
