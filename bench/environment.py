@@ -1,4 +1,4 @@
-"""On what it was measured."""
+"""The environment of a measurement: machine, libraries and settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe(
     peer: Peer | None = None,
     stream: Stream | None = None,
 ) -> dict[str, Any]:
-    """What the header says, by name; as rank 0 sees it."""
+    """The entries of the header, by name, as seen by rank 0."""
     import mpi4py
     from mpi4py import MPI
 
@@ -60,7 +60,7 @@ def describe(
 
 
 def _other_type(options: argparse.Namespace, peer: Peer | None) -> str | None:
-    """What the peer reduces where it lacks the dtype that was asked for."""
+    """The type that the peer reduces if it does not support the requested dtype."""
     dtype = peer.dtype_for(options.dtype) if peer else options.dtype
     if dtype == options.dtype or not CASES[options.collective].reduces:
         return None

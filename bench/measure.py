@@ -1,4 +1,4 @@
-"""From a problem to a row: times our call and the peer's on the same memory, checks both."""
+"""Measurement of a problem: times our call and the peer's on the same memory, checks both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collectives import Communicator
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and how often."""
+    """Number of repeats and calls, and kind of buffers."""
 
     repeats: int = 20
     warmup: int = 2
@@ -44,13 +44,13 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Side:
-    """What is timed, and what it works on."""
+    """What is timed, and its tasks."""
 
     subject: Subject
     tasks: list[Task]
 
     def reset(self) -> None:
-        """Fresh inputs and poisoned outputs."""
+        """Restore the inputs and poison the outputs."""
         for task in self.tasks:
             task.buffers.reset()
 
@@ -72,13 +72,13 @@ class Bench:
         self._yardstick = Yardstick(case.name, comm.nodes, settings.registered, stream)
 
     def try_out(self, problem: Problem, algorithm: str) -> None:
-        """Call once. Raises what the collective raises where it can't do this, on every rank."""
+        """Call once. Raises the collective's exception, on every rank, if it is not supported."""
         form = self._case.forms(problem)[0]
         task = self._memory(problem).tasks(self._comm.rank, form)[0]
         self._case.call(self._comm, task, _forced(algorithm))()
 
     def rows(self, problem: Problem, algorithms: Sequence[str]) -> list[Row]:
-        """A row for each algorithm, all measured in the same memory."""
+        """One row for each algorithm, all measured in the same memory."""
         ours = self._memory(problem)
         theirs = self._their_memory(ours)
         return [self._row(algorithm, ours, theirs) for algorithm in algorithms]
@@ -90,7 +90,7 @@ class Bench:
         return _Memory(problem, [self._case.buffers(problem, rank, allocate) for _ in sets])
 
     def _their_memory(self, ours: _Memory) -> _Memory:
-        """The same, unless the peer reduces in another dtype."""
+        """The same memory, unless the peer reduces another dtype."""
         given = ours.problem.dtype
         if self._peer is None or not self._case.reduces or self._peer.dtype_for(given) == given:
             return ours
@@ -173,7 +173,7 @@ class Bench:
     def _check(self, side: Side, batch: int) -> int:
         """Wrong elements on all ranks after one more batch, on fresh inputs and poisoned outputs.
 
-        In place it is a single call, since a second would fold the first one's result.
+        In place it is a single call, because a second one would fold the result of the first.
         """
         problem, in_place = side.tasks[0].problem, side.tasks[0].in_place
         side.reset()

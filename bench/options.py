@@ -1,4 +1,4 @@
-"""The command line, read before MPI starts: every rank finds the same errors in it."""
+"""The command line, parsed before MPI starts, so that every rank finds the same errors."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ the part of the size that the busiest link must carry; ratio = the peer's time /
 1 ours is faster. Size is the whole buffer: for all_gather,
 gather, scatter and reduce_scatter that of all ranks' blocks together, for all_to_all what one rank
 sends. Sizes are rounded up to whole blocks. The calls of a repeat follow one another without a
-barrier, so that those of a rooted collective may overlap; --calls 1 keeps them apart.
-Beside the ratio to MPI of the all_reduce
-that runs by itself, model is the ratio that memory traffic predicts, from MPI's ring with one copy
-to its ring with two; "% of stream" is what that traffic takes of the bandwidth that --stream finds.
-MPI4PY_RC_THREAD_LEVEL=single in the environment measures MPI without its thread locks. Exit status:
-0, or 1 where a result was wrong, or 2 where this can't be measured."""
+barrier, so that those of a rooted collective may overlap; --calls 1 prevents this.
+Besides the ratio to MPI of the all_reduce
+that is selected by default, model is the ratio that memory traffic predicts, from MPI's ring with
+one copy to its ring with two; "% of stream" is the part of the bandwidth measured by --stream that
+this traffic uses. MPI4PY_RC_THREAD_LEVEL=single in the environment measures MPI without its thread
+locks. Exit status: 0, or 1 if a result was wrong, or 2 if the measurement is not possible."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The checked options; exits with status 2 where they make no sense."""
+    """The checked options; exits with status 2 if they are invalid."""
     parser = _parser()
     options = parser.parse_args(arguments)
     case = CASES[options.collective]
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """Lets only one of the ranks that a launcher started complain; MPI isn't running yet."""
+    """Prints errors on one of the launcher's ranks only; MPI is not running yet."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m bench",
-        description="Time a collective over a range of sizes, in the manner of nccl-tests.",
+        description="Time a collective over a range of sizes, like nccl-tests.",
         epilog=_EPILOG,
     )
     parser.add_argument("collective", choices=CASES, metavar="collective", help=", ".join(CASES))
@@ -87,7 +87,7 @@ def _add_problem(group: argparse._ArgumentGroup) -> None:
         "--algorithm",
         default=AUTO,
         metavar="NAMES",
-        help="comma list; auto (the default) is what runs by itself, all is every one there is",
+        help="comma list; auto (the default) is the default selection, all is every algorithm",
     )
 
 
@@ -118,7 +118,7 @@ def parse_dtype(text: str) -> DType:
 
 
 def _check(options: argparse.Namespace, case: Case) -> None:
-    """ValueError where a value makes no sense; adds what follows from the rest."""
+    """Raise ValueError for an invalid value; add the derived options."""
     _at_least(1, "rotate", options.rotate)
     check_sizes(options)
     if options.plot and not find_spec("matplotlib"):
@@ -132,7 +132,7 @@ def _check(options: argparse.Namespace, case: Case) -> None:
 
 
 def check_sizes(options: argparse.Namespace) -> None:
-    """ValueError where what to measure, or how often, makes no sense."""
+    """Raise ValueError for invalid sizes or counts."""
     for name in ("repeats", "tensors", "min_bytes"):
         _at_least(1, name, getattr(options, name))
     for name in ("warmup", "rotate", "root"):
@@ -156,7 +156,7 @@ def _algorithms(case: Case, text: str) -> list[str]:
         return [AUTO]
     known = [*algorithms.names(case.name), *FORCED]
     if text == ALL:
-        # The others need memory that all ranks share.
+        # The other paths need memory that all ranks share.
         return [*algorithms.names(case.name), NATIVE]
     chosen = text.split(",")
     for name in chosen:
@@ -166,7 +166,7 @@ def _algorithms(case: Case, text: str) -> list[str]:
 
 
 def problems(options: argparse.Namespace, ranks: int) -> list[Problem]:
-    """The sizes to measure on so many ranks, each once."""
+    """The sizes to measure on that many ranks, without duplicates."""
     case = CASES[options.collective]
     unit = case.unit(ranks, options.tensors)
     counts = [_rounded_up(size, options.dtype.itemsize * unit) * unit for size in _sizes(options)]

@@ -1,8 +1,8 @@
-"""One size of one collective: what the ranks give and what must come out.
+"""One size of one collective: the ranks' inputs, and the expected results.
 
-The values are small integers that every dtype holds, drawn by rank, so that results are exact and
-can be compared without a tolerance. Along the positions they repeat with a prime period: a block
-that lands in the wrong place is not right by chance.
+The values are small integers that every dtype represents exactly, drawn by rank, so that results
+are exact and compared without a tolerance. They repeat with a prime period, so that a block at a
+wrong position is not correct by chance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPS = tuple(_FOLDS)
 
 @dataclass(frozen=True)
 class Problem:
-    """What all ranks have in common; `count` is the elements that the size column counts."""
+    """The parameters common to all ranks; `count` is the number of elements in the size column."""
 
     ranks: int
     count: int
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def nbytes(self) -> int:
-        """The size column."""
+        """Bytes in the size column."""
         return self.count * self.dtype.itemsize
 
     @property
@@ -50,21 +50,21 @@ class Problem:
         return self.count // self.ranks
 
     def block_of(self, rank: int) -> slice:
-        """Where a rank's share lies."""
+        """The elements of a rank's share."""
         return slice(rank * self.block, (rank + 1) * self.block)
 
     @property
     def result_dtype(self) -> DType:
-        """The dtype of what a reduction gives: MEAN of integers is float64."""
+        """The dtype of a reduction's result: MEAN of integers is float64."""
         averages_integers = self.op == "mean" and self.dtype.kind in "biu"
         return np.dtype(np.float64) if averages_integers else self.dtype
 
     def values(self, rank: int, count: int) -> Array:
-        """What a rank gives."""
+        """A rank's input."""
         return np.resize(self._pattern(rank), count)
 
     def folded(self, count: int) -> Array:
-        """The reduction of what all ranks give."""
+        """The reduction of all ranks' inputs."""
         patterns = [self._pattern(rank).astype(self.result_dtype) for rank in range(self.ranks)]
         total = reduce(_FOLDS[self.op], patterns)
         return np.resize(_divided(total, self.ranks) if self.op == "mean" else total, count)
@@ -77,14 +77,14 @@ class Problem:
 
 
 def _divided(total: Array, ranks: int) -> Array:
-    """The mean, rounded once; 16-bit floats can't hold every number of ranks."""
+    """The mean, rounded once; 16-bit floats can't represent every number of ranks."""
     wide = total.astype(np.float32) if total.dtype.itemsize == 2 else total
     quotient: Array = wide / np.asarray(ranks, wide.real.dtype)
     return quotient.astype(total.dtype)
 
 
 def count_wrong(result: Any, expected: Array | None) -> int:
-    """How many elements differ; `result` may be a list of arrays, to be joined."""
+    """Number of elements that differ; `result` may be a list of arrays, which is concatenated."""
     if expected is None:
         return 0
     if isinstance(result, list):

@@ -1,4 +1,4 @@
-"""What was measured: the rows of the table, and what is written to files."""
+"""Results: the rows of the table, and their form in files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from bench.timing import Timing
 
 @dataclass(frozen=True)
 class PeerMeasurement:
-    """The peer's call, timed between ours. `ratio` is peer / ours: above 1 we are faster.
+    """The peer's call, timed in alternation with ours. `ratio` is peer / ours.
 
-    `model` is from which to which ratio memory traffic predicts.
+    `model` is the range of the ratio that memory traffic predicts.
     """
 
     seconds: Timing
@@ -25,8 +25,8 @@ class PeerMeasurement:
 class Measurement:
     """Our call in one form; bandwidths in bytes per second.
 
-    `of_stream` is the part of the memory's bandwidth that it uses, `graph` is what it takes where
-    it is replayed in a CUDA graph.
+    `of_stream` is the used part of the memory's bandwidth, `graph` the time of a call that is
+    replayed in a CUDA graph.
     """
 
     seconds: Timing
@@ -40,7 +40,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm at one size; None stands for what the collective doesn't have."""
+    """One algorithm at one size; None marks what the collective does not have."""
 
     nbytes: int
     count: int
@@ -53,11 +53,11 @@ class Row:
 
     @property
     def wrong(self) -> int:
-        """Elements that were wrong, the peer's included."""
+        """Number of wrong elements, including the peer's."""
         forms = [form for form in (self.out_of_place, self.in_place) if form]
         return sum(form.wrong + (form.peer.wrong if form.peer else 0) for form in forms)
 
 
 def as_json(header: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    """Everything, in types that JSON has."""
+    """The results in JSON-compatible types."""
     return {"header": header, "rows": [asdict(row) for row in rows]}

@@ -1,4 +1,4 @@
-"""From the command line to the table. Only rank 0 prints and writes; all measure."""
+"""A run of the benchmark. Every rank measures; only rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAN_NOT_MEASURE = 2
 
 
 class CanNotMeasureError(RuntimeError):
-    """What was asked for can't be measured; raised on every rank alike."""
+    """The requested measurement is not possible; raised on every rank."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def status_of(count_wrong: Callable[[collectives.Communicator], int], backend: s
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured, and how it is shown."""
+    """Header, columns and rows of a run."""
 
     header: dict[str, Any]
     columns: list[Column]
@@ -59,7 +59,7 @@ class Run:
 
 
 def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
-    """Measure and report everything that was asked for."""
+    """Measure and report as requested."""
     from mpi4py import MPI
 
     if options.root >= comm.size:
@@ -87,7 +87,7 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
 
 
 def _usable(bench: Bench, options: argparse.Namespace, ranks: int) -> tuple[list[str], list[str]]:
-    """The algorithms that work for the dtype and op, and why others don't."""
+    """The algorithms that support the dtype and op, and the reasons of the others."""
     names, notes = [], []
     for name in options.algorithms:
         try:
@@ -101,7 +101,7 @@ def _usable(bench: Bench, options: argparse.Namespace, ranks: int) -> tuple[list
 
 
 class Report:
-    """What rank 0 shows."""
+    """The output of rank 0."""
 
     def __init__(self, options: argparse.Namespace, run: Run) -> None:
         self._options, self._run = options, run

@@ -1,4 +1,4 @@
-"""Sizes in bytes: as they are typed, as they are shown, and the steps of a sweep."""
+"""Sizes in bytes: parsing, formatting, and the steps of a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """The bytes that a text like `8`, `64K`, `1M` or `1G` names; units are powers of 1024."""
+    """The bytes of a text like `8`, `64K`, `1M` or `1G`; units are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8, 64K, 1M or 1G")
@@ -24,7 +24,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def sweep(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """The sizes from the smallest up to the largest, each `factor` times the last."""
+    """Sizes from the smallest up to the largest, each `factor` times the one before."""
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)
@@ -32,7 +32,7 @@ def sweep(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
 
 
 def shown(nbytes: float) -> str:
-    """The size in the largest unit that divides it: 64K."""
+    """The size in the largest unit that divides it, such as 64K."""
     for unit in "GMK":
         if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
             return f"{nbytes / _UNITS[unit]:.0f}{unit}"

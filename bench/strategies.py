@@ -1,8 +1,8 @@
-"""What the strategies cost: `python -m bench.strategies --output DIR`.
+"""Cost of the strategies: `python -m bench.strategies --output DIR`.
 
-It starts each program of `bench.strategy_programs` on as many ranks as it wants, with the mpirun
-beside this Python, one after the other, and writes all their rows into one file of Markdown and one
-of JSON. NumPy's own threads are switched off in them, so that a rank has one core.
+Starts each program of `bench.strategy_programs` on its number of ranks, with the mpirun of this
+Python, one after the other, and writes all rows into one Markdown and one JSON file. NumPy's own
+threads are disabled in the programs, so that a rank uses one core.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM
 
 @dataclass(frozen=True)
 class Program:
-    """One program to start, and how."""
+    """One program, and its arguments."""
 
     module: str
     ranks: int
@@ -37,12 +37,12 @@ class Program:
 
     @property
     def line(self) -> str:
-        """What repeats it alone."""
+        """The command that repeats it."""
         module = f"bench.strategy_programs.{self.module} {self.arguments}".strip()
         return f"mpirun -n {self.ranks} python -m {module}"
 
 
-# By name: the smallest world that has a rank to train on, and the largest that is of use.
+# By name: the smallest world with a training rank, and the largest useful one.
 _TRAINED = {
     "default": (1, 1),
     "one_device": (1, 1),
@@ -70,7 +70,7 @@ SECTIONS: dict[str, list[Program]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or the status of the first program that failed; what was measured before is kept."""
+    """0, or the status of the first program that failed; earlier results are kept."""
     options = _parse(arguments)
     found: list[dict[str, Any]] = []
     for title, programs in SECTIONS.items():
@@ -99,16 +99,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _mpirun() -> str:
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    own = Path(sys.executable).with_name("mpirun")
+    found = str(own) if own.exists() else shutil.which("mpirun")
     if found is None:
         raise SystemExit("bench.strategies: there is no mpirun beside this Python, nor in PATH")
     return found
 
 
 def _is_open_mpi(mpirun: str) -> bool:
-    asked = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in asked.stdout or "OpenRTE" in asked.stdout
+    ended = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in ended.stdout or "OpenRTE" in ended.stdout
 
 
 def _run(program: Program) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The node's memory bandwidth: what all ranks together copy and add, far beyond the caches."""
+"""Memory bandwidth of the node: copies and additions of all ranks, far beyond the caches."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Stream:
 
 
 def measure_stream(world: Any, nbytes: int = _ARRAY_BYTES, repeats: int = _REPEATS) -> Stream:
-    """The median over the repeats of the slowest rank's. Collective."""
-    # Numbers written into every page, so that none is mapped while the clock runs.
+    """The median over the repeats of the slowest rank's time. Collective."""
+    # Every page is written before the measurement, so that none is mapped during it.
     first, second, target = (np.full(nbytes // 4, number, np.float32) for number in range(3))
     calls = partial(np.copyto, target, first), partial(np.add, first, second, out=target)
     subjects = [Subject([(call, target)]) for call in calls]

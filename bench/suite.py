@@ -1,6 +1,6 @@
-"""The figures on record, all in one world: `mpirun -n 2 python -m bench.suite --output DIR`.
+"""The recorded measurements in one world: `mpirun -n 2 python -m bench.suite --output DIR`.
 
-Every run is a line of arguments for `python -m bench`, by which it can be repeated alone.
+Every run is a line of arguments for `python -m bench`, which repeats it alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUNS = {
     "reduce_scatter": "reduce_scatter --sizes 1M,16M",
     "reduce_scatter, registered": "reduce_scatter --registered --sizes 1M,16M",
 }
-# With more ranks than cores there is no more to see than whether they get in each other's way.
+# With oversubscribed cores, only the mutual disturbance of the ranks can be observed.
 RUNS_OF_MANY = {"all_reduce": "all_reduce --sizes 1M"}
 _MOST_RANKS = 2
 
@@ -51,7 +51,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) -> int:
-    """Wrong elements. The files are written anew after each run: what is measured is kept."""
+    """Number of wrong elements. The files are rewritten after each run, which keeps the results."""
     sections: list[Section] = []
     for title, line in (RUNS if comm.size <= _MOST_RANKS else RUNS_OF_MANY).items():
         given = f"{line} --peer {options.peer} --repeats {options.repeats}"

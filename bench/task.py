@@ -1,4 +1,4 @@
-"""One rank's memory for one size, and what a call is given of it."""
+"""One rank's memory for one size, and its use in a call."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from bench.problem import Array, DType, Problem
 
 Allocate: TypeAlias = Callable[[int, DType], Array]
 
-# No element made of this byte is a value that a collective of small integers gives.
+# No element of these bytes is a value that a collective of small integers returns.
 _POISON = 0xA5
 
 
 class Buffers:
-    """What one rank sends and receives: allocated once, every page touched before the clock."""
+    """One rank's input and output: allocated once, every page touched before the measurement."""
 
     def __init__(self, give: Callable[[], Array | None], send: Array, recv: Array) -> None:
         self._give, self.send, self.recv = give, send, recv
         self.reset()
 
     def reset(self) -> None:
-        """Fresh inputs, and outputs in which no old result can pass for a new one."""
+        """Restore the inputs, and poison the outputs so that no old result counts as a new one."""
         given = self._give()
         if given is not None:
             self.send[...] = given
-        # By assignment, which a GPU's arrays have as well.
+        # By assignment, which GPU arrays support as well.
         self.recv.view(np.uint8)[...] = _POISON
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a call works on; in place, the result is written where the input was."""
+    """The memory of a call; in place, the result overwrites the input."""
 
     problem: Problem
     rank: int
@@ -43,12 +43,12 @@ class Task:
 
     @property
     def send(self) -> Array:
-        """What this rank gives."""
+        """This rank's input."""
         return self.buffers.send
 
     @property
     def out(self) -> Array:
-        """Where a result goes that isn't new memory."""
+        """The output, unless the call returns new memory."""
         return self.buffers.send if self.in_place else self.buffers.recv
 
     @property

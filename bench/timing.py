@@ -1,7 +1,7 @@
-"""The clock: repeats of batches of calls, interleaved between those that are compared.
+"""Timing: repeats of batches of calls, alternating between the subjects that are compared.
 
-A repeat is a barrier and then a batch of calls, long enough for a call of microseconds to be seen.
-Its time is that of the slowest rank. The barrier is MPI's own, whatever is measured.
+A repeat is a barrier followed by a batch of calls, long enough to time calls of microseconds. Its
+time is that of the slowest rank. The barrier is always MPI's own.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BATCH_BYTES = 1 << 20
 _LARGEST_BATCH = 200
 
 Stopwatch: TypeAlias = Callable[[Callable[[], Any]], float]
-"""Does some work and tells the seconds that it took."""
+"""Runs some work and returns its duration in seconds."""
 
 
 def batch_of(nbytes: int) -> int:
-    """How many calls a repeat has: as many as move a mebibyte, at most 200."""
+    """Number of calls in a repeat: as many as move a mebibyte, at most 200."""
     return min(_LARGEST_BATCH, max(1, _BATCH_BYTES // max(nbytes, 1)))
 
 
@@ -48,14 +48,14 @@ class Timing:
 class Subject:
     """What is timed: the same call for each set of buffers, one set after the other.
 
-    A call comes with the array that it writes its result into, or None where it returns one.
+    A call is paired with the array that it writes, or with None if it returns its result.
     """
 
     def __init__(self, calls: Sequence[tuple[Call, Array | None]]) -> None:
         self._calls = cycle(calls)
 
     def run(self, batch: int) -> Any:
-        """A batch of calls; returns the last one's result."""
+        """Run a batch of calls; returns the last one's result."""
         result = None
         for call, out in islice(self._calls, batch):
             returned = call()
@@ -64,7 +64,7 @@ class Subject:
 
 
 def wall_seconds(work: Callable[[], Any]) -> float:
-    """The stopwatch of calls that are done when they return."""
+    """Stopwatch for calls that are complete when they return."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -1,8 +1,8 @@
-"""How much memory the schemes of all_reduce within a node touch.
+"""Memory traffic of the schemes of all_reduce within a node.
 
-All are bytes loaded and stored by one rank for each byte of the vector. A line that is written
-without having been read costs a load more on most processors, which isn't counted. Large vectors
-take as long as memory needs, so that times should stand in the proportion of these figures.
+All values are bytes loaded and stored by one rank for each byte of the vector. Writing a line that
+was not read costs another load on most processors, which is not counted. The time of large vectors
+is proportional to their memory traffic.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ _COPY, _FOLD = 2, 3
 
 
 def shared_result(ranks: int) -> float:
-    """Inputs lie in shared memory; the one result is for all to read."""
+    """The inputs are in shared memory, and all ranks read a single result there."""
     return (ranks + 1) / ranks
 
 
 def registered() -> float:
-    """Inputs and outputs lie in shared memory: each rank folds its slice and stores it to all.
+    """Inputs and outputs are in shared memory: each rank folds its slice and stores it to all.
 
-    Every input is read and every output written once, which is the least for results of one's own.
+    Every input is read and every output written once, the minimum for separate results.
     """
     return _COPY
 
 
 def copied_result(ranks: int) -> float:
-    """Inputs are read where they lie, by mapping; each rank copies the others' slices."""
+    """The inputs are read in place, by mapping; each rank copies the others' slices."""
     return 3 - 1 / ranks
 
 
 def staged(ranks: int) -> float:
-    """Private arrays are copied to shared memory, but for the slice that the rank itself folds.
+    """Private arrays are copied to shared memory, except the slice that the rank itself folds.
 
-    The folded slices are copied from there, its own one too.
+    The folded slices are copied from there, including the own one.
     """
     return 5 - 1 / ranks
 
 
 def staged_whole(ranks: int) -> float:
-    """Private arrays are copied to shared memory whole; each rank folds all that it finds there."""
+    """Private arrays are copied to shared memory as a whole; each rank folds all of them."""
     return _COPY + _FOLD * (ranks - 1)
 
 
 def ring_single_copy(ranks: int, *, in_place: bool) -> float:
-    """A ring that copies straight from one process's memory to another's, as by CMA."""
+    """A ring that copies directly between the memories of two processes, as by CMA."""
     return (2 * _COPY + _FOLD) * (ranks - 1) / ranks + (0 if in_place else _COPY)
 
 
 def ring_two_copies(ranks: int, *, in_place: bool) -> float:
-    """A ring that copies into shared memory and out again."""
+    """A ring that copies into shared memory and out of it."""
     return (4 * _COPY + _FOLD) * (ranks - 1) / ranks + (0 if in_place else _COPY)
 
 

@@ -1,4 +1,4 @@
-"""What a measured all_reduce is held against: the traffic model's ratio, the memory's bandwidth."""
+"""References for a measured all_reduce: the traffic model's ratio, and the memory's bandwidth."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bench.stream import Stream
 
 MODELLED = "all_reduce"
 MODELLED_PEER = "mpi4py"
-# Below, latency decides, and the caches hold what the model counts as memory.
+# Below these sizes latency dominates, and the data of the model's memory traffic are in caches.
 SMALLEST_MODELLED = 64 << 10
 SMALLEST_STREAMED = 64 << 20
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Holds for one collective on the ranks of one node; None where nothing can be said."""
+    """References for one collective on the ranks of one node; None where none applies."""
 
     collective: str
     nodes: int
@@ -28,7 +28,7 @@ class Yardstick:
     def ratio(
         self, problem: Problem, algorithm: str, theirs: Problem, *, in_place: bool
     ) -> tuple[float, float] | None:
-        """From which to which ratio the model predicts against MPI, whose problem is `theirs`."""
+        """The range of the ratio that the model predicts against MPI, whose problem is `theirs`."""
         if not self._covers(problem, algorithm):
             return None
         low, high = traffic_model.ratio(
@@ -38,7 +38,7 @@ class Yardstick:
         return low * scale, high * scale
 
     def of_stream(self, problem: Problem, algorithm: str, seconds: float) -> float | None:
-        """How much of the memory's bandwidth a call uses that takes so long."""
+        """The part of the memory's bandwidth that a call of that duration uses."""
         large = problem.nbytes >= SMALLEST_STREAMED
         if self.stream is None or not large or not self._covers(problem, algorithm):
             return None

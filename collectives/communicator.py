@@ -1,4 +1,4 @@
-"""The communicator: collectives on arrays, between the ranks of a group."""
+"""The communicator: collectives on arrays between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ from collectives.schedules.spec import spec_of
 class Communicator(Group):
     """A group of ranks, and the collective operations between them.
 
-    Every method but `send`, `recv`, `explain` and the properties is collective: all ranks of the
-    group call it, in the same order. Arrays may be NumPy arrays, torch tensors, JAX arrays or
-    anything else that speaks DLPack, the buffer protocol or `__cuda_array_interface__`, on the CPU
-    or NVIDIA GPUs, of any strides; they come back as what they are, on a GPU in the order of the
-    caller's stream. Results own their memory. The semantics are those of MPI 4.1, chapter 6,
-    unless stated.
+    Every method except `send`, `recv`, `explain` and the properties is collective: all ranks of the
+    group call it, in the same order. Arrays may be NumPy arrays, torch tensors, JAX arrays or any
+    object with DLPack, the buffer protocol or `__cuda_array_interface__`, on the CPU or an NVIDIA
+    GPU, with any strides. Results are of the same kind and own their memory; on a GPU they are
+    ordered after the work on the caller's stream. The semantics are those of MPI 4.1, chapter 6,
+    unless stated otherwise.
 
-    Common errors: ValueError and TypeError for what one rank can see by itself (raised before any
-    message is sent), such as a torch tensor that requires grad and whose result would lose it: no
-    call is differentiated (`detach()`, `torch.no_grad()`). RuntimeError after `close`.
+    Common errors: ValueError and TypeError for arguments that one rank can check by itself, raised
+    before any message is sent, such as a torch tensor that requires grad (no call is
+    differentiated: use `detach()` or `torch.no_grad()`). A MismatchError on every rank if their
+    calls differ. DeadlineExceededError, RankFailedError. RuntimeError after `close`.
     """
 
     def all_reduce(
@@ -54,21 +55,22 @@ class Communicator(Group):
         algorithm: str | None = None,
         what: str | None = None,
     ) -> Any:
-        """Fold the ranks' arrays, of equal shape and dtype, into one, for every rank, bit for bit
-        (where MPI's own reduction runs, "native", but for the signs and payloads of NaNs).
+        """Reduce the ranks' arrays, of equal shape and dtype, to one result on every rank.
 
-        op: a ReduceOp or its name: "sum", "mean", "min", "max", "product". Integer sums wrap; MEAN
-        of integers gives float64; NaN on any rank propagates; bool SUM and MAX are or, MIN and
-        PRODUCT are and. `out` is where the result goes (`array` itself: in place); `algorithm`
-        forces one; `what` is a text that must be equal on all ranks, as in `barrier`. Raises
-        ValueError for an unknown op or algorithm or an `out` of another shape or that is read-only,
-        TypeError for a dtype that can't be reduced so or an `out` of another dtype.
+        The results are equal bit for bit, except for the signs and payloads of NaNs if MPI's own
+        reduction ("native") runs. `op` is a ReduceOp or its name: "sum", "mean", "min", "max",
+        "product". Integer sums wrap; MEAN of integers is float64; a NaN of any rank propagates; SUM
+        and MAX of bool are `or`, MIN and PRODUCT are `and`. `out` receives the result (`array`
+        itself: in place), `algorithm` names the algorithm to use, and `what` is a text that must be
+        equal on all ranks. Raises ValueError for an unknown op or algorithm, or if `out` has
+        another shape or is read-only; TypeError for a dtype without that reduction, or if `out` has
+        another dtype.
         """
         if algorithm is None and type(array) is np.ndarray:
             kind = op, array.dtype, array.shape
             try:
                 quick = self._quick.get(kind if what is None else (*kind, what))
-            except TypeError:  # an op that can't be looked up is none: the general way says so
+            except TypeError:  # an unhashable op is invalid, which the general path reports
                 quick = None
             if quick is not None:
                 result = quick(array, out)
@@ -89,15 +91,15 @@ class Communicator(Group):
         out: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """As `all_reduce`, but only the root gets the result; None elsewhere."""
+        """Like `all_reduce`, but only the root returns the result; None on other ranks."""
         root = self._root(root)
         on_root = self.rank == root
         return self._run(reductions.reduce(array, op, root, out, algorithm, on_root=on_root))
 
     def broadcast(self, array: Any, *, root: int = 0, algorithm: str | None = None) -> Any:
-        """Write the root's array into the other ranks' arrays, of equal shape and dtype; return it.
+        """Copy the root's array into the other ranks' arrays, of equal shape and dtype; return it.
 
-        Raises ValueError where this rank's array is read-only and it is not the root.
+        Raises ValueError if this rank is not the root and its array is read-only.
         """
         root = self._root(root)
         on_root = self.rank == root
@@ -110,11 +112,11 @@ class Communicator(Group):
     def all_gather(
         self, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
     ) -> Any:
-        """Join the ranks' arrays along `axis`, in rank order, on every rank.
+        """Concatenate the ranks' arrays along `axis`, in rank order, on every rank.
 
-        Lengths along the axis may differ by rank; the rest of the shape and the dtype may not
-        (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row.
-        `out` is where the result goes; ValueError on every rank where it has another length.
+        Lengths along the axis may differ by rank. The remaining shape and the dtype must not
+        (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row. `out`
+        receives the result; ValueError on every rank if it has another length.
         """
         if algorithm is None:
             result = self._call_cache.all_gather(array, axis, out)
@@ -125,15 +127,15 @@ class Communicator(Group):
     def gather(
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
     ) -> Any:
-        """As `all_gather`, but only the root gets the result; None elsewhere."""
+        """Like `all_gather`, but only the root returns the result; None on other ranks."""
         return self._run(movements.gather(array, self._root(root), axis, algorithm))
 
     def scatter(
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
     ) -> Any:
-        """Cut the root's array along `axis` as `numpy.array_split` does; rank r gets block r.
+        """Cut the root's array along `axis` like `numpy.array_split`; rank r returns block r.
 
-        The other ranks pass None. What is wrong with the root's array is raised on every rank.
+        The other ranks pass None. An error in the root's array is raised on every rank.
         """
         root = self._root(root)
         on_root = self.rank == root
@@ -148,7 +150,7 @@ class Communicator(Group):
         out: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Fold the ranks' arrays; rank r gets block r of `numpy.array_split` along `axis`."""
+        """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`."""
         if algorithm is None:
             result = self._call_cache.reduce_scatter(array, op, axis, out)
             if result is not PASS:
@@ -157,9 +159,9 @@ class Communicator(Group):
         return self._run(reductions.reduce_scatter(array, op, axis, out, algorithm, **place))
 
     def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> list[Any]:
-        """Send arrays[i] to rank i; return the list of what came, entry i from rank i.
+        """Send arrays[i] to rank i; return the received arrays, entry i from rank i.
 
-        Blocks may all differ in shape and dtype, and receivers need not know them.
+        Arrays may differ in shape and dtype, which the receivers need not know.
         """
         received: list[Any] = self._run(all_to_all(arrays, self.size, algorithm))
         return received
@@ -172,9 +174,9 @@ class Communicator(Group):
         out: Sequence[Any] | None = None,
         bucket_bytes: int | None = None,
     ) -> list[Any]:
-        """`all_reduce` of many arrays, fused per dtype into messages of up to `bucket_bytes` bytes.
+        """`all_reduce` of many arrays, fused by dtype into messages of up to `bucket_bytes` bytes.
 
-        The same inputs give the same bits at every call. Dtypes and ops are never mixed.
+        The same inputs give the same bits in every call. Dtypes are never mixed.
         """
         reduced = self._many.reduce_known(arrays, op, out, bucket_bytes)
         if reduced is not PASS:
@@ -185,14 +187,14 @@ class Communicator(Group):
         return self._many.reduce(arrays, op, out, bucket_bytes)
 
     def barrier(self, what: str | None = None) -> None:
-        """Return when every rank has called it; a MismatchError where their texts differ."""
+        """Return when every rank has called it; a MismatchError if their texts differ."""
         self._run(reductions.barrier(what))
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send the array's elements to one rank, which receives them with `recv`.
 
-        After DeadlineExceededError the message is still on its way: don't change the array before
-        the same `send`, made again, has returned, which sends nothing twice.
+        After DeadlineExceededError the message remains in transit: do not change the array until
+        the same `send`, repeated, has returned. Repeating it does not send the message twice.
         """
         self._check_open()
         point_to_point.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
@@ -200,46 +202,47 @@ class Communicator(Group):
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
         """Receive elements from one rank into `out`, and return it.
 
-        Raises ShapeMismatchError where another number of bytes came than `out` holds. After
+        Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`. After
         DeadlineExceededError the message goes to the next `recv` of the same rank and tag.
         """
         self._check_open()
         return point_to_point.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
-        """A copy of the root's object, by pickle; for small metadata. The root gets a copy too."""
+        """A copy of the root's object, pickled, also on the root; for small metadata."""
         root = self._root(root)
         return self._run(objects.broadcast_object(obj, root, on_root=self.rank == root))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Copies of every rank's object in rank order, by pickle; for small metadata."""
+        """Copies of every rank's object in rank order, pickled; for small metadata."""
         gathered: list[Any] = self._run(objects.all_gather_object(obj))
         return gathered
 
     def all_reduce_async(
         self, array: Any, op: ReduceOp | str = "sum", *, out: Any = None
     ) -> Handle[Any]:
-        """Begin an `all_reduce`. Neither `array` nor `out` may be changed until it is done.
+        """Start an `all_reduce`. Neither `array` nor `out` may be changed until it is done.
 
-        Asynchronous calls run in the order in which they were begun, the same on every rank, on a
-        duplicate of the communicator: blocking calls may come in between.
+        Asynchronous calls run in the order in which they were started, the same on every rank, on a
+        duplicate of the communicator. Blocking calls may be made in between.
         """
         return self._submit(reductions.all_reduce(array, op, out, None))
 
     def broadcast_async(self, array: Any, *, root: int = 0) -> Handle[Any]:
-        """Begin a `broadcast`."""
+        """Start a `broadcast`."""
         root = self._root(root)
         return self._submit(movements.broadcast(array, root, None, on_root=self.rank == root))
 
     def all_gather_async(self, array: Any, *, axis: int = 0) -> Handle[Any]:
-        """Begin an `all_gather`."""
+        """Start an `all_gather`."""
         return self._submit(movements.all_gather(array, axis, None, None))
 
     def mailbox(self) -> Mailbox:
-        """Open a way for messages that the receiver need not ask for. Collective.
+        """Open a mailbox for unsolicited messages. Collective.
 
-        Its own calls are not: any rank sends to any other at any time, beside the communicator's.
-        It ends with this, or by `close`. BackendUnavailableError over a transport without such.
+        The mailbox's own methods are not collective: any rank sends to any other at any time, also
+        during calls of the communicator. It is closed with the communicator, or by its `close`.
+        Raises BackendUnavailableError if the transport has no message channel.
         """
         mailbox: Mailbox = self._run(open_mailbox().then(self._keep))
         return mailbox
@@ -247,39 +250,38 @@ class Communicator(Group):
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """A registered array, uninitialised: collectives on it need no copies. Collective.
 
-        It lies in memory that the node's ranks share, where there is such, and is valid until
-        nothing refers to it. Raises a MismatchError where the ranks ask for different ones.
+        It lies in memory that the node's ranks share, where available, and is valid while a
+        reference to it exists. The ranks must request equal shapes and dtypes.
         """
         return self._run(allocation.empty(shape, dtype).then(self._forget))
 
     def zeros(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """As `empty`, filled with zeros."""
+        """Like `empty`, filled with zeros."""
         return self._run(allocation.zeros(shape, dtype).then(self._forget))
 
     def empty_shared(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """One array for all ranks of a node, uninitialised. Collective.
 
-        What one rank stores the others see once they have met (`barrier`). It is valid until
-        nothing refers to it on any rank. None, on every rank, where the ranks of some node have no
-        memory in common. Raises a MismatchError where the ranks ask for different ones.
+        Other ranks see a rank's stores after the next synchronization (`barrier`). The array is
+        valid while a reference to it exists on any rank. None, on every rank, if the ranks of some
+        node have no shared memory. The ranks must request equal shapes and dtypes.
         """
         return self._run(allocation.empty_shared(shape, dtype))
 
     def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
-        """Which algorithm would run for `nbytes` bytes, what each is expected to take, and by whose
-        figures: the built-in ones, those of `tune`, or a file's.
+        """The algorithm that would run for `nbytes` bytes, the expected time of each, and the
+        source of the cost parameters: built in, `tune`, or a file.
         """
         nbytes = check_index("nbytes", nbytes, 1 << 62)
         return explain(self._engine, spec_of(collective).name, nbytes, np.dtype(dtype))
 
     def tune(self, *, save: bool = True) -> str:
-        """Measure what the paths take here, and choose by that from now on. Collective.
+        """Measure the paths on this machine, and select by the result from now on. Collective.
 
-        It takes a second or two, in which the machine should be idle; all ranks end with the same
-        figures. `save` keeps them in a file of the user's cache folder (COLLECTIVES_CACHE, or
-        mpi-collectives in XDG_CACHE_HOME or ~/.cache), from which communicators on the same host,
-        MPI and layout of ranks load them; where it can't be written there is a warning. Returns
-        what was measured, for people to read.
+        It takes a second or two, during which the machine should be idle. All ranks end with the
+        same cost parameters. `save` writes them to a file of the user's cache folder
+        (COLLECTIVES_CACHE, or mpi-collectives in XDG_CACHE_HOME or ~/.cache) for communicators on
+        the same host, MPI and layout; a failure is logged. Returns a readable report.
         """
         text: str = self._run(tuning.tune(save=save).then(self._forget))
         return text
@@ -288,15 +290,15 @@ class Communicator(Group):
         """Write the last 256 calls of every rank, on one clock, to a file on rank 0. Collective.
 
         It is JSON for chrome://tracing or ui.perfetto.dev: a process for each rank, a thread each
-        for blocking and asynchronous calls. A file that can't be written: OSError on every rank.
+        for blocking and asynchronous calls. OSError on every rank if it can't be written.
         """
         self._run(trace(path, [] if self._progress is None else self._progress.entries()))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator between the ranks of equal color, ordered by key, then rank.
 
-        Collective; None where color is None. `color` is a non-negative integer, `key` any; both
-        have 31 bits.
+        Collective; None where color is None. `color` is a non-negative integer, `key` any, both of
+        31 bits (as of MPI_Comm_split).
         """
         if color is not None:
             color = check_index("color", color, 1 << 31)

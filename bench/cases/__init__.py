@@ -1,4 +1,4 @@
-"""The table of collectives that can be measured. Adding one takes a class and a line here."""
+"""Table of the collectives that can be measured. A new one needs a class and a line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark knows about a collective."""
+"""Interface of a collective to the benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives import Communicator
 Call: TypeAlias = Callable[[], Any]
 
 AUTO = "auto"
-"""The name, among those of algorithms, of what runs when none is forced."""
+"""The name, among those of algorithms, of the default selection."""
 
 
 class Case(ABC):
@@ -30,37 +30,37 @@ class Case(ABC):
     takes_algorithm = True
 
     def unit(self, ranks: int, tensors: int) -> int:
-        """The number of elements is rounded up to a multiple of this."""
+        """The number of elements is rounded up to a multiple of this number."""
         return 1
 
     def factor(self, ranks: int) -> float:
-        """The part of the size that the busiest link must carry, whatever runs: busbw / algbw."""
+        """The part of the size that the busiest link must carry in any algorithm: busbw / algbw."""
         return 1.0
 
     @abstractmethod
     def given(self, problem: Problem, rank: int) -> Array | None:
-        """What the rank sends, flat; None where it gives nothing."""
+        """The rank's input, flat; None if it has none."""
 
     @abstractmethod
     def expected(self, problem: Problem, rank: int) -> Array | None:
-        """What the rank must get, flat; None where it gets nothing."""
+        """The rank's expected result, flat; None if it has none."""
 
     @abstractmethod
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
-        """Our call, ready to be made again and again; it returns the result."""
+        """The call, ready for repetition; it returns the result."""
 
     def forms(self, problem: Problem) -> tuple[bool, ...]:
-        """Which forms there are: False for out of place, True for in place."""
+        """The supported forms: False for out of place, True for in place."""
         in_place = self.in_place and problem.result_dtype == problem.dtype
         return (False,) * self.out_of_place + (True,) * in_place
 
     def buffers(self, problem: Problem, rank: int, allocate: Allocate = np.empty) -> Buffers:
-        """Memory for a rank; `allocate` is called alike on all ranks, and so may be collective."""
+        """Memory for a rank; `allocate` is called alike on all ranks, so it may be collective."""
 
         def received(by: int) -> Array | None:
             return self.expected(problem, by) if self.out_of_place else None
 
-        # Nobody has more than the root.
+        # No rank needs more than the root.
         most = self.given(problem, problem.root), received(problem.root)
         needed = self.given(problem, rank), received(rank)
         send, recv = (
@@ -71,7 +71,7 @@ class Case(ABC):
 
 
 def _room(allocate: Allocate, most: Array | None, needed: Array | None, dtype: DType) -> Array:
-    """Room for `needed` in as much memory as `most` takes."""
+    """Memory for `needed`, allocated with the length of `most`."""
     if most is None:
         return np.empty(0, dtype)
     return allocate(most.size, most.dtype)[: 0 if needed is None else needed.size]
@@ -85,5 +85,5 @@ class CutCase(Case):
         return ranks
 
     def factor(self, ranks: int) -> float:
-        """All blocks but one's own travel."""
+        """All blocks but the own one are sent."""
         return (ranks - 1) / ranks

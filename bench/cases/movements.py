@@ -21,11 +21,11 @@ class Broadcast(Case):
     in_place = True
 
     def given(self, problem: Problem, rank: int) -> Array:
-        """Other values on every rank, so that none has the root's before the call."""
+        """Different values on every rank, so that no other rank has the root's before the call."""
         return problem.values(rank, problem.count)
 
     def expected(self, problem: Problem, rank: int) -> Array:
-        """The root's."""
+        """The root's values."""
         return self.given(problem, problem.root)
 
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
@@ -34,7 +34,7 @@ class Broadcast(Case):
 
 
 class AllGather(CutCase):
-    """Every rank gets all blocks."""
+    """Every rank receives all blocks."""
 
     name = "all_gather"
 
@@ -52,7 +52,7 @@ class AllGather(CutCase):
 
 
 class Gather(AllGather):
-    """The root gets all blocks."""
+    """The root receives all blocks."""
 
     name = "gather"
     rooted = True
@@ -67,7 +67,7 @@ class Gather(AllGather):
 
 
 class Scatter(CutCase):
-    """The root's blocks are dealt out."""
+    """Every rank receives a block of the root's buffer."""
 
     name = "scatter"
     rooted = True
@@ -107,7 +107,7 @@ class AllToAll(CutCase):
 
 
 class Barrier(Case):
-    """Nothing but waiting."""
+    """Synchronization without data."""
 
     name = "barrier"
     has_bytes = False

@@ -27,13 +27,13 @@ class _Reduction(Case):
 
 
 class AllReduce(_Reduction):
-    """Every rank gets the reduction."""
+    """Every rank receives the reduction."""
 
     name = "all_reduce"
     in_place = True
 
     def factor(self, ranks: int) -> float:
-        """Every block is sent to be folded, and its fold is sent back."""
+        """Every block is sent to be folded, and its result is sent back."""
         return 2 * (ranks - 1) / ranks
 
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
@@ -43,7 +43,7 @@ class AllReduce(_Reduction):
 
 
 class AllReduceMany(AllReduce):
-    """Many tensors in one call; they lie one after the other in memory."""
+    """Many tensors in one call, adjacent in memory."""
 
     name = "all_reduce_many"
     takes_algorithm = False
@@ -60,7 +60,7 @@ class AllReduceMany(AllReduce):
 
 
 class Reduce(_Reduction):
-    """The root gets the reduction."""
+    """The root receives the reduction."""
 
     name = "reduce"
     rooted = True
@@ -78,7 +78,7 @@ class Reduce(_Reduction):
 
 
 class ReduceScatter(CutCase, _Reduction):
-    """Rank r gets block r of the reduction."""
+    """Rank r receives block r of the reduction."""
 
     name = "reduce_scatter"
 

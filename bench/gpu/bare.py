@@ -1,4 +1,4 @@
-"""The peer: NCCL's own calls on our communicator, with nothing of ours around them."""
+"""The peer: NCCL's own calls on the same communicator, without this package."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _BYTE = 1
 
 
 def transport_of(comm: Communicator) -> NcclTransport | None:
-    """What a communicator over NCCL calls; None for one that has another way."""
+    """The NCCL transport of a communicator; None if it uses another path."""
     transport = getattr(comm._devices._path, "_transport", None)
     return transport if isinstance(transport, NcclTransport) else None
 
 
 class Bare:
-    """The calls for a task, on the current stream, or None where NCCL has no such collective.
+    """The calls for a task, on the current stream, or None if NCCL has no such collective.
 
-    What CuPy offers is called without our driver in between, as a user of it would.
+    CuPy's functions are called without our driver in between, as by a user of CuPy.
     """
 
     def __init__(self, transport: NcclTransport, cuda: Cuda) -> None:
-        """The transport's own handle is used: private to it, but this is what is measured."""
+        """Uses the transport's private handle, because that is what is measured."""
         self._cuda, self._comm, self._float8 = cuda, transport._comm, transport._float8
 
     def call(self, collective: str, task: Task) -> Call | None:
-        """NCCL's call with all its arguments found before."""
+        """NCCL's call, with all its arguments bound."""
         make: Any = getattr(self, f"_{collective}", None)
         return make(task) if make else None
 

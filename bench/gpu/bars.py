@@ -1,4 +1,4 @@
-"""The figures that are promised, each beside its bar."""
+"""Measurements with a required value, the bar."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure."""
+    """One measurement and its bar."""
 
     name: str
     found: str
@@ -46,7 +46,7 @@ class Bar:
 
 
 def call_overhead(comm: Communicator, world: Any, cuda: Cuda, device: Device) -> Bar:
-    """What a whole call takes more than the bare one, by the host's clock, with 4 bytes."""
+    """Difference between a whole call and the bare one, by the host's clock, with 4 bytes."""
     transport = transport_of(comm)
     name = "all_reduce of 4 bytes, the whole call over the bare one"
     if transport is None:
@@ -63,7 +63,7 @@ def call_overhead(comm: Communicator, world: Any, cuda: Cuda, device: Device) ->
         start = time.perf_counter()
         work()
         seconds = time.perf_counter() - start
-        # What is still queued must not slow down the next.
+        # Queued work must not slow down the next call.
         device.synchronize()
         return seconds
 
@@ -81,7 +81,7 @@ def call_overhead(comm: Communicator, world: Any, cuda: Cuda, device: Device) ->
 
 
 def packing(world: Any, cuda: Cuda, device: Device) -> Bar:
-    """Packing and unpacking, without the reduction between; the tables are there already."""
+    """Packing and unpacking, without the reduction; the tables exist already."""
     kinds = tuple(((ELEMENTS,), _FLOAT32) for _ in range(TENSORS))
     memory = BucketMemory(cuda)
     buckets = memory.set_for(kinds, _LIMIT, ReduceOp.SUM).buckets
@@ -95,13 +95,13 @@ def packing(world: Any, cuda: Cuda, device: Device) -> Bar:
         for bucket in buckets
     ]
 
-    def there_and_back() -> None:
+    def pack_and_unpack() -> None:
         for bucket, given, wanted in tables:
             bucket.pack(given)
             bucket.unpack(wanted)
 
     seconds = interleave(
-        [Subject([(there_and_back, None)])],
+        [Subject([(pack_and_unpack, None)])],
         world,
         batch=20,
         warmup=_WARMUP,
@@ -118,7 +118,7 @@ def packing(world: Any, cuda: Cuda, device: Device) -> Bar:
 
 
 def copy_bound(comm: Communicator, bench: GpuBench) -> list[Bar]:
-    """all_reduce of sizes where the memory or the link is what takes the time, out of place."""
+    """all_reduce out of place, of sizes limited by the memory or the link."""
     bars = []
     for nbytes in COPY_BOUND:
         row = bench.row(CASES["all_reduce"], Problem(comm.size, nbytes // 4, _FLOAT32))

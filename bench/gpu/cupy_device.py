@@ -11,7 +11,7 @@ from bench.cases.base import Call
 
 
 class CupyDevice:
-    """`Device` says what each method does."""
+    """`Device` documents each method."""
 
     def __init__(self) -> None:
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
@@ -28,7 +28,7 @@ class CupyDevice:
         self._begin, self._end = cupy.cuda.Event(), cupy.cuda.Event()
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """The GPU's own clock, between two events."""
+        """By the GPU's clock, between two events."""
         self._begin.record()
         work()
         self._end.record()
@@ -36,13 +36,13 @@ class CupyDevice:
         return float(cupy.cuda.get_elapsed_time(self._begin, self._end)) / 1e3
 
     def capture(self, work: Callable[[], Any]) -> Call:
-        """Of the current stream, which must not be the null stream."""
+        """Captures the current stream, which must not be the null stream."""
         stream = cupy.cuda.get_current_stream()
         stream.begin_capture()
         try:
             work()
         finally:
-            # Also after an error: the stream captures until then.
+            # Also after an error, because the stream captures until then.
             graph = stream.end_capture()
 
         def replay() -> None:

@@ -1,4 +1,4 @@
-"""What is needed of a GPU to time calls on it, beside `Cuda`."""
+"""Interface to a GPU for timing, in addition to `Cuda`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Device(Protocol):
     name: str
     l2_bytes: int
     libraries: str
-    """CUDA's driver and runtime, and what they are called through."""
+    """Versions of CUDA's driver and runtime, and of the library through which they are called."""
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """How long the stream is at the work, from the first call's launch to the last one's end.
+        """Seconds of the work on the stream, from the first call's launch to the last one's end.
 
-        Where the host launches more slowly than the GPU works, that is the host's time.
+        If the host launches more slowly than the GPU works, that is the host's time.
         """
 
     def capture(self, work: Callable[[], Any]) -> Call:
-        """A graph of the work, to be put on the stream by calling it."""
+        """A graph of the work; calling it launches the graph on the stream."""
 
     def synchronize(self) -> None:
         """Wait for the stream."""

@@ -1,4 +1,4 @@
-"""On what GPU it was measured, with which libraries."""
+"""The GPU and the libraries of a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives.gpu import probe
 
 
 def gpu_problem() -> str | None:
-    """Why nothing can be measured here; None where it can."""
+    """Why nothing can be measured here; None if it can."""
     try:
         return cuda().problem()
     except BackendUnavailableError as error:
@@ -23,7 +23,7 @@ def gpu_problem() -> str | None:
 
 
 def describe_gpu(comm: Communicator, options: argparse.Namespace, device: Device) -> dict[str, Any]:
-    """What the header says, by name; as rank 0 sees it."""
+    """The entries of the header, by name, as seen by rank 0."""
     settings = options.settings
     sets = settings.rotate or "as many as exceed twice the GPU's cache, at most 256"
     driver = probe.nccl_driver()

@@ -1,8 +1,8 @@
-"""What a call costs in Python alone: `python -m bench.gpu.host_overhead [--profile]`.
+"""Cost of a call in Python alone: `python -m bench.gpu.host_overhead [--profile]`.
 
-A CUDA and an NCCL that do nothing take the place of the real ones, so that it runs anywhere, with
-the host's clock. What is left is this package's part of a call's overhead; what CuPy's own methods
-take (events, streams, `__cuda_array_interface__`) comes on top on a GPU.
+A CUDA and an NCCL without effect replace the real ones, so that it runs on any machine, with the
+host's clock. The result is this package's part of a call's overhead. On a GPU, the time of CuPy's
+own methods (events, streams, `__cuda_array_interface__`) is added.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CALLS, _REPEATS, _PROFILED, _LINES = 2000, 15, 20_000, 15
 
 
 class NullArray(np.ndarray[Any, Any]):
-    """A device array as far as anybody asks."""
+    """An array that is treated as a device array."""
 
     __cuda_array_interface__ = None
 
@@ -60,7 +60,7 @@ def _nothing(*arguments: Any) -> None:
 
 
 def null_cuda() -> interface.Cuda:
-    """Every method returns at once."""
+    """A CUDA whose methods return at once."""
     stream = _NullStream()
 
     def empty(self: Any, shape: Any, dtype: Any) -> NullArray:
@@ -88,27 +88,27 @@ def null_cuda() -> interface.Cuda:
 
 
 class NullNccl:
-    """`NcclDriver` without an effect."""
+    """An `NcclDriver` without effect."""
 
     def version(self) -> int:
-        """Some version."""
+        """An arbitrary version."""
         return 22809
 
     def unique_id(self) -> bytes:
-        """Of no communicator."""
+        """An arbitrary identifier."""
         return bytes(128)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Any other call."""
+        """Any other function."""
         if not hasattr(CupyNccl, name):
             raise AttributeError(name)
-        # Kept, so that it is found like a method from then on.
+        # Stored, so that later lookups are as fast as those of a method.
         setattr(self, name, _nothing)
         return _nothing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Always 0."""
+    """Print the times; always returns 0."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.host_overhead")
     parser.add_argument("--profile", action="store_true", help="also where the time goes")
     options = parser.parse_args(arguments)

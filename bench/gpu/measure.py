@@ -1,4 +1,4 @@
-"""From a problem to a row: our call, the bare call of NCCL and the replayed graph, all checked."""
+"""Measurement of a problem on GPUs: our call, the bare NCCL call and the replayed graph."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from collectives.cuda.interface import Cuda
 
 LEAST_BATCH = 20
 ALGORITHM = "auto"
-# The others take new memory, which a graph must not have from a pool: reduce too, but for its root.
+# The others allocate memory, which a graph must not get from a pool; so does reduce on other ranks.
 _CAPTURED = {"all_reduce", "all_reduce_many", "reduce_scatter", "broadcast", "all_gather"}
 
 
 class GpuBench:
-    """One rank's part in measuring. Everything is put on the current stream.
+    """One rank's part in measuring. All work is enqueued on the current stream.
 
     `world` is mpi4py's communicator of all.
     """
@@ -34,7 +34,7 @@ class GpuBench:
     def __init__(
         self, comm: Communicator, world: Any, cuda: Cuda, device: Device, settings: Settings
     ) -> None:
-        """`settings.rotate` 0 stands for as many sets of buffers as exceed the GPU's cache."""
+        """`settings.rotate` 0 selects as many sets of buffers as exceed the GPU's cache."""
         self._comm, self._world, self._cuda, self._device = comm, world, cuda, device
         self._settings = settings
         transport = transport_of(comm)
@@ -92,7 +92,7 @@ class GpuBench:
         )
 
     def _bare_side(self, case: Case, tasks: list[Task]) -> list[Side]:
-        """NCCL's own call, where it has one for this."""
+        """NCCL's own call, if it has an equivalent."""
         if self._bare is None:
             return []
         calls = [self._bare.call(case.name, task) for task in tasks]
@@ -100,20 +100,20 @@ class GpuBench:
         return [_side(found, tasks, returns=False)] if found else []
 
     def _graph(self, case: Case, ours: Side, batch: int) -> tuple[Timing | None, int]:
-        """A batch of calls in one graph, in the manner of nccl-tests; and its wrong elements."""
+        """A batch of calls in one graph, like nccl-tests; and the number of wrong elements."""
         if case.name not in _CAPTURED or self._bare is None:
-            # What goes by way of the host can't be captured.
+            # Calls staged through the host can't be captured.
             return None, 0
         replay = self._device.capture(partial(ours.subject.run, batch))
         ours.reset()
         seconds = self._time([Subject([(replay, None)])], 1) / batch
         if ours.tasks[0].in_place:
-            # Each call of the batch has folded the last one's result.
+            # Each call of the batch has folded the result of the one before.
             return Timing.of(seconds[0]), 0
         ours.reset()
         replay()
         if batch < len(ours.tasks):
-            # It may be that none of the calls has written the first set.
+            # Possibly none of the calls has written the first set.
             return Timing.of(seconds[0]), 0
         first = ours.tasks[0]
         return Timing.of(seconds[0]), self._count(case, first.problem, first.out)
@@ -131,9 +131,9 @@ class GpuBench:
 
 
 def _side(calls: list[Call], tasks: list[Task], *, returns: bool) -> Side:
-    """Calls that return their results, or that only write them into their task's `out`."""
-    places = [None if returns else task.out for task in tasks]
-    return Side(Subject(list(zip(calls, places, strict=True))), tasks)
+    """Calls that return their results, or that write them into their task's `out`."""
+    outputs = [None if returns else task.out for task in tasks]
+    return Side(Subject(list(zip(calls, outputs, strict=True))), tasks)
 
 
 def _compared(seconds: Array, wrong: int) -> PeerMeasurement:

@@ -13,19 +13,19 @@ from collectives.cuda.host_copies import fetched, filled
 from collectives.cuda.interface import Cuda, DeviceArray
 
 MOST_SETS = 256
-# So that what a call touches is gone from the cache when its turn comes again.
+# Factor by which the sets exceed the cache, so that a set has left it before its next use.
 _CACHES = 2
 
 
 def sets_of(nbytes: int, cache_bytes: int) -> int:
-    """How many sets of buffers, of so many bytes, exceed the GPU's cache, as far as is sensible."""
+    """Number of buffer sets of that many bytes that exceed the GPU's cache, within limits."""
     return min(MOST_SETS, max(1, -(-_CACHES * cache_bytes // max(nbytes, 1))))
 
 
 def buffer_sets(
     case: Case, problem: Problem, rank: int, cuda: Cuda, rotate: int | None, cache_bytes: int
 ) -> list[Buffers]:
-    """Sets of buffers; `rotate` says how many."""
+    """The sets of buffers; `rotate` is their number, if given."""
     given = case.given(problem, rank)
     expected = case.expected(problem, rank) if case.out_of_place else None
     source = None if given is None else uploaded(cuda, given)
@@ -46,7 +46,7 @@ def uploaded(cuda: Cuda, values: Array) -> DeviceArray:
 
 
 def on_host(result: Any) -> Any:
-    """What a call gave, with its device arrays as the host's."""
+    """A call's result, with device arrays copied to the host."""
     if isinstance(result, list):
         return [on_host(each) for each in result]
     if result is None or type(result) is np.ndarray:

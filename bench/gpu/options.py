@@ -21,15 +21,15 @@ _EPILOG = """\
 Time is the median over the repeats of the slowest rank's, by the GPU's events around a batch of
 calls; algbw, busbw and size are those of `python -m bench`. ratio = the time of the bare NCCL call,
 on the same communicator and in the same memory, / ours: above 1 ours is faster. graph is a call's
-part of a batch that is replayed as one CUDA graph. Exit status: 0, or 1 where a result was wrong,
-or 2 where this can't be measured."""
+part of a batch that is replayed as one CUDA graph. Exit status: 0, or 1 if a result was wrong, or 2
+if the measurement is not possible."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The checked options; exits with status 2 where they make no sense."""
+    """The checked options; exits with status 2 if they are invalid."""
     parser = Parser(
         prog="python -m bench.gpu",
-        description="Time collectives on arrays in a GPU's memory, against bare NCCL.",
+        description="Time collectives on arrays in GPU memory, compared with bare NCCL.",
         epilog=_EPILOG,
     )
     _add_problem(parser)
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def _add_problem(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = (ALL, BARS, *COLLECTIVES)
-    help = f"{', '.join(names)} (default: all): bars are the figures that are promised"
+    help = f"{', '.join(names)} (default: all); bars are the measurements with a required value"
     add("collective", nargs="?", choices=names, default=ALL, metavar="collective", help=help)
     add("--min-bytes", type=parse_size, default=8, metavar="SIZE", help="default: 8")
     add("--max-bytes", type=parse_size, default=64 << 20, metavar="SIZE", help="default: 64M")

@@ -1,4 +1,4 @@
-"""From the command line to the tables. Only rank 0 prints and writes; all measure."""
+"""A run of the GPU benchmark. Every rank measures; only rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) -> int:
-    """Wrong elements."""
+    """Measure and report; the number of wrong elements."""
     from mpi4py import MPI
 
     from bench.gpu.cupy_device import CupyDevice
@@ -75,7 +75,7 @@ def _section(
     bench: GpuBench,
     device: Device,
 ) -> Section:
-    """One collective's table, shown as it grows."""
+    """Measure one collective; its table is printed row by row."""
     chosen = _named(options, name)
     case = CASES[name]
     shown = columns(case, NAME, [ALGORITHM], graph=True)
@@ -103,14 +103,14 @@ def _report(
     found: Sequence[bars.Bar],
     header: dict[str, Any],
 ) -> None:
-    told = [*header_lines(header), *map(str, found)] if found else []
-    if told:
-        print(*told, sep="\n", flush=True)
+    summary = [*header_lines(header), *map(str, found)] if found else []
+    if summary:
+        print(*summary, sep="\n", flush=True)
     if options.json and sections:
         write_json_sections(options.json, sections)
     if options.markdown and sections:
         write_markdown_sections(options.markdown, "On a GPU", sections)
-    if options.markdown and told:
-        lines = ["", "## The figures that are promised", "", *(f"- {line}" for line in told), ""]
+    if options.markdown and summary:
+        lines = ["", "## Required values", "", *(f"- {line}" for line in summary), ""]
         with options.markdown.open("a" if sections else "w", encoding="utf-8") as file:
             file.write("\n".join(lines))

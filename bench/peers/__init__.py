@@ -1,4 +1,4 @@
-"""The table of peers. Adding one takes a file and a line here; each is imported when asked for."""
+"""Table of peers. A new peer needs a file and a line here; each is imported on use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PEERS = {
 
 
 def open_peer(name: str, world: Any) -> Peer:
-    """The peer between the ranks of an mpi4py communicator; PeerUnavailableError without it."""
+    """The peer on the ranks of an mpi4py communicator; PeerUnavailableError if it is missing."""
     module, kind = PEERS[name]
     peer: Peer = getattr(import_module(module), kind)(world)
     return peer

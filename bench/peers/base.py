@@ -1,4 +1,4 @@
-"""What the benchmark asks of another library."""
+"""Interface of another library to the benchmark."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from bench.task import Task
 
 
 class PeerUnavailableError(RuntimeError):
-    """The peer can't be measured here; the text says what is missing."""
+    """The peer can't be measured here; the message says what is missing."""
 
 
 class Peer:
     """Another library's collectives, one method for each.
 
-    A method is named as the collective and takes a `Task`; it returns a call that writes into
-    `task.out`, or None where the library has none that does the same.
+    A method has the collective's name and takes a `Task`. It returns a call that writes into
+    `task.out`, or None if the library has no equivalent.
     """
 
     name: str
 
     def call(self, collective: str, task: Task) -> Call | None:
-        """The library's call for the task, if it has one."""
+        """The library's call for the task, or None."""
         make: Any = getattr(self, collective, None)
         call: Call | None = make(task) if make else None
         return call
 
     def dtype_for(self, dtype: DType) -> DType:
-        """In what the library reduces as many elements, if not in `dtype`."""
+        """The dtype in which the library reduces, if not `dtype`; the element count is the same."""
         return dtype
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""

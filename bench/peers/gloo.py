@@ -1,6 +1,6 @@
-"""gloo, through torch.distributed, between processes of one host.
+"""gloo through torch.distributed, between processes of one host.
 
-torch reduces in place: out of place is a copy and a reduction, as a torch program writes it.
+torch reduces in place: out of place is a copy and a reduction, as in a torch program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.cases.base import Call
 from bench.peers.base import Peer, PeerUnavailableError
 from bench.task import Task
 
-# Those in which torch's gloo reduces.
+# The dtypes that torch's gloo reduces.
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8")
 
 
@@ -41,13 +41,13 @@ class GlooPeer(Peer):
         )
 
     def close(self) -> None:
-        """Leave the group; torch deletes the store when the last rank has left."""
+        """Destroy the group; torch deletes the store with the last rank's group."""
         self._dist.destroy_process_group()
 
     def call(self, collective: str, task: Task) -> Call | None:
-        """The call, for the dtypes and ops that gloo has."""
-        has_all = task.problem.dtype.name in _DTYPES and task.problem.op != "mean"
-        return super().call(collective, task) if has_all else None
+        """The call, for the dtypes and ops that gloo supports."""
+        supported = task.problem.dtype.name in _DTYPES and task.problem.op != "mean"
+        return super().call(collective, task) if supported else None
 
     def all_reduce(self, task: Task) -> Call:
         """With `all_reduce`."""
@@ -66,7 +66,7 @@ class GlooPeer(Peer):
         return self._from_copy(task, call)
 
     def reduce(self, task: Task) -> Call:
-        """With `reduce`; gloo leaves partial folds in the other ranks' buffers."""
+        """With `reduce`; gloo writes partial folds into the other ranks' buffers."""
         out = self._tensor(np.empty_like(task.send) if not task.on_root else task.out)
         call = partial(self._dist.reduce, out, task.problem.root, self._op(task))
         if task.in_place and task.on_root:
@@ -114,7 +114,7 @@ class GlooPeer(Peer):
     def _tensor(self, array: Any) -> Any:
         if array.dtype.name != "bfloat16":
             return self._torch.from_numpy(array)
-        # torch doesn't know NumPy's.
+        # torch does not support NumPy's bfloat16.
         return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
 
     def _parts(self, array: Any, task: Task) -> list[Any]:

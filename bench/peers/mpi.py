@@ -1,6 +1,6 @@
-"""MPI's own collectives, straight through mpi4py, with preallocated buffers of known types.
+"""MPI's own collectives through mpi4py, with preallocated buffers of known types.
 
-The buffers' descriptions are made before the clock starts, which is mpi4py's fastest way.
+The buffers' descriptions are made before the measurement, which is mpi4py's fastest form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MpiPeer(Peer):
         self._world = world
 
     def dtype_for(self, dtype: DType) -> DType:
-        """float32 for 16-bit floats, as a program over MPI does it: MPI has no C type for them."""
+        """float32 for 16-bit floats, which have no MPI type, as in a program over MPI."""
         return np.dtype(np.float32) if dtype.name in _SHORT_FLOATS else dtype
 
     def all_reduce(self, task: Task) -> Call | None:
@@ -46,7 +46,7 @@ class MpiPeer(Peer):
         return partial(self._world.Allreduce, send, _elements(task.out), op)
 
     def all_reduce_many(self, task: Task) -> Call | None:
-        """One `Allreduce` for each tensor, as a program without fusion does it."""
+        """One `Allreduce` for each tensor, as in a program without fusion."""
         op, all_reduce = _op(task), self._world.Allreduce
         if op is None:
             return None
@@ -108,7 +108,7 @@ class MpiPeer(Peer):
 
 
 def _op(task: Task) -> MPI.Op | None:
-    """MPI's op of that name, where MPI has it for the dtype."""
+    """MPI's op of that name; None if MPI does not have it for the dtype."""
     op, kinds = _OPS.get(task.problem.op, (None, ""))
     return op if task.problem.dtype.kind in kinds else None
 
@@ -118,5 +118,5 @@ def _elements(array: Array) -> list[Any]:
 
 
 def _bytes(array: Array) -> list[Any]:
-    """Movements need no type, and so take those that MPI doesn't know."""
+    """As bytes, because movements need no type, and MPI lacks some."""
     return [array.view(np.uint8), MPI.BYTE]

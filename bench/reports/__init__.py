@@ -1,4 +1,4 @@
-"""What a run shows: the table that suits standard output, and files."""
+"""Output of a run: a table on standard output, and files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.reports.text import TextTable
 
 
 def open_table(header: dict[str, object], columns: list[Column]) -> TextTable:
-    """The table that suits standard output; one that would not fit is not drawn with rich."""
+    """The table for standard output; rich is used on a terminal that is wide enough."""
     needed = sum(column.width + 3 for column in columns) + 1
     is_wide = shutil.get_terminal_size().columns >= needed
     if sys.stdout.isatty() and is_wide and find_spec("rich"):

@@ -1,4 +1,4 @@
-"""The columns of the table, alike in every kind of report."""
+"""The columns of the table, the same in every kind of report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.yardstick import MODELLED, MODELLED_PEER
 
 ABSENT = "-"
 _FORMS = ("out-of-place", "in-place")
-# What the lines above the settings say of the header.
+# Entries of the header that the lines above the settings contain.
 _NAMED = {"collective", "ranks", "nodes", "date", "mpi", "mpi4py", "numpy", "python"}
 _NAMED |= {"thread level", "cpu", "cores"}
 
@@ -35,8 +35,9 @@ def columns(
     stream: bool = False,
     graph: bool = False,
 ) -> list[Column]:
-    """The columns for a collective, with those of the peer, of the memory's bandwidth and of the
-    replayed graph if asked.
+    """The columns of a collective.
+
+    Those of the peer, the memory's bandwidth and the replayed graph are optional.
     """
     modelled = case.name == MODELLED
     has_model, has_stream = modelled and peer == MODELLED_PEER, modelled and stream
@@ -133,12 +134,12 @@ def _gigabytes(bandwidth: float) -> str:
 
 
 def header_lines(header: dict[str, object]) -> list[str]:
-    """What was measured on what, in a few lines."""
+    """The header in a few lines."""
     return [title_line(header), *machine_lines(header), settings_line(header)]
 
 
 def title_line(header: dict[str, object]) -> str:
-    """What was measured, between whom and when."""
+    """The collective, the ranks and the date."""
     ranks, nodes = _counted(header["ranks"], "rank"), _counted(header["nodes"], "node")
     return f"{header['collective']}: {ranks} on {nodes}, {header['date']}"
 
@@ -153,7 +154,7 @@ def machine_lines(header: dict[str, object]) -> list[str]:
 
 
 def settings_line(header: dict[str, object]) -> str:
-    """All else, as far as it applies."""
+    """All other settings that apply."""
     others = [name for name in header if name not in _NAMED and header[name] is not None]
     return ", ".join(f"{name}: {header[name]}" for name in others)
 

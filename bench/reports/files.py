@@ -1,4 +1,4 @@
-"""JSON and Markdown."""
+"""JSON and Markdown files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.rows import Row, as_json
 
 
 def write_json(path: Path, header: dict[str, Any], rows: list[Row]) -> None:
-    """Everything, in SI units."""
+    """Write everything, in SI units."""
     text = json.dumps(as_json(header, rows), indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -19,7 +19,7 @@ def write_json(path: Path, header: dict[str, Any], rows: list[Row]) -> None:
 def write_markdown(
     path: Path, header: dict[str, Any], columns: list[Column], rows: list[Row]
 ) -> None:
-    """The header as a list, the rows as a table."""
+    """Write the header as a list, the rows as a table."""
     lines = [
         f"# {header['collective']}",
         "",
@@ -31,7 +31,7 @@ def write_markdown(
 
 
 def table_lines(columns: list[Column], rows: list[Row]) -> list[str]:
-    """The rows in Markdown; columns in which nothing stands are left out."""
+    """The rows in Markdown, without empty columns."""
     kept = [column for column in columns if any(column.cell(row) != ABSENT for row in rows)]
     titles = [" ".join(filter(None, (_short(each), each.title, each.unit))) for each in kept]
     table = [titles, ["---:"] * len(kept), *([each.cell(row) for each in kept] for row in rows)]

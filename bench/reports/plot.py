@@ -1,4 +1,4 @@
-"""The picture: busbw over size, a line for each algorithm and one for the peer."""
+"""The plot: busbw over size, one line for each algorithm and one for the peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMS = {"out_of_place": "out of place", "in_place": "in place"}
 
 
 def write_plot(path: Path, header: dict[str, Any], rows: list[Row]) -> None:
-    """A panel for each form that was measured."""
+    """Write one panel for each measured form."""
     forms = [form for form in _FORMS if any(getattr(row, form) for row in rows)]
     figure = Figure(figsize=(5.5 * len(forms) + 1, 4.6), layout="constrained")
     panels = figure.subplots(1, len(forms), sharey=True, squeeze=False)[0]
@@ -34,7 +34,7 @@ def write_plot(path: Path, header: dict[str, Any], rows: list[Row]) -> None:
 
 def _draw(panel: Axes, form: str, header: dict[str, Any], rows: list[Row]) -> None:
     lines = _lines(form, header["peer"], rows)
-    # The peer comes last in the legend, and lies on top.
+    # The peer is last in the legend, and on top.
     for name, points in sorted(lines.items(), key=lambda item: item[0] == header["peer"]):
         is_peer = name == header["peer"]
         sizes = list(points)
@@ -55,7 +55,7 @@ def _draw(panel: Axes, form: str, header: dict[str, Any], rows: list[Row]) -> No
 
 
 def _lines(form: str, peer: str | None, rows: list[Row]) -> dict[str, dict[int, list[float]]]:
-    """The bandwidths at each size, by line; the peer was measured beside every algorithm."""
+    """The bandwidths at each size, by line; the peer was measured with every algorithm."""
     lines: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         measured: Measurement | None = getattr(row, form)

@@ -1,4 +1,4 @@
-"""Several runs in one file, under one head that says where they were measured."""
+"""Several runs in one file, with a common head for the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.rows import Row, as_json
 
 @dataclass(frozen=True)
 class Section:
-    """One run: its title, the command that repeats it, and what it gave."""
+    """One run: its title, its command, and its results."""
 
     title: str
     command: str
@@ -25,7 +25,7 @@ class Section:
 
 
 def write_json_sections(path: Path, sections: Sequence[Section]) -> None:
-    """Everything, in SI units."""
+    """Write everything, in SI units."""
     written = [
         {"title": each.title, "command": each.command, **as_json(each.header, each.rows)}
         for each in sections
@@ -35,7 +35,7 @@ def write_json_sections(path: Path, sections: Sequence[Section]) -> None:
 
 
 def write_markdown_sections(path: Path, title: str, sections: Sequence[Section]) -> None:
-    """The machine once, then each run's settings and table."""
+    """Write the machine once, then each run's settings and table."""
     lines = [f"# {title}", "", *(f"- {line}" for line in machine_lines(sections[0].header))]
     for each in sections:
         lines += ["", f"## {each.title}", "", f"`{each.command}`", ""]

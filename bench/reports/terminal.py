@@ -1,4 +1,4 @@
-"""The table on a terminal, with rich; it grows as the rows come."""
+"""The table on a terminal, drawn with rich and updated with each row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.rows import Row
 
 
 class RichTable(TextTable):
-    """A table that is drawn anew with every row."""
+    """A table that is redrawn with every row."""
 
     def __init__(self, header: dict[str, object], columns: list[Column]) -> None:
         self._columns = columns
@@ -27,12 +27,12 @@ class RichTable(TextTable):
         self._live.start()
 
     def add(self, row: Row) -> None:
-        """One more row; red where something is wrong."""
+        """Add a row; red if anything is wrong."""
         cells = [column.cell(row) for column in self._columns]
         self._table.add_row(*cells, style="red" if row.wrong else None)
 
     def close(self, notes: list[str]) -> None:
-        """What remains to be said."""
+        """Stop drawing, and print the notes."""
         self._live.stop()
         for note in notes:
             self._console.print(note)

@@ -9,7 +9,7 @@ from bench.rows import Row
 
 
 class TextTable:
-    """Aligned text in the manner of nccl-tests, a line for each row as it comes."""
+    """Aligned text like that of nccl-tests, one line for each row."""
 
     def __init__(self, header: dict[str, object], columns: list[Column]) -> None:
         self._columns = columns
@@ -21,12 +21,12 @@ class TextTable:
         self._print(_aligned(columns, [column.unit for column in columns]))
 
     def add(self, row: Row) -> None:
-        """One more row."""
+        """Print a row."""
         line = _aligned(self._columns, [column.cell(row) for column in self._columns])
         print(f"  {line}", flush=True)
 
     def close(self, notes: list[str]) -> None:
-        """What remains to be said."""
+        """Print the notes."""
         for note in notes:
             self._print(note)
 

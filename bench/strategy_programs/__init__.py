@@ -1,1 +1,1 @@
-"""The worlds that `bench.strategies` starts: one program each, which prints its rows as JSON."""
+"""Programs that `bench.strategies` starts; each prints its rows as JSON."""

@@ -1,7 +1,7 @@
 """Steps per second of one strategy, training a small classifier of handwritten digits.
 
-The network and the batch of the example `train_digits`: 64 → 128 → 10, SGD, scikit-learn's digits.
-Every training rank takes batches of 32; the steps of those in step are counted once.
+Network and batch are those of the example `train_digits`: 64 → 128 → 10, SGD, scikit-learn's
+digits. Every training rank takes batches of 32. Synchronous steps are counted once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WIDTHS = (64, 128, 10)
 Batch = tuple[Array, Array]
 Maker = Callable[[collectives.Communicator], strategies.Strategy]
 Trial = Callable[[collectives.Communicator, int], float | None]
-"""What each rank does for so many steps: its steps per second, None of a rank that only serves."""
+"""One rank's work for a number of steps: its steps per second, or None if it does not train."""
 
 
 def batches(seed: int, steps: int) -> Iterator[Batch]:
-    """So many batches, drawn from all the images."""
+    """That many batches, drawn from all images."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     generator = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ def batches(seed: int, steps: int) -> Iterator[Batch]:
 
 
 def make_step(strategy: strategies.Strategy) -> Callable[[Batch], None]:
-    """A function for `run`."""
+    """A step function for `run`."""
     with strategy.scope():
         model = Perceptron(0, WIDTHS)
         optimizer = strategies.optimizers.SGD(0.1)
@@ -56,7 +56,7 @@ def make_step(strategy: strategies.Strategy) -> Callable[[Batch], None]:
 
 
 def rate_of(strategy: strategies.Strategy, given: Iterable[Batch]) -> float:
-    """Steps per second of this rank, once warm."""
+    """Steps per second of this rank after the warm-up."""
     step = make_step(strategy)
     start, counted = time.perf_counter(), -WARM_UP
     for batch in given:
@@ -73,7 +73,7 @@ def replicas(make: Maker) -> Trial:
 
 
 def fed(comm: collectives.Communicator, steps: int) -> float | None:
-    """One rank deals batches to the others, which train in step."""
+    """One rank distributes batches to the others, which train synchronously."""
     resolver = resolver_of(comm, {"worker": comm.size - 1, "data": 1})
     strategy = strategies.MultiWorkerMirroredStrategy(resolver, communicator=comm)
     given = list(batches(0, (WARM_UP + steps) * (comm.size - 1)))
@@ -85,7 +85,7 @@ def fed(comm: collectives.Communicator, steps: int) -> float | None:
 
 
 def served(comm: collectives.Communicator, steps: int) -> float | None:
-    """One rank keeps the parameters, the others train by themselves."""
+    """One rank stores the parameters, the others train independently."""
     resolver = resolver_of(comm, {"worker": comm.size - 1, "ps": 1})
     strategy = strategies.ParameterServerStrategy(resolver, communicator=comm)
     if resolver.task_type == "ps":
@@ -97,7 +97,7 @@ def served(comm: collectives.Communicator, steps: int) -> float | None:
 
 
 def coordinated(comm: collectives.Communicator, steps: int) -> float | None:
-    """One rank schedules the steps, one keeps the parameters, the others train."""
+    """One rank schedules the steps, one stores the parameters, the others train."""
     resolver = resolver_of(comm, {"chief": 1, "worker": comm.size - 2, "ps": 1})
     strategy = strategies.ParameterServerStrategy(resolver, communicator=comm)
     if resolver.task_type != "chief":
@@ -142,11 +142,11 @@ PROGRAMS: dict[str, tuple[int, Trial]] = {
     "parameter server": (1, served),
     "parameter server, coordinator": (2, coordinated),
 }
-"""By name: how many ranks don't train, and what each rank does."""
+"""By name: the number of ranks that do not train, and each rank's work."""
 
 
 def main() -> int:
-    """Print a row for each strategy that these ranks suffice for."""
+    """Run one strategy, and print its row."""
     options = _parse()
     comm = collectives.world()
     idle, program = PROGRAMS[options.strategy.replace("_", " ")]

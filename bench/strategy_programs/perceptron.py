@@ -1,4 +1,4 @@
-"""A network of a million parameters, and its gradients, in NumPy."""
+"""A network of a million parameters and its gradients, in NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTHS = (784, 1000, 200, 10)
 
 
 class Perceptron:
-    """Dense layers with a ReLU between them, and a cross-entropy at their end; float32."""
+    """Dense layers with ReLU between them and a cross-entropy loss; float32."""
 
     def __init__(self, seed: int, widths: Sequence[int] = WIDTHS) -> None:
         generator = np.random.default_rng(seed)
@@ -29,7 +29,7 @@ class Perceptron:
 
     @property
     def parameters(self) -> int:
-        """How many numbers it learns."""
+        """Number of trainable parameters."""
         return sum(variable.local.size for variable in self.variables)
 
     def gradients(self, images: Array, labels: Array, targets: Sequence[Array]) -> None:

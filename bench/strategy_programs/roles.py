@@ -10,7 +10,7 @@ from strategies.cluster_resolver import SimpleClusterResolver
 
 
 def resolver_of(comm: Communicator, jobs: Mapping[str, int]) -> SimpleClusterResolver:
-    """The rank's task, where the jobs take the ranks in turn, so many each."""
+    """The rank's task, if the jobs are assigned to the ranks in order."""
     tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
     task_type, index = tasks[comm.rank]
     cluster = ClusterSpec({job: ["localhost"] * count for job, count in jobs.items()})

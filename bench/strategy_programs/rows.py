@@ -1,4 +1,4 @@
-"""How a program hands its rows to whoever started it: one marked line of JSON."""
+"""Transfer of a program's rows to its parent process: one marked line of JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _MARK = "bench-rows "
 
 
 def print_rows(about: str, rows: Sequence[dict[str, Any]]) -> None:
-    """On stdout; to be called on one rank."""
+    """Print the rows on standard output; called on one rank."""
     print(_MARK + json.dumps({"about": about, "rows": list(rows)}), flush=True)
 
 
 def read_rows(output: str) -> dict[str, Any]:
-    """What `print_rows` printed; ValueError where there is no such line."""
+    """The rows of `print_rows` in an output; ValueError if there is no such line."""
     for line in output.splitlines():
         if _MARK in line:
             found: dict[str, Any] = json.loads(line.partition(_MARK)[2])

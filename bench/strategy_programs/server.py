@@ -1,8 +1,8 @@
-"""Pulls from a parameter server and pushes to it, beside a plain copy of as many bytes.
+"""Pulls and pushes of a parameter server, compared with a copy of the same number of bytes.
 
-One worker and one server on the same node. A pull copies the variable's value out of the server's
-memory into an array that the worker has already; the copy, which takes turns with it, copies from
-one such array to another. A push is an `assign_add`; it counts as done when it has been applied.
+One worker and one server on the same node. A pull copies the variable's value from the server's
+memory into an existing array of the worker; the copy, in alternation, copies between two such
+arrays. A push is an `assign_add`; it is complete when it has been applied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPEATS, WARM_UP = 40, 3
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
+    """Duration of a call in seconds."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -40,7 +40,7 @@ def measure(strategy: strategies.Strategy, megabytes: int) -> dict[str, Any]:
 
     def push() -> None:
         variable.assign_add(ones)
-        variable[0]  # a pull of all of it: it waits for the push
+        variable[0]  # pulls the whole variable, and so waits for the push
 
     calls: dict[str, Callable[[], Any]] = {
         "copy": lambda: np.copyto(warm, source),
@@ -54,7 +54,7 @@ def measure(strategy: strategies.Strategy, megabytes: int) -> dict[str, Any]:
             if repeat >= 0:
                 seconds[name].append(taken)
     if not (variable.numpy() == REPEATS + WARM_UP).all():
-        raise RuntimeError("what was pushed is not what is there")
+        raise RuntimeError("the variable does not have the value that was pushed")
     ratios = np.array(seconds["pull"]) / np.array(seconds["copy"])
     pull, both = (float(np.median(seconds[name])) for name in ("pull", "push and pull"))
     push_alone = both - pull

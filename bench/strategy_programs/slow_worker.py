@@ -1,9 +1,9 @@
-"""Whether a slow worker holds up the others: rates of steps under ParameterServerStrategy.
+"""Effect of a slow worker on the others: rates of steps under ParameterServerStrategy.
 
-Workers and a server; a step pulls the variables, computes, and pushes gradients. Computing is a
-sleep, as where a device computes, so that what is seen is who waits for whom, and not who shares
-cores with whom. Blocks in which one worker takes ten times as long per step take turns with blocks
-in which all take the same.
+Three workers and a server. A step pulls the variables, computes, and pushes gradients. Computing is
+a sleep, as on a separate device, so that the measurement shows waiting and not the sharing of
+cores. Blocks in which one worker takes ten times as long per step alternate with blocks in which
+all take the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTHS = (64, 128, 10)
 
 
 def rate_of(strategy: Any, model: Perceptron, optimizer: Any, seconds: float) -> float:
-    """Steps per second in a block of time, where computing takes so many seconds."""
+    """Steps per second in a block, with a computing time of `seconds` per step."""
 
     def step() -> None:
         gradients = [np.full_like(variable.local, 1e-9) for variable in model.variables]
@@ -41,7 +41,7 @@ def rate_of(strategy: Any, model: Perceptron, optimizer: Any, seconds: float) ->
 
 
 def main() -> int:
-    """Serve, or work; the first worker prints."""
+    """Serve, or work; the first worker prints the rows."""
     comm = collectives.world()
     resolver = resolver_of(comm, {"worker": WORKERS, "ps": 1})
     strategy = strategies.ParameterServerStrategy(resolver, communicator=comm)
@@ -75,8 +75,8 @@ def _about() -> str:
 
 def _rows(rates: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
     medians = {kind: np.median(np.array(found), axis=0) for kind, found in rates.items()}
-    equal, beside = np.array(rates["all equal"]), np.array(rates["one slow"])
-    others = np.median(beside[:, :-1].sum(axis=1) / equal[:, :-1].sum(axis=1))
+    equal, slowed = np.array(rates["all equal"]), np.array(rates["one slow"])
+    others = np.median(slowed[:, :-1].sum(axis=1) / equal[:, :-1].sum(axis=1))
     rows = [
         {"workers": kind, **{f"worker {i}, steps/s": round(r, 1) for i, r in enumerate(found)}}
         for kind, found in medians.items()

@@ -1,8 +1,8 @@
-"""What a synchronous step costs beside the same step of one process, at equal batch per rank.
+"""Cost of a synchronous step, compared with the same step of one process at equal batch per rank.
 
-Blocks take turns: rank 0 steps alone while the others sleep; all step at the same time, each for
-itself, which shows what they take from each other without a message; all step in synchrony, with a
-copy of every variable for each rank, or with one for all.
+Blocks alternate: rank 0 steps alone while the others sleep; all ranks step at the same time without
+communication, which shows their mutual disturbance; all ranks step synchronously, with a copy of
+every variable for each rank, or with one for all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS, BLOCKS, WARM_UP = 10, 25, 3
 
 
 def make_step(strategy: strategies.Strategy, batch: int) -> Callable[[], Any]:
-    """One step of training under the strategy; collective where it is."""
+    """One training step under the strategy; collective if the strategy is."""
     generator = np.random.default_rng(strategy.communicator.rank)
     images = generator.normal(size=(batch, WIDTHS[0])).astype(np.float32)
     labels = generator.integers(0, WIDTHS[-1], batch)

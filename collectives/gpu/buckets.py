@@ -1,11 +1,11 @@
 """Flat buckets on a GPU, into which many arrays are packed to be reduced as one.
 
-Buckets and tables are kept, so that a call that comes again allocates nothing and copies nothing
-from the host: it is a launch that packs, a collective and a launch that unpacks.
+Buckets and tables are kept, so that a repeated call allocates nothing and copies nothing from the
+host: it is one launch that packs, a collective and one launch that unpacks.
 
-Calls follow one another, on whatever streams they are made: each waits for the one before, which
-may have used the same memory. A call that a graph captures can't: its graph is to be launched where
-what it does comes after other calls of the communicator, and before later ones.
+Calls are ordered on whatever streams they are made: each waits for the one before, which may have
+used the same memory. A call captured in a graph can't wait: its graph must be launched after the
+earlier calls of the communicator and before the later ones.
 """
 
 from __future__ import annotations

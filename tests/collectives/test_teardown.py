@@ -181,6 +181,6 @@ def test_every_method_is_tried():
     waits = {"close", "explain", "rank", "size", "node", "nodes", "local_rank", "local_size"}
     methods = {name for name in dir(Communicator) if not name.startswith("_")}
     # For what is to be done later.
-    later = {"before_next_call", "at_end", "do_what_is_due", "finish"}
-    rest = methods - waits - later - {"backend", "closed", "deadline", "leave", "forbid"}
+    later = {"before_next_call", "at_end", "run_deferred", "finish"}
+    rest = methods - waits - later - {"backend", "closed", "deadline", "close_at_exit", "forbid"}
     assert rest == {name for name in CALLS if " " not in name}

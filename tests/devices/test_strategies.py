@@ -255,7 +255,7 @@ def test_cupy_is_not_looked_for(monkeypatch):
     monkeypatch.setattr(cuda_module, "_made", None)
     monkeypatch.setitem(sys.modules, "collectives.cuda.cupy_cuda", None)
     monkeypatch.setattr(probe, "nccl_driver", refuse)
-    monkeypatch.setattr(probe, "look", refuse)
+    monkeypatch.setattr(probe, "find_gpu", refuse)
     strategy = lone_strategy()
     assert reduced(strategy, [np.ones(3), 1.0])[0].tolist() == [1] * 3
     comm = strategy.communicator
