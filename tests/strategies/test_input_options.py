@@ -109,10 +109,10 @@ def test_options_that_can_not_be_changed(kind):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"experimental_per_replica_buffer_size": -1}, "=-1: must be an int from 0 on"),
-        ({"experimental_per_replica_buffer_size": 0.5}, "=0.5: must be an int from 0 on"),
+        ({"experimental_per_replica_buffer_size": -1}, "=-1: must be an int of at least 0"),
+        ({"experimental_per_replica_buffer_size": 0.5}, "=0.5: must be an int of at least 0"),
         ({"sharding": "seeds"}, "sharding='seeds': must be None or 'seed_offset'"),
-        ({"sharding": "seed_offset", "auto_shard_policy": "OFF"}, "goes with no auto_shard_pol"),
+        ({"sharding": "seed_offset", "auto_shard_policy": "OFF"}, "must be only one of them"),
     ],
 )
 def test_options_that_make_no_sense(given, text):
@@ -128,7 +128,7 @@ def test_a_dataset_function_shards_by_itself(given):
         )
 
     (text,) = set(on_ranks(2, body))
-    assert text.startswith("options ask for sharding, but distribute_datasets_from_function")
+    assert text.startswith("options request sharding, but distribute_datasets_from_function")
 
 
 @pytest.mark.parametrize("older", ["", "experimental_"])

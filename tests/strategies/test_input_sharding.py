@@ -195,7 +195,7 @@ def test_every_row_of_every_file_goes_to_exactly_one_rank(size, more, rows):
 
 def test_too_few_files_are_the_same_error_on_every_rank():
     (text,) = set(refusals(3, ValueError, lambda rank: files(2), auto_shard_policy="FILE"))
-    expected = "auto_shard_policy=FILE: 2 files can't be dealt to 3 ranks, one each at least"
+    expected = "auto_shard_policy=FILE: 2 files for 3 ranks: each rank needs at least one file"
     assert text == expected
 
 
@@ -225,7 +225,9 @@ def test_the_folder_of_a_file_may_differ():
 
 
 def test_a_file_dataset_takes_paths_and_a_function():
-    refusal(TypeError, "files='a.txt' is one path: must be a list", FileDataset, "a.txt", list)
+    refusal(
+        TypeError, "files='a.txt' is one path: must be a list of paths", FileDataset, "a.txt", list
+    )
     refusal(TypeError, "read=5: must be a function of a path", FileDataset, ["a.txt"], 5)
 
 
@@ -255,8 +257,8 @@ def test_auto_falls_back_where_files_are_too_few(caplog):
     ranks = shares(3, lambda rank: files(2))
     assert ranks == [[[0, 1], [10, 11]], [[2, 3], [12, 13]], [[], []]]
     text = (
-        "AutoShardPolicy.AUTO chose DATA, every rank reads everything: 2 files can't be dealt"
-        " to 3 ranks, one each at least"
+        "AutoShardPolicy.AUTO chose DATA, every rank reads everything: 2 files for 3 ranks:"
+        " each rank needs at least one file"
     )
     assert records_of(caplog) == [(logging.WARNING, text)]
 
@@ -337,7 +339,7 @@ def test_ranks_that_ask_for_different_policies():
         distribute = strategy.experimental_distribute_dataset
         return refusal(ValueError, None, distribute, eight_rows(), options)
 
-    expected = "the ranks ask for different sharding: rank 0: OFF, rank 1: DATA"
+    expected = "the ranks request different sharding: rank 0: OFF, rank 1: DATA"
     assert on_ranks(2, body) == [expected] * 2
 
 

@@ -80,7 +80,7 @@ def test_too_few_files(comm, strategy, files):
     few = FileDataset(files.files[:2], np.load)
     options = InputOptions(auto_shard_policy="FILE")
     distribute = strategy.experimental_distribute_dataset
-    same_refusal(comm, ValueError, "2 files can't be dealt to 3 ranks", distribute, few, options)
+    same_refusal(comm, ValueError, "2 files for 3 ranks", distribute, few, options)
     few = FileDataset(files.files[:2], lambda path: [np.load(path)])
     expected = [[[0], [10]], [[1], [11]], [[], []]]
     assert ranks_lists(comm, strategy, few) == expected

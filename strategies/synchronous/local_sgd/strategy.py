@@ -25,7 +25,7 @@ from strategies.cluster_resolver import ClusterResolver
 from strategies.core.contexts import require_cross_replica
 from strategies.core.strategy import Strategy
 from strategies.input import InputContext, InputOptions
-from strategies.input.joining import join_batches
+from strategies.input.rebatching import join_batches
 from strategies.optimizers import Optimizer
 from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage, Rounds, Told
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
