@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from strategies.checkpoint import Checkpoint
-from strategies.checkpoint.directory import FoundCheckpoint, find_checkpoints
 from strategies.checkpoint.first_rank import done_by_first
+from strategies.checkpoint.manager import FoundCheckpoint, find_checkpoints
 from strategies.core.contexts import get_strategy
 from strategies.core.strategy import Strategy
 from strategies.evaluation.end_marker import EndOfTraining

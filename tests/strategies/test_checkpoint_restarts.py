@@ -60,7 +60,7 @@ def test_any_number_of_ranks_restores_what_any_other_saved(saved_by, tmp_path):
 
 # --- optimizers ----------------------------------------------------------------------------------
 
-NOT_TAKEN = "is in the file, but nothing here takes it"
+NOT_TAKEN = "is in the file, but not in the program"
 
 MAKERS = {
     "sgd": lambda: optimizers.SGD(0.5),
@@ -138,7 +138,7 @@ def test_slots_begin_anew_where_none_were_saved(name, tmp_path):
         (
             "adam",
             "momentum",
-            "optimizer/slots_of/variables/0/mean: is in the file, but nothing here takes it",
+            "optimizer/slots_of/variables/0/mean: is in the file, but not in the program",
         ),
         ("momentum", "sgd", "optimizer/slots_of/variables/1/velocity: is in the file"),
     ],

@@ -216,7 +216,7 @@ def test_what_an_evaluation_raises_comes_through(tmp_path):
 
     refusal(IndexError, "out of range", evaluate_checkpoints, broken, tmp_path)
     (tmp_path / "ckpt-1.safetensors").write_bytes(b"half")
-    refusal(CheckpointError, "half-written", evaluate_checkpoints, model_fn, tmp_path)
+    refusal(CheckpointError, "incomplete", evaluate_checkpoints, model_fn, tmp_path)
 
 
 # --- the marker ----------------------------------------------------------------------------------
