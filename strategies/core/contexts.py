@@ -248,7 +248,7 @@ def foreign_kept_out(strategy: Strategy) -> AbstractContextManager[None]:
     """A context that raises TypeError for a framework's model made in it, where ranks train it."""
     if strategy.trains_alone:
         return nullcontext()
-    return foreign.KeptOut(type(strategy).__name__, strategy.communicator.rank)
+    return foreign.ScopeGuard(type(strategy).__name__, strategy.communicator.rank)
 
 
 def call_as_replica(

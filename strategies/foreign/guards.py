@@ -1,9 +1,9 @@
-"""What is made in a strategy's scope, and trained while a strategy is in force.
+"""Guards of `scope` and `run`: TypeError where a foreign model would train in a strategy.
 
-Objects that are made are noted by weak references, and those that still exist are judged when the
-scope is left: by then they may have been frozen, and layers that are built later can be told from
-those without weights. Steps of optimizers raise at once. Not noted are parameters of torch outside
-of every module.
+In a scope, created objects are recorded by weak references. Those that still exist are checked at
+the end of the scope, since a model may have been frozen by then, and layers that are built later
+can then be distinguished from layers without weights. Steps of optimizers raise at once.
+Parameters of torch outside of modules aren't recorded.
 """
 
 from __future__ import annotations
@@ -11,87 +11,133 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from strategies.foreign.framework import Framework
-from strategies.foreign.known import framework_of, loaded
-from strategies.foreign.refusal import refused_here
-from strategies.foreign.watches import Watches
+from strategies.foreign.framework import Framework, Undo
+from strategies.foreign.reach import find_trainable
+from strategies.foreign.registry import framework_of, loaded, refused_on_all
 
 
-class _Here(threading.local):
-    """What this thread is in: scopes with what was made in them, and strategies in force."""
+class _ThreadState(threading.local):
+    """This thread's nested scopes, with the objects created in each, and its active guards."""
 
     def __init__(self) -> None:
-        self.made: list[list[weakref.ref[Any]]] = []
-        self.in_force: list[tuple[str, int]] = []
+        self.created: list[list[weakref.ref[Any]]] = []
+        self.active: list[tuple[str, int]] = []
 
 
-_here = _Here()
-# While a thread collects, another one's `gc.collect` returns at once.
+_state = _ThreadState()
+# `gc.collect` returns at once while another thread collects.
 _collecting = threading.RLock()
 
 
-def _note(thing: Any) -> None:
-    if _here.made:
-        _here.made[-1].append(weakref.ref(thing))
+class _SharedHooks:
+    """One hook in each framework for all threads, installed while any context needs it."""
+
+    def __init__(self, install: Callable[[Framework], Undo]) -> None:
+        self._install = install
+        self._lock = threading.Lock()
+        self._installed: dict[str, tuple[int, Undo]] = {}
+
+    def acquire(self, frameworks: list[Framework]) -> list[Framework]:
+        """Install missing hooks; returns the frameworks, for `release`."""
+        with self._lock:
+            for framework in frameworks:
+                users, undo = self._installed.get(framework.name) or (0, self._install(framework))
+                self._installed[framework.name] = users + 1, undo
+        return frameworks
+
+    def release(self, frameworks: Iterable[Framework]) -> None:
+        """Remove hooks that have no more users."""
+        with self._lock:
+            for framework in frameworks:
+                users, undo = self._installed.pop(framework.name)
+                if users > 1:
+                    self._installed[framework.name] = users - 1, undo
+                else:
+                    undo()
+
+
+def _record(thing: Any) -> None:
+    if _state.created:
+        _state.created[-1].append(weakref.ref(thing))
 
 
 def _refuse_step(optimizer: Any) -> None:
-    if _here.in_force:
-        where, rank = _here.in_force[-1]
-        raise refused_here(optimizer, f"was to change variables inside the {where}", rank)
+    if _state.active:
+        where, rank = _state.active[-1]
+        raise refused_on_all(optimizer, f"would change variables inside the {where}", rank)
 
 
-_steps = Watches(lambda framework: framework.watch_steps(_refuse_step))
-_creation = Watches(lambda framework: framework.watch_creation(_note))
+_step_hooks = _SharedHooks(lambda framework: framework.hook_steps(_refuse_step))
+_creation_hooks = _SharedHooks(lambda framework: framework.hook_creation(_record))
 
 
-class StepsRefused:
+def call_guarded(
+    strategy: str,
+    rank: int,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function as a replica, unless it or its arguments reach a foreign trainable object.
+
+    `rank` is this rank's number in the strategy's communicator. Raises TypeError in that case, and
+    where the function runs a step of a foreign optimizer that it gets in another way.
+    """
+    where = f"run of {strategy}"
+    found = find_trainable(fn, args, kwargs)
+    if found is not None:
+        raise refused_on_all(found, f"is used in {where}", rank)
+    with StepGuard(where, rank):
+        return fn(*args, **kwargs)
+
+
+class StepGuard:
     """A context in which this thread's steps of foreign optimizers raise TypeError."""
 
-    __slots__ = ("_known", "_where")
+    __slots__ = ("_hooked", "_where")
 
     def __init__(self, where: str, rank: int) -> None:
         self._where = where, rank
 
     def __enter__(self) -> None:
-        """Begin."""
-        self._known = _steps.enter(loaded())
-        _here.in_force.append(self._where)
+        """Install the hooks."""
+        self._hooked = _step_hooks.acquire(loaded())
+        _state.active.append(self._where)
 
     def __exit__(self, *_: object) -> None:
-        """End."""
-        _here.in_force.pop()
-        _steps.leave(self._known)
+        """Remove the hooks."""
+        _state.active.pop()
+        _step_hooks.release(self._hooked)
 
 
-class KeptOut:
-    """A context for a scope: TypeError when it is left, for what was made in it and trains.
+class ScopeGuard:
+    """A context for a scope: TypeError at its end if a trainable object was created in it.
 
-    An exception that leaves the context is left alone. A framework that was imported within is
-    searched for when the context is left, by looking at every object of the program once.
+    An exception in the block is passed on without a check. For a framework that was imported in
+    the block, all objects of the process are searched once, at the end.
     """
 
     def __init__(self, strategy: str, rank: int) -> None:
         self._where, self._rank = f"scope of {strategy}", rank
         self._exits = ExitStack()
-        self._made: list[weakref.ref[Any]] = []
+        self._created: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> None:
-        """Begin to note."""
-        self._known = loaded()
+        """Begin to record."""
+        self._hooked = loaded()
         with ExitStack() as entered:
-            entered.enter_context(StepsRefused(self._where, self._rank))
-            _creation.enter(self._known)
-            entered.callback(_creation.leave, self._known)
-            for framework in self._known:
-                entered.enter_context(framework.creation_noted(_note))
-            _here.made.append(self._made)
-            entered.callback(_here.made.pop)
+            entered.enter_context(StepGuard(self._where, self._rank))
+            _creation_hooks.acquire(self._hooked)
+            entered.callback(_creation_hooks.release, self._hooked)
+            for framework in self._hooked:
+                entered.enter_context(framework.creation_context(_record))
+            _state.created.append(self._created)
+            entered.callback(_state.created.pop)
             self._exits = entered.pop_all()
 
     def __exit__(
@@ -100,30 +146,34 @@ class KeptOut:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Judge what was made."""
+        """Check the recorded objects."""
         self._exits.__exit__(kind, error, traceback)
         if kind is not None:
             return
-        if self._training() is None:
+        if self._largest_trainable() is None:
             return
         with _collecting:
-            gc.collect()  # else what nothing refers to would be there on some ranks only
-        found = self._training()
+            gc.collect()  # else unreferenced objects would still exist on some ranks only
+        found = self._largest_trainable()
         if found is not None:
-            raise refused_here(found, f"was made in the {self._where}", self._rank)
+            raise refused_on_all(found, f"was created in the {self._where}", self._rank)
 
-    def _training(self) -> Any:
-        """The largest of what was made, still exists and trains; None where there is none."""
-        imported = [framework for framework in loaded() if framework not in self._known]
-        made = [thing for reference in self._made if (thing := reference()) is not None]
-        made += _objects_of(imported) if imported else []
-        by_framework = [(framework_of(thing), thing) for thing in made]
-        held = {id(each) for owner, thing in by_framework if owner for each in owner.held(thing)}
+    def _largest_trainable(self) -> Any:
+        """The largest recorded object that still exists and trains; None without one."""
+        imported = [framework for framework in loaded() if framework not in self._hooked]
+        created = [thing for reference in self._created if (thing := reference()) is not None]
+        created += _objects_of(imported) if imported else []
+        owned = [(framework_of(thing), thing) for thing in created]
+        components = {
+            id(each) for owner, thing in owned if owner for each in owner.components(thing)
+        }
         for framework in loaded():
-            own = [thing for owner, thing in by_framework if owner is framework]
-            training = [each for each in own if id(each) not in held and framework.trains(each)]
-            if training:
-                return max(training, key=framework.extent)
+            own = [thing for owner, thing in owned if owner is framework]
+            trainable = [
+                each for each in own if id(each) not in components and framework.trains(each)
+            ]
+            if trainable:
+                return max(trainable, key=framework.size)
         return None
 
 

@@ -59,9 +59,9 @@ ALIKE = {
 # As of a framework that strategies refuse.
 FOREIGN = """
 import strategies
-from strategies.foreign import known
+from strategies.foreign import registry
 from tests.strategies import imagined_framework as imagined
-known.FRAMEWORKS, known._MODULES = (imagined.Imagined(),), frozenset(["imagined"])
+registry.FRAMEWORKS, registry._MODULES = (imagined.Imagined(),), frozenset(["imagined"])
 imagined.load()
 strategy, model = strategies.MultiWorkerMirroredStrategy(), None
 """

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from strategies.foreign import known, reach
+from strategies.foreign import reach, registry
 from strategies.foreign.framework import Framework
 
 
@@ -34,23 +34,23 @@ class Imagined(Framework):
     name = "Imagined"
     module = "imagined"
     classes = ("Model", "Optimizer")
-    instead = "do it by hand"
-    reading = "model.frozen = True"
+    alternative = "do it by hand"
+    inference_mark = "model.frozen = True"
 
     def trains(self, thing):
         return not thing.frozen
 
-    def extent(self, thing):
+    def size(self, thing):
         return len(thing.name)
 
-    def told(self, thing):
+    def describe(self, thing):
         return f"{type(thing).__name__} {thing.name!r}"
 
-    def watch_steps(self, refuse):
+    def hook_steps(self, refuse):
         return hooked("steps", refuse)
 
-    def watch_creation(self, note):
-        return hooked("made", note)
+    def hook_creation(self, record):
+        return hooked("made", record)
 
 
 def hooked(kind, hook):
@@ -68,8 +68,8 @@ def load():
 @pytest.fixture
 def unloaded(monkeypatch):
     """The imagined framework alone is known, and not imported yet."""
-    monkeypatch.setattr(known, "FRAMEWORKS", (Imagined(),))
-    monkeypatch.setattr(known, "_MODULES", frozenset(["imagined"]))
+    monkeypatch.setattr(registry, "FRAMEWORKS", (Imagined(),))
+    monkeypatch.setattr(registry, "_MODULES", frozenset(["imagined"]))
     forget()
     yield
     sys.modules.pop("imagined", None)
@@ -85,5 +85,5 @@ def imagined(unloaded):
 
 def forget():
     """What is remembered of classes, which were others' until now."""
-    known.owner_of.cache_clear()
-    reach._look.cache_clear()
+    registry.framework_of_class.cache_clear()
+    reach._children_function.cache_clear()

@@ -42,7 +42,7 @@ def end(directory, run=None, ended=None):
 
 def training_has_ended(directory, run=None):
     """As who looks for the first time."""
-    return EndOfTraining(directory, run).has_come()
+    return EndOfTraining(directory, run).poll()
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_it_waits_as_long_as_it_is_told_between_two_looks(tmp_path, meanwhile):
 def test_an_end_without_any_checkpoint_is_warned_of(tmp_path):
     """As it is seen where the directory is another than the trainer's."""
     end(tmp_path)
-    with pytest.warns(RuntimeWarning, match="training has ended, and no checkpoint was ever seen"):
+    with pytest.warns(RuntimeWarning, match="training has ended without any checkpoint in"):
         assert evaluate_checkpoints(model_fn, tmp_path) == []
 
 
@@ -259,16 +259,16 @@ def test_without_a_name_the_time_counts_of_an_end_before_the_first_look(tmp_path
 def test_the_clock_of_the_training_host_may_be_late(tmp_path):
     end(tmp_path, ended=100.0)
     watch = EndOfTraining(tmp_path, None)
-    assert not watch.has_come()
+    assert not watch.poll()
     end(tmp_path, ended=200.0)
-    assert watch.has_come()
-    assert watch.has_come()
+    assert watch.poll()
+    assert watch.poll()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"ended": "now"}', '{"ended": null}'])
 def test_a_foreign_marker_is_refused(tmp_path, text):
     (tmp_path / END_MARKER).write_text(text)
-    refusal(ValueError, "says nothing about the end of training", training_has_ended, tmp_path)
+    refusal(ValueError, "is not a marker of the end of training", training_has_ended, tmp_path)
 
 
 # --- between ranks -------------------------------------------------------------------------------
