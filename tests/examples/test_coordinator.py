@@ -42,7 +42,7 @@ def test_the_chief_trains_with_its_workers(tmp_path, monkeypatch):
     ending = run_world(command(), tmp_path, tmp_path, LIMIT_SECONDS)
     assert ending.succeeded, f"{ending.description}\n{ending.tail()}"
     lines = [RANK.sub("", line) for line in ending.output.splitlines()]
-    served = sorted(line.split(":")[0] for line in lines if "no more to do" in line)
+    served = sorted(line.split(":")[0] for line in lines if "has finished" in line)
     assert served == ["ps 0", "worker 0", "worker 1"]
     epochs = [found.groupdict() for line in lines if (found := EPOCH.fullmatch(line))]
     assert [int(epoch["epoch"]) for epoch in epochs] == list(range(1, EPOCHS + 1))

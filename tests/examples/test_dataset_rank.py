@@ -10,8 +10,8 @@ from tests.examples.support import example, known_lines_of, on_ranks, with_tasks
 EPOCHS, BATCHES = 10, 45
 COMMAND = example("dataset_rank", "--numbers")
 EPOCH = re.compile(r"epoch +(\d+)  loss (\d\.\d{4})  test accuracy +([\d.]+)%")
-TOOK = re.compile(r"epoch +(\d+)  replica (\d) took ([\d ]*)")
-TOTAL = re.compile(r"replica (\d) took (\d+) batches")
+RECEIVED = re.compile(r"epoch +(\d+)  replica (\d) received ([\d ]*)")
+TOTAL = re.compile(r"replica (\d) received (\d+) batches")
 CLUSTER = {"chief": ["a"], "worker": ["b"], "data": ["c"]}
 TASKS = [("data", 0), ("worker", 0), ("chief", 0)]
 
@@ -43,7 +43,7 @@ def found(pattern, lines):
 def test_the_chief_tells_and_the_data_ranks_deal(way):
     _, training, chief, dealing = WAYS[way]
     lines = said(way)
-    dealt = [rank for rank, text in lines if text == f"dealt {EPOCHS} epochs"]
+    dealt = [rank for rank, text in lines if text == f"served {EPOCHS} epochs"]
     assert sorted(dealt) == dealing
     told = [text for rank, text in lines if rank == chief]
     assert len(told) == 1 + EPOCHS * (1 + training) + training == len(lines) - len(dealing)
@@ -61,7 +61,7 @@ def test_it_learns(way):
 @any_way
 def test_every_batch_is_taken_once_in_each_epoch(way):
     taken = {}
-    for epoch, _, numbers in found(TOOK, said(way)):
+    for epoch, _, numbers in found(RECEIVED, said(way)):
         taken.setdefault(int(epoch), []).append([int(number) for number in numbers.split()])
     assert list(taken) == list(range(1, EPOCHS + 1))
     # Two data ranks have 23 batches each, of half the digits.

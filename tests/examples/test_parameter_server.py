@@ -54,8 +54,8 @@ def test_both_workers_learn_to_read_digits(tmp_path, options):
         assert [int(match[2]) for match in epochs] == list(range(1, EPOCHS + 1)), text
         assert float(epochs[-1][4]) >= 95, text
         assert float(epochs[-1][3]) < 0.2 * float(epochs[0][3]), text
-    assert text.count("ps 0: all workers have left") == 1
-    assert EPOCH.sub("", text).replace("ps 0: all workers have left", "").split() == []
+    assert text.count("ps 0: all workers have finished") == 1
+    assert EPOCH.sub("", text).replace("ps 0: all workers have finished", "").split() == []
 
 
 @pytest.mark.parametrize(
