@@ -1,4 +1,4 @@
-"""Starting examples as users do, and reading which rank said what."""
+"""Start examples as users do, and assign output lines to ranks."""
 
 import functools
 import json
@@ -16,17 +16,17 @@ from tests.worlds.launcher import NO_MPIRUN, find_mpirun, mpirun_command, run_wo
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 120
 
-# The mark of a line's rank, as MPICH and as Open MPI write it.
+# The prefix of a line with its rank, as MPICH and as Open MPI write it.
 RANK = re.compile(r"\[(?:[^\]]*,)?(\d+)\](?:<stdout>:)? ?")
 
 
 def example(name, *options):
-    """The command that runs an example."""
+    """The command of an example."""
     return [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
 
 
 def on_ranks(size, command):
-    """The command under mpirun; None: plainly."""
+    """The command under mpirun; None: without it."""
     if size is None:
         return command
     if not (mpirun := find_mpirun()):
@@ -44,21 +44,21 @@ def with_tasks(cluster, tasks, command):
 
 
 def run(command):
-    """How a command ended that runs until its end."""
+    """The result of a command that runs to its end."""
     with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
         os.environ.pop("TF_CONFIG", None)
         return run_world(command, Path(name), Path(name), LIMIT_SECONDS)
 
 
 def lines_of(command):
-    """What a command that succeeds says: (rank, text) of each line."""
+    """The output of a successful command: (rank, text) of each line."""
     ending = run(command)
     assert ending.succeeded, f"{ending.description}\n{ending.tail()}"
     return [read_line(line) for line in ending.output.splitlines()]
 
 
 def known_lines_of(command):
-    """As `lines_of`; a command that was run already is not run again."""
+    """As `lines_of`; each command runs once."""
     return _known_lines_of(tuple(command))
 
 
@@ -68,7 +68,7 @@ def _known_lines_of(command):
 
 
 def read_line(line):
-    """The rank and the text; MPICH marks every write, and so possibly the end of a line too."""
+    """The rank and the text; MPICH prefixes every write, and so possibly the end of a line."""
     ranks = {int(rank) for rank in RANK.findall(line)} or {0}
     assert len(ranks) == 1
     return ranks.pop(), RANK.sub("", line)

@@ -1,4 +1,4 @@
-"""The tutorial's loop: it learns, alike on any number of ranks, and restores what it saved."""
+"""The tutorial's loop: it learns equally on any number of ranks, and restores its checkpoint."""
 
 import re
 

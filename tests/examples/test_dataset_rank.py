@@ -1,4 +1,4 @@
-"""One rank deals batches to those that train: they learn, and every batch is taken once."""
+"""A dataset rank: the training ranks learn, and every batch is delivered once."""
 
 import re
 from itertools import chain
@@ -15,7 +15,7 @@ TOTAL = re.compile(r"replica (\d) received (\d+) batches")
 CLUSTER = {"chief": ["a"], "worker": ["b"], "data": ["c"]}
 TASKS = [("data", 0), ("worker", 0), ("chief", 0)]
 
-# The command, the ranks that train, the chief's rank, those that deal.
+# The command, the number of training ranks, the chief's rank, the dataset ranks.
 WAYS = {
     "plainly": (lambda: COMMAND, 1, 0, []),
     "1 rank": (lambda: on_ranks(1, COMMAND), 1, 0, []),
@@ -29,7 +29,7 @@ any_way = pytest.mark.parametrize("way", WAYS)
 
 
 def said(way):
-    """The lines that the example says in one of the ways."""
+    """The output of the example with one of the commands."""
     command, *_ = WAYS[way]
     return known_lines_of(command())
 
@@ -64,7 +64,7 @@ def test_every_batch_is_taken_once_in_each_epoch(way):
     for epoch, _, numbers in found(RECEIVED, said(way)):
         taken.setdefault(int(epoch), []).append([int(number) for number in numbers.split()])
     assert list(taken) == list(range(1, EPOCHS + 1))
-    # Two data ranks have 23 batches each, of half the digits.
+    # Two dataset ranks have 23 batches each, of half the digits.
     batches = 46 if way == "2 deal" else BATCHES
     for replicas in taken.values():
         assert len(replicas) == WAYS[way][1]

@@ -18,7 +18,7 @@ def alone():
 
 
 def read(lines):
-    """The epochs and accuracies of evaluations with the rank that told them, and who trained."""
+    """The epochs and accuracies of evaluations with the rank that printed them; other lines."""
     evaluations = [
         (rank, int(found[1]), float(found[2]))
         for rank, text in lines

@@ -1,4 +1,4 @@
-"""The example with a parameter server: both workers learn, and the server ends after them."""
+"""The parameter server example: both workers learn, and the server ends after them."""
 
 import json
 import os
@@ -16,7 +16,7 @@ EXAMPLE = [sys.executable, str(ROOT / "examples" / "parameter_server.py")]
 EPOCHS = 8
 CLUSTER = {"worker": ["localhost"] * 2, "ps": ["localhost"]}
 TASKS = [("worker", 0), ("ps", 0), ("worker", 1)]
-# MPICH marks every write with its rank, and so possibly the middle of a line.
+# MPICH prefixes every write with its rank, and so possibly the middle of a line.
 RANK = re.compile(r"\[(?:[^\]]*,)?\d+\](?:<stdout>:)? ?")
 EPOCH = re.compile(
     r"worker (\d): epoch +(\d+)  loss (\d+\.\d{4})  test accuracy +([\d.]+)% +\d+ steps/s"
@@ -28,7 +28,7 @@ def config(task_type, index):
 
 
 def run(directory, *options):
-    """What two workers and a server print."""
+    """The output of two workers and a server."""
     mpirun = find_mpirun()
     if mpirun is None:
         pytest.fail(NO_MPIRUN, pytrace=False)
@@ -47,7 +47,7 @@ def run(directory, *options):
 @pytest.mark.parametrize("options", [(), ("--staleness", "0")])
 def test_both_workers_learn_to_read_digits(tmp_path, options):
     text = run(tmp_path, *options)
-    # Lines of two ranks that are written at once may come as one.
+    # Lines that two ranks write at once may be joined.
     found = list(EPOCH.finditer(text))
     for worker in "01":
         epochs = [match for match in found if match[1] == worker]

@@ -1,4 +1,4 @@
-"""Killed and started again: the same parameters, bit for bit, as without an interruption."""
+"""Killed and restarted training: the same parameters, bit for bit, as without interruption."""
 
 import re
 
@@ -16,7 +16,7 @@ def command(directory, size, *options):
 
 
 def ended(directory, size, *options):
-    """The step it began at, then step, loss and accuracy at the end, and the parameters' digest."""
+    """The first step, then step, loss and accuracy at the end, and the parameters' digest."""
     lines = lines_of(command(directory, size, *options))
     assert {rank for rank, _ in lines} == {0}
     (_, begins), (_, line), (_, parameters) = lines
@@ -63,6 +63,6 @@ def test_it_goes_on_with_another_number_of_ranks(tmp_path):
 
 
 def test_the_data_must_be_a_function_of_the_step(tmp_path):
-    """Another order of the data ends with other parameters, which the digest would tell."""
+    """Another order of the data gives other parameters, which the digest detects."""
     digests = [ended(tmp_path / seed, None, "--seed", seed)[-1] for seed in ("0", "1")]
     assert digests[0] != digests[1]

@@ -1,4 +1,4 @@
-"""A framework that is imagined, so that strategies can be tested with models that aren't theirs."""
+"""A fake framework, to test the refusal of other frameworks' models without one."""
 
 import sys
 import types
@@ -10,7 +10,7 @@ from strategies.foreign.framework import Framework
 
 
 class Model:
-    """Something that trains, unless it is frozen."""
+    """An object that trains, unless it is frozen."""
 
     def __init__(self, name="model", frozen=False):
         self.name, self.frozen = name, frozen
@@ -59,7 +59,7 @@ def hooked(kind, hook):
 
 
 def load():
-    """Import it, so to speak."""
+    """Simulate the import of the framework."""
     module = types.ModuleType("imagined")
     module.Model, module.Optimizer = Model, Optimizer
     sys.modules["imagined"] = module
@@ -67,7 +67,7 @@ def load():
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """The imagined framework alone is known, and not imported yet."""
+    """The fake framework is the only one, and not imported yet."""
     monkeypatch.setattr(registry, "FRAMEWORKS", (Imagined(),))
     monkeypatch.setattr(registry, "_MODULES", frozenset(["imagined"]))
     forget()
@@ -79,11 +79,11 @@ def unloaded(monkeypatch):
 
 @pytest.fixture
 def imagined(unloaded):
-    """The imagined framework alone is known, and imported."""
+    """The fake framework is the only one, and imported."""
     load()
 
 
 def forget():
-    """What is remembered of classes, which were others' until now."""
+    """Clear the caches by class, which belong to other frameworks."""
     registry.framework_of_class.cache_clear()
     reach._children_function.cache_clear()

@@ -1,4 +1,4 @@
-"""What a parameter server keeps of what the chief announces."""
+"""What a parameter server stores of the chief's announcements."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ READ_HERE = []
 
 
 class Told:
-    """Notes where it is unpickled."""
+    """Records where it is unpickled."""
 
     def __reduce__(self):
         return note_reading, ()
@@ -51,7 +51,7 @@ def note_reading():
 
 @contextlib.contextmanager
 def watched(strategy):
-    """How many things the server keeps after each new one."""
+    """The number of announcements that the server stores after each new one."""
     announced, kept = strategy._server._announced, []
     put = announced.put
 
@@ -72,7 +72,7 @@ def test_a_server_neither_keeps_nor_reads_what_all_have_heard(comm):
             with watched(strategy) as kept:
                 strategy.serve()
             assert len(kept) == 20
-            # Kept until asked past: the next one may come before any listener asks for it.
+            # Stored until a later one is requested: the next one may arrive before a request.
             assert max(kept) <= (2 if comm.size > 2 else 0)
             assert not READ_HERE
         else:

@@ -1,4 +1,4 @@
-"""Checkpoints between ranks: what is saved, what comes back, and one error for all."""
+"""Checkpoints between ranks: what is saved and restored, and the same error on all ranks."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def on_read(value, aggregation="SUM"):
 
 @pytest.fixture
 def path(comm, tmp_path):
-    """A path that all ranks have in common."""
+    """A path that is the same on all ranks."""
     return os.path.join(comm.broadcast_object(str(tmp_path)), "state.safetensors")
 
 
@@ -51,7 +51,7 @@ def test_what_was_saved_comes_back_on_every_rank(comm, strategy, path):
 
 
 def load_file_exactly(path):
-    """What another reader finds, but for bfloat16, which it doesn't know."""
+    """The content for another safetensors reader, without bfloat16, which it doesn't support."""
     from safetensors import safe_open
 
     with safe_open(path, "np") as file:
@@ -181,7 +181,7 @@ def test_ranks_that_hold_different_things_are_told(comm, strategy, path):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_only_one_ranks_shape_does_not_fit(comm, strategy, path):
-    """Variables of the default strategy are each process's own, and may differ."""
+    """Variables of the default strategy belong to each process, and may differ."""
     with strategy.scope():
         common = Variable(1.0)
     own = Variable(np.zeros(2 if comm.rank == 1 else 3))
@@ -193,7 +193,7 @@ def test_only_one_ranks_shape_does_not_fit(comm, strategy, path):
 
 
 class Doubled:
-    """State of one's own: every rank has a part of the whole."""
+    """A user's own state, of which every rank has a part."""
 
     def __init__(self, comm, length):
         self.comm, self.part = comm, np.array_split(np.arange(float(length)), comm.size)[comm.rank]
@@ -270,7 +270,7 @@ def test_a_file_that_was_renamed_is_found_by_its_own_name(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_where_there_is_no_checkpoint_nothing_changes(size, tmp_path):
-    """As in the idiom `checkpoint.restore(latest_checkpoint(directory))`; rank 0's path counts."""
+    """The idiom `checkpoint.restore(latest_checkpoint(directory))`; rank 0's path is used."""
 
     def body(strategy):
         rank = strategy.communicator.rank

@@ -1,4 +1,4 @@
-"""The file of a checkpoint: every dtype comes back, and whatever is wrong with it is refused."""
+"""A checkpoint's file: every dtype is restored, and every invalid file is refused."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def assert_same(tensors, wanted):
     for name, array in wanted.items():
         assert tensors[name].dtype == array.dtype
         assert tensors[name].shape == array.shape
-        # The bytes that fill up a long double mean nothing.
+        # The padding bytes of a long double are arbitrary.
         assert tensors[name].tobytes() == array.tobytes() or np.array_equal(tensors[name], array)
 
 
@@ -79,7 +79,7 @@ def test_whatever_lies_in_memory_the_values_come_back(array):
 
 @draw.composite
 def arrays(choose):
-    """Arrays of any dtype and shape, and of any bits."""
+    """Arrays of any dtype, shape and bits."""
     dtype = np.dtype(choose(draw.sampled_from(DTYPES)))
     shape = choose(draw_numpy.array_shapes(min_dims=0, min_side=0, max_side=4))
     length = int(np.prod(shape)) * dtype.itemsize
@@ -174,7 +174,7 @@ def test_a_file_cut_short_anywhere_is_refused(length):
     draw.lists(draw.tuples(draw.integers(0, len(CONTENT) - 1), draw.integers(1, 255)), min_size=1)
 )
 def test_a_damaged_file_is_refused_or_says_the_same(changes):
-    """Few bytes mean nothing: blanks between the words of the header."""
+    """A few bytes have no meaning: spaces in the header."""
     damaged = bytearray(CONTENT)
     for place, change in changes:
         damaged[place] ^= change

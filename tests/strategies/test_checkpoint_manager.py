@@ -1,4 +1,4 @@
-"""Numbered checkpoints: which are kept, which is the latest, and where a program goes on."""
+"""Numbered checkpoints: which are kept, which is the latest, and from where a program continues."""
 
 import os
 import shutil
@@ -108,7 +108,7 @@ def test_among_files_without_numbers_the_last_one_written_is_the_latest(tmp_path
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_rank_0s_directory_counts(size, tmp_path):
-    """The other ranks may run on hosts that can't see it."""
+    """The other ranks may run on hosts without access to the directory."""
 
     def body(strategy):
         rank = strategy.communicator.rank

@@ -1,6 +1,6 @@
-"""A checkpoint saved by some number of ranks, restored by another one, by really started programs.
+"""Checkpoints saved by some number of ranks and restored by another, in programs under mpirun.
 
-And optimizers, whose slots may not exist yet when they are restored.
+Also of optimizers, whose slots may not exist yet when they are restored.
 """
 
 import json
@@ -21,7 +21,7 @@ PROGRAM = [sys.executable, str(Path(__file__).with_name("checkpoint_program.py")
 
 
 def ended(mode, path, ranks):
-    """What the program ends with on so many ranks; None: without mpirun and without a strategy."""
+    """The program's final values on so many ranks; None: without mpirun and without a strategy."""
     if ranks is None:
         done = subprocess.run(
             [*PROGRAM, mode, path, "none"],
@@ -172,7 +172,7 @@ def test_slots_of_another_shape_are_refused(tmp_path):
 
 
 class Alternating:
-    """Two variables of one shape, trained in turn; `named`: the checkpoint holds them, too."""
+    """Two variables of one shape, trained in turn; `named`: the checkpoint includes them."""
 
     def __init__(self, make, named):
         self.strategy = lone_strategy()

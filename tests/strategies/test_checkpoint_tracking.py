@@ -1,4 +1,4 @@
-"""What a checkpoint finds: in nests, in attributes, in circles, and by which names."""
+"""Which states a checkpoint finds in nests, attributes and cycles, and their names."""
 
 import dataclasses
 from collections import OrderedDict, namedtuple

@@ -19,7 +19,7 @@ from strategies.errors import CancelledError, OutOfRangeError, RemoteTracebackEr
 
 pytestmark = pytest.mark.mpi
 
-# By the functions below, which every rank has: its own.
+# Set by the functions below on every rank.
 HERE = {}
 
 
@@ -64,7 +64,7 @@ def test_results_come_back(comm):
         data = np.arange(6.0).reshape(2, 3)
         results = [coordinator.schedule(np.multiply, (data, number)) for number in range(20)]
         results.append(coordinator.schedule(dict, kwargs={"pair": (data.T, "text")}))
-        data[:] = -1  # what is scheduled has its own copy
+        data[:] = -1  # the scheduled closure has its own copy
         coordinator.join()
         assert coordinator.done()
         wanted = np.arange(6.0).reshape(2, 3)
@@ -93,7 +93,7 @@ def test_functions_run_on_all_workers_and_on_them_alone(comm):
 
 
 def two_contexts():
-    """What a scheduled function sees, and what the function sees that it gives to `run`."""
+    """The contexts of a scheduled function, and of a function that it passes to `run`."""
     strategy, replica = strategies.get_strategy(), strategies.get_replica_context()
     seen = [strategy is HERE["strategy"], replica.num_replicas_in_sync]
 

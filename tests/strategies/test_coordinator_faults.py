@@ -1,4 +1,4 @@
-"""Chiefs, workers and servers that fail, end early or are killed: programs as users write them."""
+"""Chiefs, workers and servers that fail, end early or are killed: users' programs."""
 
 import sys
 import textwrap
@@ -71,7 +71,7 @@ LIMIT_SECONDS = 25
 
 
 def run(size, chief, directory, *, serve="pass", deaths=False):
-    """Run the chief's program; what the ranks have left, and how mpirun ended."""
+    """Run the chief's program; the files that the ranks have written, and mpirun's result."""
     body = textwrap.indent(textwrap.dedent(chief), "    ")
     text = START.replace("# before serving", serve).replace("    # the chief\n", body)
     line = launcher_line(size, [sys.executable, "-c", text], deaths=deaths)

@@ -1,4 +1,4 @@
-"""Functions, values and exceptions on their way between processes."""
+"""Functions, values and exceptions as messages between processes."""
 
 import pickle
 import subprocess
@@ -18,7 +18,7 @@ PLAIN = PlainReferences()
 
 
 class Places:
-    """The number 7.5 is a place's own."""
+    """The number 7.5 belongs to the rank."""
 
     def __init__(self, own):
         self.own = own
@@ -80,14 +80,14 @@ def test_a_remote_value_does_not_travel(wrap):
 
 
 class OddError(Exception):
-    """Can be written, but not read back."""
+    """Can be pickled, but not unpickled."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
 
 
 class DetailedError(Exception):
-    """Has more than its arguments."""
+    """An exception with more state than its arguments."""
 
     def __init__(self, text):
         super().__init__(text)
@@ -128,7 +128,7 @@ def test_an_exception_that_cannot_be_read_back_is_told():
 
 
 def test_an_exception_of_a_program_alone_is_told():
-    """Its class is known there alone, but cloudpickle takes it along."""
+    """Its class exists only there, but cloudpickle sends it by value."""
     program = """
 import sys, pickle
 from strategies.coordinator.failures import describe

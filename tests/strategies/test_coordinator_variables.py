@@ -52,7 +52,7 @@ def test_all_that_functions_push_is_applied_when_join_returns(comm):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_updates_are_those_of_one_process(comm, momentum):
-    """Functions that run one after the other: each sees what the one before has done."""
+    """Functions that run one after the other: each reads the results of the one before."""
     start = np.linspace(-1, 1, 12).reshape(4, 3)
 
     def chief(strategy, coordinator):
@@ -113,7 +113,7 @@ def test_a_restored_optimizer_goes_on_where_it_was(comm):
 
 
 def test_what_is_restored_travels_once(comm):
-    """Functions that are scheduled at once don't each take it along, nor each restore it."""
+    """Functions that are scheduled at once don't each send or restore the optimizer."""
 
     def chief(strategy, coordinator):
         with strategy.scope():
@@ -156,7 +156,7 @@ def test_two_optimizers_keep_apart(comm):
 
 
 def test_the_chief_knows_whose_slots_are_whose(comm):
-    """Functions use the optimizers in another order than they travel in."""
+    """Functions use the optimizers in another order than they are sent in."""
 
     def chief(strategy, coordinator):
         with strategy.scope():

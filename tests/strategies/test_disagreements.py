@@ -1,4 +1,4 @@
-"""Ranks that would not take the same step: shapes alone would tell nothing."""
+"""Ranks whose steps differ although all shapes are equal."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def another_number_of_steps(optimizer, gradients, first, second):
 
 
 def all_ranks(optimizer, gradients, first, second):
-    """What the other ranks do, so that shapes alone tell nothing."""
+    """The other ranks' step, which has the same shapes."""
     return zip(gradients, (first, second), strict=True)
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_would_take_another_step_is_refused_on_all(trained, last):
 
 @pytest.mark.parametrize("kind", [*IN_STEP, LocalSGDStrategy], ids=lambda kind: kind.__name__)
 def test_variables_of_other_names_are_refused(comm, kind):
-    """Those of one shape would be taken for each other."""
+    """Nests of one shape could be confused."""
     strategy = (
         kind(sync_every=1, communicator=comm)
         if kind is LocalSGDStrategy
@@ -169,7 +169,7 @@ def test_a_change_that_fails_fails_on_all_ranks(comm, kind):
 
 
 def test_the_users_own_calls_are_named(comm, tmp_path):
-    """Not only the collectives that they are made of."""
+    """The check covers more than the collectives that the calls consist of."""
     strategy = MultiWorkerMirroredStrategy(communicator=comm)
     with strategy.scope():
         mean = metrics.Mean()

@@ -1,4 +1,4 @@
-"""Evaluating checkpoints while others train: each once, in order, until training has ended."""
+"""Evaluation of checkpoints while others train: each once, in order, until training has ended."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.strategies.support import refusal, same_refusal, tf_config
 
 
 def model_fn(strategy):
-    """The evaluated number is ten times the one in the checkpoint."""
+    """The evaluation returns ten times the number in the checkpoint."""
     variable = Variable(0.0)
     return Checkpoint(v=variable), lambda: 10 * float(variable)
 
@@ -41,13 +41,13 @@ def end(directory, run=None, ended=None):
 
 
 def training_has_ended(directory, run=None):
-    """As who looks for the first time."""
+    """The first poll of a new process."""
     return EndOfTraining(directory, run).poll()
 
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """Let the given things happen, one each time that the evaluator waits for `seconds`."""
+    """Run one of the given functions each time that the evaluator sleeps for `seconds`."""
 
     def prepare(*happenings, seconds=1.0):
         waiting = list(happenings)
@@ -56,7 +56,7 @@ def meanwhile(monkeypatch):
             assert duration == seconds
             waiting.pop(0)()
 
-        # Not in the module `time` itself, by which other threads sleep.
+        # The module `time` itself isn't patched, since other threads sleep, too.
         clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
         monkeypatch.setattr(evaluation, "time", clock)
         return waiting
@@ -68,7 +68,7 @@ def seen(evaluations):
     return [(each.step, each.result) for each in evaluations]
 
 
-# --- one process, the trainer's doings in between ------------------------------------------------
+# --- one process, with a trainer's actions during sleeps -----------------------------------------
 
 
 def test_each_checkpoint_is_evaluated_once_and_in_order(tmp_path, meanwhile):
@@ -152,7 +152,7 @@ def test_one_that_is_replaced_within_a_tick_of_the_clock_is_a_new_one(tmp_path, 
         os.utime(path, (1, 1))
 
     write(1)
-    with open(tmp_path / "ckpt-1.safetensors", "rb"):  # so that the inode isn't taken again
+    with open(tmp_path / "ckpt-1.safetensors", "rb"):  # so that the inode isn't reused
         meanwhile(lambda: write(2), lambda: end(tmp_path))
         assert seen(evaluate_checkpoints(model_fn, tmp_path)) == [(1, 10.0), (1, 20.0)]
 
@@ -185,7 +185,7 @@ def test_it_waits_as_long_as_it_is_told_between_two_looks(tmp_path, meanwhile):
 
 
 def test_an_end_without_any_checkpoint_is_warned_of(tmp_path):
-    """As it is seen where the directory is another than the trainer's."""
+    """As where the directory is not the trainer's."""
     end(tmp_path)
     with pytest.warns(RuntimeWarning, match="training has ended without any checkpoint in"):
         assert evaluate_checkpoints(model_fn, tmp_path) == []
@@ -231,7 +231,7 @@ def test_the_marker_is_written_at_the_end_and_when_training_fails(tmp_path):
 
     @training_ends(tmp_path / "new", run="b")
     def fail():
-        # The earlier run's is gone.
+        # The earlier run's marker is removed.
         assert not training_has_ended(tmp_path / "new", "a")
         raise KeyError("lost")
 
@@ -276,7 +276,7 @@ def test_a_foreign_marker_is_refused(tmp_path, text):
 
 @pytest.fixture
 def directory(comm, tmp_path):
-    """A directory that all ranks have in common."""
+    """A directory that is the same on all ranks."""
     return comm.broadcast_object(str(tmp_path))
 
 
@@ -293,7 +293,7 @@ def roles_of(size, *, inside):
 
 
 def trainer(comm, directory, steps, *, together):
-    """Save at each step what depends on the ranks; together: wait until it is evaluated."""
+    """Save a value that depends on the ranks at each step; together: wait for its evaluation."""
 
     def train(strategy):
         with strategy.scope():
@@ -394,7 +394,7 @@ def test_a_cluster_without_a_chief_is_refused_on_every_rank(comm, monkeypatch, d
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("unused", [None, {"worker": ["a", "b"]}])
 def test_roles_can_come_from_a_resolver(comm, monkeypatch, directory, unused):
-    """A TF_CONFIG that nobody asks for may then name another cluster."""
+    """A TF_CONFIG that isn't used may name another cluster."""
     if unused and comm.rank == 0:
         monkeypatch.setenv("TF_CONFIG", tf_config(unused, "worker", 0))
     cluster, tasks = roles_of(comm.size, inside=True)
@@ -416,7 +416,7 @@ def test_roles_can_come_from_a_resolver(comm, monkeypatch, directory, unused):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_an_evaluator_by_hand(comm, monkeypatch, directory):
-    """As a script does that branches on its role itself."""
+    """As a script that branches on its role itself."""
     cluster, tasks = roles_of(comm.size, inside=True)
     monkeypatch.setenv("TF_CONFIG", tf_config(cluster, *tasks[comm.rank]))
     strategy = MultiWorkerMirroredStrategy(communicator=comm)

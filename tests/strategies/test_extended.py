@@ -1,4 +1,4 @@
-"""`strategy.extended`, and what the replica context shares with it."""
+"""`strategy.extended`, and the methods that it shares with the replica context."""
 
 from collections import namedtuple
 
@@ -186,7 +186,7 @@ def test_update_of_something_else():
     assert (kept, result) == ([5], (None,))
 
 
-# --- variables and questions ---------------------------------------------------------------------
+# --- variables and properties --------------------------------------------------------------------
 
 
 def test_variables_know_their_strategy():

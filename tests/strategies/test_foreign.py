@@ -1,4 +1,4 @@
-"""Models of frameworks are refused where several ranks would train them apart."""
+"""Models of frameworks are refused where several ranks would train them independently."""
 
 import functools
 import gc
@@ -129,7 +129,7 @@ def test_the_default_strategy_and_one_device_are_one_replica(imagined):
 
 
 def in_scopes(function):
-    """Call it with a strategy of two replicas, both of them threads."""
+    """Call it with a strategy of two replicas, both threads."""
     return on_ranks(2, function)
 
 
@@ -144,7 +144,7 @@ def test_what_is_frozen_when_the_scope_is_left_may_be_made_in_it(imagined):
 
 
 def test_what_is_gone_when_the_scope_is_left_may_have_been_made_in_it(imagined):
-    """Though the garbage collector hasn't yet come to it."""
+    """Although the garbage collector hasn't collected it yet."""
 
     def body(strategy):
         gc.disable()
@@ -213,7 +213,7 @@ def test_another_threads_models_are_not_the_scopes(imagined):
 
 
 def test_a_framework_imported_inside_counts(unloaded):
-    """Its objects are found though nothing told of them when they were made."""
+    """Its objects are found although no hook recorded their creation."""
     kept = []
 
     def body(strategy):
@@ -376,7 +376,7 @@ def test_what_is_not_reached(imagined):
     never = 0
 
 
-# Their names are attributes of other objects in the functions below.
+# The functions below use these names as attributes of other objects.
 net, elements = Model("unrelated"), [Model("unrelated")]
 
 
@@ -398,13 +398,13 @@ class Uncalled:
 
 
 def test_large_data_costs_little(imagined):
-    """Of what is too far away nothing is looked at, in whichever order a set gives it."""
+    """Nothing beyond the limit is searched, in whichever order a set is iterated."""
     data = [[Slotted(number) for number in range(64)] for _ in range(64)]
     seconds = min(timeit.repeat(lambda: find_trainable(lambda: data, [], {}), number=1, repeat=50))
-    assert seconds < 1e-3  # about 50 µs, and more than 10 ms if all were looked at
+    assert seconds < 1e-3  # about 50 µs, and more than 10 ms if all were searched
     far = {Slotted(Slotted(number)) for number in range(63)} | {Slotted(Slotted(Model("far")))}
     wide = [far, *({Slotted(Slotted(number)) for number in range(64)} for _ in range(9))]
-    large = {Model(str(number)) for number in range(65)}  # ranks would see other ones first
+    large = {Model(str(number)) for number in range(65)}  # the first elements differ by rank
     for too_much in (wide, large):
         assert find_trainable(lambda given=too_much: given, [], {}) is None
     assert find_trainable(lambda: far, [], {}).name == "far"
@@ -445,7 +445,7 @@ def test_variables_that_are_none(comm, imagined):
     refused(array, applied, strategy, pairs(lambda: np.ones(3)))
     views = optimizers.SGD(1.0).gradient_views
     refused("at position 1", strategy.run, lambda: views([own, np.ones(3)]))
-    # One rank alone: the same error on all, at once, and the next step works.
+    # On one rank only: the same error on all ranks at once, and the next step works.
     last = comm.rank == comm.size - 1
     same_refusal(
         comm,
@@ -461,7 +461,7 @@ def test_variables_that_are_none(comm, imagined):
 
 
 class Differentiated:
-    """An array that can't be read, as a tensor of torch that requires a gradient."""
+    """An array that can't be read, as a torch tensor that requires a gradient."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("use detach()")
@@ -501,7 +501,7 @@ def test_gradients_that_are_absent_or_unreadable(comm):
 
 
 class Saved(Model):
-    """Speaks the protocol of checkpoints."""
+    """Has the protocol Saveable."""
 
     def saved_tensors(self):
         return {"": np.ones(2)}

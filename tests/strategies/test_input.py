@@ -1,4 +1,4 @@
-"""Datasets between ranks: §2.4 and §2.5 of tf_semantics.md."""
+"""Distributed datasets: §2.4 and §2.5 of tf_semantics.md."""
 
 from collections import namedtuple
 
@@ -14,7 +14,7 @@ Example = namedtuple("Example", "image label")
 
 
 def distributed(size, batches_of):
-    """What each rank gets of its `batches_of(rank)`, as a list, twice over."""
+    """Each rank's batches of its `batches_of(rank)`, as a list; two iterations."""
 
     def body(strategy):
         dataset = strategy.experimental_distribute_dataset(batches_of(strategy.communicator.rank))
@@ -132,7 +132,7 @@ def test_what_has_no_axis_is_no_batch(leaf):
     refusal(ValueError, "a batch has .* must be arrays with an axis 0", list, dataset)
 
 
-# --- an end that all agree on --------------------------------------------------------------------
+# --- one end on all ranks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 3], [0, 2], [2, 0], [0, 0], [1, 0, 2], [0, 0, 1]])

@@ -1,4 +1,4 @@
-"""Datasets of arrays: batch, shuffle and repeat as in `tf.data`, and orders that ranks share."""
+"""Datasets of arrays: batch, shuffle and repeat as in `tf.data`, and the same order on ranks."""
 
 from collections import namedtuple
 
@@ -140,12 +140,12 @@ def test_without_a_seed_the_order_is_by_chance():
 
 
 def distributed(size, make, **options):
-    """What each rank gets in two epochs, after one that was left early."""
+    """Each rank's batches in two epochs, after one that ended early."""
 
     def body(strategy):
         given = InputOptions(**options)
         dataset = strategy.experimental_distribute_dataset(make(), given)
-        next(iter(dataset))  # left early: read-ahead threads are then at different places
+        next(iter(dataset))  # ended early: read-ahead threads have then read differently far
         return [lists(dataset), lists(dataset)]
 
     return on_ranks(size, body)
@@ -181,7 +181,7 @@ def test_seed_offsets_give_every_rank_an_order_of_its_own(seed):
 def test_a_seed_offset_is_the_rank():
     ranks = distributed(2, lambda: numbers(12).shuffle(seed=5).batch(2), sharding="seed_offset")
     alone = numbers(12).shuffle(seed=6).batch(1)
-    lists(alone)  # the iteration that was left early
+    lists(alone)  # the iteration that ended early
     assert ranks[1][0] == lists(alone)
 
 

@@ -1,4 +1,4 @@
-"""Iterating together: failures on one rank, endless data, element_spec, read-ahead."""
+"""Distributed iteration: failures on one rank, infinite data, element_spec, read-ahead."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ with_and_without_a_thread = pytest.mark.parametrize("depth", DEPTHS)
 
 
 class Failing:
-    """Yields `count` batches and raises, until it is mended."""
+    """Yields `count` batches and raises, until its error is None."""
 
     def __init__(self, count, error):
         self.count, self.error = count, error
@@ -225,7 +225,7 @@ def test_an_iterator_that_ended_stays_ended():
         iterator = iter(strategy.experimental_distribute_dataset([np.arange(2)] * rank))
         taken = [iterator.get_next().tolist() for _ in range(2)]
         refusal(StopIteration, None, next, iterator)
-        if rank == 0:  # asks again, alone
+        if rank == 0:  # calls again, alone
             refusal(StopIteration, None, iterator.get_next)
         return taken
 
@@ -266,7 +266,7 @@ def test_the_spec_of_the_batches(size, early):
     }
     for specs in on_ranks(size, body):
         assert specs == [expected] * (2 + early)
-    assert sorted(read) == [0] * size + [1] * size  # asking took no batch from anybody
+    assert sorted(read) == [0] * size + [1] * size  # reading the spec consumed no batch
 
 
 def test_an_iterator_knows_the_spec_before_its_first_batch():
@@ -348,7 +348,7 @@ def test_a_source_that_raises_when_its_spec_is_asked_for():
 
 
 def counting(read, count=None):
-    """A generator of numbers that notes what it was asked for, and when it is closed."""
+    """A generator of numbers that records which were read, and when it is closed."""
     try:
         number = 0
         while count is None or number < count:
@@ -360,7 +360,7 @@ def counting(read, count=None):
 
 
 def until(condition):
-    """Wait for another thread to get there."""
+    """Wait for a condition that another thread makes true."""
     ending = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < ending
@@ -391,7 +391,7 @@ def test_reading_goes_no_further_ahead_than_asked_for(depth):
 
 def test_the_reader_ends_with_the_iterator_that_is_let_go():
     read = []
-    source = counting(read)  # held on to here: nobody else would close it
+    source = counting(read)  # referenced here, so that only the reader can close it
     ahead = read_ahead(source, 2)
     next(ahead)
     assert len(readers()) == 1
@@ -437,7 +437,7 @@ def test_reading_ahead_happens_beside_the_step():
     options = InputOptions(experimental_per_replica_buffer_size=1)
     iterator = iter(lone_strategy().experimental_distribute_dataset(Source(), options))
     next(iterator)
-    assert reading.wait(20)  # while nobody asks
+    assert reading.wait(20)  # without a request
     go_on.set()
     assert next(iterator) == 1
     refusal(StopIteration, None, next, iterator)

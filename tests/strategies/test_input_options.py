@@ -48,7 +48,7 @@ def test_options_in_tensorflows_order():
 
 
 def test_subclasses_of_options():
-    """They have what their base has, and the attributes that they declare themselves."""
+    """They have their base's attributes, and those that they declare themselves."""
     for base in (InputOptions, DistributeOptions, Options, CommunicationOptions, RunOptions):
 
         class Plain(base):
@@ -76,7 +76,7 @@ def test_subclasses_of_options():
 
 
 def test_attributes_that_there_are_not():
-    """A policy that is assigned a level too high is not left out in silence."""
+    """A policy that is assigned one level too high isn't silently ignored."""
     options = Options()
     refusal(
         AttributeError,

@@ -24,7 +24,7 @@ OWN_PIPELINE = ["OFF", "HINT"]
 
 
 def shares(size, make, **options):
-    """What each rank gets of its `make(rank)`, as lists."""
+    """Each rank's batches of its `make(rank)`, as lists."""
 
     def body(strategy):
         dataset = make(strategy.communicator.rank)
@@ -278,7 +278,7 @@ def test_auto_falls_back_where_the_ranks_files_differ():
     assert [len(batches) for batches in ranks] == [3, 3]
 
 
-# --- where the policy comes from -----------------------------------------------------------------
+# --- sources of the policy -----------------------------------------------------------------------
 
 
 def with_policy(dataset, policy):
@@ -301,7 +301,7 @@ def test_data_can_be_asked_for_where_there_are_files():
 
 
 class AsTensorFlow:
-    """Looks as a `tf.data.Dataset` does from outside; its own iterator would give tensors."""
+    """Has the attributes of a `tf.data.Dataset`, whose own iterator would yield tensors."""
 
     element_spec = "TensorSpec(shape=(None,), dtype=tf.int64)"
 
@@ -315,7 +315,7 @@ class AsTensorFlow:
         return iter(eight_rows())
 
     def options(self):
-        # The members of TensorFlow's enum are not this project's.
+        # The members of TensorFlow's enum aren't of this project's class.
         distribute = SimpleNamespace(auto_shard_policy=SimpleNamespace(value=self.policy))
         return SimpleNamespace(experimental_distribute=distribute)
 

@@ -1,4 +1,4 @@
-"""Batches of torch: a `DataLoader` is a dataset like any other, and tensors stay tensors."""
+"""Batches of torch: a `DataLoader` is a dataset, and tensors stay tensors."""
 
 import numpy as np
 import pytest

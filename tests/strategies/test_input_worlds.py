@@ -1,4 +1,4 @@
-"""The input side between MPI ranks: the numbers of §2.4 and §2.5 at two and three ranks."""
+"""Distributed datasets between MPI ranks: the numbers of §2.4 and §2.5 at two and three ranks."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ several_ranks = pytest.mark.ranks(2, 3)
 
 
 def ranks_lists(comm, strategy, dataset, policy=None, **options):
-    """What every rank gets of its dataset, on all of them."""
+    """Every rank's batches, on all ranks."""
     given = InputOptions(auto_shard_policy=policy, **options)
     distributed = strategy.experimental_distribute_dataset(dataset, given)
     return comm.all_gather_object([batch.tolist() for batch in distributed])
@@ -29,7 +29,7 @@ def ranks_lists(comm, strategy, dataset, policy=None, **options):
 
 @pytest.fixture
 def files(tmp_path):
-    """Three files of two rows: on this rank's own disk, so to speak."""
+    """Three files of two rows, in a directory of this rank."""
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", 10 * number + np.arange(2))
     return FileDataset(sorted(tmp_path.glob("*.npy")), lambda path: [np.load(path)])

@@ -10,7 +10,7 @@ from tests.strategies.support import lone_strategy, refusal
 
 
 class Schedule:
-    """Notes the steps that it is asked for."""
+    """Records the steps that it is called with."""
 
     def __init__(self, scale=1.0):
         self.scale, self.steps = scale, []
@@ -32,7 +32,7 @@ def test_it_gets_the_step_from_0_and_is_called_once_for_each():
     steps_of(strategy, optimizer, variable, 3)
     assert schedule.steps == [0, 1, 2]
     np.testing.assert_allclose(variable, [-(1 + 1 / 2 + 1 / 3)], rtol=1e-7)
-    # As in Keras, the attribute is the number of now.
+    # As in Keras, the attribute is the current number.
     assert optimizer.learning_rate == optimizer.learning_rate == pytest.approx(1 / 4)
     assert schedule.steps == [0, 1, 2, 3]
     optimizer.learning_rate = 0.5
@@ -106,7 +106,7 @@ def test_a_restored_checkpoint_goes_on_from_its_step(strategy, tmp_path):
     steps_of(strategy, other, again, 1)
     assert schedule.steps[-1] == 2
     np.testing.assert_allclose(again, variable.numpy() - 2 * 1.0, rtol=1e-6)
-    # A number takes the rate that the step had.
+    # A number is the rate that the step had.
     _, number, restored = made(7.0)
     restored.restore(written)
     assert number.learning_rate == pytest.approx(1 / 3)

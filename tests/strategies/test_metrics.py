@@ -1,4 +1,4 @@
-"""Metrics: the numbers of Keras, and the same ones on every rank."""
+"""Metrics: Keras' numbers, and the same ones on every rank."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def updated(metric, *batches):
     return float(metric.result())
 
 
-# --- alone: what Keras 3 gives -------------------------------------------------------------------
+# --- one process: Keras 3's numbers --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_accuracies_over_uneven_batches(comm, strategy, inside_the_scope):
             seen = results()
     else:
         seen = results()
-    # Each rank is right once, out of 1, 2, 3, …
+    # Each rank has one correct example, out of 1, 2, 3, …
     expected = comm.size / (comm.size * (comm.size + 1) / 2)
     assert seen == pytest.approx((expected, expected))
 

@@ -1,4 +1,4 @@
-"""MirroredStrategy: the ranks of one node, their devices, and what is refused."""
+"""MirroredStrategy: the ranks of one node, their devices, and refusals."""
 
 import numpy as np
 import pytest

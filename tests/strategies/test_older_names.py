@@ -1,4 +1,4 @@
-"""The older names of the source documents work as the newer ones."""
+"""Older names of TensorFlow's API are equivalent to the newer ones."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Optimizers against the published update rules, written anew in NumPy with float64."""
+"""Optimizers against the published update rules in NumPy with float64."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SHAPES = [(3, 2), (), (4,)]
 
 
 class Descent:
-    """Gradient descent with momentum, as the Keras documentation writes it."""
+    """Gradient descent with momentum, as in the Keras documentation."""
 
     def __init__(self, learning_rate, momentum=0.0, nesterov=False):
         self.learning_rate, self.momentum, self.nesterov = learning_rate, momentum, nesterov
@@ -28,7 +28,7 @@ class Descent:
 
 
 class AdaptiveMoments:
-    """Adam, in the form before section 2.1 of the paper, which is also Keras's."""
+    """Adam, in the form before section 2.1 of the paper, which Keras uses."""
 
     def __init__(self, learning_rate=0.001, beta_1=0.9, beta_2=0.999, epsilon=1e-7):
         self.learning_rate, self.epsilon = learning_rate, epsilon
@@ -73,7 +73,7 @@ def gradients_of(step, rank, dtype):
 
 
 def train(strategy, make, named, dtype):
-    """The weights after a few steps, in which each replica has gradients of its own."""
+    """The weights after a few steps with gradients that differ by replica."""
     with strategy.scope():
         variables = [Variable(value) for value in initial(dtype)]
         optimizer = make(**named)
@@ -113,7 +113,7 @@ def test_gradients_are_summed_and_the_rule_is_followed(size, dtype, tolerance, r
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_large_variable_is_updated_to_its_last_element(rule, order):
-    """It is updated block by block, its last block being a short one."""
+    """The variable is updated in blocks, the last of which is shorter."""
     make, reference, named = RULES[rule]
     chance = np.random.default_rng(3)
     start = np.asarray(chance.normal(size=(300, 701)), order=order)
@@ -260,7 +260,7 @@ def test_gradients_that_differ_by_rank_are_refused_before_any_copy_drifts():
     on_ranks(3, one_rank)
 
 
-# --- gradients that lie where they are summed ----------------------------------------------------
+# --- gradients in their reduction buffers --------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

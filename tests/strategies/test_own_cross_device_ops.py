@@ -1,4 +1,4 @@
-"""Ways to reduce that users write: which methods they define, and who calls them."""
+"""Users' own cross-device ops: which methods they define, and who calls them."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 
 class Recording(CrossDeviceOps):
-    """Ops that note what they were called with."""
+    """Ops that record their calls."""
 
     def __init__(self):
         self.calls = []
@@ -60,7 +60,7 @@ every_own = pytest.mark.parametrize("own", OWN)
 
 
 def name_of(own, called):
-    """The method that is noted where the strategy calls `called`."""
+    """The method that is recorded where the strategy calls `called`."""
     if own is Both:
         return called
     return "reduce" if own in (Reduces, ReducesImplementation) else "batch"

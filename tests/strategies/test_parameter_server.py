@@ -33,12 +33,12 @@ servers_of = pytest.mark.parametrize("servers", [1, 2])
 
 
 def fitting(comm, servers):
-    """As many servers as leave a worker."""
+    """The largest number of servers that leaves a worker."""
     return min(servers, comm.size - 1)
 
 
 def ramp(number, shape=(5, 3), dtype=np.float32):
-    """Values that tell whose they are."""
+    """Values that identify their owner."""
     return (np.arange(np.prod(shape)).reshape(shape) + 100 * number).astype(dtype)
 
 
@@ -64,7 +64,7 @@ def test_the_chiefs_initial_values_count(comm, servers, chief):
 
 @pytest.mark.parametrize("first", ["chief", "others"])
 def test_creation_is_no_collective(comm, first):
-    """Whoever comes first has no need of the others; who comes later finds what is there."""
+    """The first worker needs no other; a later one finds the existing variables."""
 
     def work(strategy):
         if strategy.is_chief and first == "chief":
@@ -87,7 +87,7 @@ def test_creation_is_no_collective(comm, first):
 
 
 def test_workers_send_each_other_nothing(comm, monkeypatch):
-    """As under TensorFlow's device filters: a worker needs the servers alone."""
+    """As with TensorFlow's device filters: a worker needs only the servers."""
     peers, send = set(), Mailbox.send
 
     def recorded(mailbox, peer, *message):
@@ -241,7 +241,7 @@ def summed():
 @servers_of
 @pytest.mark.parametrize("shards", [None, 2])
 def test_gradients_of_all_workers_are_applied(comm, servers, shards):
-    """Of SGD the order doesn't matter: these numbers add up without rounding."""
+    """The order of SGD's steps is irrelevant: these numbers add up without rounding."""
     servers = fitting(comm, servers)
     partitioner = shards and FixedShardsPartitioner(shards)
 
@@ -274,7 +274,7 @@ OPTIMIZERS = {
 
 
 def train(run, make, steps=7):
-    """A small problem, whose numbers depend on every bit; what the variables end with."""
+    """A small problem, whose numbers depend on every bit; returns the final values."""
     generator = np.random.default_rng(5)
     target = generator.normal(size=(6, 4)).astype(np.float32)
     weights = Variable(generator.normal(size=(6, 4)).astype(np.float32))
@@ -335,7 +335,7 @@ def test_adam_counts_the_updates_of_all_workers(comm):
 
 @pytest.mark.parametrize("server", ["near", "far"])
 def test_reads_never_see_half_of_a_change(comm, server):
-    """The chief writes arrays of one number each; nobody may see two numbers in one."""
+    """The chief writes arrays of one number each; no rank may read two numbers in one array."""
     length = 60_000
 
     def work(strategy):
@@ -362,7 +362,7 @@ def test_reads_never_see_half_of_a_change(comm, server):
 
 @pytest.mark.ranks(2)
 def test_servers_of_other_nodes_are_read_by_messages():
-    """Threads, two of whose nodes are imitated: the server of the worker's own is read in place."""
+    """Threads with two simulated nodes: a worker reads the memory of its own node's server."""
 
     def work(strategy):
         variables = [Variable(ramp(number)) for number in range(4)]
@@ -503,7 +503,7 @@ def test_wrong_arguments(comm, named, error):
 
 @pytest.mark.ranks(2)
 def test_nothing_is_left_open(comm):
-    """A strategy that ends gives its memory back."""
+    """The end of a strategy frees its memory."""
 
     def work(strategy):
         variable = Variable(np.ones(5_000_000))

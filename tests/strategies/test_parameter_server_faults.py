@@ -1,4 +1,4 @@
-"""Workers and servers that fail, end early or are killed: programs as users write them."""
+"""Workers and servers that fail, end early or are killed: users' programs."""
 
 import sys
 import textwrap
@@ -55,7 +55,7 @@ else:
 
 
 class Ending:
-    """How a program ended, and what its ranks have left."""
+    """The program's result, and the files that its ranks have written."""
 
     def __init__(self, ended, seconds, directory):
         self.returncode, self.output, self.errors = ended.returncode, ended.stdout, ended.stderr

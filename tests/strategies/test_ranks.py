@@ -1,4 +1,4 @@
-"""Which rank takes which task, and what is said where the ranks don't agree (§2.7)."""
+"""Which rank has which task, and the errors where the ranks don't agree (§2.7)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What one rank alone does wrong is the same error on all ranks, at once; the next call works."""
+"""An error of one rank is the same error on all ranks, at once; the next call works."""
 
 import time
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.mpi
 
 ROWS = IndexedSlices(np.ones((1, 2)), [0], (3, 2))
 
-# Of another kind than three numbers; none of them can be sent.
+# Not three numbers; none of them can be sent.
 WRONG = [None, "x", np.array([None] * 3), len, [[1, 2], [3]], np.array(["2020-01-01"], "M8[D]")]
 
 
@@ -130,7 +130,7 @@ def same_error_at_once(strategy, function, *arguments):
 
 
 def same_error_at_once_of(errors, strategy, function, *arguments):
-    """The class and text of the error that all ranks raise, long before the deadline."""
+    """The class and text of the error that all ranks raise, well before the deadline."""
     began = time.monotonic()
     with pytest.raises(errors) as caught:
         function(*arguments)
@@ -272,7 +272,7 @@ def refuse_by_itself(message):
 
 @pytest.mark.ranks(2, 3)
 def test_one_ranks_own_runtime_error(strategy):
-    """As torch raises them, or a schedule that reads a file; nobody steps without that rank."""
+    """As torch raises them, or a schedule that reads a file; no rank does the step."""
     size = strategy.communicator.size
     with strategy.scope():
         variable, optimizer = Variable(np.zeros(1)), optimizers.SGD(1.0)

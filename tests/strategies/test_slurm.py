@@ -1,4 +1,4 @@
-"""Clusters from Slurm's environment: host lists, task counts, and who runs where."""
+"""Clusters from Slurm's environment: host lists, task counts, and tasks of hosts."""
 
 import pytest
 from hypothesis import given
@@ -77,7 +77,7 @@ def step(monkeypatch):
 
 @pytest.mark.parametrize("rank", range(3))
 def test_all_tasks_are_workers_where_slurm_runs_them(step, rank):
-    """TensorFlow sorts the hosts: there task 0, which runs on b, would be told that it is on a."""
+    """TensorFlow sorts the hosts: task 0, which runs on b, would get the address of a."""
     step(rank)
     resolver = SlurmClusterResolver()
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["b:8888", "b:8889", "a:8888"]})

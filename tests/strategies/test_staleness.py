@@ -1,4 +1,4 @@
-"""Stale synchronous parallel training: nobody runs too far ahead."""
+"""Stale synchronous parallel training: the limit of a worker's lead."""
 
 import time
 
@@ -28,7 +28,7 @@ def test_the_clock():
 
 
 def steps_of(strategy, pause, steps=STEPS):
-    """Train, and note how many steps each worker had pushed whenever a step of this one is done."""
+    """Train, and record the steps that each worker had pushed after each step of this one."""
     number, workers = number_of(strategy), len(strategy.cast.workers)
     done = Variable(np.zeros(workers))
     optimizer = optimizers.SGD(1.0)
@@ -56,7 +56,7 @@ def test_nobody_is_further_ahead_than_allowed(comm, staleness):
     for number, seen in enumerate(results):
         for step, counts in enumerate(seen, 1):
             assert counts[number] == step
-            # Others may have come to their last step, and left.
+            # Others may have finished their last step.
             ahead.append(step - min(counts))
     assert max(ahead) == staleness
 

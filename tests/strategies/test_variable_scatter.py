@@ -1,6 +1,6 @@
 """Scatter methods, rule by rule: §2.9 of tf_semantics.md.
 
-Every variable begins at [[10, 20], [30, 40], [50, 60]]; replica r gives rows 0 and 2 of value
+Every variable begins at [[10, 20], [30, 40], [50, 60]]; replica r updates rows 0 and 2 with
 r + 1, and rows 0, 2, 0 are scattered for all replicas.
 """
 
@@ -41,7 +41,7 @@ def variable_of(strategy, aggregation="NONE", synchronization="ON_WRITE", dtype=
 
 
 def changed(method, slices):
-    """What the rows become, one change after the other."""
+    """The rows after one change after the other."""
     expected = START.copy()
     for row, value in zip(slices.indices, slices.values, strict=True):
         expected[row] = FOLDS[method](expected[row], value)
@@ -181,7 +181,7 @@ def test_integers(method):
 
 @with_methods
 def test_a_change_can_be_sent(method):
-    """By name, to whoever holds the array."""
+    """By name, for any owner of the array."""
     change = pickle.loads(pickle.dumps(getattr(scatter, method)))
     array = START.copy()
     change(array, FOR_ALL.indices, FOR_ALL.values)
