@@ -1,4 +1,4 @@
-"""Fixtures and settings that all the tests share."""
+"""Fixtures and settings of all tests."""
 
 import os
 
@@ -10,7 +10,7 @@ from tests.worlds.launcher import DIRECTORY_VARIABLE
 
 pytest_plugins = ["tests.worlds.plugin", "tests.gpu.plugin"]
 
-# All the ranks of a world must draw the same examples: no chance, no memory and no clock.
+# All ranks of a world must draw the same examples: no randomness, no database, no deadline.
 settings.register_profile(
     "worlds",
     derandomize=True,
@@ -23,7 +23,7 @@ settings.load_profile("worlds")
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_its_own(tmp_path_factory):
-    """Neither read nor write the developer's; a world's ranks have one in common already."""
+    """Don't read or write the developer's files; a world's ranks share a directory already."""
     if "COLLECTIVES_CACHE" in os.environ and DIRECTORY_VARIABLE in os.environ:
         yield
         return

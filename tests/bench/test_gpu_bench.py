@@ -1,4 +1,4 @@
-"""The benchmark on GPUs, as far as it needs none."""
+"""The benchmark on GPUs, as far as it needs no GPU."""
 
 import builtins
 from functools import partial
@@ -119,7 +119,7 @@ def test_a_bar_tells_whether_it_is_met():
 
 
 class World:
-    """As much of mpi4py's communicator as the bench needs, between threads: each for itself."""
+    """The part of mpi4py's communicator that the bench uses, between threads."""
 
     def Barrier(self):  # noqa: N802
         pass
@@ -132,7 +132,7 @@ class World:
 
 
 class FakeDevice:
-    """The simulated GPU's stream, by the host's clock."""
+    """The simulated GPU's stream, timed by the host's clock."""
 
     name, libraries, l2_bytes = "simulated", "", 4096
 
@@ -160,7 +160,7 @@ class FakeDevice:
 
 
 def with_names_of_cupy(comm, nccl):
-    """Give NCCL's handle the methods that CuPy's has, which the bare calls are."""
+    """Give NCCL's handle CuPy's methods, which the bare calls use."""
     handle = transport_of(comm)._comm
     for name, own in NCCL_NAMES.items():
         setattr(handle, name, partial(getattr(nccl, own), handle))

@@ -1,4 +1,4 @@
-"""Every collective, once through the code that measures it."""
+"""Every collective, once through the measuring code."""
 
 import json
 from dataclasses import replace
@@ -95,7 +95,7 @@ class CorruptedAllReduce(AllReduce):
 
 
 class IdlePeer(Peer):
-    """Returns what was in its memory before."""
+    """Returns the previous content of its memory."""
 
     name = "idle"
 

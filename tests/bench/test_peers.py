@@ -1,4 +1,4 @@
-"""What other libraries are asked to do, and in which dtypes."""
+"""The calls of other libraries, and their dtypes."""
 
 import sys
 
@@ -52,7 +52,7 @@ def test_the_header_says_what_the_peer_reduces(comm, capsys):
 
 
 class LossyPeer(Peer):
-    """Forgets half of what it reduces, in a dtype of its own."""
+    """Omits half of what it reduces, in a dtype of its own."""
 
     name = "lossy"
 

@@ -1,4 +1,4 @@
-"""Which objects of Keras and TensorFlow train, and what is refused of them."""
+"""Which objects of Keras and TensorFlow train, and which are refused."""
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_what_does_not_train(keras, strategy, what):
 
 
 def test_every_layer_of_keras_that_gets_weights_is_known(keras):
-    """By whether the source of its `build` adds some."""
+    """Compared with the source of `build`, if it adds weights."""
     import inspect
 
     known = Keras()

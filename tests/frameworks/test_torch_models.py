@@ -1,4 +1,4 @@
-"""Which objects of torch train, and what is refused of them by one of several ranks."""
+"""Which objects of torch train, and which are refused by one of several ranks."""
 
 import numpy as np
 import pytest

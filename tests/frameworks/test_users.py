@@ -1,6 +1,6 @@
-"""What users of the frameworks type, on two ranks: one clear sentence, or the right result.
+"""Users' programs with the frameworks on two ranks: one clear sentence, or the right result.
 
-The programs beside this file say which error ends each part; all ranks must have the same one.
+The programs in this folder print which error ends each part; it must be the same on all ranks.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ def run(launch, program, modules, environment=()):
 
 
 def clear(text, framework, thing, where):
-    """Whether an error names the framework, the object and the place, and says what to do."""
+    """Whether an error names the framework, the object and the place, and the alternative."""
     first = text.replace("in user code:", "")
     return (
         f"the {framework} {thing}" in first

@@ -1,6 +1,6 @@
-"""Real NCCL between the GPU and itself: plumbing, dtypes, streams and graphs, though no reduction.
+"""Real NCCL between the GPU and itself: calls, dtypes, streams and graphs, without reductions.
 
-NCCL copies where there is one rank; what it makes of several is for `test_two_ranks`.
+NCCL copies where there is one rank; `test_two_ranks` covers reductions.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a plain pytest says of GPU tests where there is no GPU, shown on a suite of its own."""
+"""pytest's report of GPU tests where there is no GPU, on a separate suite."""
 
 import pytest
 

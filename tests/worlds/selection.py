@@ -1,4 +1,4 @@
-"""Which tests need a world of ranks, of which sizes, and which of them are offered here."""
+"""Which tests need a world of ranks, the world's sizes, and which are available here."""
 
 import argparse
 
@@ -8,7 +8,7 @@ DEFAULT_SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 
 def parse_sizes(text):
-    """Return the world sizes that a text like `2,3` lists."""
+    """Return the world sizes in a text such as `2,3`."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -19,7 +19,7 @@ def parse_sizes(text):
 
 
 def is_world_test(node):
-    """Tell whether a test needs a world of ranks."""
+    """Return whether a test needs a world of ranks."""
     return node.get_closest_marker("mpi") is not None
 
 
@@ -35,7 +35,7 @@ def world_size_of(item):
 
 
 def sizes_to_generate(node, offered):
-    """Return the world sizes to parametrise a test with; `offered` may be None for any size."""
+    """Return the world sizes to parametrize a test with; `offered` may be None for any size."""
     mark = node.get_closest_marker("ranks")
     if mark is None:
         return offered or DEFAULT_SIZES
@@ -44,12 +44,12 @@ def sizes_to_generate(node, offered):
             f"{node.nodeid}: the ranks mark takes world sizes, as in ranks(2, 3)"
         )
     kept = [size for size in mark.args if not offered or size in offered]
-    # A test that no offered world suits is generated all the same, to be counted and left out.
+    # A test without an offered world is generated all the same, to be counted and deselected.
     return kept or mark.args[:1]
 
 
 class Selection:
-    """The plugin that generates a test per world size, orders them, and says what it left out."""
+    """The plugin that generates a test per world size, orders them, and reports deselected ones."""
 
     def __init__(self, offered, only_world_tests):
         self.offered = offered
@@ -87,7 +87,7 @@ class Selection:
 
 
 def deselect(config, items, unwanted):
-    """Take tests out of a collection, as pytest's own -k does."""
+    """Deselect tests of a collection, as pytest's own -k does."""
     if unwanted:
         config.hook.pytest_deselected(items=[item for item in items if item in unwanted])
         items[:] = [item for item in items if item not in unwanted]
