@@ -11,8 +11,6 @@ from pathlib import Path
 import collectives
 
 PACKAGE = str(Path(collectives.__file__).parent)
-# Other threads of the package and error reports aren't interrupted.
-SPARED = ("recorder.py", "ending.py")
 
 
 class AlarmError(Exception):
