@@ -59,7 +59,7 @@ def test_an_option_error_ends_with_status_2(line, monkeypatch, capsys):
     assert "error:" in capsys.readouterr().err
 
 
-def test_without_cupy_it_says_so_in_a_line_and_does_nothing(monkeypatch, capsys):
+def test_without_cupy_it_prints_one_line_and_ends(monkeypatch, capsys):
     load = builtins.__import__
 
     def refuse(name, *arguments):
@@ -78,7 +78,7 @@ def test_without_cupy_it_says_so_in_a_line_and_does_nothing(monkeypatch, capsys)
     assert told.out == ""
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+def test_without_a_gpu_it_prints_so(monkeypatch, capsys):
     gpus = SimpleNamespace(problem=lambda: "CuPy 14 finds no GPU")
     monkeypatch.setattr(cuda_module, "_made", gpus)
     assert run.main(["bars"]) == 2
@@ -113,7 +113,7 @@ def test_the_table_of_made_up_numbers():
     ]
 
 
-def test_a_bar_tells_whether_it_is_met():
+def test_a_bar_shows_whether_it_is_reached():
     missed = bars.Bar("a call", "12.00 µs", "10.00 µs", False)
     assert str(missed) == "a call: 12.00 µs (bar: 10.00 µs: MISSED)"
 

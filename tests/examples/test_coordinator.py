@@ -51,7 +51,7 @@ def test_the_chief_trains_with_its_workers(tmp_path, monkeypatch):
     assert len(lines) == EPOCHS + 3
 
 
-def test_without_a_cluster_it_says_what_it_needs(tmp_path, monkeypatch):
+def test_without_a_cluster_it_prints_its_requirements(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("TF_CONFIG", raising=False)
     ending = run_world(EXAMPLE, tmp_path, tmp_path, LIMIT_SECONDS)

@@ -40,7 +40,7 @@ def found(pattern, lines):
 
 
 @any_way
-def test_the_chief_tells_and_the_data_ranks_deal(way):
+def test_the_chief_prints_and_the_data_ranks_serve(way):
     _, training, chief, dealing = WAYS[way]
     lines = said(way)
     dealt = [rank for rank, text in lines if text == f"served {EPOCHS} epochs"]

@@ -41,7 +41,7 @@ def test_the_evaluator_evaluates_what_the_others_train(inside, alone):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_without_an_evaluator_the_chief_tells_after_training(size, alone):
+def test_without_an_evaluator_the_chief_prints_after_training(size, alone):
     evaluations, others = read(lines_of(on_ranks(size, example("evaluator_side_by_side"))))
     assert others == [(0, f"{size} replicas have trained")]
     assert evaluations == alone[0]

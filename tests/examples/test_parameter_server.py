@@ -61,7 +61,7 @@ def test_both_workers_learn_to_read_digits(tmp_path, options):
 @pytest.mark.parametrize(
     ("text", "said"), [(None, ""), (config("ps", 0), "start all tasks with one mpirun")]
 )
-def test_without_mpirun_it_says_what_it_needs(text, said):
+def test_without_mpirun_it_prints_its_requirements(text, said):
     environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({} if text is None else {"TF_CONFIG": text})
     ended = subprocess.run(

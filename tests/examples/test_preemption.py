@@ -44,7 +44,7 @@ def test_it_ends_with_the_same_parameters_as_uninterrupted_training(size, tmp_pa
     assert accuracy >= 92
 
 
-def test_twice_killed_and_the_second_time_before_anything_was_saved_anew(tmp_path):
+def test_killed_twice_and_the_second_time_before_another_save(tmp_path):
     _, *uninterrupted = ended(tmp_path / "whole", None)
     kill(tmp_path / "killed", None)
     kill(tmp_path / "killed", None, SAVED_AT + 1)
@@ -53,7 +53,7 @@ def test_twice_killed_and_the_second_time_before_anything_was_saved_anew(tmp_pat
     assert ended(tmp_path / "killed", None)[0] == STEPS
 
 
-def test_it_goes_on_with_another_number_of_ranks(tmp_path):
+def test_it_continues_with_another_number_of_ranks(tmp_path):
     _, *uninterrupted = ended(tmp_path / "whole", None)
     kill(tmp_path / "killed", 2)
     began, step, loss, accuracy, _ = ended(tmp_path / "killed", 3)

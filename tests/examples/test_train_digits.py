@@ -96,7 +96,7 @@ def test_one_copy_of_the_variables_gives_the_bits_of_many(size):
     assert epochs_of(known_lines_of(under("central_storage", size))) == expected
 
 
-def test_ranks_that_train_on_their_own_learn_as_well():
+def test_local_sgd_learns_as_well():
     lines = known_lines_of(under("local_sgd", 2))
     assert lines[0][1] == "<LocalSGDStrategy replica 0 of 2>: 1 replicas in sync"
     first, *_, last = epochs_of(lines)

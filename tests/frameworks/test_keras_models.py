@@ -96,7 +96,7 @@ def test_what_does_not_train(keras, strategy, what):
     strategy.run(lambda: made)
 
 
-def test_every_layer_of_keras_that_gets_weights_is_known(keras):
+def test_every_layer_of_keras_that_gets_weights_is_recognized(keras):
     """Compared with the source of `build`, if it adds weights."""
     import inspect
 

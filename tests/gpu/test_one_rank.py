@@ -59,7 +59,7 @@ def test_the_call_follows_the_callers_stream(alone, gpu):
     programs.follows_the_stream(alone, gpu)
 
 
-def test_memory_is_held_as_long_as_it_is_used(alone, gpu):
+def test_memory_is_kept_as_long_as_it_is_used(alone, gpu):
     programs.holds_what_it_uses(alone, gpu)
 
 

@@ -61,7 +61,7 @@ def test_the_way(shared, gpu):
     assert shared._devices._path.name == {"auto": "ipc", "mpi": "staged"}[shared.backend]
 
 
-def test_nccl_is_refused_on_every_rank_alike(gpu, world_size):
+def test_nccl_is_refused_on_every_rank(gpu, world_size):
     from mpi4py import MPI
 
     from collectives import BackendUnavailableError, Communicator

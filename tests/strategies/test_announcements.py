@@ -12,7 +12,7 @@ from tests.strategies.parameter_servers import strategy_on, together
 from tests.strategies.support import refusal
 
 
-def test_a_thing_is_kept_until_all_have_asked_for_the_next_one():
+def test_an_announcement_is_stored_until_all_have_requested_the_next_one():
     announced = KeyValueStore([3, 5])
     for number in range(4):
         announced.put(("action", number), bytes([number]))
@@ -86,7 +86,7 @@ def test_a_server_neither_keeps_nor_reads_what_all_have_heard(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4)
-def test_workers_that_serve_the_chief_hear_of_nothing_and_make_nothing(comm):
+def test_workers_that_serve_the_chief_get_no_announcements_and_create_nothing(comm):
     with strategy_on(comm, 1, chief=True) as strategy:
         if strategy.is_chief:
             with strategy.scope():

@@ -120,7 +120,7 @@ def test_sparse_gradients_too(comm, nodes, rule):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_restored_slots_go_on_as_if_nothing_had_happened(comm):
+def test_restored_slots_continue(comm):
     with made(CentralStorageStrategy, comm) as strategy:
         variables, optimizer = train(strategy, OPTIMIZERS["adam"])
         state, kept = optimizer.saved_tensors(), [variable.numpy() for variable in variables]
@@ -135,7 +135,7 @@ def test_restored_slots_go_on_as_if_nothing_had_happened(comm):
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_without_memory_in_common_each_has_its_own(rule):
+def test_without_shared_memory_each_rank_has_a_copy(rule):
     def body(kind):
         def one_rank(transport):
             with limited(transport):
@@ -227,7 +227,7 @@ class SlowOnTheFirstRank(optimizers.Optimizer):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_nobody_reads_old_values(comm):
+def test_no_rank_reads_old_values(comm):
     with made(CentralStorageStrategy, comm) as strategy:
         with strategy.scope():
             variable = Variable(np.zeros(30))
@@ -248,7 +248,7 @@ def test_ranks_with_different_initial_shapes_all_raise(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_slots_for_which_no_memory_is_left(comm, monkeypatch):
+def test_slots_without_enough_shared_memory(comm, monkeypatch):
     with made(CentralStorageStrategy, comm) as strategy:
         with strategy.scope():
             variable = Variable(np.ones(3))

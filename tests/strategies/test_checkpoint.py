@@ -32,7 +32,7 @@ def path(comm, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3, 5)
-def test_what_was_saved_comes_back_on_every_rank(comm, strategy, path):
+def test_saved_state_is_restored_on_every_rank(comm, strategy, path):
     with strategy.scope():
         weights = Variable(np.arange(6.0).reshape(2, 3) + comm.rank)
         bias = Variable(np.ones(3, ml_dtypes.bfloat16))
@@ -77,7 +77,7 @@ def test_on_read_saves_the_aggregate_once(comm, strategy, path, aggregation):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_metrics_go_on_where_they_were(comm, strategy, path):
+def test_restored_metrics_continue(comm, strategy, path):
     with strategy.scope():
         mean, other = metrics.Mean(), metrics.Mean()
     strategy.run(mean.update_state, (np.arange(comm.rank + 1.0),))
@@ -166,7 +166,7 @@ def test_nothing_is_changed_where_one_tensor_does_not_fit(comm, strategy, path):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_hold_different_things_are_told(comm, strategy, path):
+def test_ranks_with_different_objects_raise_the_same_error(comm, strategy, path):
     with strategy.scope():
         things = {"a": Variable(1.0), "b": Variable(2.0)}
     if comm.rank == 1:
@@ -259,7 +259,7 @@ def test_without_any_strategy(tmp_path):
     assert Path(path).parent == tmp_path / "new"
 
 
-def test_a_file_that_was_renamed_is_found_by_its_own_name(tmp_path):
+def test_a_renamed_file_without_the_suffix_is_found(tmp_path):
     variable = Variable(3.0)
     path = Checkpoint(v=variable).save(tmp_path / "state")
     os.rename(path, tmp_path / "best")

@@ -91,7 +91,7 @@ def test_an_error_before_anothers_collective_call_ends_that_call(tmp_path):
         (OddError, None),
     ],
 )
-def test_whatever_ends_rank_0s_writing_the_others_are_told(error, told, tmp_path, monkeypatch):
+def test_any_error_of_rank_0s_write_is_raised_on_the_others(error, told, tmp_path, monkeypatch):
     if told is None:
         error, told = OddError(lambda: 0, 2), "OddError: <function"
 
@@ -113,7 +113,7 @@ def test_whatever_ends_rank_0s_writing_the_others_are_told(error, told, tmp_path
 
 @pytest.mark.parametrize("call", ["save", "restore"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_cannot_find_is_every_ranks_error(call, rank, tmp_path):
+def test_an_error_while_one_rank_finds_states_is_raised_on_all(call, rank, tmp_path):
     def body(strategy):
         with strategy.scope():
             things = {"v": Variable(1.0)}

@@ -42,14 +42,14 @@ def assert_same(tensors, wanted):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (2, 3, 2)])
-def test_every_dtype_and_shape_comes_back(dtype, shape):
+def test_every_dtype_and_shape_is_restored(dtype, shape):
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape) % 5 + 1
     tensors = {"w": values.astype(dtype), "z/ü": np.ones(1)}
     assert_same(decode(encode(tensors), "file"), tensors)
 
 
 @pytest.mark.parametrize("dtype", SAFETENSORS_OWN, ids=lambda dtype: np.dtype(dtype).name)
-def test_others_find_the_dtypes_that_safetensors_knows(dtype):
+def test_other_readers_find_the_dtypes_of_safetensors(dtype):
     content = encode({"w": np.ones((2, 3), dtype)})
     ((name, stored),) = safetensors.deserialize(content)
     assert (name, stored["dtype"], stored["shape"]) == ("w", SAFETENSORS_OWN[dtype], [2, 3])
@@ -71,7 +71,7 @@ def test_dtypes_that_safetensors_lacks_are_stored_as_bytes():
         np.array(7, ">i4"),
     ],
 )
-def test_whatever_lies_in_memory_the_values_come_back(array):
+def test_values_of_any_memory_layout_are_restored(array):
     back = decode(encode({"w": array}), "file")["w"]
     np.testing.assert_array_equal(back, array)
     assert back.dtype == array.dtype.newbyteorder("=")
@@ -92,7 +92,7 @@ names = draw.text(draw.characters(exclude_categories=["Cs"])).filter(lambda n: n
 
 
 @given(draw.dictionaries(names, arrays(), max_size=5))
-def test_any_tensors_come_back(tensors):
+def test_any_tensors_are_restored(tensors):
     assert_same(decode(encode(tensors), "file"), tensors)
 
 
@@ -173,7 +173,7 @@ def test_a_file_cut_short_anywhere_is_refused(length):
 @given(
     draw.lists(draw.tuples(draw.integers(0, len(CONTENT) - 1), draw.integers(1, 255)), min_size=1)
 )
-def test_a_damaged_file_is_refused_or_says_the_same(changes):
+def test_a_damaged_file_is_refused_or_has_the_same_content(changes):
     """A few bytes have no meaning: spaces in the header."""
     damaged = bytearray(CONTENT)
     for place, change in changes:
@@ -220,7 +220,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     assert [each.name for each in path.parent.iterdir()] == ["file"]
 
 
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failure_keeps_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write(str(path), b"old")
 

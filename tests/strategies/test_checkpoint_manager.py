@@ -36,7 +36,7 @@ def test_all_can_be_kept(tmp_path, keep):
     assert manager.checkpoints[-1] == str(tmp_path / "a-100.safetensors")
 
 
-def test_a_restart_goes_on_after_the_last_one(tmp_path):
+def test_a_restart_continues_after_the_last_checkpoint(tmp_path):
     variable = Variable(0)
     first = CheckpointManager(Checkpoint(v=variable), tmp_path, 2)
     assert first.restore_or_initialize() is None
@@ -67,7 +67,7 @@ def test_a_step_back_is_refused(tmp_path):
     assert names(tmp_path) == ["ckpt-10.safetensors"]
 
 
-def test_what_a_killed_program_left_half_written_is_deleted(tmp_path):
+def test_temporary_files_of_a_killed_program_are_deleted(tmp_path):
     left = tmp_path / ".ckpt-3.safetensors.0f.partial"
     others = [
         tmp_path / f".{name}-3.safetensors.0f.partial" for name in ("best", "ckpt-best", "1ckpt")

@@ -93,7 +93,7 @@ class Training:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_training_goes_on_bit_for_bit(name, stepped, size, tmp_path):
+def test_training_continues_bit_for_bit(name, stepped, size, tmp_path):
     def body(strategy):
         first = Training(strategy, MAKERS[name])
         first.train(1, 2, 3)
@@ -122,7 +122,7 @@ def test_what_was_restored_can_be_saved_before_the_first_step(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_slots_begin_anew_where_none_were_saved(name, tmp_path):
+def test_slots_are_reset_where_none_were_saved(name, tmp_path):
     strategy = lone_strategy()
     path = Training(strategy, MAKERS[name]).checkpoint.save(tmp_path / "state")
     stepped = Training(strategy, MAKERS[name])
@@ -190,7 +190,7 @@ class Alternating:
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 @pytest.mark.parametrize("stepped", [(), (1,), (0, 1)])
-def test_slots_come_back_to_their_variables_whichever_is_updated_first(name, stepped, tmp_path):
+def test_slots_are_restored_to_their_variables_in_any_order_of_updates(name, stepped, tmp_path):
     first = Alternating(MAKERS[name], named=True)
     first.train(0, 1, 2)
     path = first.checkpoint.save(tmp_path / "state")

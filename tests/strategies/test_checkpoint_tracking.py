@@ -63,7 +63,7 @@ def test_names_with_slashes_do_not_collide():
     assert names(**things) == ["a/b/c", "a/b~01c", "a/b~1c"]
 
 
-def test_what_is_shared_is_found_once_by_its_shortest_path():
+def test_a_shared_object_is_found_once_by_its_shortest_path():
     shared = Variable(1.0)
     layers = [shared, shared]
     assert names(model={"layers": layers}, all=layers, z=shared) == ["z"]
@@ -102,7 +102,7 @@ class Own:
         pass
 
 
-def test_what_speaks_the_protocol_is_not_looked_into():
+def test_a_saveable_object_is_not_searched():
     assert names(own=Own()) == ["own"]
 
 
@@ -181,7 +181,7 @@ def test_keys_that_have_no_name(thing, error, match):
         refusal(error, match, find_states, {"a": thing})
 
 
-def test_keys_of_what_is_left_alone_are_free():
+def test_keys_of_ignored_objects_are_free():
     assert names(a={1.5: 3, ("x",): "text", "w": Variable(1)}) == ["a/w"]
 
 
@@ -190,7 +190,7 @@ def test_a_set_has_no_order():
     refusal(TypeError, "a is a set, which has no order", find_states, {"a": {hashable}})
 
 
-def test_the_name_of_the_formats_own_metadata_is_refused():
+def test_the_reserved_name_is_refused():
     refusal(ValueError, "__metadata__ is reserved", Checkpoint, __metadata__=Variable(1))
     assert names(a={"__metadata__": Variable(1)}) == ["a/__metadata__"]
 

@@ -166,7 +166,7 @@ def test_packs_of_tensorflows_own_test(comm):
 
 @in_a_world
 @pytest.mark.parametrize("given", [(), (CommunicationOptions(),)])
-def test_auto_leaves_it_to_collectives(comm, given):
+def test_auto_lets_collectives_choose(comm, given):
     strategy = strategy_with(comm)
     calls = all_reduced(strategy, *given)
     assert calls == [Call("all_reduce_many", comm.size, None, 8)]
@@ -239,7 +239,7 @@ def test_a_call_waits_no_longer_than_its_timeout(comm, implementation):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
-def test_who_decides_how_values_are_reduced(comm):
+def test_which_options_decide_the_reduction(comm):
     plain = {(): True, (0, 5): True, (9,): False, (0, None, "RING"): False, (9, 5, "NCCL"): False}
     for options, expected in plain.items():
         strategy = strategy_with(comm, *options)
@@ -253,7 +253,7 @@ def test_who_decides_how_values_are_reduced(comm):
 
 
 @in_a_world
-def test_nccl_falls_back_to_auto_and_says_so_once(comm, caplog):
+def test_nccl_falls_back_to_auto_with_one_warning(comm, caplog):
     with caplog.at_level(logging.INFO, "strategies"):
         strategy = strategy_with(comm, 0, None, "NCCL")
         for _ in range(2):
@@ -267,7 +267,7 @@ def test_nccl_falls_back_to_auto_and_says_so_once(comm, caplog):
 
 
 @in_a_world
-def test_a_call_that_asks_for_nccl_takes_auto_as_well(comm, caplog):
+def test_a_call_that_requests_nccl_falls_back_to_auto(comm, caplog):
     strategy = strategy_with(comm)
     with caplog.at_level(logging.INFO, "strategies"):
         for _ in range(2):
@@ -294,7 +294,7 @@ def test_where_all_have_nccl_the_hint_stays(monkeypatch):
 
 
 @in_a_world
-def test_auto_is_told_once(comm, caplog):
+def test_auto_warns_once(comm, caplog):
     with caplog.at_level(logging.DEBUG, "strategies"):
         strategy = strategy_with(comm)
         all_reduced(strategy)

@@ -209,7 +209,7 @@ def test_a_merge_call_is_cross_replica(one):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, StopIteration])
-def test_exceptions_leave_the_stack_as_it_was(one, error):
+def test_exceptions_restore_the_stack(one, error):
     def fail(*_):
         raise error("inside")
 

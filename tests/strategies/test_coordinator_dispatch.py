@@ -118,7 +118,7 @@ def wait_for_the_board():
     assert BOARD.open.wait(10)
 
 
-def test_results_come_back_and_every_worker_works():
+def test_results_are_returned_and_every_worker_works():
     with cluster({}, {}, {}) as made:
         results = [made.schedule(work, number) for number in range(50)]
         made.queue.join()
@@ -174,7 +174,7 @@ class LateChief(LateBox):
         return letter and letter._replace(source=abs(letter.source))
 
 
-def test_an_answer_that_came_before_the_death_was_seen_counts():
+def test_an_answer_before_the_detection_of_a_death_is_used():
     with cluster({}, {}, box_of_chief=LateChief) as made:
         results = [made.schedule(work, number) for number in range(5)]
         made.queue.join()
@@ -182,7 +182,7 @@ def test_an_answer_that_came_before_the_death_was_seen_counts():
         assert BOARD.runs == dict.fromkeys(range(5), 1)
 
 
-def test_an_answer_that_comes_after_the_death_was_seen_is_left_aside():
+def test_an_answer_after_the_detection_of_a_death_is_ignored():
     with cluster({}, {}) as made:
         lost = made.schedule(wait_for_the_board)
         made.post.kill(1)
@@ -195,7 +195,7 @@ def test_an_answer_that_comes_after_the_death_was_seen_is_left_aside():
         made.queue.join()
 
 
-def test_without_workers_every_call_says_so():
+def test_without_workers_every_call_raises():
     with cluster({"before_running": 2}, {"before_running": 1}) as made:
         results = [made.schedule(work, number) for number in range(5)]
         for call in (made.queue.join, made.queue.done, lambda: made.schedule(work, 9)):
@@ -218,7 +218,7 @@ def test_a_dead_server_ends_it_once_nothing_runs():
             made.schedule(work, 1)
 
 
-def test_an_error_comes_with_the_workers_traceback():
+def test_an_error_has_the_workers_traceback():
     with cluster({}) as made:
         result = made.schedule(work, 1, KeyError("wrong"))
         for call in (made.queue.join, result.get):
@@ -285,7 +285,7 @@ class WatchedBox:
         self.under_way -= 1
 
 
-def test_an_answer_has_gone_before_the_next_function_may_change_its_arrays():
+def test_an_answer_is_sent_before_the_next_function_can_change_its_arrays():
     runs = [
         Letter(CHIEF, Run(number), pack((work, (number,), {}), REFERENCES)) for number in (4, 5)
     ]

@@ -259,7 +259,7 @@ def test_empty_arrays_make_no_pack(comm):
 # --- NCCL ----------------------------------------------------------------------------------------
 
 
-def test_nccl_says_what_is_missing(comm):
+def test_nccls_error_names_what_is_missing(comm):
     text = same_refusal(comm, BackendUnavailableError, "pip install 'mpi-coll", NcclAllReduce, 2)
     assert "RingAllReduce" in text
 
@@ -309,7 +309,7 @@ def test_an_accumulation_function_that_fails_is_refused_everywhere(comm, wrong):
 
 
 @every_way
-def test_shapes_of_equal_length_are_told_apart(comm, way):
+def test_shapes_of_equal_length_are_distinguished(comm, way):
     shape = (2, 3) if comm.rank else (3, 2)
     with mirrored(comm, None, WAYS[way]()) as strategy:
 
@@ -321,7 +321,7 @@ def test_shapes_of_equal_length_are_told_apart(comm, way):
 
 
 @every_way
-def test_ops_that_differ_are_told_apart(comm, way):
+def test_different_ops_are_distinguished(comm, way):
     op = "sum" if comm.rank else "mean"
     with mirrored(comm, None, WAYS[way]()) as strategy:
 

@@ -284,7 +284,7 @@ def test_a_loop_too_many(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 5)
-def test_several_data_tasks_deal_from_datasets_of_their_own(comm):
+def test_several_data_tasks_serve_their_own_datasets(comm):
     def dataset(context):
         assert (context.num_input_pipelines, context.num_replicas_in_sync) == (2, comm.size - 2)
         return [np.full(2, 100 * context.input_pipeline_id + i) for i in range(10)]
@@ -325,7 +325,7 @@ def test_a_batch_arrives_as_it_was(comm):
     assert came["time"] == batch["time"]
 
 
-def test_tensors_come_back_as_tensors():
+def test_tensors_stay_tensors():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     batch = {"x": torch.arange(6.0).reshape(2, 3).T, "y": torch.ones(2, dtype=torch.bfloat16)}
     came = unpack(*pack(batch))
@@ -394,7 +394,7 @@ def test_the_resolver_takes_the_cluster_of_tf_config(monkeypatch):
 
 
 @pytest.mark.parametrize("data_tasks", [0, 2, 5])
-def test_somebody_must_train(data_tasks):
+def test_at_least_one_rank_must_train(data_tasks):
     def body(comm):
         match = f"data_tasks={data_tasks}: must be from 1 to 1, so that one of 2 ranks trains"
         refusal(ValueError, match, DatasetWorker.resolver, data_tasks, comm)
@@ -415,7 +415,7 @@ def test_wrong_arguments(error, match, options):
     refusal(TypeError, "make_dataset is a list: must be", DatasetWorker, lone_strategy(), [])
 
 
-def test_who_serves_does_not_iterate():
+def test_a_serving_rank_can_not_iterate():
     def body(comm):
         with worker_of(comm, lambda context: numbered(1), agreed=False) as data:
             if data.serves:
@@ -511,7 +511,7 @@ except collectives.RankFailedError as error:
 """
 
 
-def test_a_training_rank_that_dies_takes_with_it_what_it_held(tmp_path):
+def test_batches_of_a_training_rank_that_dies_are_lost(tmp_path):
     ended = run_dying(3, DYING + TRAINING_RANK_DIES, tmp_path)
     marks = sorted(path.name for path in tmp_path.iterdir())
     # Rank 0 took three, and received at most two more; a third may have been sent.

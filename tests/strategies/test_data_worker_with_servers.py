@@ -130,7 +130,7 @@ FORMS = [
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4, 5)
-def test_every_order_of_ends_comes_to_an_end(comm):
+def test_ranks_may_end_in_every_order(comm):
     before, comm.deadline = comm.deadline, DEADLINE
     for data_tasks, form in itertools.product(range(1, min(2, comm.size - 2) + 1), FORMS):
         resolver = resolver_of(comm.rank, comm.size, data_tasks)
@@ -164,7 +164,7 @@ print("ended", flush=True)
 """
 
 
-def test_nobody_has_to_close_or_to_shut_down(launch):
+def test_close_and_shutdown_are_optional(launch):
     """One worker ends in the middle of its data, the other one after it."""
     ended = launch(4, [sys.executable, "-c", PROGRAM], timeout=60)
     assert (ended.returncode, errors_of(ended)) == (0, "")

@@ -168,7 +168,7 @@ def test_a_change_that_fails_fails_on_all_ranks(comm, kind):
     strategy.communicator.close()
 
 
-def test_the_users_own_calls_are_named(comm, tmp_path):
+def test_users_calls_are_named(comm, tmp_path):
     """The check covers more than the collectives that the calls consist of."""
     strategy = MultiWorkerMirroredStrategy(communicator=comm)
     with strategy.scope():

@@ -93,7 +93,7 @@ def test_each_checkpoint_is_evaluated_once_and_in_order(tmp_path, meanwhile):
     assert not waiting
 
 
-def test_a_checkpoint_that_comes_while_another_is_evaluated(tmp_path, meanwhile):
+def test_a_checkpoint_that_appears_while_another_is_evaluated(tmp_path, meanwhile):
     save(tmp_path, 1)
 
     def slow_model(strategy):
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_comes_while_another_is_evaluated(tmp_path, meanwhile)
     assert seen(evaluate_checkpoints(slow_model, tmp_path)) == [(1, 1.0), (2, 2.0)]
 
 
-def test_one_that_is_deleted_before_its_turn_is_left_out(tmp_path):
+def test_one_that_is_deleted_before_its_turn_is_skipped(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     end(tmp_path)
@@ -122,7 +122,7 @@ def test_one_that_is_deleted_before_its_turn_is_left_out(tmp_path):
     assert seen(evaluate_checkpoints(model_fn, tmp_path, on_result=delete)) == [(1, 10), (3, 30)]
 
 
-def test_one_that_is_deleted_just_before_it_is_read_is_left_out(tmp_path, monkeypatch):
+def test_one_that_is_deleted_just_before_it_is_read_is_skipped(tmp_path, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step)
     end(tmp_path)
@@ -157,7 +157,7 @@ def test_one_that_is_replaced_within_a_tick_of_the_clock_is_a_new_one(tmp_path, 
         assert seen(evaluate_checkpoints(model_fn, tmp_path)) == [(1, 10.0), (1, 20.0)]
 
 
-def test_the_directory_may_come_later(tmp_path, meanwhile):
+def test_the_directory_may_be_created_later(tmp_path, meanwhile):
     meanwhile(lambda: save(tmp_path / "new", 1), lambda: end(tmp_path / "new"))
     assert seen(evaluate_checkpoints(model_fn, tmp_path / "new")) == [(1, 10.0)]
 
@@ -177,7 +177,7 @@ def test_another_run_that_ends_now_ends_no_named_one(tmp_path, meanwhile):
     assert not waiting
 
 
-def test_it_waits_as_long_as_it_is_told_between_two_looks(tmp_path, meanwhile):
+def test_it_sleeps_for_poll_seconds_between_two_polls(tmp_path, meanwhile):
     save(tmp_path, 1)
     waiting = meanwhile(lambda: None, lambda: end(tmp_path), seconds=0.125)
     assert seen(evaluate_checkpoints(model_fn, tmp_path, poll_seconds=0.125)) == [(1, 10.0)]
@@ -207,7 +207,7 @@ def test_after_the_idle_limit_it_warns_and_ends(tmp_path):
     assert time.monotonic() - began >= 0.1
 
 
-def test_what_an_evaluation_raises_comes_through(tmp_path):
+def test_an_evaluations_exception_is_raised(tmp_path):
     save(tmp_path, 1)
     end(tmp_path)
 
@@ -242,14 +242,14 @@ def test_the_marker_is_written_at_the_end_and_when_training_fails(tmp_path):
     assert os.listdir(tmp_path / "new") == [END_MARKER]
 
 
-def test_only_who_writes_touches_the_marker(tmp_path):
+def test_only_the_writing_rank_touches_the_marker(tmp_path):
     end(tmp_path, "earlier")
     with training_ends(tmp_path, run="mine", writes=False):
         assert training_has_ended(tmp_path, "earlier")
     assert training_has_ended(tmp_path, "earlier")
 
 
-def test_without_a_name_the_time_counts_of_an_end_before_the_first_look(tmp_path):
+def test_without_a_name_the_time_decides_about_an_end_before_the_first_poll(tmp_path):
     end(tmp_path, ended=time.time() + 1)
     assert training_has_ended(tmp_path)
     end(tmp_path, ended=time.time() - 3600)
@@ -393,7 +393,7 @@ def test_a_cluster_without_a_chief_is_refused_on_every_rank(comm, monkeypatch, d
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("unused", [None, {"worker": ["a", "b"]}])
-def test_roles_can_come_from_a_resolver(comm, monkeypatch, directory, unused):
+def test_a_resolver_can_give_the_roles(comm, monkeypatch, directory, unused):
     """A TF_CONFIG that isn't used may name another cluster."""
     if unused and comm.rank == 0:
         monkeypatch.setenv("TF_CONFIG", tf_config(unused, "worker", 0))
@@ -432,7 +432,7 @@ def test_an_evaluator_by_hand(comm, monkeypatch, directory):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_a_parameter_server_serves_who_trains(comm, monkeypatch, directory):
+def test_a_parameter_server_serves_training_ranks(comm, monkeypatch, directory):
     """Chief and ps; of three ranks the last one evaluates."""
     roles = ["chief", "ps", "evaluator"][: comm.size]
     role = roles[comm.rank]

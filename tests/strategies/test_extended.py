@@ -189,7 +189,7 @@ def test_update_of_something_else():
 # --- variables and properties --------------------------------------------------------------------
 
 
-def test_variables_know_their_strategy():
+def test_variables_have_their_strategy():
     strategy, other = lone_strategy(), lone_strategy()
     with strategy.scope():
         variable = Variable(1.0)

@@ -133,7 +133,7 @@ def in_scopes(function):
     return on_ranks(2, function)
 
 
-def test_what_is_frozen_when_the_scope_is_left_may_be_made_in_it(imagined):
+def test_a_model_that_is_frozen_at_the_end_of_the_scope_is_allowed(imagined):
     def body(strategy):
         with strategy.scope():
             net = Model("net")
@@ -143,7 +143,7 @@ def test_what_is_frozen_when_the_scope_is_left_may_be_made_in_it(imagined):
     assert in_scopes(body) == ["net", "net"]
 
 
-def test_what_is_gone_when_the_scope_is_left_may_have_been_made_in_it(imagined):
+def test_a_model_that_no_longer_exists_at_the_end_of_the_scope_is_allowed(imagined):
     """Although the garbage collector hasn't collected it yet."""
 
     def body(strategy):
@@ -410,7 +410,7 @@ def test_large_data_costs_little(imagined):
     assert find_trainable(lambda: far, [], {}).name == "far"
 
 
-def test_run_says_nothing_of_what_it_may_call(imagined):
+def test_run_accepts_allowed_objects(imagined):
     frozen = Model("frozen", frozen=True)
 
     def one_replica(strategy, number):
@@ -510,7 +510,7 @@ class Saved(Model):
         pass
 
 
-def test_checkpoints_refuse_what_they_would_leave_out(imagined, tmp_path):
+def test_checkpoints_refuse_models_that_they_cannot_save(imagined, tmp_path):
     step = Variable(3)
     frozen = Model("net", frozen=True)
     match = "(?s){} is the Imagined Model 'net', which a Checkpoint can't save.*saved_tensors"

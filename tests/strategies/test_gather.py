@@ -34,7 +34,7 @@ in_both_ways = pytest.mark.parametrize("gather", WAYS.values(), ids=WAYS)
 
 
 @in_both_ways
-def test_rows_come_in_the_order_of_the_replicas(strategy, gather):
+def test_rows_are_in_the_order_of_the_replicas(strategy, gather):
     rank, size = strategy.communicator.rank, strategy.num_replicas_in_sync
     result = gather(strategy, {"x": rows_of(rank), "y": (np.int16([rank]),)}, 0)
     np.testing.assert_array_equal(result["x"], all_rows(size))

@@ -177,7 +177,7 @@ TABLE = np.arange(12.0).reshape(ROWS, 2)
 
 
 @pytest.mark.parametrize("ids", [[4, 0, 4], [[1], [2]], 3, [], np.array([5], np.uint8)])
-def test_rows_are_looked_up(ids):
+def test_rows_are_read(ids):
     rows = embedding_lookup(Variable(TABLE), ids)
     np.testing.assert_array_equal(rows, TABLE[np.asarray(ids, int)])
     rows[...] = 99
@@ -226,7 +226,7 @@ def test_rows_of_what_is_aggregated_on_read(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_all_reduce_joins_rows_beside_arrays(size, op):
+def test_all_reduce_concatenates_rows_and_sums_arrays(size, op):
     def body(strategy):
         rank = strategy.communicator.rank
         value = {"dense": np.full(2, rank + 1.0), "rows": slices_of(rank)}

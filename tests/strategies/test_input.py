@@ -41,7 +41,7 @@ def test_the_batch_size_of_a_replica(replicas, batch, expected):
 
 
 @pytest.mark.parametrize(("replicas", "batch"), [(2, 5), (3, 4), (4, 2), (2, -3)])
-def test_a_batch_size_that_leaves_a_rest(replicas, batch):
+def test_a_batch_size_that_leaves_a_remainder(replicas, batch):
     context = InputContext(num_replicas_in_sync=replicas)
     text = refusal(ValueError, "global_batch_size", context.get_per_replica_batch_size, batch)
     expected = f"global_batch_size={batch}: must be a multiple of the {replicas} replicas"
@@ -96,7 +96,7 @@ def test_batches_keep_structure_dtype_and_trailing_shape():
         assert (part["b"][0].shape, part["b"][0].dtype) == ((rows, 0), np.bool_)
 
 
-def test_a_dataset_is_iterated_anew_each_time():
+def test_a_dataset_can_be_iterated_again():
     class Counting:
         epochs = 0
 

@@ -65,7 +65,7 @@ def test_ranks_that_read_each_for_itself_are_not_warned(size, policy, caplog):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_end_as_a_value_comes_on_all_ranks_at_once(size):
+def test_the_end_as_an_optional_is_at_the_same_step_on_all_ranks(size):
     def body(strategy):
         rank = strategy.communicator.rank
         data = strategy.distribute_datasets_from_function(

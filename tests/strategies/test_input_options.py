@@ -115,7 +115,7 @@ def test_options_that_can_not_be_changed(kind):
         ({"sharding": "seed_offset", "auto_shard_policy": "OFF"}, "must be only one of them"),
     ],
 )
-def test_options_that_make_no_sense(given, text):
+def test_invalid_options(given, text):
     refusal(ValueError, text, InputOptions, **given)
 
 
@@ -163,7 +163,7 @@ def test_values_from_a_function(size):
     ]
 
 
-def test_the_default_strategy_has_one_replica_and_leaves_datasets_alone():
+def test_the_default_strategy_has_one_replica_and_returns_datasets_unchanged():
     strategy, dataset = get_strategy(), [np.zeros(1)]
     assert strategy.experimental_distribute_values_from_function(lambda c: c) == ValueContext(0, 1)
     options = InputOptions(experimental_per_replica_buffer_size=2)

@@ -117,7 +117,7 @@ def test_rebatching_crosses_the_limits_of_batches():
     assert own == [[[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]], [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]]
 
 
-def test_a_batch_smaller_than_the_world_leaves_ranks_without_rows_in_turn():
+def test_with_a_batch_smaller_than_the_world_ranks_have_no_rows_in_turn():
     assert shares(3, lambda rank: [np.array([7])], auto_shard_policy="off") == [
         [[7], [], []],
         [[], [], [7]],
@@ -135,7 +135,7 @@ def test_the_declared_batch_size_counts_not_the_first_batch():
     assert own == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_a_rank_whose_own_data_end_early_takes_part_with_empty_batches():
+def test_a_rank_whose_data_end_early_gets_empty_batches():
     own = shares(2, lambda rank: eight_rows()[rank:], auto_shard_policy="off")
     assert own == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[4, 5], [6, 7], [], []]]
 
@@ -231,7 +231,7 @@ def test_a_file_dataset_takes_paths_and_a_function():
     refusal(TypeError, "read=5: must be a function of a path", FileDataset, ["a.txt"], 5)
 
 
-def test_files_are_still_known_behind_transformations():
+def test_transformations_keep_the_files():
     def make(rank):
         rows = FileDataset(["a0", "a1", "a2"], lambda name: int(name[1]) * 10 + np.arange(3))
         return rows.repeat(2).batch(3)
@@ -246,7 +246,7 @@ def records_of(caplog):
     return [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "strategies"]
 
 
-def test_auto_deals_out_files(caplog):
+def test_auto_splits_files(caplog):
     caplog.set_level(logging.INFO, "strategies")
     assert shares(2, lambda rank: files(2)) == [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]
     text = "AutoShardPolicy.AUTO chose FILE: there is at least one file for each rank"
@@ -287,7 +287,7 @@ def with_policy(dataset, policy):
     return dataset.with_options(options)
 
 
-def test_the_datasets_own_options_are_honoured():
+def test_the_datasets_own_options_are_used():
     def make(rank):
         return with_policy(make_numpy_dataset(np.arange(4)).batch(4), AutoShardPolicy.OFF)
 
@@ -296,7 +296,7 @@ def test_the_datasets_own_options_are_honoured():
     assert shares(2, make, auto_shard_policy="DATA") == [[[0, 1]], [[2, 3]]]
 
 
-def test_data_can_be_asked_for_where_there_are_files():
+def test_data_can_be_requested_where_there_are_files():
     assert shares(2, lambda rank: files(2), auto_shard_policy="DATA")[1] == [[2, 3], [12, 13]]
 
 
@@ -328,12 +328,12 @@ def test_a_dataset_of_tensorflows(policy, expected):
     assert shares(2, lambda rank: AsTensorFlow(policy))[1] == expected
 
 
-def test_a_dataset_of_tensorflows_has_no_files_that_could_be_dealt_out():
+def test_a_tensorflow_dataset_has_no_files_to_split():
     (text,) = set(refusals(2, ValueError, lambda rank: AsTensorFlow(1)))
     assert text.endswith("the dataset of rank 0, a AsTensorFlow, isn't made of files")
 
 
-def test_ranks_that_ask_for_different_policies():
+def test_ranks_that_request_different_policies():
     def body(strategy):
         options = InputOptions(auto_shard_policy=["OFF", "DATA"][strategy.communicator.rank])
         distribute = strategy.experimental_distribute_dataset
@@ -356,7 +356,7 @@ def test_options_must_be_input_options():
     refusal(TypeError, "options is a dict: must be None or InputOp", distribute, [], {})
 
 
-def test_a_dataset_that_cant_be_split_on_one_rank_alone():
+def test_a_dataset_that_cant_be_split_on_one_rank():
     class Broken(FileDataset):
         def auto_shard(self, num_shards, index):
             if index == 1:

@@ -67,7 +67,7 @@ def test_own_pipelines_of_two_ranks(comm, strategy):
 
 @several_ranks
 @pytest.mark.parametrize("policy", [None, "FILE"])
-def test_files_are_dealt_out(comm, strategy, files, policy):
+def test_files_are_split_between_ranks(comm, strategy, files, policy):
     expected = {
         2: [[[0], [1], [20], [21]], [[10], [11], [], []]],
         3: [[[0], [1], []], [[10], [], [11]], [[], [20], [21]]],
@@ -87,7 +87,7 @@ def test_too_few_files(comm, strategy, files):
 
 
 @several_ranks
-def test_files_asked_for_where_there_are_none(comm, strategy):
+def test_file_sharding_of_a_dataset_without_files(comm, strategy):
     options = InputOptions(auto_shard_policy="FILE")
     distribute = strategy.experimental_distribute_dataset
     match = "the dataset of rank 0, a list, isn't made of files"

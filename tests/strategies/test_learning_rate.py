@@ -88,7 +88,7 @@ def test_what_is_no_number_is_refused():
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_restored_checkpoint_goes_on_from_its_step(strategy, tmp_path):
+def test_a_restored_checkpoint_continues_from_its_step(strategy, tmp_path):
     path = strategy.communicator.broadcast_object(str(tmp_path / "saved"))
 
     def made(rate):

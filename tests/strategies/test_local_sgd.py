@@ -175,7 +175,7 @@ def test_between_mpi_ranks(comm):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_no_optimizer_changed_is_left_alone(size):
+def test_variables_without_updates_are_not_averaged(size):
     """The mean of equal numbers may be another number, and integers have none."""
 
     def body(strategy):
@@ -192,7 +192,7 @@ def test_what_no_optimizer_changed_is_left_alone(size):
 
 
 @pytest.mark.parametrize("outer", OUTER)
-def test_a_variable_that_one_rank_alone_changed_is_averaged_on_all(outer):
+def test_a_variable_that_only_one_rank_changed_is_averaged_on_all(outer):
     def body(strategy):
         with strategy.scope():
             first, second, optimizer = Variable(0.0), Variable(0.0), optimizers.SGD(1.0)
@@ -211,7 +211,7 @@ def test_a_variable_that_one_rank_alone_changed_is_averaged_on_all(outer):
     assert local.run(3, one_rank) == [expected] * 3
 
 
-def test_a_variable_that_one_rank_forgot_is_left_to_the_others():
+def test_a_variable_without_an_update_on_one_rank_is_averaged_by_the_others():
     def body(strategy):
         with strategy.scope():
             kept, dropped, optimizer = Variable(0.0), Variable(0.0), optimizers.SGD(1.0)
@@ -347,7 +347,7 @@ def test_about_every_so_many_seconds_all_ranks_average_at_the_same_steps(size, m
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_with_a_slow_rank_nobody_waits_but_when_they_average(comm):
+def test_with_a_slow_rank_ranks_wait_only_to_average(comm):
     strategy = LocalSGDStrategy(sync_seconds=0.2, communicator=comm)
     with strategy.scope():
         variable, optimizer = Variable(0.0), optimizers.SGD(1.0)
@@ -418,7 +418,7 @@ def test_a_script_for_another_strategy_gets_the_mean_over_its_own_batch(size):
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 3), (3, 4), (3, 5), (2, 1)])
-def test_all_ranks_take_as_many_steps_where_batches_do_not_come_out_even(size, count):
+def test_all_ranks_do_equally_many_steps_with_unequal_batches(size, count):
     def body(strategy):
         with strategy.scope():
             variable, optimizer = Variable(0.0), optimizers.SGD(1.0)
@@ -476,7 +476,7 @@ def test_what_can_be_iterated_only_once_is_refused():
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["AUTO", "DATA", "OFF"])
-def test_a_shuffled_dataset_is_dealt_by_its_policy(size, policy):
+def test_a_shuffled_dataset_is_split_by_its_policy(size, policy):
     """The same order on all ranks where they share batches; under OFF each rank reads all."""
     numbers = np.arange(12 * size)
 

@@ -133,7 +133,7 @@ def test_one_rank_alone_within_a_round_is_enough(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_restored_within_a_round_the_replicas_agree_and_the_round_goes_on(tmp_path, kind):
+def test_restored_within_a_round_the_replicas_agree_and_the_round_continues(tmp_path, kind):
     """A save right after a restore has the same values: there is no outer step between them."""
 
     def body(program):
@@ -154,7 +154,7 @@ def test_restored_within_a_round_the_replicas_agree_and_the_round_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["plain", "DiLoCo"])
-def test_another_program_goes_on_from_a_checkpoint_within_a_round(tmp_path, kind):
+def test_another_program_continues_from_a_checkpoint_within_a_round(tmp_path, kind):
     """Includes the outer optimizer's state; all ranks get the chief's slots of the inner one."""
 
     def first(program):

@@ -158,7 +158,7 @@ def test_breaking_out_of_the_loop(comm, where):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4, 5)
-def test_an_endless_dataset_that_every_rank_leaves_at_a_step_of_its_own(comm):
+def test_an_infinite_dataset_that_ranks_stop_at_different_steps(comm):
     with training(comm, 1 << 60, 5) as (strategy, data):
         if data.serves:
             assert data.serve(2) == 2
@@ -188,7 +188,7 @@ def test_several_data_tasks(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4, 5)
-def test_an_error_of_the_dataset_is_raised_on_all_ranks_which_go_on_together(comm):
+def test_an_error_of_the_dataset_is_raised_on_all_ranks_which_continue(comm):
     with training(comm, 7, 2, fails=True) as (strategy, data):
         if data.serves:
             refusal(OSError, "the disk is gone", data.serve)
@@ -285,7 +285,7 @@ def test_a_rank_without_batches_neither_counts_nor_holds_up_the_others(counts, o
         assert narrow == pytest.approx(wanted, rel=3e-3)
 
 
-def test_an_error_on_one_rank_alone_is_raised_in_the_others_loops():
+def test_an_error_on_one_rank_is_raised_in_the_others_loops():
     def body(comm):
         strategy = LocalSGDStrategy(2, communicator=comm)
         model = Model(strategy)
@@ -313,7 +313,7 @@ def test_an_error_on_one_rank_alone_is_raised_in_the_others_loops():
     assert len({tuple(values) for _, values in results}) == 1
 
 
-def test_loops_that_have_come_apart_raise_on_all_ranks():
+def test_loops_at_different_steps_raise_on_all_ranks():
     """Rank 0 has ended an inner loop of a loop that rank 1 has ended."""
 
     def body(comm):
@@ -330,7 +330,7 @@ def test_loops_that_have_come_apart_raise_on_all_ranks():
     assert on_threads(2, body) == [3.0] * 2
 
 
-def test_loops_within_loops_that_are_alike():
+def test_equal_nested_loops():
     def body(comm):
         strategy = LocalSGDStrategy(3, communicator=comm)
         model, seen = Model(strategy), []
@@ -381,7 +381,7 @@ def save_after(model):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("leave", [none_taken, kept, left])
-def test_one_rank_leaves_its_loop_and_all_go_on_together(comm, leave):
+def test_one_rank_ends_its_loop_and_all_continue(comm, leave):
     """The strategy's calls, another loop, and a call of the original communicator."""
 
     def parent_after(model):
@@ -457,7 +457,7 @@ if world.rank == 0 and sys.argv[1] == "raises":
 
 
 @pytest.mark.parametrize("how", ["left", "kept", "raises"])
-def test_a_program_that_ends_after_a_loop_that_one_rank_has_left(how, launch):
+def test_a_program_that_ends_after_a_loop_that_one_rank_ended_early(how, launch):
     """The others train to the end, unless an uncaught exception ended the loop."""
     ended = launch(3, [sys.executable, "-c", ENDING, how], timeout=60)
     if how == "raises":

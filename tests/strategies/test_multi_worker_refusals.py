@@ -134,7 +134,7 @@ def assert_usable(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_every_rank_raises_the_same_error_and_may_go_on(comm, monkeypatch, case):
+def test_every_rank_raises_the_same_error_and_can_continue(comm, monkeypatch, case):
     text_of, parts = WRONG[case]
     text = text_of(comm.rank, comm.size)
     if text is not None:

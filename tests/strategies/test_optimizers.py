@@ -153,7 +153,7 @@ def test_what_a_momentum_may_be(momentum):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_variable_without_a_gradient_is_left_alone(size):
+def test_a_variable_without_a_gradient_is_not_changed(size):
     def body(strategy):
         with strategy.scope():
             first, second, optimizer = Variable(1.0), Variable(2.0), optimizers.Adam()
@@ -187,7 +187,7 @@ def test_the_callers_gradient_is_not_changed(make):
     assert variable.numpy().tolist() != [1.0, 1.0]
 
 
-def test_integers_are_refused_rather_than_left_as_they_are():
+def test_integers_are_refused():
     arguments = (optimizers.SGD(0.5).apply_gradients, [(1.0, Variable(3))])
     refusal(TypeError, r"<Variable int32\[\]> holds integers", *arguments)
 
@@ -204,13 +204,13 @@ def test_for_all_replicas_nothing_is_applied():
     assert float(variable) == 1.0
 
 
-def test_without_a_strategy_it_works_alike():
+def test_without_a_strategy_it_works_equally():
     variable, optimizer = Variable([1.0, 2.0]), optimizers.SGD(0.5)
     optimizer.apply_gradients([([1.0, 2.0], variable)])
     assert variable.numpy().tolist() == [0.5, 1.0]
 
 
-def test_variables_of_another_strategy_are_refused_before_they_drift_apart():
+def test_variables_of_another_strategy_are_refused():
     def body(strategy):
         with strategy.scope():
             mirrored = Variable(1.0)
@@ -290,7 +290,7 @@ def test_gradient_views_give_the_same_weights(size, given):
     assert on_ranks(size, body) == [[1.0 - sums[0], 1.0 - sums[1], -sums[2]]] * size
 
 
-def test_gradient_views_of_other_variables_are_left_alone():
+def test_gradient_views_of_other_variables_are_not_changed():
     first, second, optimizer = Variable(1.0), Variable(1.0), optimizers.SGD(1.0)
     views = optimizer.gradient_views([first, second])
     optimizer.apply_gradients([(2.0, second), (1.0, first)])

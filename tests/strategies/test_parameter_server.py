@@ -182,7 +182,7 @@ def test_what_all_workers_assign_arrives(comm, servers):
         np.testing.assert_array_equal(result[1], taken)
 
 
-def test_a_worker_sees_its_own_pushes(comm):
+def test_a_worker_reads_its_own_pushes(comm):
     def work(strategy):
         number = number_of(strategy)
         variables = [Variable(np.zeros(1000)) for _ in strategy.cast.workers]
@@ -293,7 +293,7 @@ def train(run, make, steps=7):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("shards", [None, 4])
-def test_one_worker_alone_gives_the_numbers_of_the_default_strategy(comm, name, shards):
+def test_one_worker_has_the_numbers_of_the_default_strategy(comm, name, shards):
     right = train(strategies.get_strategy().run, OPTIMIZERS[name])
 
     def work(strategy):
@@ -334,7 +334,7 @@ def test_adam_counts_the_updates_of_all_workers(comm):
 
 
 @pytest.mark.parametrize("server", ["near", "far"])
-def test_reads_never_see_half_of_a_change(comm, server):
+def test_reads_never_return_half_of_a_change(comm, server):
     """The chief writes arrays of one number each; no rank may read two numbers in one array."""
     length = 60_000
 
@@ -418,7 +418,7 @@ def divide(array, divisor):
 
 
 @pytest.mark.parametrize("server", ["near", "far"])
-def test_errors_on_the_server_come_back_and_it_goes_on(comm, server):
+def test_errors_on_the_server_are_returned_and_it_continues(comm, server):
     def work(strategy):
         if server == "far":
             strategy.worker.client._same_node = lambda number: False
@@ -440,7 +440,7 @@ def test_errors_on_the_server_come_back_and_it_goes_on(comm, server):
         np.testing.assert_array_equal(value, np.full(4, 32.0))
 
 
-def test_the_chief_acts_and_all_hear_of_it(comm):
+def test_the_chief_acts_and_all_get_the_result(comm):
     def work(strategy):
         number = number_of(strategy)
         acted = []
@@ -502,7 +502,7 @@ def test_wrong_arguments(comm, named, error):
 
 
 @pytest.mark.ranks(2)
-def test_nothing_is_left_open(comm):
+def test_all_resources_are_closed(comm):
     """The end of a strategy frees its memory."""
 
     def work(strategy):

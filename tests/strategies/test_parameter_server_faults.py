@@ -91,7 +91,7 @@ ENDS = {
 
 @SIZES
 @pytest.mark.parametrize("kind", ENDS)
-def test_a_worker_that_ends_early_leaves_the_others_running(size, servers, kind, tmp_path):
+def test_a_worker_that_ends_early_does_not_end_the_others(size, servers, kind, tmp_path):
     ending, code = ENDS[kind]
     body = f"""
 if rank == size - 1:
@@ -115,7 +115,7 @@ else:
 
 
 @SIZES
-def test_a_killed_worker_leaves_the_others_running(size, servers, tmp_path):
+def test_a_killed_worker_does_not_end_the_others(size, servers, tmp_path):
     body = """
 if rank == size - 1:
     train(3)
@@ -177,7 +177,7 @@ strategy.shutdown()
 
 
 @SIZES
-def test_a_killed_worker_holds_nobody_up_who_waits_for_it(size, servers, tmp_path):
+def test_a_killed_worker_ends_the_wait_for_it(size, servers, tmp_path):
     body = """
 if rank == size - 1:
     train(1)

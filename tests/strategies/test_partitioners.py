@@ -130,7 +130,7 @@ def test_what_is_split():
 
 
 @pytest.mark.parametrize("parts", [[1, 2], [0, 1], [2], [], None, 3])
-def test_a_partitioner_that_asks_for_what_cannot_be(parts):
+def test_a_partitioner_with_an_impossible_result(parts):
     with pytest.raises(ValueError, match="variable_partitioner gave"):
         lengths_of_parts(lambda shape, dtype: parts, (4, 4), np.float32)
 

@@ -45,7 +45,7 @@ class ErrorsLater:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["step", "assign", "creation"])
-def test_an_old_error_does_not_divide_what_comes_after_it(comm, monkeypatch, kind):
+def test_an_old_error_does_not_divide_later_pushes(comm, monkeypatch, kind):
     """Either all parts are sent before the error is raised, or none."""
 
     def work(strategy):
@@ -93,7 +93,7 @@ def wait_for_the_error(strategy):
 
 
 @pytest.mark.ranks(2, 3)
-def test_answers_that_an_error_comes_before_are_not_kept(comm):
+def test_answers_after_an_error_are_not_stored(comm):
     """Errors may be as large as a variable."""
 
     def work(strategy):
@@ -153,7 +153,7 @@ class Picky(optimizers.SGD):
 
 
 @pytest.mark.ranks(3)
-def test_a_step_that_fails_holds_nobody_up_later(comm):
+def test_a_step_that_fails_blocks_no_worker_later(comm):
     """A worker that continues after the error isn't a step late from then on."""
 
     def work(strategy):
@@ -177,7 +177,7 @@ def test_a_step_that_fails_holds_nobody_up_later(comm):
 
 
 @pytest.mark.ranks(3)
-def test_an_error_tells_which_parts_failed(comm):
+def test_an_error_names_the_failed_parts(comm):
     def work(strategy):
         optimizer = Picky()
         first, second = Variable(np.zeros(4), name="first"), Variable(np.zeros(4), name="second")

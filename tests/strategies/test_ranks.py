@@ -69,7 +69,7 @@ def test_without_a_chief_worker_i_has_id_i():
     assert [global_id(Task("worker", index), TWO) for index in (0, 1)] == [0, 1]
 
 
-def test_an_evaluator_outside_of_the_cluster_comes_last():
+def test_an_evaluator_outside_of_the_cluster_is_last():
     assert global_id(Task("evaluator", 0), TWO) == 2
     assert is_chief(Task("evaluator", 0), TWO)
 
@@ -256,7 +256,7 @@ def test_the_size_and_single_offenders_are_reported_together():
     assert "rank 3 on host5: ValueError" in message
 
 
-def test_processes_with_other_hash_seeds_say_the_same():
+def test_processes_with_other_hash_seeds_have_the_same_result():
     other = ClusterSpec({"worker": ["a:1", "z:1"], "ps": ["p:1"]})
     reports = [worker(0), worker(1, other), (None, "x"), ("[", "y"), report(TWO, None, "z")]
     reports = [tuple(each) for each in [*reports, worker(1), worker(0, other)]]

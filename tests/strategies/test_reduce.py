@@ -175,7 +175,7 @@ def on_rank_1(strategy, there, elsewhere):
 
 
 @several_ranks
-def test_ranks_that_agree_exchange_arrays_alone(strategy, monkeypatch):
+def test_ranks_that_agree_exchange_only_arrays(strategy, monkeypatch):
     """Texts are gathered only where something differs, and one array needs one call."""
     rank, size = strategy.communicator.rank, strategy.communicator.size
     made = []
@@ -311,7 +311,7 @@ def test_an_axis_that_one_rank_lacks(comm, strategy, there, axis, shown):
 @pytest.mark.parametrize(
     ("there", "elsewhere"), [(("sum", 0), ("mean", 0)), (("sum", 0), ("sum", None))]
 )
-def test_ranks_that_ask_for_different_reductions(comm, strategy, there, elsewhere):
+def test_ranks_that_request_different_reductions(comm, strategy, there, elsewhere):
     op, axis = on_rank_1(strategy, there, elsewhere)
     value = on_rank_1(strategy, np.ones(1), 1.0) if elsewhere[1] is None else np.ones(1)
     arguments = (strategy.reduce, op, value, axis)

@@ -155,7 +155,7 @@ def test_one_ranks_wrong_argument(strategy, call, right, wrong):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_others_are_told_what_was_wrong(strategy):
+def test_the_others_get_the_cause_of_the_error(strategy):
     op = "MAX" if last(strategy) else "SUM"
     kind, text = same_error_at_once(strategy, by_op, strategy, op)
     size = strategy.communicator.size
@@ -210,7 +210,7 @@ def test_one_ranks_wrong_operand_for_the_copy_of_a_node(comm):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_copy_that_nobody_waits_for_is_refused_by_itself(strategy):
+def test_a_copy_without_waiting_ranks_is_refused_locally(strategy):
     with strategy.scope():
         plain = Variable(np.arange(3.0))
         own = Variable(
@@ -297,7 +297,7 @@ def test_one_ranks_own_runtime_error(strategy):
 
 
 @pytest.mark.ranks(2)
-def test_what_all_ranks_raise_or_cannot_be_told_is_raised_as_it_is(comm):
+def test_errors_of_all_ranks_and_unsendable_ones_are_raised_unchanged(comm):
     strategy = MultiWorkerMirroredStrategy(communicator=comm)
 
     def in_a_scope():
@@ -371,7 +371,7 @@ def test_one_ranks_wrong_checkpoint(strategy, tmp_path):
 
 
 @pytest.mark.ranks(2, 3)
-def test_of_a_path_rank_0s_alone_is_looked_at(strategy, tmp_path):
+def test_only_rank_0s_path_is_used(strategy, tmp_path):
     with strategy.scope():
         checkpoint = Checkpoint(variable=Variable(2.0))
     rank = strategy.communicator.rank

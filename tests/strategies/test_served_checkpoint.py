@@ -114,7 +114,7 @@ def test_other_servers_and_shards_take_it_over(comm, path, shards):
 
 
 @pytest.mark.ranks(3, 4)
-def test_what_a_lone_process_saved_is_restored_on_servers(comm, path):
+def test_a_checkpoint_of_one_process_is_restored_on_servers(comm, path):
     if comm.rank == 0:
         table, scale, optimizer, checkpoint = make()
         steps(None, (table, scale), optimizer, [1])
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_worker(comm, path):
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("call", ["save", "restore"])
 @pytest.mark.parametrize("wrong", ["chief", "last"])
-def test_what_one_worker_cannot_find(comm, path, call, wrong):
+def test_an_error_while_one_worker_finds_states(comm, path, call, wrong):
     """The chief's error is raised on all ranks; another rank's error on that rank only."""
 
     def work(strategy):
@@ -168,7 +168,7 @@ def test_what_one_worker_cannot_find(comm, path, call, wrong):
 
 
 @pytest.mark.ranks(3, 4)
-def test_managers_begin_with_what_the_chief_found(comm, path):
+def test_managers_start_with_the_chiefs_list(comm, path):
     """A late worker neither restores a newer checkpoint nor deletes it."""
     directory = os.path.dirname(path)
 

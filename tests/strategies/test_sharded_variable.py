@@ -131,7 +131,7 @@ def together_after(strategy):
 
 @places
 @pytest.mark.parametrize("shards", [1, 4])
-def test_only_the_rows_asked_for_are_moved(comm, server, shards):
+def test_only_the_requested_rows_are_sent(comm, server, shards):
     def work(strategy):
         if server == "far":
             on_far_servers(strategy)

@@ -243,7 +243,7 @@ def test_without_a_strategy_a_variable_is_plain(synchronization, aggregation, me
 @aggregated
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_nobody_aggregates_what_was_made_outside_of_every_scope(size, synchronization, aggregation):
+def test_variables_outside_of_every_scope_are_not_aggregated(size, synchronization, aggregation):
     """So several replicas can't change it, unless it requests no aggregation."""
 
     def plain(chosen):

@@ -90,7 +90,7 @@ def test_replicas_rows_are_joined_and_for_a_mean_divided(size, aggregation, meth
 @on_sizes
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
 @pytest.mark.parametrize("method", UNSUMMED)
-def test_a_sum_of_rows_says_nothing_of_the_least_the_greatest_or_the_new(size, aggregation, method):
+def test_a_sum_of_rows_does_not_give_min_max_or_update(size, aggregation, method):
     def body(strategy):
         variable = variable_of(strategy, aggregation)
         match = f"{method} inside `run` needs aggregation ONLY_FIRST_REPLICA, not {aggregation}"
