@@ -1,4 +1,4 @@
-"""The doctor's report, its self-test, and how it ends where something is wrong."""
+"""The doctor's report, its self-test, and its exit status where something is wrong."""
 
 import inspect
 import json
@@ -36,7 +36,7 @@ def run_alone(command, directory, **environment):
 
 
 def rows(report):
-    """Labels to texts; what follows a row without a label of its own belongs to it."""
+    """Labels to texts; a row without a label belongs to the one before."""
     found, label = {}, None
     for line in report.splitlines():
         label = line[2:22].strip() or label
@@ -89,9 +89,9 @@ def test_a_wrong_result_on_one_rank_fails(launch):
     assert found["all_gather"][0] == "FAILED"
     assert found["all_gather"][1].startswith("rank 1: got array([7, 8, 8, 9, 9, 9]), expected")
     assert len(found["all_gather"]) == 2
-    # What is tried after it is tried all the same.
+    # The following trials run all the same.
     assert found["gather"] == found["all_gather_object"] == ["ok"]
-    # The split's part is tried with all_gather.
+    # The split's part is tested with all_gather.
     assert "2 failures" in ended.stdout.splitlines()[-1]
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_raises_while_the_others_wait_is_reported(launch):
     assert any("did not end within 5 s" in line for line in found["all_gather"])
     assert found["broadcast"] == ["ok"]
     assert "gather" not in found
-    # Five seconds until the others give up; the start of three interpreters comes on top.
+    # Five seconds until the others time out, plus the start of three interpreters.
     assert time.monotonic() - start < 20
 
 
@@ -141,7 +141,7 @@ def test_without_mpi4py_it_says_what_to_install(tmp_path):
 
 
 def test_the_mpirun_of_another_mpi_is_noticed(tmp_path):
-    # What the other MPI's mpirun says of two processes, neither of which this MPI understands.
+    # What the other MPI's mpirun passes to two processes, which this MPI doesn't understand.
     prefix = "PMI_" if is_open_mpi(find_mpirun()) else "OMPI_COMM_WORLD_"
     first, second = (
         run_alone(DOCTOR, tmp_path, **{f"{prefix}SIZE": "2", f"{prefix}RANK": rank})
@@ -151,7 +151,7 @@ def test_the_mpirun_of_another_mpi_is_noticed(tmp_path):
     seen = f"FAILED: 2 processes were started ({prefix}SIZE=2), but MPI sees a world of 1 rank"
     assert rows(first.stdout)["world"][0].startswith(seen)
     assert "all_reduce" not in rows(first.stdout)
-    # The second one is silent: mpirun would end the first at its end.
+    # The second one prints nothing: mpirun would end the first at its end.
     assert (second.returncode, second.stdout) == (0, "")
     allowed = {f"{prefix}SIZE": "2", f"{prefix}RANK": "0", "COLLECTIVES_ALLOW_SINGLETON": "1"}
     ended = run_alone(DOCTOR, tmp_path, **allowed)
@@ -185,7 +185,7 @@ def test_ranks_with_different_software_are_told(capsys):
 
 
 def test_little_shared_memory_is_told(capsys):
-    # An MPI of one rank, which has no windows.
+    # An MPI of one rank, without windows.
     world = types.SimpleNamespace(allgather=lambda outcome: [outcome])
     mpi = types.SimpleNamespace(Query_thread=lambda: 3, THREAD_MULTIPLE=3, COMM_WORLD=world)
     spaces = [(60 << 20, 64 << 20), (900 << 20, 1 << 30), None]
@@ -228,13 +228,13 @@ def test_every_method_that_communicates_is_tried():
     tried = {part for name in TRIALS for part in name.split(", ")}
     methods = {name for name, _ in inspect.getmembers(Communicator, inspect.isfunction)}
     public = {name for name in methods if not name.startswith("_")}
-    # For what is to be done later.
+    # To be completed later.
     later = {"before_next_call", "at_end", "do_what_is_due", "finish"}
     assert tried == public - later - {"explain", "close", "leave", "forbid"}
 
 
 def wrong(result):
-    """Something that is not the result, of its kind."""
+    """A wrong result of the same kind."""
     if isinstance(result, np.ndarray):
         return result + 1
     if isinstance(result, list):
@@ -257,7 +257,7 @@ def garbling(name):
 
 
 class Disordered(Communicator):
-    """Splits without regard to the key."""
+    """Splits without using the key."""
 
     def split(self, color, key=0):
         return super().split(color)
@@ -274,7 +274,7 @@ def ranks_that_fail(size, kind, trial):
     return [rank for rank, failure in enumerate(run(size, failed)) if failure]
 
 
-# Those that return nothing, and those that have a test of their own.
+# Calls without a result, and those with a test of their own.
 UNGARBLED = {
     "barrier",
     "trace",
@@ -300,7 +300,7 @@ def test_a_trial_finds_a_split_in_the_wrong_order():
 
 
 class Misdelivering(Communicator):
-    """Opens mailboxes of which rank 1's gives wrong arrays."""
+    """Opens mailboxes, of which rank 1's gives wrong arrays."""
 
     def mailbox(self):
         box = super().mailbox()

@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, with and without CuPy."""
+"""The doctor's report on GPUs, with and without CuPy."""
 
 import sys
 import types
@@ -19,7 +19,7 @@ BROKEN = "cudaErrorInsufficientDriver: CUDA driver version is insufficient"
 
 
 def reported(capsys, monkeypatch, found, driver=None, version="14.2"):
-    """The report, where CuPy is of this version and a look finds this."""
+    """The report, where CuPy has this version and its query gives this."""
     monkeypatch.setattr(gpu, "found_version", lambda *_: version)
     monkeypatch.setattr(gpu, "_driver_version", lambda: driver)
     monkeypatch.setattr(gpu, "look_elsewhere", lambda: found)
@@ -115,7 +115,7 @@ def test_a_look(monkeypatch):
 
 
 def test_what_goes_wrong_in_the_other_process(monkeypatch, tmp_path):
-    # A CuPy that can't be imported, in front of any other.
+    # A CuPy that can't be imported, found before any other.
     broken = tmp_path / "cupy"
     broken.mkdir()
     (broken / "__init__.py").write_text("import os, sys; os.write(2, b'dead\\n'); os._exit(3)")

@@ -1,4 +1,4 @@
-"""How programs end, and what is left in what state."""
+"""The end of programs, and the state that they leave."""
 
 import os
 import sys
@@ -180,7 +180,7 @@ def test_every_call_after_close(comm, nodes):
 def test_every_method_is_tried():
     waits = {"close", "explain", "rank", "size", "node", "nodes", "local_rank", "local_size"}
     methods = {name for name in dir(Communicator) if not name.startswith("_")}
-    # For what is to be done later.
+    # To be completed later.
     later = {"before_next_call", "at_end", "do_what_is_due", "finish"}
     rest = methods - waits - later - {"backend", "closed", "deadline", "leave", "forbid"}
     assert rest == {name for name in CALLS if " " not in name}

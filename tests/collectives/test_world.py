@@ -1,4 +1,4 @@
-"""Starting, failing and ending: programs as users write them."""
+"""Start, failure and end: users' programs."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_an_uncaught_exception_on_one_rank_ends_the_job(fault, launch):
     assert ended.returncode != 0
     assert message in ended.stderr
     assert "line 4" in ended.stderr
-    # Five seconds after the fault; the start of three interpreters comes on top.
+    # Five seconds after the fault, plus the start of three interpreters.
     assert seconds < 10
 
 
@@ -135,7 +135,7 @@ def test_what_is_wrong_in_one_ranks_first_call_is_raised_on_all(launch, wrong):
         "try:\n"
         f"    collectives.world({wrong}) if MPI.COMM_WORLD.rank else collectives.world()\n"
         "except (ValueError, TypeError) as error:\n"
-        # In one piece: the launcher mixes what the ranks write piecewise.
+        # In one write: the launcher interleaves what the ranks write in pieces.
         "    print(type(error).__name__ + ' ' + str(error).split(':')[0] + '\\n', end='')\n"
     )
     ended = launch(2, [sys.executable, "-c", program], timeout=60)
