@@ -10,7 +10,7 @@ from tests.worlds.launcher import DIRECTORY_VARIABLE
 
 pytest_plugins = ["tests.worlds.plugin", "tests.gpu.plugin"]
 
-# All ranks of a world must draw the same examples: no randomness, no database, no deadline.
+# All the ranks of a world must draw the same examples: no chance, no memory and no clock.
 settings.register_profile(
     "worlds",
     derandomize=True,

@@ -85,7 +85,7 @@ def test_16_bit_sums_round_once_per_hop(comm, dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "int64"])
 def test_integers_wrap(comm, dtype):
-    """Long enough for the vectorized loops of the MPIs, one of which saturates."""
+    """Long enough for the vector loops of the MPIs, one of which saturates."""
     array = np.full(257, np.iinfo(dtype).max - 5, dtype)
     expected = reduced("sum", [array] * comm.size)
     np.testing.assert_array_equal(comm.all_reduce(array), expected)

@@ -106,7 +106,7 @@ def test_a_rank_that_raises_while_the_others_wait_is_reported(launch):
     assert any("did not end within 5 s" in line for line in found["all_gather"])
     assert found["broadcast"] == ["ok"]
     assert "gather" not in found
-    # Five seconds until the others time out, plus the start of three interpreters.
+    # Five seconds until the others give up; the start of three interpreters comes on top.
     assert time.monotonic() - start < 20
 
 

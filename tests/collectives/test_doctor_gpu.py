@@ -19,7 +19,7 @@ BROKEN = "cudaErrorInsufficientDriver: CUDA driver version is insufficient"
 
 
 def reported(capsys, monkeypatch, found, driver=None, version="14.2"):
-    """The report, where CuPy has this version and its query gives this."""
+    """The report, where CuPy is of this version and a look finds this."""
     monkeypatch.setattr(gpu, "found_version", lambda *_: version)
     monkeypatch.setattr(gpu, "_driver_version", lambda: driver)
     monkeypatch.setattr(gpu, "look_elsewhere", lambda: found)

@@ -27,7 +27,7 @@ def register(comm):
     array[0] = 1
 
 
-# The calls, and their numbers: before the first measurement, and between the two.
+# What is done, and how often: before anything is measured, and then again.
 LOADS = {
     "small": (lambda comm: comm.all_reduce(np.ones(10)), 10_000),
     "large": (lambda comm: comm.all_reduce(np.ones(50_000)), 1_500),

@@ -121,7 +121,7 @@ def test_nothing_of_an_ended_call_is_kept(comm):
     handle.wait()
     comm.barrier()
     del array, handle
-    # The thread releases the job just after it has set the result.
+    # The thread lets go of the job just after it has given the result.
     limit = time.monotonic() + 10
     while kept() is not None and time.monotonic() < limit:
         gc.collect()

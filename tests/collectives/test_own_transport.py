@@ -1,4 +1,4 @@
-"""A transport with only what the README requires runs everything."""
+"""A transport that has what the README asks for, and nothing else, carries everything."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ RECIPE = README.split("### How to add a transport")[1]
 
 
 def names_after(words):
-    """The names in the README from these words to the end of the sentence."""
+    """What the README names from these words to the end of the sentence."""
     (sentence,) = re.findall(rf"{words}([^.]*)\.", RECIPE)
     return re.findall(r"`(\w+)`", sentence)
 
@@ -34,7 +34,7 @@ def delegate(name):
 
 
 class Own(Transport):
-    """Threads of this process, by another transport's queues."""
+    """Threads of this process, by another's queues."""
 
     one_process = True
 
@@ -44,7 +44,7 @@ class Own(Transport):
 
 
 def as_the_readme_says():
-    """The class with the named methods."""
+    """The class, with the methods that it names."""
     for name in METHODS:
         setattr(Own, name, delegate(name))
     Own.__abstractmethods__ = Transport.__abstractmethods__ - set(METHODS)
@@ -60,7 +60,7 @@ def test_it_names_what_there_is():
     assert len(METHODS) == 6
     assert set(METHODS) == set(Transport.__abstractmethods__)
     there = {name for name in dir(Transport) if not name.startswith("_")} - set(METHODS)
-    # Descriptive attributes aren't part of the recipe.
+    # What only tells of a transport has no part in the recipe.
     assert there - set(OPTIONAL) == {"abort", "ended", "fence", "library", "threads"}
     assert set(OPTIONAL) <= there
 

@@ -140,5 +140,5 @@ def test_where_the_first_rank_caught_the_error_another_shows_it(launch):
     assert ended.returncode != 0
     assert ended.stderr.count("Traceback") == 1, ended.stderr
     assert "in <module>" in ended.stderr
-    # Five seconds for the other rank to show it, plus the start of two interpreters.
+    # Five seconds for the other rank to show it; the start of two interpreters comes on top.
     assert 5 < time.monotonic() - start < 20

@@ -228,7 +228,7 @@ def test_an_entry_learns_the_longest_time_of_any_rank():
     for times in ([5000, 7000], [6000, 3000]):
         assert learnt.choose(entry) == "a"
         learnt.learn([[0, nanoseconds] for nanoseconds in times])
-        # Not sent twice, where a call of another kind was in between.
+        # Not told twice, where a call of another kind came in between.
         learnt.learn([[1], [1]])
     assert entry.seconds == {"a": 6e-6}
 

@@ -30,7 +30,7 @@ def test_an_uncaught_exception_on_one_rank_ends_the_job(fault, launch):
     assert ended.returncode != 0
     assert message in ended.stderr
     assert "line 4" in ended.stderr
-    # Five seconds after the fault, plus the start of three interpreters.
+    # Five seconds after the fault; the start of three interpreters comes on top.
     assert seconds < 10
 
 

@@ -16,7 +16,7 @@ from tests.worlds.launcher import NO_MPIRUN, find_mpirun, mpirun_command, run_wo
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 120
 
-# The prefix of a line with its rank, as MPICH and as Open MPI write it.
+# The mark of a line's rank, as MPICH and as Open MPI write it.
 RANK = re.compile(r"\[(?:[^\]]*,)?(\d+)\](?:<stdout>:)? ?")
 
 
@@ -44,14 +44,14 @@ def with_tasks(cluster, tasks, command):
 
 
 def run(command):
-    """The result of a command that runs to its end."""
+    """How a command ended that runs until its end."""
     with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
         os.environ.pop("TF_CONFIG", None)
         return run_world(command, Path(name), Path(name), LIMIT_SECONDS)
 
 
 def lines_of(command):
-    """The output of a successful command: (rank, text) of each line."""
+    """What a command that succeeds says: (rank, text) of each line."""
     ending = run(command)
     assert ending.succeeded, f"{ending.description}\n{ending.tail()}"
     return [read_line(line) for line in ending.output.splitlines()]
@@ -68,7 +68,7 @@ def _known_lines_of(command):
 
 
 def read_line(line):
-    """The rank and the text; MPICH prefixes every write, and so possibly the end of a line."""
+    """The rank and the text; MPICH marks every write, and so possibly the end of a line too."""
     ranks = {int(rank) for rank in RANK.findall(line)} or {0}
     assert len(ranks) == 1
     return ranks.pop(), RANK.sub("", line)

@@ -14,7 +14,7 @@ EXAMPLE = [sys.executable, str(ROOT / "examples" / "coordinator.py")]
 LIMIT_SECONDS = 120
 EPOCHS = 12
 
-# The prefix of a line with its rank, as MPICH and as Open MPI write it.
+# The mark of a line's rank, as MPICH and as Open MPI write it.
 RANK = re.compile(r"\[(?:[^\]]*,)?(\d+)\](?:<stdout>:)? ?")
 EPOCH = re.compile(
     r"epoch +(?P<epoch>\d+)  loss (?P<loss>\d\.\d{4})  test accuracy +(?P<accuracy>[\d.]+)%"

@@ -16,7 +16,7 @@ EXAMPLE = [sys.executable, str(ROOT / "examples" / "parameter_server.py")]
 EPOCHS = 8
 CLUSTER = {"worker": ["localhost"] * 2, "ps": ["localhost"]}
 TASKS = [("worker", 0), ("ps", 0), ("worker", 1)]
-# MPICH prefixes every write with its rank, and so possibly the middle of a line.
+# MPICH marks every write with its rank, and so possibly the middle of a line.
 RANK = re.compile(r"\[(?:[^\]]*,)?\d+\](?:<stdout>:)? ?")
 EPOCH = re.compile(
     r"worker (\d): epoch +(\d+)  loss (\d+\.\d{4})  test accuracy +([\d.]+)% +\d+ steps/s"

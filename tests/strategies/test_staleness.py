@@ -28,7 +28,7 @@ def test_the_clock():
 
 
 def steps_of(strategy, pause, steps=STEPS):
-    """Train, and record the steps that each worker had pushed after each step of this one."""
+    """Train, and note how many steps each worker had pushed whenever a step of this one is done."""
     number, workers = number_of(strategy), len(strategy.cast.workers)
     done = Variable(np.zeros(workers))
     optimizer = optimizers.SGD(1.0)

@@ -35,7 +35,7 @@ def world_size_of(item):
 
 
 def sizes_to_generate(node, offered):
-    """Return the world sizes to parametrize a test with; `offered` may be None for any size."""
+    """Return the world sizes to parametrise a test with; `offered` may be None for any size."""
     mark = node.get_closest_marker("ranks")
     if mark is None:
         return offered or DEFAULT_SIZES
@@ -44,7 +44,7 @@ def sizes_to_generate(node, offered):
             f"{node.nodeid}: the ranks mark takes world sizes, as in ranks(2, 3)"
         )
     kept = [size for size in mark.args if not offered or size in offered]
-    # A test without an offered world is generated all the same, to be counted and deselected.
+    # A test that no offered world suits is generated all the same, to be counted and left out.
     return kept or mark.args[:1]
 
 
