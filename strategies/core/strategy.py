@@ -187,7 +187,7 @@ class Strategy(InStep, OlderNames):
         """The dataset that `dataset_fn` makes for this rank, whose batches are taken as they are.
 
         The end is agreed on as in `experimental_distribute_dataset`. Where the function raises
-        on a rank, the others raise DatasetError; ValueError for options that request sharding.
+        on a rank, the others raise DatasetError; ValueError for options that ask for sharding.
         """
         return distribute_from_function(self.communicator, dataset_fn, options)
 
