@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
+from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import tensor_file
 from strategies.checkpoint.errors import CheckpointError
-from strategies.checkpoint.first_rank import done_by_all, done_by_first, same_everywhere
-from strategies.checkpoint.states import State
+from strategies.checkpoint.states import State, refuse_different_names
 from strategies.checkpoint.tracking import find_states
-from strategies.core.contexts import get_strategy, require_cross_replica
-from strategies.core.strategy import Strategy
+from strategies.core.contexts import require_cross_replica
+from strategies.core.same_error import call_on_all, call_on_first
 from strategies.synchronous.default import default_strategy
 
 Array = NDArray[Any]
@@ -144,7 +144,7 @@ def done_once(checkpoint: Checkpoint, action: Callable[[], Any]) -> Any:
     The outcome should be small; what the action raises is raised on all.
     """
     strategy = checkpoint._strategy_of(find_states(checkpoint._things))
-    return strategy.chief_first(lambda: done_by_first(strategy.communicator, action))
+    return strategy.chief_first(lambda: call_on_first(strategy.communicator, action))
 
 
 def _strategy(state: State) -> Strategy | None:
@@ -171,11 +171,11 @@ def _refuse_stateless(things: Mapping[str, Any]) -> None:
 
 def _save(found: Finding, strategy: Strategy, path: str | os.PathLike[str]) -> str:
     communicator = strategy.communicator
-    states = done_by_all(communicator, found)
-    same_everywhere(communicator, "Checkpoint.save", list(states))
+    states = call_on_all(communicator, "Checkpoint.save", found)
+    refuse_different_names(communicator, "Checkpoint.save", list(states))
     strategy.settle()
-    tensors = done_by_all(communicator, lambda: _saved(states))
-    return done_by_first(
+    tensors = call_on_all(communicator, "Checkpoint.save", lambda: _saved(states))
+    return call_on_first(
         communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))
     )
 
@@ -187,16 +187,17 @@ def _restore_from(
     expect_partial: bool,
 ) -> str | None:
     """The path that was restored; None where there is none."""
-    states = done_by_all(communicator, found)
-    same_everywhere(communicator, "Checkpoint.restore", list(states))
-    source = done_by_first(communicator, lambda: None if path is None else _existing(path))
+    what = "Checkpoint.restore"
+    states = call_on_all(communicator, what, found)
+    refuse_different_names(communicator, what, list(states))
+    source = call_on_first(communicator, lambda: None if path is None else _existing(path))
     if source is None:
         return None
     tensors = _read_together(communicator, source)
     shares, unknown = _shared_out(tensors, states)
     surplus = [] if expect_partial else unknown
-    done_by_all(communicator, lambda: _check_fit(states, shares, surplus, source))
-    done_by_all(communicator, lambda: _restore(states, shares))
+    call_on_all(communicator, what, lambda: _check_fit(states, shares, surplus, source))
+    call_on_all(communicator, what, lambda: _restore(states, shares))
     return source
 
 
@@ -234,7 +235,7 @@ def _read_together(communicator: Communicator, path: str) -> dict[str, Array]:
         kept.append(content)
         return len(content)
 
-    size = done_by_first(communicator, read)
+    size = call_on_first(communicator, read)
     content = np.frombuffer(kept[0], np.uint8) if kept else np.empty(size, np.uint8)
     return tensor_file.decode(communicator.broadcast(content).tobytes(), path)
 

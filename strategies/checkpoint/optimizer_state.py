@@ -60,11 +60,11 @@ class OptimizerState(SaveableState):
     def restore(self, tensors: Mapping[str, Array]) -> None:
         """Hand them to the optimizer, by its own numbers."""
         slots = {name: slot for name in tensors if (slot := _SLOT(name))}
-        rule = self.optimizer.rule
+        names = self.optimizer.rule.slots
         for slot in slots.values():
             if slot[3]:
                 # Made at once, since others may number the variables otherwise than this process.
-                self.optimizer.slots_of(self.variables[slot[3]].storage, rule)
+                self.optimizer.slots_of(self.variables[slot[3]].storage, names)
         heads = self._heads(len(self.optimizer.values) + len(slots))
         numbers = {head: number for number, head in enumerate(heads)}
         super().restore(

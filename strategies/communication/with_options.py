@@ -14,12 +14,12 @@ from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.uncaught import raised_on_all
 from collectives.cuda.runtime import on_gpu
-from strategies.communication.options import CommunicationImplementation, CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
-from strategies.core.consensus import Report, agree
+from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
+from strategies.core.communication_options import CommunicationImplementation, CommunicationOptions
 from strategies.core.device_names import nccl_problem
 from strategies.core.reduce_op import ReduceOp
-from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
+from strategies.core.reports import Report, agree
 
 log = logging.getLogger("strategies")
 

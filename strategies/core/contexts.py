@@ -10,23 +10,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from strategies import foreign
 from strategies.core import nest, values
+from strategies.core.communication_options import CommunicationOptions
+from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices
 from strategies.core.reduce_op import ReduceOp, as_reduce_op
-from strategies.core.refusals import RefusedTogether, wrong_context
-from strategies.variables.indexed_slices import IndexedSlices, map_apart, refuse_slices
-
-if TYPE_CHECKING:
-    from strategies.communication.options import CommunicationOptions
-    from strategies.core.strategy import Strategy
+from strategies.core.replication import Replication
+from strategies.core.same_error import PropagatedErrors, wrong_context
 
 
 class _Frame(NamedTuple):
-    strategy: Strategy
+    strategy: Replication
     replica: ReplicaContext | None
 
 
@@ -38,7 +36,7 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
-_defaults: list[Callable[[], Strategy]] = []
+_defaults: list[Callable[[], Replication]] = []
 
 
 class ReplicaContext:
@@ -47,7 +45,7 @@ class ReplicaContext:
     As `tf.distribute.ReplicaContext`; one process is one replica.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Replication) -> None:
         self.strategy = strategy
 
     @property
@@ -82,7 +80,7 @@ class ReplicaContext:
         context.
         """
         self._require_in_force("all_reduce")
-        with RefusedTogether(self.strategy.communicator, "all_reduce"):
+        with PropagatedErrors(self.strategy.communicator, "all_reduce"):
             return self._all_reduce(as_reduce_op(reduce_op), value, options)
 
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
@@ -90,8 +88,8 @@ class ReplicaContext:
         self._compare("all_reduce", value, leaves, options)
         folded = map_apart(
             leaves,
-            lambda arrays: strategy.totals_of(arrays, op, options),
-            lambda slices: strategy.rows_of_all(slices, op),
+            lambda arrays: strategy.all_reduce_arrays(arrays, op, options),
+            lambda slices: strategy.gather_slices(slices, op),
         )
         return nest.pack_like(value, folded)
 
@@ -113,12 +111,12 @@ class ReplicaContext:
         differ or one of them can't be gathered, and RuntimeError outside of this context.
         """
         self._require_in_force("all_gather")
-        with RefusedTogether(self.strategy.communicator, "all_gather"):
+        with PropagatedErrors(self.strategy.communicator, "all_gather"):
             leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
             refuse_slices(leaves, "all_gather")
             refuse_numbers(leaves, "all_gather")
             self._compare("all_gather", value, leaves, options)
-            joined = [self.strategy.joined(leaf, axis, options) for leaf in leaves]
+            joined = [self.strategy.all_gather(leaf, axis, options) for leaf in leaves]
         return nest.pack_like(value, joined)
 
     def _compare(
@@ -126,7 +124,7 @@ class ReplicaContext:
     ) -> None:
         """A MismatchError where the nests differ; a single array is compared when it is sent."""
         if isinstance(value, Mapping | list | tuple):
-            self.strategy.meet(f"{what} of {_told(value, leaves)}", options)
+            self.strategy.barrier(f"{what} of {_told(value, leaves)}", options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
@@ -168,7 +166,7 @@ def _as_array(leaf: Any) -> Any:
 
 
 @contextmanager
-def entered(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None]:
+def entered(strategy: Replication, replica: ReplicaContext | None) -> Iterator[None]:
     """Put a strategy in force, in replica or cross-replica context, for a while."""
     _stack.frames.append(_Frame(strategy, replica))
     try:
@@ -183,16 +181,16 @@ def _top() -> _Frame:
     return _Frame(_default(), ReplicaContext(_default()))
 
 
-def provide_default(make: Callable[[], Strategy]) -> None:
-    """Tell where the default strategy comes from: being a Strategy, it needs this module itself."""
+def provide_default(make: Callable[[], Replication]) -> None:
+    """Register what makes the default strategy, a class of a layer above this module."""
     _defaults[:] = [make]
 
 
-def _default() -> Strategy:
+def _default() -> Replication:
     return _defaults[0]()
 
 
-def get_strategy() -> Strategy:
+def get_strategy() -> Replication:
     """The strategy in force: the default one outside of every scope."""
     return _top().strategy
 
@@ -212,7 +210,7 @@ def in_cross_replica_context() -> bool:
     return get_replica_context() is None
 
 
-def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
+def require_cross_replica(what: str, strategy: Replication | None = None) -> None:
     """RuntimeError inside `run`, and inside the scope of another strategy than the given one.
 
     The default strategy's context will do.
@@ -231,20 +229,20 @@ def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
         )
 
 
-def require_scope_allowed(strategy: Strategy) -> None:
+def require_scope_allowed(strategy: Replication) -> None:
     """RuntimeError where the strategy's scope can't be entered now."""
     require_cross_replica("Strategy.scope()", strategy)
 
 
 @contextmanager
-def scope_of(strategy: Strategy) -> Iterator[None]:
+def scope_of(strategy: Replication) -> Iterator[None]:
     """The strategy in force, in cross-replica context; refused where that isn't allowed."""
     require_scope_allowed(strategy)  # where it is entered, which may not be where it was made
     with entered(strategy, None), foreign_kept_out(strategy):
         yield
 
 
-def foreign_kept_out(strategy: Strategy) -> AbstractContextManager[None]:
+def foreign_kept_out(strategy: Replication) -> AbstractContextManager[None]:
     """A context that raises TypeError for a framework's model made in it, where ranks train it."""
     if strategy.trains_alone:
         return nullcontext()
@@ -258,15 +256,18 @@ def call_as_replica(
 
     TypeError where it would train a model of a framework on this rank apart from the others.
     """
-    strategy = replica.strategy
-    with entered(strategy, replica):
-        if not foreign.any_loaded() or strategy.trains_alone:
+    strategy, frames = replica.strategy, _stack.frames
+    frames.append(_Frame(strategy, replica))
+    try:
+        if strategy.trains_alone or not foreign.any_loaded():
             return fn(*args, **kwargs)
         name, rank = type(strategy).__name__, strategy.communicator.rank
         return foreign.call_guarded(name, rank, fn, args, kwargs)
+    finally:
+        frames.pop()
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def experimental_set_strategy(strategy: Replication | None) -> None:
     """Put a strategy in force until the next call (None: the default one), without a `with`.
 
     Raises RuntimeError inside a scope or `run`; TypeError as `Strategy.scope()` does when it is

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.core.contexts import get_strategy, in_cross_replica_context
-from strategies.core.refusals import wrong_context
+from strategies.core.same_error import wrong_context
 from strategies.core.values import as_array
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.communication.options import CommunicationOptions
 from strategies.core import values
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.contexts import get_strategy
 from strategies.core.reduce_op import ReduceOp, as_reduce_op
 

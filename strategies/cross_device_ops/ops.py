@@ -15,19 +15,19 @@ from collectives import BackendUnavailableError, Communicator
 from collectives import ReduceOp as Reduction
 from collectives.calls.reductions import ReduceInput
 from collectives.reductions.reduction import finish
-from strategies.communication.options import CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
-from strategies.core.consensus import Report, agree
-from strategies.core.device_names import nccl_problem, parse_device
-from strategies.core.reduce_op import ReduceOp
-from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
-from strategies.cross_device_ops.packing import (
+from strategies.communication.packing import (
     Groups,
     by_bytes,
     one_by_one,
     reduce_apart,
     reduce_packed,
 )
+from strategies.core.communication_options import CommunicationOptions
+from strategies.core.device_names import nccl_problem, parse_device
+from strategies.core.reduce_op import ReduceOp
+from strategies.core.reports import Report, agree
+from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
 
 __all__ = [
     "CrossDeviceOps",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.variables.indexed_slices import Gradient, IndexedSlices
+from strategies.core.indexed_slices import Gradient, IndexedSlices
 
 Array = NDArray[Any]
 

@@ -37,6 +37,9 @@ class UpdateRule(ABC):
         All arrays have the variable's shape and dtype, or are equal parts of such; iterations count
         from 1.
         """
+        if value.size <= _BLOCK_ELEMENTS:
+            self._apply(value, gradient, slots, iteration)
+            return
         for own, change, *kept in _blocks([value, gradient, *slots.values()]):
             self._apply(own, change, dict(zip(slots, kept, strict=True)), iteration)
 
@@ -57,7 +60,7 @@ class UpdateRule(ABC):
 def _blocks(arrays: list[Array]) -> Iterator[list[Array]]:
     """Views of the arrays' elements, block by block where their memory allows it."""
     size = arrays[0].size
-    if size <= _BLOCK_ELEMENTS or not all(array.flags.c_contiguous for array in arrays):
+    if not all(array.flags.c_contiguous for array in arrays):
         yield arrays
         return
     flat = [array.reshape(-1) for array in arrays]

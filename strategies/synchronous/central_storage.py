@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
 from collectives.consistency.uncaught import raised_on_all, raising_on_all
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.core.device_names import nccl_problem, parse_devices
-from strategies.core.portable_error import portable
-from strategies.core.strategy import Strategy
-from strategies.variables.indexed_slices import Gradient
-from strategies.variables.storage import Change, Storage, assign
+from strategies.core.indexed_slices import Gradient
+from strategies.core.same_error import portable
+from strategies.core.storage import Change, Storage, assign
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
@@ -63,8 +63,8 @@ class CentralStorageStrategy(Strategy):
         )
 
     def store(self, value: NDArray[Any], what: str) -> Storage:
-        """In the node's memory. Collective; raises as `mirrored`."""
-        first = self.mirrored(value, what)
+        """In the node's memory. Collective; raises as `mirror`."""
+        first = self.mirror(value, what)
         stored = shared_zeros(self.communicator, first.shape, first.dtype)
         if stored is None:
             return super().store(first, what)

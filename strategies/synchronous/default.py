@@ -9,10 +9,10 @@ from typing import Any
 
 from collectives import Communicator
 from collectives.transports.local import alone
+from strategies.base.strategy import Strategy
 from strategies.core import contexts, values
 from strategies.core.reduce_op import ReduceOp, as_reduce_op
-from strategies.core.refusals import wrong_context
-from strategies.core.strategy import Strategy
+from strategies.core.same_error import wrong_context
 from strategies.input import InputContext, InputOptions
 
 

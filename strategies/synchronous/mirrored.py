@@ -7,8 +7,8 @@ from typing import Any
 
 from collectives import BackendUnavailableError, Communicator
 from collectives.consistency.uncaught import raising_on_all
+from strategies.base.strategy import Strategy
 from strategies.core.device_names import gpu_problem, parse_devices, use_gpu
-from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
 from strategies.cross_device_ops.base import CrossDeviceOps
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collectives import Communicator
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
+from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.cluster_resolver import ClusterResolver
-from strategies.communication.options import CommunicationOptions
 from strategies.communication.with_options import agreed_options
-from strategies.core.strategy import Strategy
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.world import world_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collectives import BackendUnavailableError, Communicator
 from collectives.transports.local import alone
+from strategies.base.strategy import Strategy
 from strategies.core.device_names import gpu_problem, parse_device, use_gpu
-from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
 
 

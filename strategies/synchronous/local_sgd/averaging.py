@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.core.refusals import RefusedTogether
+from strategies.core.same_error import PropagatedErrors
+from strategies.core.storage import Change, LocalStorage, assign
 from strategies.optimizers import Optimizer
-from strategies.variables.storage import Change, LocalStorage, assign
 
 Array = NDArray[Any]
 
@@ -109,7 +109,7 @@ class Told(NamedTuple):
 
 def _agree_on_step(communicator: Communicator, outer: Optimizer) -> None:
     """A MismatchError on every rank where the outer optimizers would take different steps."""
-    with RefusedTogether(communicator, "outer_optimizer"):
+    with PropagatedErrors(communicator, "outer_optimizer"):
         step = f"outer step {outer.iterations + 1} of {outer.settings}"
     communicator.barrier(step)
 

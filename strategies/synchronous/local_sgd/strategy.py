@@ -17,20 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.consistency.uncaught import raised_on_all
 from collectives.scope import named_scope
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
+from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.cluster_resolver import ClusterResolver
 from strategies.core.contexts import require_cross_replica
-from strategies.core.strategy import Strategy
+from strategies.core.indexed_slices import Gradient
+from strategies.core.same_error import refuse_differences
+from strategies.core.storage import Storage
 from strategies.input import InputContext, InputOptions
 from strategies.input.joining import join_batches
 from strategies.optimizers import Optimizer
 from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage, Rounds, Told
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
-from strategies.variables.indexed_slices import Gradient
-from strategies.variables.storage import Storage
 
 if TYPE_CHECKING:
     from strategies.variables.variable import Variable
@@ -82,6 +82,9 @@ class LocalSGDStrategy(Strategy):
     that is none. The cluster is found as by MultiWorkerMirroredStrategy. Making one is collective.
     """
 
+    steps_together = False
+    """A replica whose step fails raises by itself, and the others go on."""
+
     def __init__(
         self,
         sync_every: int | None = None,
@@ -101,8 +104,9 @@ class LocalSGDStrategy(Strategy):
         )
         outer = getattr(outer_optimizer, "settings", outer_optimizer)
         # Before they are checked, so that what one rank alone gave wrong is told to all.
-        _refuse_differences(
+        refuse_differences(
             self.communicator,
+            "LocalSGDStrategy: the ranks' arguments differ",
             f"sync_every={sync_every!r}, sync_seconds={sync_seconds!r}, outer_optimizer={outer!r}",
         )
         every, seconds = _checked(sync_every, sync_seconds)
@@ -119,14 +123,9 @@ class LocalSGDStrategy(Strategy):
         """1: between two averagings no replica's gradients meet another's."""
         return 1
 
-    @property
-    def steps_together(self) -> bool:
-        """No: a replica that is refused a step raises by itself, and the others go on."""
-        return False
-
     def store(self, value: NDArray[Any], what: str) -> Storage:
         """A value of this replica's own, beginning with the chief's. Collective."""
-        stored = ReplicaStorage(self.mirrored(value, what))
+        stored = ReplicaStorage(self.mirror(value, what))
         self._averaging.add(stored)
         return stored
 
@@ -174,12 +173,12 @@ class LocalSGDStrategy(Strategy):
         waits = not part.reason.in_loop
         text = "the other ranks' averagings, after the end of this rank's batches"
         with named_scope(self.communicator, text) if waits else nullcontext():
-            self.meet("averaging")
+            self.barrier("averaging")
             told = self._averaging.tell(*part, self._rounds.proposal())
             given = [Part(Reason(reason), loop) for reason, loop, _ in told.numbers]
             parts = without_left(given)
             if len({each.reason for each in parts if each.reason.in_loop}) > 1:
-                self.meet(_TEXTS.get(part.reason, "the end of a loop"))
+                self.barrier(_TEXTS.get(part.reason, "the end of a loop"))
         return told, parts
 
     def loop_over(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
@@ -225,12 +224,3 @@ def _checked(every: Any, seconds: Any) -> tuple[int | None, float | None]:
     if (steps := operator.index(every)) < 1:
         raise ValueError(f"sync_every={every!r}: must be at least 1")
     return steps, None
-
-
-def _refuse_differences(communicator: Communicator, given: str) -> None:
-    """The same ValueError on every rank where they weren't given the same. Collective."""
-    texts = communicator.all_gather_object(given)
-    if len(set(texts)) > 1:
-        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-        error = ValueError("\n".join(["LocalSGDStrategy: the ranks' arguments differ", *lines]))
-        raise raised_on_all(error, communicator.rank)
