@@ -36,7 +36,7 @@ class Strategy(CollectiveReplication):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver that knows the cluster and this process's task; None on a single worker."""
+        """The resolver of the cluster and this process's task; None on a single worker."""
         return self._cluster_resolver
 
     @property

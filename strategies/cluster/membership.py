@@ -1,4 +1,4 @@
-"""How a process joins a cluster: every rank's task, found alike on every rank."""
+"""Membership in a cluster: every rank's task, and the groups of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a program's cluster comes from: `TF_CONFIG`, the caller, Slurm, or the MPI world itself.
+"""Cluster resolvers: the cluster from `TF_CONFIG`, the caller, Slurm, or the MPI world.
 
 The counterparts of `tf.distribute.cluster_resolver`'s classes. A session-era `master` address
 and device counts aren't part of them: MPI connects the processes, one process is one device.
@@ -35,7 +35,7 @@ class Communicator(Protocol):
 
 
 class ClusterResolver(ABC):
-    """Tells a strategy its cluster and this process's task in it.
+    """Gives a strategy its cluster and this process's task in it.
 
     As `tf.distribute.cluster_resolver.ClusterResolver`. `task_type` and `task_id` are None where
     they aren't known.
@@ -139,7 +139,7 @@ class SlurmClusterResolver(ClusterResolver):
     As `tf.distribute.cluster_resolver.SlurmClusterResolver`; GPUs are not needed, and not counted.
     jobs: how many tasks each job has (default: all are workers); tasks get them in the order chief,
     workers, ps, evaluator, others by name, by SLURM_PROCID. tasks_per_node: where the step
-    doesn't tell. Addresses are `host:port`, from port_base on, for reading only. Raises ValueError
+    doesn't define it. Addresses are `host:port`, from port_base on, for reading only. Raises ValueError
     outside of a Slurm step, and where the jobs' tasks aren't as many as the step's.
     """
 

@@ -1,6 +1,6 @@
-"""Which strategy is in force, and whether code runs as one replica or for all of them.
+"""The strategy in force, and whether code runs as one replica or for all of them.
 
-Inside `strategy.scope()` code speaks for all replicas (cross-replica context); inside
+Inside `strategy.scope()` code acts for all replicas (cross-replica context); inside
 `strategy.run` it is one replica. Outside of both the default strategy is in force, as a replica.
 The rules are those of `tf.distribute` (`get_strategy`, `get_replica_context`, …).
 """
@@ -40,7 +40,7 @@ _defaults: list[Callable[[], Replication]] = []
 
 
 class ReplicaContext:
-    """What the function given to `run` can ask, and do together with its peers.
+    """This replica, and its collectives with the others, for the function given to `run`.
 
     As `tf.distribute.ReplicaContext`; one process is one replica.
     """
@@ -71,11 +71,11 @@ class ReplicaContext:
     ) -> Any:
         """Fold a nest of arrays over the replicas; each gets the nest of results.
 
-        All replicas give nests of equal structure, shapes and dtypes. The arrays travel fused, few
-        messages per dtype (`collectives.Communicator.all_reduce_many`), or as the strategy's
-        cross-device ops send them. `options` go before the strategy's where they aren't the
-        defaults. MEAN of integers is float64. The rows of an `IndexedSlices` are joined, duplicates
-        kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where the nests
+        All replicas give nests of equal structure, shapes and dtypes. The arrays are fused into few
+        messages per dtype (`collectives.Communicator.all_reduce_many`), or reduced by the
+        strategy's cross-device ops. `options` override the strategy's where they aren't the
+        defaults. MEAN of integers is float64. The rows of an `IndexedSlices` are concatenated,
+        duplicates kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where the nests
         differ, ValueError for an op that is neither SUM nor MEAN, RuntimeError outside of this
         context.
         """
@@ -104,7 +104,7 @@ class ReplicaContext:
         return self.all_reduce(reduce_op, value, options)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Join each array of a nest along the axis, in the order of the replicas.
+        """Concatenate each array of a nest along the axis, in the order of the replicas.
 
         Lengths along the axis may differ. Raises as `collectives.Communicator.all_gather`,
         ValueError for a number, which has no axis, a MismatchError on every replica where the nests
@@ -124,15 +124,14 @@ class ReplicaContext:
     ) -> None:
         """A MismatchError where the nests differ; a single array is compared when it is sent."""
         if isinstance(value, Mapping | list | tuple):
-            self.strategy.barrier(f"{what} of {_told(value, leaves)}", options)
+            self.strategy.barrier(f"{what} of {_description(value, leaves)}", options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context; return its result.
 
-        What it gets, and what it returns, is this replica's: nests and all stay as they are. Every
-        replica calls it in the same order. RuntimeError outside of this context.
+        Arguments and result are this replica's own. Every replica calls it in the same order. RuntimeError outside of this context.
         """
         self._require_in_force("merge_call")
         with entered(self.strategy, None):
@@ -153,8 +152,8 @@ def refuse_numbers(leaves: Sequence[Any], what: str) -> None:
         raise ValueError(f"{what} takes arrays of at least one axis: make an array of one element")
 
 
-def _told(value: Any, leaves: Sequence[Any]) -> str:
-    """What is reduced, in so far as the shapes of arrays that are reduced together don't tell."""
+def _description(value: Any, leaves: Sequence[Any]) -> str:
+    """The nest's structure: shapes and dtypes are compared when the arrays are reduced."""
     sparse = [place for place, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
     return nest.structure(value) + (f", sparse {sparse}" if sparse else "")
 
@@ -167,7 +166,7 @@ def _as_array(leaf: Any) -> Any:
 
 @contextmanager
 def entered(strategy: Replication, replica: ReplicaContext | None) -> Iterator[None]:
-    """Put a strategy in force, in replica or cross-replica context, for a while."""
+    """A context in which a strategy is in force, as a replica or for all replicas."""
     _stack.frames.append(_Frame(strategy, replica))
     try:
         yield
@@ -206,7 +205,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether code speaks for all replicas."""
+    """Whether code runs for all replicas."""
     return get_replica_context() is None
 
 
@@ -236,8 +235,8 @@ def require_scope_allowed(strategy: Replication) -> None:
 
 @contextmanager
 def scope_of(strategy: Replication) -> Iterator[None]:
-    """The strategy in force, in cross-replica context; refused where that isn't allowed."""
-    require_scope_allowed(strategy)  # where it is entered, which may not be where it was made
+    """A context in which the strategy is in force, for all replicas. Raises RuntimeError."""
+    require_scope_allowed(strategy)  # it may be entered elsewhere than it was made
     with entered(strategy, None), foreign_kept_out(strategy):
         yield
 

@@ -1,4 +1,4 @@
-"""Where a strategy keeps the value of a variable."""
+"""Storage: the memory of a variable's value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[Any]
 
 Change: TypeAlias = Callable[..., None]
 """`change(array, *operands)` changes the array in place. A function of a module, so that it can be
-sent to whoever holds the array."""
+sent to the process that holds the array."""
 
 
 class Storage(ABC):
@@ -27,7 +27,7 @@ class Storage(ABC):
 
     @abstractmethod
     def view(self) -> Array:
-        """The value; not to be changed, nor kept beyond the next change."""
+        """The value, read-only for the caller and valid until the next change."""
 
     def read(self) -> Array:
         """A copy of the value."""
@@ -75,7 +75,7 @@ class Storage(ABC):
 
 
 class LocalStorage(Storage):
-    """An array of this process's own. Mirrored: every replica changes its own alike."""
+    """An array in this process; if mirrored, every replica applies the same changes to its own."""
 
     def __init__(self, array: Array) -> None:
         self._array = array

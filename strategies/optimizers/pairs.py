@@ -56,7 +56,7 @@ def check_variable(variable: Any, position: int) -> None:
 
 
 def absent_text(pairs: Pairs) -> str:
-    """What ranks must have alike where gradients are None, and what to do where they don't."""
+    """What must be equal on all ranks where gradients are None, with the remedy."""
     absent = [f"{n} ({variable})" for n, (grad, variable) in enumerate(pairs) if grad is None]
     present = [str(variable.number) for grad, variable in pairs if grad is not None]
     return (

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
-from collectives.consistency.uncaught import raised_on_all, raising_on_all
 from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.core.device_names import nccl_problem, parse_devices
 from strategies.core.indexed_slices import Gradient
-from strategies.core.same_error import portable
+from strategies.core.same_error import call_on_all, raise_on_all
 from strategies.core.storage import Change, Storage, assign
 
 if TYPE_CHECKING:
@@ -54,8 +53,11 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         self.membership = join_cluster(communicator, None, validate_for_collective_training)
         group = self.membership.group
-        with raising_on_all(group.rank):
-            _check_devices(group, compute_devices, parameter_device)
+        call_on_all(
+            group,
+            "CentralStorageStrategy",
+            lambda: _check_devices(group, compute_devices, parameter_device),
+        )
         super().__init__(
             group,
             cluster_resolver=self.membership.resolver,
@@ -106,16 +108,13 @@ class SharedStorage(Storage):
         Raises on every rank what the change raises.
         """
         self._communicator.barrier()
-        problem = None
+        failure = None
         if self._communicator.local_rank == 0:
             try:
                 change(self._array, *operands)
             except Exception as error:
-                problem = portable(error)
-        failed = self._communicator.all_gather(np.array([problem is not None]))
-        if failed.any():
-            raised = self._communicator.broadcast_object(problem, root=int(failed.argmax()))
-            raise raised_on_all(raised, self._communicator.rank)
+                failure = error
+        raise_on_all(self._communicator, f"a variable's {change.__name__}", failure)
 
     def part_of(self, array: Array) -> Array:
         """The elements that this rank updates, flat."""
@@ -148,34 +147,25 @@ def shared_zeros(
     return stored
 
 
-def _problem(compute_devices: Any, parameter_device: Any, ranks: int) -> str | None:
-    """What is wrong with the devices."""
+def _check_devices(group: Communicator, compute_devices: Any, parameter_device: Any) -> None:
+    """ValueError or BackendUnavailableError for this rank's arguments."""
+    given = f"rank {group.rank}: compute_devices={compute_devices!r}"
     try:
-        given = ranks if compute_devices is None else len(parse_devices(compute_devices))
+        names = None if compute_devices is None else parse_devices(compute_devices)
     except (TypeError, ValueError) as error:
-        return f"compute_devices={compute_devices!r}: {error}"
-    if given != ranks:
-        return (
-            f"compute_devices={compute_devices!r}: must have one entry for each of the {ranks}"
-            " ranks of the node"
+        raise ValueError(f"{given}: {error}") from None
+    if names is not None and len(names) != group.local_size:
+        raise ValueError(
+            f"{given}: must have one entry for each of the {group.local_size} ranks of the node"
         )
     if parameter_device is not None and not _CPU.fullmatch(str(parameter_device)):
-        return f"parameter_device={parameter_device!r}: must name the CPU, as '/cpu:0' does"
-    return None
-
-
-def _check_devices(communicator: Communicator, compute_devices: Any, parameter_device: Any) -> None:
-    """The same ValueError or BackendUnavailableError on every rank. Collective."""
-    problem = _problem(compute_devices, parameter_device, communicator.local_size)
-    names = [] if problem or compute_devices is None else parse_devices(compute_devices)
-    lacking = nccl_problem() if any(kind == "GPU" for kind, _ in names) else None
-    reports = communicator.all_gather_object((problem, lacking))
-    for rank, (told, _) in enumerate(reports):
-        if told is not None:
-            raise ValueError(f"rank {rank}: {told}")
-    for rank, (_, told) in enumerate(reports):
-        if told is not None:
-            raise BackendUnavailableError(
-                f"CentralStorageStrategy: rank {rank} names a GPU in compute_devices; leave them"
-                f" out for the CPU. {told}"
-            )
+        raise ValueError(
+            f"rank {group.rank}: parameter_device={parameter_device!r}: must name the CPU, as"
+            " '/cpu:0' does"
+        )
+    lacking = nccl_problem() if any(kind == "GPU" for kind, _ in names or ()) else None
+    if lacking is not None:
+        raise BackendUnavailableError(
+            f"CentralStorageStrategy: rank {group.rank} names a GPU in compute_devices; leave them"
+            f" out for the CPU. {lacking}"
+        )

@@ -1,7 +1,7 @@
-"""What assigning to a variable means: by its rules, and in the context at hand.
+"""How reads and assignments of a variable aggregate the replicas' values.
 
-The rules are those of `tf.distribute`'s variables, except where TensorFlow lets the copies drift
-apart silently: there an error is raised or the first replica's value is taken.
+The rules are those of `tf.distribute`'s variables, except where TensorFlow lets the copies diverge
+silently: there an error is raised or the first replica's value is taken.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from strategies.core.storage import Storage
 
 Array = NDArray[Any]
 
-# A sum or a mean of the replicas' rows says nothing of these.
+# A sum or a mean of the replicas' rows has no meaning for these.
 _UNSUMMED = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies are brought together, as `tf.VariableSynchronization`. AUTO is ON_WRITE."""
+    """When the copies are synchronized, as `tf.VariableSynchronization`. AUTO is ON_WRITE."""
 
     AUTO = 0
     NONE = 1
@@ -35,7 +35,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values become one, as `tf.VariableAggregation`."""
+    """How the replicas' values are aggregated, as `tf.VariableAggregation`."""
 
     NONE = 0
     SUM = 1
@@ -44,7 +44,7 @@ class VariableAggregation(enum.Enum):
 
     @property
     def reduce_op(self) -> ReduceOp | None:
-        """How values are folded; None where the first replica's is taken, or nobody's."""
+        """The reduction; None for ONLY_FIRST_REPLICA and NONE."""
         return {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.MEAN}.get(self.name)
 
 
@@ -71,7 +71,7 @@ class Replicated:
     def _read_for_all(self) -> Array:
         """The aggregate of an ON_READ variable's copies. Collective."""
         if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(f"{self}: aggregation NONE says no way to read it outside of `run`")
+            raise ValueError(f"{self}: with aggregation NONE it can't be read outside of `run`")
         return self._aggregated(self.storage.view())
 
     def _to_assign(self, value: Array) -> Array:
@@ -107,7 +107,7 @@ class Replicated:
         if op is not None and method in _UNSUMMED:
             raise NotImplementedError(
                 f"{self}: {method} inside `run` needs aggregation ONLY_FIRST_REPLICA, not"
-                f" {op.name}, which says nothing of rows that aren't added up"
+                f" {op.name}, which is defined for sums of rows only"
             )
         return self.strategy.gather_slices(slices, op)
 

@@ -1,6 +1,6 @@
-"""Variables: arrays of a program's state, one copy per replica, kept in step by a strategy.
+"""Variables: arrays of a program's state, with a copy on each replica.
 
-Names are those of `tf.Variable`; what assignments mean in which context, `aggregation` says.
+Names are those of `tf.Variable`; `aggregation` has the rules for reads and assignments.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
             )
         self.strategy.complete(self)
         self.number = next(self.strategy.variable_numbers)
-        """The variable's place among those of its strategy: the same on all ranks."""
+        """The variable's number among those of its strategy, equal on all ranks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -225,7 +225,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*values, **kwargs)
 
     def _value(self) -> Array:
-        """The value without a copy where there is one, for arithmetic that leaves it alone."""
+        """The value, without a copy where possible, for arithmetic that doesn't change it."""
         return self.read_value() if self.on_read else self.storage.view()
 
     def __getitem__(self, index: Any) -> Any:
@@ -255,7 +255,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
 
 
 def made_together(what: str) -> PropagatedErrors:
-    """A context for the checks of what is made with variables: on all replicas, or on none."""
+    """A context for checks before variables are created: errors are raised on all replicas."""
     strategy = get_strategy()
     return PropagatedErrors(strategy.communicator if strategy.aggregates else None, what)
 
