@@ -150,15 +150,15 @@ def call_on_all(
     as they were `sent`. The action may itself be collective: errors that all ranks have already are
     raised as they are.
     """
-    result, failure = None, None
     try:
         result = action()
     except Exception as error:
-        if _is_shared(error):
-            raise
-        failure = error
-    raise_on_all(communicator, what, failure, chosen, sent)
-    return result  # type: ignore[return-value]
+        if not _is_shared(error):
+            # Here, so that this rank's error is the context of one that the comparison raises.
+            raise_on_all(communicator, what, error, chosen, sent)
+        raise
+    raise_on_all(communicator, what, None, chosen, sent)
+    return result
 
 
 def raise_on_all(
@@ -175,7 +175,10 @@ def raise_on_all(
         found = [error] * communicator.size
     if found is not None:
         found[communicator.rank] = error
-        raise chosen(found, communicator.rank)
+        raised = chosen(found, communicator.rank)
+        if raised is error:
+            raise error
+        raise raised from None
 
 
 def call_on_first(communicator: Communicator, action: Callable[[], Result]) -> Result:
