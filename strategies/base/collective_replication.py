@@ -144,17 +144,18 @@ class CollectiveReplication(Replication):
         """
         number, series = optimizer.iterations + 1, optimizer.series
         action = optimizer.next_action(gradients, variables)
-        if series is None or series.owner is not self or series.next_step != number:
-            series = optimizer.series = StepSeries(self, next(self._series_numbers), number)
-            text = f"{number} of {action}"
-        else:
-            text = f"after {series.first_step} in series {series.number} of {action}"
-        given = f"step {number} of {action}"
+        if series is not None and (series.owner is not self or series.next_step != number):
+            series = None
+        given = f"{number} of {action}"
+        text = given if series is None else f"in series {series.number} of {action}"
         steps = compare(self.communicator, "optimizer step ", text, given, "apply_gradients")
-        if steps is not None:
-            optimizer.series = None
-            error = MismatchError("the ranks would take different steps", tuple(steps))
+        if steps is not None and len(set(steps)) > 1:
+            calls = tuple(f"step {each}" for each in steps)
+            error = MismatchError("the ranks would take different steps", calls)
             raise raised_on_all(error, self.communicator.rank)
+        if series is None or steps is not None:
+            # The numbers were compared, on all ranks.
+            series = optimizer.series = StepSeries(self, next(self._series_numbers))
         series.next_step = number + 1
 
     def _sums(

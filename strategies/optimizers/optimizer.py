@@ -33,7 +33,6 @@ class StepSeries:
     owner: object
     number: int
     """The series' own number, equal on all ranks."""
-    first_step: int
     next_step: int = 0
 
 
