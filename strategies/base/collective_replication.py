@@ -130,12 +130,10 @@ class CollectiveReplication(Replication):
         self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
     ) -> None:
         """Sum the gradients over the replicas, then update the variables alike on all of them."""
-        self._agree_on_step(optimizer, gradients, variables)
+        self._agree_on_step(optimizer)
         optimizer.update(self._sums(optimizer, gradients, variables), variables)
 
-    def _agree_on_step(
-        self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
-    ) -> None:
+    def _agree_on_step(self, optimizer: Optimizer) -> None:
         """A MismatchError on every rank where the ranks would not take the same step.
 
         Shapes alone don't show it: one variable's gradient would be added to another one's. Ranks
@@ -143,7 +141,7 @@ class CollectiveReplication(Replication):
         the series of steps instead, a text that stays the same and is hashed once.
         """
         number, series = optimizer.iterations + 1, optimizer.series
-        action = optimizer.next_action(gradients, variables)
+        action = optimizer.action
         if series is not None and (series.owner is not self or series.next_step != number):
             series = None
         given = f"{number} of {action}"

@@ -139,8 +139,8 @@ class SlurmClusterResolver(ClusterResolver):
     As `tf.distribute.cluster_resolver.SlurmClusterResolver`; GPUs are not needed, and not counted.
     jobs: how many tasks each job has (default: all are workers); tasks get them in the order chief,
     workers, ps, evaluator, others by name, by SLURM_PROCID. tasks_per_node: where the step
-    doesn't define it. Addresses are `host:port`, from port_base on, for reading only. Raises ValueError
-    outside of a Slurm step, and where the jobs' tasks aren't as many as the step's.
+    doesn't define it. Addresses are `host:port`, from port_base on, for reading only. Raises
+    ValueError outside of a Slurm step, and where the jobs' tasks aren't as many as the step's.
     """
 
     def __init__(

@@ -114,7 +114,8 @@ def agreed_options(
     what = "communication_options must be equal CommunicationOptions"
     refuse_differences(communicator, what, repr(given))
     if not isinstance(given, CommunicationOptions):
-        raise raised_on_all(ValueError(f"{what}, not {given!r}"), communicator.rank)
+        lines = [f"  rank {rank}: {given!r}" for rank in range(communicator.size)]
+        raise raised_on_all(ValueError("\n".join([what, *lines])), communicator.rank)
     first = communicator.rank == 0
     if given.implementation is CommunicationImplementation.NCCL:
         for rank, problem in enumerate(communicator.all_gather_object(nccl_problem())):

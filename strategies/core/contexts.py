@@ -75,9 +75,9 @@ class ReplicaContext:
         messages per dtype (`collectives.Communicator.all_reduce_many`), or reduced by the
         strategy's cross-device ops. `options` override the strategy's where they aren't the
         defaults. MEAN of integers is float64. The rows of an `IndexedSlices` are concatenated,
-        duplicates kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where the nests
-        differ, ValueError for an op that is neither SUM nor MEAN, RuntimeError outside of this
-        context.
+        duplicates kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where
+        the nests differ, ValueError for an op that is neither SUM nor MEAN, RuntimeError outside of
+        this context.
         """
         self._require_in_force("all_reduce")
         with PropagatedErrors(self.strategy.communicator, "all_reduce"):
@@ -131,7 +131,8 @@ class ReplicaContext:
     ) -> Any:
         """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context; return its result.
 
-        Arguments and result are this replica's own. Every replica calls it in the same order. RuntimeError outside of this context.
+        Arguments and result are this replica's own. Every replica calls it in the same order.
+        RuntimeError outside of this context.
         """
         self._require_in_force("merge_call")
         with entered(self.strategy, None):

@@ -67,7 +67,9 @@ class Optimizer(ABC):
         self._restored: dict[str, Array] = {}
         self._fused: tuple[list[Variable], Fusion] | None = None
         self.series: StepSeries | None = None
-        self._action: tuple[Any, str] | None = None
+        self.action = ""
+        """What must be equal on all ranks in the step that is being taken, but for its number."""
+        self._action_of: Any = None
 
     @property
     def learning_rate(self) -> Any:
@@ -122,7 +124,7 @@ class Optimizer(ABC):
             if self.clipnorm is not None or self.global_clipnorm is not None:
                 check_limits(self.clipnorm, self.global_clipnorm)
             self._rate.forget()
-            _ = self.rule
+            self.action = self._next_action(gradients, variables)
         except Exception as error:
             propagate(strategy.communicator if together else None, error, "apply_gradients")
             raise
@@ -130,17 +132,17 @@ class Optimizer(ABC):
             strategy.barrier(absent_text(pairs))
         strategy.apply_gradients(self, gradients, variables)
 
-    def next_action(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> str:
-        """All that must be equal on the ranks in the next step but its number."""
+    def _next_action(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> str:
         kinds = [
             (variable.number, isinstance(gradient, IndexedSlices))
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         made_of = self.rule, self.clipnorm, self.global_clipnorm, kinds
-        if self._action is None or self._action[0] != made_of:
-            numbers = ", ".join(f"{number}{' sparse' * sparse}" for number, sparse in kinds)
-            self._action = made_of, f"{self.settings}, gradients of variables {numbers}"
-        return self._action[1]
+        if self._action_of == made_of:
+            return self.action
+        self._action_of = made_of
+        numbers = ", ".join(f"{number}{' sparse' * sparse}" for number, sparse in kinds)
+        return f"{self.settings}, gradients of variables {numbers}"
 
     @property
     def settings(self) -> str:
@@ -157,7 +159,7 @@ class Optimizer(ABC):
 
     def update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
         """Count a step, and change the variables by it; overwrites the gradients."""
-        self.update_stored(gradients, [variable.storage for variable in variables])
+        self.update_clipped(self.clipped(gradients), [each.storage for each in variables])
 
     def update_stored(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
         """As `update`, of values that no variable needs to have: each process changes its part."""
@@ -219,7 +221,8 @@ class Optimizer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Its numbers, and what is yet to be restored: slots belong to the values."""
-        return {**self.__dict__, "_slots": {}, "_fused": None, "series": None}
+        of_this_process = {"_slots": {}, "_fused": None, "series": None, "_action_of": None}
+        return {**self.__dict__, **of_this_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -31,12 +31,12 @@ class CentralStorageStrategy(Strategy):
     """One copy of every variable per node, in memory that the node's ranks share.
 
     As `tf.distribute.experimental.CentralStorageStrategy`; the ranks are the replicas, and there
-    may be several nodes. All ranks read a variable where it lies. In a step, gradients are summed
-    over all ranks (fused) and each rank of a node updates a part of the copy, with the optimizer's
-    slots, of which a node has one copy as well; the sums being the same bits everywhere, nodes
-    need not send each other the new values. Then all ranks meet, so that nobody reads old ones.
-    The numbers are MultiWorkerMirroredStrategy's, to the bit. Where ranks of a node have no memory
-    in common, on any node, each has a copy of its own.
+    may be several nodes. All ranks read a variable in place. In a step, gradients are summed over
+    all ranks (fused) and each rank of a node updates a part of the copy and of the optimizer's
+    slots, of which a node has one copy as well. The sums have the same bits everywhere, so nodes
+    don't exchange the new values. A barrier ends the step: no rank reads old values. Results are
+    MultiWorkerMirroredStrategy's, to the bit. Where the ranks of some node share no memory, each
+    rank has a copy of its own.
 
     The cluster is found as by MultiWorkerMirroredStrategy. `compute_devices` has a name for each
     rank of the node, and `parameter_device` names the CPU, the only device that this version keeps
@@ -121,7 +121,7 @@ class SharedStorage(Storage):
         return array.reshape(-1)[self._part]
 
     def own_part(self) -> Array:
-        """This rank's elements; the ranks must meet before anybody reads them."""
+        """This rank's elements; ranks synchronize before they are read."""
         return self.part_of(self._array)
 
     def zeros(self) -> SharedStorage:
