@@ -221,7 +221,12 @@ class Optimizer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Its numbers, and what is yet to be restored: slots belong to the values."""
-        of_this_process = {"_slots": {}, "_fused": None, "series": None, "_action_of": None}
+        of_this_process: dict[str, Any] = {
+            "_slots": {},
+            "_fused": None,
+            "series": None,
+            "_action_of": None,
+        }
         return {**self.__dict__, **of_this_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,8 @@ from strategies.core.device_names import nccl_problem, parse_devices
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import call_on_all, raise_on_all
 from strategies.core.storage import Change, Storage, assign
-
-if TYPE_CHECKING:
-    from strategies.optimizers import Optimizer
-    from strategies.variables.variable import Variable
+from strategies.optimizers import Optimizer
+from strategies.variables.variable import Variable
 
 Array = NDArray[Any]
 

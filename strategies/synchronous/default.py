@@ -17,7 +17,7 @@ from strategies.input import InputContext, InputOptions
 
 
 class DefaultStrategy(Strategy):
-    """As TensorFlow's default strategy: programs written for a strategy run unchanged without."""
+    """As TensorFlow's default strategy: a program written for a strategy runs unchanged."""
 
     def scope(self) -> AbstractContextManager[None]:
         """Change nothing; RuntimeError inside another strategy's scope."""

@@ -23,10 +23,10 @@ class MultiWorkerMirroredStrategy(Strategy):
     the program doesn't branch on `cluster_resolver.task_type`, an evaluator trains for itself, and
     is the chief of its group (see `train_and_evaluate`). Making one is collective.
 
-    communication_options: which way reductions and gathers go, how large their messages are and how
-    long they wait (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError
-    is raised on every rank. NCCL is AUTO on all ranks where one of them lacks it, which rank 0
-    says in the log.
+    communication_options: the algorithm, message size and timeout of reductions and gathers
+    (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError
+    is raised on every rank. NCCL is AUTO on all ranks where one of them lacks it; rank 0 logs
+    that.
     """
 
     def __init__(

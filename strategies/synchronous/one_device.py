@@ -1,4 +1,4 @@
-"""OneDeviceStrategy: everything on one device, for trying out a program written for a strategy."""
+"""OneDeviceStrategy: one replica on one device, for tests of a program written for a strategy."""
 
 from __future__ import annotations
 
