@@ -227,7 +227,7 @@ class Optimizer(ABC):
             "series": None,
             "_action_of": None,
         }
-        return {**self.__dict__, **of_this_process}
+        return {**self.__dict__, **absent, "_slots": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
