@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
+from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import tensor_file
-from strategies.checkpoint.first_rank import done_by_all, done_by_first, same_everywhere
-from strategies.checkpoint.states import State
+from strategies.checkpoint.states import State, refuse_different_names
 from strategies.checkpoint.tensor_file import CheckpointError
 from strategies.checkpoint.tracking import find_states
-from strategies.core.contexts import get_strategy, require_cross_replica
-from strategies.core.strategy import Strategy
+from strategies.core.contexts import require_cross_replica
+from strategies.core.same_error import call_on_all, call_on_first
 from strategies.synchronous.default import default_strategy
 
 Array = NDArray[Any]
@@ -150,7 +150,7 @@ def run_once(checkpoint: Checkpoint, action: Callable[[], Any]) -> Any:
     The result should be small, since it is pickled. An error is raised on all ranks.
     """
     strategy = checkpoint._strategy_of(find_states(checkpoint._objects))
-    return strategy.chief_first(lambda: done_by_first(strategy.communicator, action))
+    return strategy.chief_first(lambda: call_on_first(strategy.communicator, action))
 
 
 def _strategy(state: State) -> Strategy | None:
@@ -175,11 +175,11 @@ def _saveable_states(objects: Mapping[str, Any]) -> States:
 
 def _save(get_states: GetStates, strategy: Strategy, path: str | os.PathLike[str]) -> str:
     communicator = strategy.communicator
-    states = done_by_all(communicator, get_states)
-    same_everywhere(communicator, "Checkpoint.save", list(states))
+    states = call_on_all(communicator, "Checkpoint.save", get_states)
+    refuse_different_names(communicator, "Checkpoint.save", list(states))
     strategy.settle()
-    tensors = done_by_all(communicator, lambda: _saved(states))
-    return done_by_first(
+    tensors = call_on_all(communicator, "Checkpoint.save", lambda: _saved(states))
+    return call_on_first(
         communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))
     )
 
@@ -191,16 +191,17 @@ def _restore_from(
     expect_partial: bool,
 ) -> str | None:
     """Restore from rank 0's path; the path of the file, None for a path of None. Collective."""
-    states = done_by_all(communicator, get_states)
-    same_everywhere(communicator, "Checkpoint.restore", list(states))
-    source = done_by_first(communicator, lambda: None if path is None else _existing(path))
+    what = "Checkpoint.restore"
+    states = call_on_all(communicator, what, get_states)
+    refuse_different_names(communicator, what, list(states))
+    source = call_on_first(communicator, lambda: None if path is None else _existing(path))
     if source is None:
         return None
     tensors = _read_and_broadcast(communicator, source)
     by_state, unknown = _by_state(tensors, states)
     surplus = [] if expect_partial else unknown
-    done_by_all(communicator, lambda: _check_fit(states, by_state, surplus, source))
-    done_by_all(communicator, lambda: _restore(states, by_state))
+    call_on_all(communicator, what, lambda: _check_fit(states, by_state, surplus, source))
+    call_on_all(communicator, what, lambda: _restore(states, by_state))
     return source
 
 
@@ -238,7 +239,7 @@ def _read_and_broadcast(communicator: Communicator, path: str) -> dict[str, Arra
         contents.append(content)
         return len(content)
 
-    size = done_by_first(communicator, read)
+    size = call_on_first(communicator, read)
     content = np.frombuffer(contents[0], np.uint8) if contents else np.empty(size, np.uint8)
     return tensor_file.decode(communicator.broadcast(content).tobytes(), path)
 

@@ -60,11 +60,11 @@ class OptimizerState(SaveableState):
     def restore(self, tensors: Mapping[str, Array]) -> None:
         """Pass the tensors to the optimizer, with its own numbers of variables."""
         slots = {name: slot for name in tensors if (slot := _SLOT(name))}
-        rule = self.optimizer.rule
+        names = self.optimizer.rule.slots
         for slot in slots.values():
             if slot[3]:
                 # Creates the slots now: processes may number the variables differently.
-                self.optimizer.slots_of(self.variables[slot[3]].storage, rule)
+                self.optimizer.slots_of(self.variables[slot[3]].storage, names)
         prefixes = self._prefixes(len(self.optimizer.values) + len(slots))
         numbers = {prefix: number for number, prefix in enumerate(prefixes)}
         super().restore(

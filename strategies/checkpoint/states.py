@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
+from collectives import Communicator
+from collectives.consistency.uncaught import raised_on_all
+from strategies.core.same_error import compare
 from strategies.core.values import as_array
 from strategies.variables.variable import Variable
 
@@ -123,3 +126,15 @@ class SaveableState(State):
     def restore(self, tensors: Mapping[str, Array]) -> None:
         """Pass the tensors to the object."""
         self.saveable.restore_tensors(tensors)
+
+
+def refuse_different_names(communicator: Communicator, what: str, names: Iterable[str]) -> None:
+    """The same ValueError on every rank where the ranks' names differ. Collective."""
+    own = sorted(names)
+    reports = compare(communicator, f"{what}: the states ", ", ".join(own), own, what)
+    if reports is not None:
+        everywhere = set.intersection(*map(set, reports))
+        extra = [[name for name in report if name not in everywhere] for report in reports]
+        lines = [f"  rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(extra)]
+        text = "\n".join([f"{what}: some ranks have states that others lack", *lines])
+        raise raised_on_all(ValueError(text), communicator.rank)

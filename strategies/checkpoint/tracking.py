@@ -11,9 +11,9 @@ import numpy as np
 
 from collectives import Communicator
 from strategies import foreign
+from strategies.base.strategy import Strategy
 from strategies.checkpoint.optimizer_state import OptimizerState
 from strategies.checkpoint.states import Saveable, SaveableState, State, VariableState
-from strategies.core.strategy import Strategy
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
 

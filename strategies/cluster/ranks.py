@@ -1,4 +1,4 @@
-"""Which MPI rank takes which task: from every rank's `TF_CONFIG` to one agreed assignment.
+"""The assignment of MPI ranks to tasks, from every rank's `TF_CONFIG`.
 
 `assign_ranks` is a pure function of what all ranks reported, so every rank finds the same
 assignment or raises the same error. Ids follow the cluster, not the launch: chief, workers by
@@ -21,7 +21,7 @@ _LONE_EVALUATOR = Task("evaluator", 0)
 
 
 class RankReport(NamedTuple):
-    """What one MPI rank saw: the text of its `TF_CONFIG` (None: unset), and its host's name."""
+    """One MPI rank's `TF_CONFIG` (None: unset), and its host's name."""
 
     tf_config: str | None
     host: str
@@ -70,7 +70,7 @@ def ordered_tasks(cluster: ClusterSpec) -> list[Task]:
 
 
 def global_id(task: Task, cluster: ClusterSpec) -> int:
-    """The task's place among all tasks; an evaluator outside of the cluster comes last.
+    """The task's place among all tasks; an evaluator outside of the cluster is last.
 
     Raises ValueError for a task that isn't in the cluster.
     """
@@ -105,7 +105,7 @@ def assign_ranks(reports: Sequence[tuple[str | None, str]]) -> tuple[RankPlace, 
     claims = [_read(rank, RankReport(*report)) for rank, report in enumerate(reports)]
     cluster = _common_cluster(claims)
     problems = _size_problems(claims, cluster) + _rank_problems(claims, cluster)
-    # Who shares a task is worth saying only once the world has the right size.
+    # Shared tasks are reported only where the world has the right size.
     problems = problems or _sharing_problems(claims, cluster)
     if problems:
         raise ValueError("\n  ".join(["the ranks' TF_CONFIG don't fit together:", *problems]))

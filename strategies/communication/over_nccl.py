@@ -51,7 +51,7 @@ def find_nccl(communicator: Communicator) -> OverNccl | str:
     """NCCL, or why the ranks have none in common, the same on every rank. Collective.
 
     Each rank takes its current GPU, if no two ranks have the same one; else the one that has its
-    number on its node. Raises a MismatchError on every rank where some don't look for NCCL.
+    number on its node. Raises a MismatchError on every rank where some make another call.
     """
     communicator.barrier("looking for NCCL")
     devices, healths = _look(communicator.local_rank)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import Checkpoint
-from strategies.checkpoint.first_rank import done_by_first
 from strategies.checkpoint.manager import FoundCheckpoint, find_checkpoints
-from strategies.core.contexts import get_strategy
-from strategies.core.strategy import Strategy
+from strategies.core.same_error import call_on_first
 from strategies.evaluation.end_marker import EndOfTraining
 
 ModelFunction: TypeAlias = Callable[[Strategy], tuple[Checkpoint, Callable[[], Any]]]
@@ -130,7 +129,7 @@ def _new_checkpoints(
         return new, ended, time.monotonic() - last_found
 
     while True:
-        new, ended, idle = done_by_first(strategy.communicator, poll)
+        new, ended, idle = call_on_first(strategy.communicator, poll)
         if new is not None:
             seen.add(new)
             yield new.path, new.step

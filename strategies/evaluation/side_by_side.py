@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from collectives import Communicator
+from strategies.base.strategy import Strategy
 from strategies.cluster.tf_config import parse_tf_config, validate_for_train_and_evaluate
-from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
 from strategies.evaluation.end_marker import training_ends
 from strategies.evaluation.evaluate import Evaluation, ModelFunction, evaluate_checkpoints

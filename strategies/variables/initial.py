@@ -1,4 +1,4 @@
-"""What a variable begins with: its first value, and so its dtype."""
+"""Initial values of variables, and their dtypes."""
 
 from __future__ import annotations
 

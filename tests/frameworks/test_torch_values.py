@@ -14,8 +14,8 @@ from strategies import (
     optimizers,
     scale_regularization_loss,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.input import make_numpy_dataset
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import lone_strategy
 
 CALLS = {

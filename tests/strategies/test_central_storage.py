@@ -18,9 +18,9 @@ from strategies import (
     VariableSynchronization,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.optimizers.update_rules import DescentRule
 from strategies.synchronous.central_storage import CentralStorageStrategy, SharedStorage
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, same_refusal
 
 MAPS = {

@@ -12,10 +12,10 @@ from strategies import (
     metrics,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.synchronous.central_storage import CentralStorageStrategy
 from strategies.synchronous.mirrored import MirroredStrategy
 from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]

@@ -13,7 +13,7 @@ from strategies import (
     get_replica_context,
     optimizers,
 )
-from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup, reduce_slices
+from strategies.core.indexed_slices import IndexedSlices, embedding_lookup, reduce_slices
 from tests.strategies.support import on_ranks, refusal
 
 ROWS = 6

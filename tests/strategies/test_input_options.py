@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from strategies import get_strategy
-from strategies.communication.options import CommunicationOptions
-from strategies.core.run_options import RunOptions
+from strategies.base.run_options import RunOptions
+from strategies.core.communication_options import CommunicationOptions
 from strategies.input import (
     AutoShardPolicy,
     InputOptions,

@@ -67,7 +67,7 @@ def test_ranks_compare_its_value_and_not_its_address(comm, strategy):
         schedule.scale = 1.0 + min(comm.rank, 1)
         text = refusal(MismatchError, None, steps_of, strategy, optimizer, variable, 1)
         assert "step 3 of DescentRule(learning_rate=0.3333" in text.splitlines()[1]
-        assert "rank 1: barrier(step 3 of DescentRule(learning_rate=0.6666" in text
+        assert "rank 1: step 3 of DescentRule(learning_rate=0.6666" in text
         assert set(comm.all_gather_object(text)) == {text}
         schedule.scale = "x" if comm.rank == 1 else 1.0
         text = refusal(MismatchError, None, steps_of, strategy, optimizer, variable, 1)

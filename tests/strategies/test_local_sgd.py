@@ -24,8 +24,8 @@ from strategies import (
     get_replica_context,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.synchronous.local_sgd import averaging
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, refusal, same_refusal
 
 SHAPES = [(3, 2), (), (4,)]

@@ -7,8 +7,8 @@ import pytest
 
 import strategies
 from strategies import InputContext, MultiWorkerMirroredStrategy, experimental, get_strategy
-from strategies.communication.options import CommunicationImplementation, CommunicationOptions
-from strategies.core.run_options import RunOptions
+from strategies.base.run_options import RunOptions
+from strategies.core.communication_options import CommunicationImplementation, CommunicationOptions
 from strategies.core.values import PerReplica
 from tests.strategies.support import Call, lone_strategy, recorded, refusal
 

@@ -19,8 +19,8 @@ from strategies import (
     metrics,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.cross_device_ops import HierarchicalCopyAllReduce
-from strategies.variables.indexed_slices import IndexedSlices
 
 pytestmark = pytest.mark.mpi
 

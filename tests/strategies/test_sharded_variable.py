@@ -5,8 +5,8 @@ import pytest
 
 import strategies
 from strategies import Variable, optimizers
+from strategies.core.indexed_slices import IndexedSlices, embedding_lookup
 from strategies.parameter_server import FixedShardsPartitioner, MinSizePartitioner, ShardedVariable
-from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup
 from tests.strategies.parameter_servers import number_of, run_workers, together, worlds
 from tests.strategies.support import refusal
 

@@ -11,7 +11,7 @@ from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 METHODS = {"assign": lambda old, new: new, "assign_add": np.add, "assign_sub": np.subtract}
 NO_WAY_IN = "can't be assigned inside `run` with aggregation NONE"
-NO_WAY_OUT = "aggregation NONE says no way to read it outside of `run`"
+NO_WAY_OUT = "with aggregation NONE it can't be read outside of `run`"
 NO_MEANING = "outside of `run` has no meaning for a sum of replicas"
 
 

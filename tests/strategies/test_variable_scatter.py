@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from strategies import Variable, VariableAggregation, VariableSynchronization
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.variables import scatter
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 START = np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from strategies.base.cross_replica import reduce_nest
 from strategies.core import contexts, values
-from strategies.core.cross_replica import reduce_nest
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.reduce_op import ReduceOp
-from strategies.core.refusals import RefusedTogether
-
-if TYPE_CHECKING:
-    from strategies.communication.options import CommunicationOptions
-    from strategies.core.strategy import Strategy
+from strategies.core.replication import Replication
+from strategies.core.same_error import PropagatedErrors
 
 
 class StrategyExtended:
@@ -28,7 +25,7 @@ class StrategyExtended:
     variable, an array or the name of a device, as in TensorFlow; results are on every replica.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Replication) -> None:
         self._strategy = strategy
 
     def call_for_each_replica(
@@ -49,9 +46,7 @@ class StrategyExtended:
         Raises as `Strategy.reduce` without an axis, on every rank alike.
         """
         self._require("reduce_to")
-        by = partial(self._strategy.totals_of, options=options, batch=False)
-        strategy, plainly = self._strategy, options is None and self._strategy.reduces_plainly
-        return reduce_nest(strategy.communicator, reduce_op, value, None, by, plainly=plainly)
+        return reduce_nest(self._strategy, reduce_op, value, None, options)
 
     def batch_reduce_to(
         self,
@@ -62,16 +57,16 @@ class StrategyExtended:
         """As `reduce_to`, of many values in few messages; the results in their order."""
         self._require("batch_reduce_to")
         given = [values.local(value) for value, _ in value_destination_pairs]
-        by = partial(self._strategy.totals_of, options=options)
-        communicator = self._strategy.communicator
-        reduced: list[Any] = reduce_nest(communicator, reduce_op, given, None, by, plainly=False)
+        reduced: list[Any] = reduce_nest(
+            self._strategy, reduce_op, given, None, options, batch=True
+        )
         return reduced
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The first replica's array, of equal shape and dtype on all, for all. Collective."""
         self._require("broadcast_to")
-        with RefusedTogether(self._strategy.communicator, "broadcast_to"):
-            return self._strategy.first_of(values.as_array(values.local(tensor), "tensor"))
+        with PropagatedErrors(self._strategy.communicator, "broadcast_to"):
+            return self._strategy.broadcast_first(values.as_array(values.local(tensor), "tensor"))
 
     def update(
         self,
