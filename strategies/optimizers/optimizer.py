@@ -221,12 +221,7 @@ class Optimizer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Its numbers, and what is yet to be restored: slots belong to the values."""
-        of_this_process: dict[str, Any] = {
-            "_slots": {},
-            "_fused": None,
-            "series": None,
-            "_action_of": None,
-        }
+        absent = dict.fromkeys(("_fused", "series", "_action_of"))
         return {**self.__dict__, **absent, "_slots": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
