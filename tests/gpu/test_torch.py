@@ -18,7 +18,7 @@ def torch():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "complex64", "bool"])
-def test_tensors_stay_tensors(alone, torch, dtype):
+def test_tensors_come_back_as_tensors(alone, torch, dtype):
     tensor = torch.arange(24, device="cuda").reshape(4, 6).to(getattr(torch, dtype))
     for given in (tensor, tensor.T, tensor[:, ::2]):
         result = alone.all_reduce(given)

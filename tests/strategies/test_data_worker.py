@@ -325,7 +325,7 @@ def test_a_batch_arrives_as_it_was(comm):
     assert came["time"] == batch["time"]
 
 
-def test_tensors_stay_tensors():
+def test_tensors_come_back_as_tensors():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     batch = {"x": torch.arange(6.0).reshape(2, 3).T, "y": torch.ones(2, dtype=torch.bfloat16)}
     came = unpack(*pack(batch))
