@@ -69,7 +69,7 @@ def test_without_a_chief_worker_i_has_id_i():
     assert [global_id(Task("worker", index), TWO) for index in (0, 1)] == [0, 1]
 
 
-def test_an_evaluator_outside_of_the_cluster_is_last():
+def test_an_evaluator_outside_of_the_cluster_comes_last():
     assert global_id(Task("evaluator", 0), TWO) == 2
     assert is_chief(Task("evaluator", 0), TWO)
 
