@@ -1,4 +1,4 @@
-"""Reductions and gathers of nests for all replicas, agreed on before anything is sent."""
+"""`Strategy.reduce` and `gather` of nests, which the ranks compare before they send arrays."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def reduce_nest(
 def _fold_at_once(communicator: Communicator, array: Any, op: str, report: Report) -> Any:
     """The total of one array, whose shape and dtype every all_reduce compares. Collective.
 
-    The rest of the report travels with it as a text, so that there is no call before it.
+    The rest of the report is a text that this call compares, so that none precedes it.
     """
     try:
         return communicator.all_reduce(array, op, what=report.text)
@@ -132,7 +132,7 @@ def _structure(value: Any, given: Sequence[Any]) -> str:
 
 
 def _rows_alone(leaf: Any, array: Array) -> Array:
-    """What must be equal of a leaf: the number of rows need not be."""
+    """The part of a leaf that must be equal: the number of rows may differ."""
     return array[:0] if isinstance(leaf, IndexedSlices) else array
 
 
@@ -161,7 +161,7 @@ def _own_values(given: Sequence[Any]) -> list[Any]:
 
 
 def _own_value(variable: Any) -> Any:
-    # What an ON_READ variable reads as here is the replicas' aggregate already.
+    # Here an ON_READ variable's read_value is the replicas' aggregate already.
     own = getattr(variable, "on_read", False)
     return variable.storage.read() if own else variable.read_value()
 

@@ -1,7 +1,6 @@
-"""`strategy.extended`: the methods for those who write libraries.
+"""`strategy.extended`: methods for authors of libraries, as `tf.distribute.StrategyExtended`.
 
-As `tf.distribute.StrategyExtended`, for one process per replica: what TensorFlow does for each of a
-process's devices is done once.
+One process is one replica: what TensorFlow does for each device of a process is done once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from strategies.core.same_error import PropagatedErrors
 
 
 class StrategyExtended:
-    """One strategy's further methods. All but the questions need a cross-replica context.
+    """One strategy's further methods. All but the properties need a cross-replica context.
 
     RuntimeError inside `run` and inside the scope of another strategy. `destinations` are a
     variable, an array or the name of a device, as in TensorFlow; results are on every replica.
@@ -100,7 +99,7 @@ class StrategyExtended:
         return result if group else (result,)
 
     def value_container(self, value: Any) -> Any:
-        """What holds a replica's value: the value itself, since a process is one replica."""
+        """The container of a replica's value: the value itself, since a process is one replica."""
         return value
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -109,7 +108,7 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Create variables where the given one lies: in this process's memory, or on its server.
+        """Create variables where the given one is stored: in this process, or on its server.
 
         Raises ValueError for a variable of another strategy.
         """

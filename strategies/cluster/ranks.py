@@ -34,6 +34,8 @@ class RankPlace:
     task: Task
     id: int
     is_chief: bool
+    """Whether the task writes what is written once: the chief, else the first worker; an evaluator,
+    too. (`multi_worker_util.is_chief` finds none where the workers' indices don't begin at 0.)"""
     cluster: ClusterSpec
 
     @property
@@ -67,26 +69,6 @@ def ordered_tasks(cluster: ClusterSpec) -> list[Task]:
 
     jobs = sorted(cluster.jobs, key=place)
     return [Task(job, index) for job in jobs for index in cluster.task_indices(job)]
-
-
-def global_id(task: Task, cluster: ClusterSpec) -> int:
-    """The task's place among all tasks; an evaluator outside of the cluster is last.
-
-    Raises ValueError for a task that isn't in the cluster.
-    """
-    validate_task(task, cluster)
-    tasks = ordered_tasks(cluster)
-    return tasks.index(task) if task in cluster else len(tasks)
-
-
-def is_chief(task: Task, cluster: ClusterSpec) -> bool:
-    """Whether the task writes what is written once: the chief, else the first worker.
-
-    An evaluator, too, is its own chief. As `multi_worker_util.is_chief`, which however finds no
-    chief where the workers' indices don't begin at 0. Raises ValueError as `global_id` does.
-    """
-    validate_task(task, cluster)
-    return task.type == "evaluator" or task == _leader(ordered_tasks(cluster))
 
 
 def worker_cluster(hosts: Iterable[str]) -> ClusterSpec:
@@ -207,10 +189,9 @@ def _sharing_problems(claims: Sequence[_Claim], cluster: ClusterSpec | None) -> 
 
 
 def _places(tasks: Sequence[Task], cluster: ClusterSpec) -> tuple[RankPlace, ...]:
-    # One pass over the cluster: `global_id` for each of thousands of ranks would take seconds.
     ordered = ordered_tasks(cluster)
     ids = {task: place for place, task in enumerate(ordered)}
-    leader = _leader(ordered)
+    leader = next((task for task in ordered if task.type in ("chief", "worker")), None)
     return tuple(
         RankPlace(
             task,
@@ -220,7 +201,3 @@ def _places(tasks: Sequence[Task], cluster: ClusterSpec) -> tuple[RankPlace, ...
         )
         for task in tasks
     )
-
-
-def _leader(ordered: Sequence[Task]) -> Task | None:
-    return next((task for task in ordered if task.type in ("chief", "worker")), None)

@@ -37,7 +37,7 @@ class OverNccl:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """The current GPU is the caller's own business, and each thread's."""
+        """Use this device, and restore the caller's current GPU, which is one for each thread."""
         gpus = cuda()
         before = gpus.current_device()
         gpus.use_device(self._device)
@@ -54,7 +54,7 @@ def find_nccl(communicator: Communicator) -> OverNccl | str:
     number on its node. Raises a MismatchError on every rank where some make another call.
     """
     communicator.barrier("looking for NCCL")
-    devices, healths = _look(communicator.local_rank)
+    devices, healths = _candidates(communicator.local_rank)
     reports = communicator.all_gather_object(healths)
     problem = ""
     for choice, device in enumerate(devices):
@@ -65,8 +65,8 @@ def find_nccl(communicator: Communicator) -> OverNccl | str:
     return problem
 
 
-def _look(local_rank: int) -> tuple[list[int], list[Health]]:
-    """The GPUs that this rank may take, and what it has with each."""
+def _candidates(local_rank: int) -> tuple[list[int], list[Health]]:
+    """The GPUs that this rank may use, and the health of each."""
     problem = nccl_problem()
     if problem is not None:
         return [-1, -1], [Health(problem)] * 2

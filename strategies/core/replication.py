@@ -167,4 +167,4 @@ class Replication(ABC):
 
     @abstractmethod
     def leave_loops(self) -> None:
-        """Return when no rank waits for this one in a loop that it has left. Collective."""
+        """Wait for the ranks that are in a loop that this one has ended. Collective."""

@@ -1,8 +1,8 @@
 """The same error on every rank.
 
-TensorFlow's collectives stay broken for the rest of the process after one rank has failed. Here a
-rank that fails alone lets the others know, all raise an error, and the next call works. Ranks
-compare fingerprints of texts, which costs a barrier; only where they differ are reports gathered.
+TensorFlow's collectives stay broken for the rest of the process after one rank has failed. Here all
+ranks raise an error where one fails, and the next call works. Ranks compare fingerprints of texts,
+which costs a barrier; reports are gathered only where the texts differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def portable(error: Error) -> Error | RuntimeError:
 
 
 def propagate(communicator: Communicator | None, error: Exception, *what: object) -> None:
-    """Let the others fail, too, where this rank fails before the collective call that they make.
+    """Raise an error on the other ranks where this one fails before a collective call.
 
     This rank makes another call than the others, so that all ranks raise the same MismatchError,
     with the error's text. Where all ranks have the same error this returns, and the caller raises

@@ -62,7 +62,7 @@ class Storage(ABC):
         """A second value, kept as this one is: zeros of the same shape. Collective."""
 
     def slot(self, optimizer: Any, name: str, initial: Array | None) -> Storage:
-        """An array that an optimizer keeps beside the value; None: of zeros. Collective."""
+        """An array that an optimizer keeps for the value; None: of zeros. Collective."""
         made = self.zeros()
         if initial is not None:
             made.change(assign, initial)
