@@ -1,8 +1,8 @@
 r"""Train a classifier of handwritten digits with a chief that schedules steps on workers.
 
-The model and the data of `train_digits.py`. Every process has a TF_CONFIG with the cluster and its
-own task in it. The chief runs the loop below and computes nothing itself; workers run what it
-schedules, each at its own pace; the ps holds the variables. With two workers and one ps:
+The model and the data are those of `train_digits.py`. Every process has a TF_CONFIG with the
+cluster and its own task. The chief runs the loop below and computes no steps itself. Workers run
+the scheduled steps asynchronously. The ps stores the variables. With two workers and one ps:
 
     cluster='"cluster": {"chief": ["h"], "worker": ["h", "h"], "ps": ["h"]}'
     task() { echo "TF_CONFIG={$cluster, \"task\": {\"type\": \"$1\", \"index\": $2}}"; }
@@ -26,14 +26,14 @@ from train_digits import Batches, Model, cross_entropy, load_data
 import strategies
 from strategies import ClusterCoordinator, ParameterServerStrategy
 
-HOW = (
+USAGE = (
     "A coordinator needs several processes under one mpirun, each with a TF_CONFIG that names its"
     " task: a chief, workers and a ps. The first lines of this file show the command."
 )
 
 
-class Endless:
-    """Batches again and again, each time in another order; a worker's own."""
+class InfiniteBatches:
+    """Infinitely many batches, in an order that differs by worker and epoch."""
 
     def __init__(self, images, labels, batch_size):
         self.batches = Batches(
@@ -49,24 +49,24 @@ def main() -> None:
     """Serve, or schedule and print a line for each epoch."""
     options = parse_options()
     if not os.environ.get("TF_CONFIG"):
-        raise SystemExit(HOW)
+        raise SystemExit(USAGE)
     try:
         strategy = ParameterServerStrategy()
     except ValueError as error:
-        raise SystemExit(f"{error}\n{HOW}") from None
+        raise SystemExit(f"{error}\n{USAGE}") from None
     if strategy.link is None:
-        raise SystemExit(f"the cluster has no chief\n{HOW}")
+        raise SystemExit(f"the cluster has no chief\n{USAGE}")
     resolver = strategy.cluster_resolver
     if resolver.task_type == "chief":
         train(strategy, ClusterCoordinator(strategy), options)
         strategy.shutdown()
         return
     strategy.serve()
-    print(f"{resolver.task_type} {resolver.task_id}: the chief has no more to do", flush=True)
+    print(f"{resolver.task_type} {resolver.task_id}: the chief has finished", flush=True)
 
 
 def train(strategy, coordinator, options) -> None:
-    """Schedule the steps of each epoch, and look at the result when they have run."""
+    """Schedule the steps of each epoch, and evaluate the model after they have run."""
     seed, batch_size = options.seed, options.batch_size
     train_images, test_images, _, test_labels = load_data(seed)
     with strategy.scope():
@@ -74,8 +74,8 @@ def train(strategy, coordinator, options) -> None:
         optimizer = strategies.optimizers.Adam(options.learning_rate)
 
     def dataset():
-        images, _, labels, _ = load_data(seed)  # on the worker: images need not travel
-        return Endless(images, labels, batch_size)
+        images, _, labels, _ = load_data(seed)  # loaded on the worker, so that no images are sent
+        return InfiniteBatches(images, labels, batch_size)
 
     def train_step(iterator):
         def replica_step(images, labels):

@@ -1,8 +1,8 @@
-"""TensorFlow's tutorial "Custom training with tf.distribute.Strategy", whole, on digits.
+"""All of TensorFlow's tutorial "Custom training with tf.distribute.Strategy", on digits.
 
-A loss with regularisation, metrics of training and test, a checkpoint every second epoch that is
-restored and evaluated without a strategy, an iterator in place of a loop over the dataset, and an
-epoch inside of a function:
+It has a loss with regularization, training and test metrics, a checkpoint every second epoch that
+is restored and evaluated without a strategy, an iterator in place of a loop over the dataset, and
+an epoch inside of a function:
 
     python examples/custom_training_loop.py                      one process
     mpirun -n 2 python examples/custom_training_loop.py          two ranks, the same numbers
@@ -35,15 +35,15 @@ STEPS_PER_ITERATOR = 10
 
 
 class RegularizedModel(Model):
-    """Loses something for large weights, but not for biases."""
+    """A model with L2 regularization of the weights, without the biases."""
 
     @property
     def losses(self):
-        """One number for each matrix of weights."""
+        """The regularization loss of each weight matrix."""
         return [REGULARIZATION * np.sum(np.square(w)) for w in self.variables if w.numpy().ndim > 1]
 
     def loss_gradients(self):
-        """The gradient of their sum."""
+        """The gradient of the sum of `losses`."""
         return [
             2 * REGULARIZATION * variable if variable.numpy().ndim > 1 else np.zeros_like(variable)
             for variable in self.variables
@@ -51,7 +51,7 @@ class RegularizedModel(Model):
 
 
 class Loop:
-    """Everything that the tutorial makes under the strategy's scope, and its steps."""
+    """The objects that the tutorial creates in the strategy's scope, and its steps."""
 
     def __init__(self, strategy, inputs, seed):
         self.strategy = strategy
@@ -64,13 +64,13 @@ class Loop:
             self.checkpoint = Checkpoint(optimizer=self.optimizer, model=self.model)
 
     def train_step(self, inputs):
-        """One replica's part of a step."""
+        """A training step of one replica; returns its part of the loss."""
         images, labels = inputs
         hidden, logits = self.model(images)
         losses, logits_gradient = cross_entropy(logits, labels)
         loss = compute_average_loss(losses, global_batch_size=BATCH_SIZE)
         loss += scale_regularization_loss(np.add.reduce(self.model.losses))
-        # The replicas' gradients are summed: those that all have alike count a share each.
+        # Gradients are summed over the replicas, and of_weights is the same on all of them.
         replicas = np.float32(self.strategy.num_replicas_in_sync)
         gradients = [
             of_examples + of_weights / replicas
@@ -85,7 +85,7 @@ class Loop:
         return loss
 
     def test_step(self, inputs):
-        """One replica's part of a test batch."""
+        """A test step of one replica."""
         images, labels = inputs
         _, logits = self.model(images)
         losses, _ = cross_entropy(logits, labels)
@@ -93,18 +93,18 @@ class Loop:
         self.test_accuracy.update_state(labels, logits)
 
     def distributed_train_step(self, batch):
-        """The loss of the global batch."""
+        """A training step of all replicas; returns the loss of the global batch."""
         per_replica_losses = self.strategy.run(self.train_step, args=(batch,))
         return self.strategy.reduce(ReduceOp.SUM, per_replica_losses, axis=None)
 
     def distributed_train_epoch(self, dataset):
-        """An epoch inside of a function: the mean loss."""
+        """An epoch inside of a function; returns the mean loss."""
         losses = [self.distributed_train_step(batch) for batch in dataset]
         return np.mean(losses)
 
-    def report(self, head, loss):
-        """A line from the chief; reading metrics is every rank's business. They begin anew."""
-        line = f"{head}  loss {loss:.4f}  accuracy {self.train_accuracy.result():7.2%}"
+    def report(self, heading, loss):
+        """Print a line on the chief and reset the metrics. Every rank must call it."""
+        line = f"{heading}  loss {loss:.4f}  accuracy {self.train_accuracy.result():7.2%}"
         tested, accuracy = self.test_loss.result(), self.test_accuracy.result()
         if tested:
             line += f"  test loss {tested:.4f}  test accuracy {accuracy:7.2%}"
@@ -115,7 +115,7 @@ class Loop:
 
 
 def main() -> None:
-    """Run the tutorial from top to bottom."""
+    """Run the tutorial."""
     options = parse_options()
     strategy = MultiWorkerMirroredStrategy()
     train_images, test_images, train_labels, test_labels = load_data(options.seed)

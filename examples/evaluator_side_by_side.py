@@ -1,4 +1,4 @@
-r"""Some ranks train, one evaluates each checkpoint meanwhile, by the role in its TF_CONFIG.
+r"""Some ranks train, and an evaluator evaluates each checkpoint, by the roles in TF_CONFIG.
 
     jobs='{"chief": ["a"], "worker": ["b"], "evaluator": ["c"]}'
     task() { echo "TF_CONFIG={\"cluster\": $jobs, \"task\": {\"type\": \"$1\", \"index\": 0}}"; }
@@ -6,8 +6,8 @@ r"""Some ranks train, one evaluates each checkpoint meanwhile, by the role in it
     mpirun -n 1 env "$(task chief)" $program \
         : -n 1 env "$(task worker)" $program : -n 1 env "$(task evaluator)" $program
 
-The addresses are only names. Without an evaluator, alone or under mpirun, the training ranks
-evaluate the checkpoints together, after training:
+The addresses are only names. Without an evaluator the training ranks evaluate the checkpoints
+together, after training:
 
     mpirun -n 2 python examples/evaluator_side_by_side.py
 """
@@ -37,19 +37,19 @@ BATCH_SIZE = 64
 
 
 class Program:
-    """What training and evaluating have in common."""
+    """Model and data of training and evaluation."""
 
     def __init__(self, options, directory):
         self.options, self.directory = options, directory
         self.images, self.test_images, self.labels, self.test_labels = load_data(options.seed)
 
     def make_model(self):
-        """A model, and the number of the epoch that it has been trained to."""
+        """A model, and a variable with the number of its last epoch."""
         generator = np.random.default_rng(self.options.seed)
         return Model(self.images.shape[1], generator), Variable(0, trainable=False, name="epoch")
 
     def train(self, strategy):
-        """Save a checkpoint after each epoch."""
+        """Train, and save a checkpoint after each epoch."""
         with strategy.scope():
             model, epoch = self.make_model()
             optimizer = optimizers.Adam(0.003)
@@ -76,7 +76,7 @@ class Program:
             print(f"{strategy.num_replicas_in_sync} replicas have trained", flush=True)
 
     def evaluation(self, strategy):
-        """What to restore of each checkpoint, and what to do then."""
+        """The evaluation's `model_fn`: returns a checkpoint and a function that evaluates."""
         model, epoch = self.make_model()
         accuracy = metrics.SparseCategoricalAccuracy()
         batches = Batches(self.test_images, self.test_labels, BATCH_SIZE)
@@ -100,7 +100,7 @@ class Program:
 
 @contextlib.contextmanager
 def common_directory() -> Iterator[str]:
-    """A temporary directory, the same one for all ranks."""
+    """The path of one temporary directory for all ranks."""
     world = collectives.world()
     directory = world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None)
     yield directory

@@ -1,11 +1,11 @@
 """Train a classifier of handwritten digits with little communication: local SGD, and DiLoCo.
 
-Every rank trains on batches of its own; only every few steps the parameters are averaged, or, with
---outer, moved by an outer optimizer (Douillard et al. 2023, arXiv:2311.08105):
+Every rank trains on its own batches. Every few steps the parameters are averaged or, with --outer,
+updated by an outer optimizer (Douillard et al. 2023, arXiv:2311.08105):
 
     python examples/local_sgd.py                               one process
     mpirun -n 2 python examples/local_sgd.py --every 10        two ranks, averaged every 10 steps
-    mpirun -n 2 python examples/local_sgd.py --seconds 0.1     as often as every 0.1 s
+    mpirun -n 2 python examples/local_sgd.py --seconds 0.1     two ranks, averaged every 0.1 s
     mpirun -n 2 python examples/local_sgd.py --outer           DiLoCo
 """
 
@@ -32,7 +32,7 @@ def load_data():
 
 
 class Batches:
-    """A re-iterable of batches, shuffled anew, and alike on every rank, in each epoch."""
+    """A re-iterable of batches, reshuffled in each epoch, with the same order on every rank."""
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -41,8 +41,8 @@ class Batches:
     def __iter__(self):
         order = self.generator.permutation(len(self.images))
         for start in range(0, len(order) - BATCH + 1, BATCH):
-            chosen = order[start : start + BATCH]
-            yield self.images[chosen], self.labels[chosen]
+            indices = order[start : start + BATCH]
+            yield self.images[indices], self.labels[indices]
 
 
 def probabilities_of(images, weights, bias):
@@ -82,8 +82,8 @@ def main() -> None:
         loss = strategy.reduce(ReduceOp.MEAN, np.mean(losses), axis=None)
         strategy.synchronize()
         if strategy.is_chief:
-            guesses = probabilities_of(test_images, weights, bias).argmax(axis=1)
-            accuracy = np.mean(guesses == test_labels)
+            predictions = probabilities_of(test_images, weights, bias).argmax(axis=1)
+            accuracy = np.mean(predictions == test_labels)
             print(
                 f"epoch {epoch:2d}  {len(losses):3d} steps  loss {loss:.4f}"
                 f"  test accuracy {accuracy:7.2%}",

@@ -1,8 +1,8 @@
-r"""Train a classifier of handwritten digits with a parameter server, each worker at its own pace.
+r"""Train a classifier of handwritten digits with a parameter server, asynchronously.
 
-The model and the data of `train_digits.py`. Every process has a TF_CONFIG with the cluster and its
-own task in it. Workers run the loop below; the ps holds the variables and applies gradients as they
-come. With two workers and one ps:
+The model and the data are those of `train_digits.py`. Every process has a TF_CONFIG with the
+cluster and its own task. Workers run the loop below. The ps stores the variables and applies
+gradients in the order of their arrival. With two workers and one ps:
 
     cluster='"cluster": {"worker": ["localhost", "localhost"], "ps": ["localhost"]}'
     task() { echo "TF_CONFIG={$cluster, \"task\": {\"type\": \"$1\", \"index\": $2}}"; }
@@ -23,7 +23,7 @@ from train_digits import Batches, Model, cross_entropy, load_data
 import strategies
 from strategies import MinSizePartitioner, ParameterServerStrategy
 
-HOW = (
+USAGE = (
     "A parameter server needs several processes under one mpirun, each with a TF_CONFIG that names"
     " its task. The first lines of this file show the command."
 )
@@ -33,18 +33,18 @@ def main() -> None:
     """Serve, or train and print a line for each epoch."""
     options = parse_options()
     if not os.environ.get("TF_CONFIG"):
-        raise SystemExit(HOW)
+        raise SystemExit(USAGE)
     try:
         strategy = ParameterServerStrategy(
             variable_partitioner=MinSizePartitioner(16 << 10, max_shards=2),
             staleness=options.staleness,
         )
     except ValueError as error:
-        raise SystemExit(f"{error}\n{HOW}") from None
+        raise SystemExit(f"{error}\n{USAGE}") from None
     resolver = strategy.cluster_resolver
     if resolver.task_type == "ps":
         strategy.serve()
-        print(f"ps {resolver.task_id}: all workers have left", flush=True)
+        print(f"ps {resolver.task_id}: all workers have finished", flush=True)
         return
     name = f"{resolver.task_type} {resolver.task_id}"
     train(strategy, name, resolver.task_id, options)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def train(strategy, name, number, options) -> None:
-    """This worker's own epochs, over the data in an order of its own."""
+    """Train this worker's epochs, in a data order of its own."""
     train_images, test_images, train_labels, test_labels = load_data(options.seed)
     batches = Batches(
         train_images,
@@ -92,7 +92,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="examples of one worker's step")
     parser.add_argument("--learning-rate", type=float, default=0.003)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--staleness", type=int, help="steps that a worker may be ahead")
+    parser.add_argument(
+        "--staleness", type=int, help="steps that a worker may be ahead of the slowest"
+    )
     return parser.parse_args()
 
 

@@ -1,12 +1,11 @@
-"""Training that is killed and started again ends where uninterrupted training does, bit for bit.
+"""Restarting killed training: the result is that of uninterrupted training, bit for bit.
 
     mpirun -n 2 python examples/preemption.py --directory /tmp/digits --die-at 47  killed at a step
-    mpirun -n 2 python examples/preemption.py --directory /tmp/digits              goes on
+    mpirun -n 2 python examples/preemption.py --directory /tmp/digits              continues
 
-The state is saved every few steps: parameters, optimizer, metric, step. What else decides the
-outcome must follow from the step: each epoch's order of the data comes from its number, not from a
-generator that would have to be saved too. With another number of ranks it goes on as well, only
-that sums are then rounded in another order.
+Parameters, optimizer, metric and step are saved every few steps. Everything else must be a function
+of the step: the data's order follows from the epoch's number, so that no generator must be saved.
+Training can continue with another number of ranks; sums are then rounded in another order.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class BatchesFrom:
     def __iter__(self):
         per_epoch = len(self.images) // BATCH_SIZE
         for step in self.steps:
-            epoch, place = divmod(step, per_epoch)
+            epoch, number = divmod(step, per_epoch)
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
-            chosen = order[place * BATCH_SIZE : (place + 1) * BATCH_SIZE]
-            yield self.images[chosen], self.labels[chosen]
+            indices = order[number * BATCH_SIZE : (number + 1) * BATCH_SIZE]
+            yield self.images[indices], self.labels[indices]
 
 
 def main() -> None:
-    """Train from the last checkpoint on, or from the beginning."""
+    """Train from the last checkpoint, or from the beginning."""
     options = parse_options()
     strategy = MultiWorkerMirroredStrategy()
     images, test_images, labels, test_labels = load_data(options.seed)
@@ -60,8 +59,10 @@ def main() -> None:
     checkpoint = Checkpoint(model=model, optimizer=optimizer, loss=loss, step=step)
     manager = CheckpointManager(checkpoint, options.directory, max_to_keep=2)
     manager.restore_or_initialize()
-    say = print if strategy.is_chief else lambda *words, **options: None
-    say(f"{strategy.num_replicas_in_sync} replicas begin at step {int(step)}", flush=True)
+    print_on_chief = print if strategy.is_chief else lambda *words, **options: None
+    print_on_chief(
+        f"{strategy.num_replicas_in_sync} replicas start at step {int(step)}", flush=True
+    )
 
     def train_step(batch):
         batch_images, batch_labels = batch
@@ -77,17 +78,17 @@ def main() -> None:
         strategy.run(train_step, args=(batch,))
         step.assign_add(1)
         if int(step) == options.die_at and strategy.is_chief:
-            os.kill(os.getpid(), signal.SIGKILL)  # as a cluster does that needs the machine
+            os.kill(os.getpid(), signal.SIGKILL)  # as by a cluster that preempts the job
         if int(step) % options.save_every == 0:
             manager.save(int(step))
     _, logits = model(test_images)
     accuracy, mean_loss = np.mean(logits.argmax(axis=1) == test_labels), loss.result()
-    say(f"step {int(step)}  loss {mean_loss:.6f}  test accuracy {accuracy:7.2%}")
-    say(f"parameters {digest(model)}", flush=True)
+    print_on_chief(f"step {int(step)}  loss {mean_loss:.6f}  test accuracy {accuracy:7.2%}")
+    print_on_chief(f"parameters {digest(model)}", flush=True)
 
 
 def digest(model) -> str:
-    """Tells any two sets of parameters apart."""
+    """A SHA-256 digest of the parameters."""
     parameters = b"".join(variable.numpy().tobytes() for variable in model.variables)
     return hashlib.sha256(parameters).hexdigest()
 

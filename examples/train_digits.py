@@ -1,4 +1,4 @@
-"""Train a classifier of handwritten digits, in step on all ranks.
+"""Train a classifier of handwritten digits synchronously on all ranks.
 
 The custom training loop of TensorFlow's tutorial, on scikit-learn's bundled digits, with a
 two-layer network whose gradients are written by hand in NumPy:
@@ -6,9 +6,8 @@ two-layer network whose gradients are written by hand in NumPy:
     python examples/train_digits.py                      one process
     mpirun -n 2 python examples/train_digits.py          two ranks, each with half of every batch
 
-With a TF_CONFIG per process the cluster's workers are the ranks. The loop is the same under every
-`--strategy`, and so are the numbers, but for local_sgd: there each rank takes whole batches, and
-therefore fewer steps.
+With a TF_CONFIG per process the cluster's workers are the ranks. Loop and numbers are the same
+under every `--strategy` except local_sgd, where each rank gets whole batches and runs fewer steps.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CLASSES = 10
 
 
 class Batches:
-    """A re-iterable of global batches, shuffled anew, and alike on every rank, in each epoch."""
+    """Re-iterable global batches, reshuffled in each epoch, with the same order on every rank."""
 
     def __init__(self, images, labels, batch_size, *, seed=None, drop_remainder=False):
         self.images, self.labels, self.batch_size = images, labels, batch_size
@@ -55,8 +54,8 @@ class Batches:
         if self.generator is not None:
             self.generator.shuffle(order)
         for start in range(0, self.stop, self.batch_size):
-            chosen = order[start : min(start + self.batch_size, self.stop)]
-            yield self.images[chosen], self.labels[chosen]
+            indices = order[start : min(start + self.batch_size, self.stop)]
+            yield self.images[indices], self.labels[indices]
 
 
 class Model:
@@ -91,7 +90,7 @@ class Model:
 
 
 def cross_entropy(logits, labels):
-    """Each example's loss, and the gradient of their sum with respect to the logits."""
+    """The loss of each example, and the gradient of their sum with respect to the logits."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     probabilities = np.exp(shifted)
     probabilities /= probabilities.sum(axis=1, keepdims=True)
@@ -144,13 +143,13 @@ def main() -> None:
         losses, _ = cross_entropy(logits, labels)
         return losses.sum(), np.sum(logits.argmax(axis=1) == labels)
 
-    def over_all(step, batches, total, description):
-        """The sums of what `step` returns, over all batches and replicas."""
-        shown = options.progress and strategy.is_chief
-        console = Console(stderr=True, force_terminal=shown)
+    def sum_over(step, batches, total, description):
+        """The sums of the results of `step` over all batches and replicas."""
+        visible = options.progress and strategy.is_chief
+        console = Console(stderr=True, force_terminal=visible)
         sums = np.zeros(2)
         for batch in track(
-            batches, description, total, transient=True, console=console, disable=not shown
+            batches, description, total, transient=True, console=console, disable=not visible
         ):
             per_replica = strategy.run(step, args=(batch,))
             sums += strategy.reduce(ReduceOp.SUM, per_replica, axis=None)
@@ -161,16 +160,16 @@ def main() -> None:
     for epoch in range(1, options.epochs + 1):
         start = time.perf_counter()
         steps = len(train_batches)
-        loss, correct = over_all(train_step, train_data, steps, f"epoch {epoch}")
+        loss, correct = sum_over(train_step, train_data, steps, f"epoch {epoch}")
         seconds = time.perf_counter() - start
-        test_loss, test_correct = over_all(test_step, test_data, None, "test")
+        test_loss, test_correct = sum_over(test_step, test_data, None, "test")
         if strategy.is_chief:
-            seen = steps * batch_size
+            examples = steps * batch_size
             print(
-                f"epoch {epoch:2d}  loss {loss / steps:.4f}  accuracy {correct / seen:7.2%}"
+                f"epoch {epoch:2d}  loss {loss / steps:.4f}  accuracy {correct / examples:7.2%}"
                 f"  test loss {test_loss / len(test_labels):.4f}"
                 f"  test accuracy {test_correct / len(test_labels):7.2%}"
-                f"  {seen / seconds:8.0f} images/s",
+                f"  {examples / seconds:8.0f} images/s",
                 flush=True,
             )
 

@@ -9,6 +9,9 @@ from strategies import (
     metrics,
     optimizers,
 )
+from strategies.base.extended import StrategyExtended
+from strategies.base.run_options import RunOptions
+from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -17,25 +20,22 @@ from strategies.checkpoint import (
     latest_checkpoint,
 )
 from strategies.cluster.spec import ClusterSpec
-from strategies.communication.options import (
+from strategies.coordinator import ClusterCoordinator, RemoteValue
+from strategies.core.communication_options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,
 )
-from strategies.coordinator import ClusterCoordinator, RemoteValue
 from strategies.core.contexts import (
     ReplicaContext,
     experimental_set_strategy,
     get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
-from strategies.core.extended import StrategyExtended
+from strategies.core.indexed_slices import IndexedSlices, embedding_lookup
 from strategies.core.losses import compute_average_loss, scale_regularization_loss
 from strategies.core.reduce_op import ReduceOp
-from strategies.core.run_options import RunOptions
-from strategies.core.strategy import Strategy
 from strategies.core.values import DistributedValues, Mirrored, PerReplica
 from strategies.cross_device_ops import (
     CrossDeviceOps,
@@ -78,7 +78,6 @@ from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
 from strategies.synchronous.one_device import OneDeviceStrategy
 from strategies.synchronous.tpu import TPUStrategy
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
-from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup
 from strategies.variables.variable import Variable
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The errors of scheduled functions, beyond those of `collectives.errors` and Python's own.
 
-An error that a function raises on a worker comes to the chief as what it is, with a
+An error that a function raises on a worker is raised on the chief as it is, with a
 `RemoteTracebackError` as its cause.
 """
 
@@ -18,10 +18,10 @@ class CancelledError(concurrent.futures.CancelledError):
 
 
 class OutOfRangeError(Exception):
-    """A scheduled function asked a worker's dataset for more than it has.
+    """A scheduled function read beyond the end of a worker's dataset.
 
     As `tf.errors.OutOfRangeError`. On the worker, inside the function, it is StopIteration, so that
-    loops end; it becomes this error where it leaves the function.
+    loops end; it becomes this error where the function doesn't catch it.
     """
 
 
@@ -30,7 +30,7 @@ class RemoteError(RuntimeError):
 
 
 class RemoteTracebackError(Exception):
-    """Where on a worker an exception came from: the cause of the one raised here."""
+    """The traceback of an exception on a worker: the cause of the one raised here."""
 
     def __init__(self, place: str, text: str) -> None:
         """`place` names the worker and its rank, `text` is the traceback there."""

@@ -1,11 +1,10 @@
-"""Metrics: numbers gathered over many batches, on all replicas.
+"""Metrics over many batches and all replicas, as `tf.keras.metrics`.
 
-Names and numbers are those of `tf.keras.metrics`. The state lies in variables that are aggregated
-when they are read (ON_READ, SUM): inside `run` each replica updates its own without any traffic,
-and `result()` outside of `run` adds up all replicas' and gives the same number on every rank. That
-call is therefore collective: every rank makes it, though only one may print. Made outside of every
-scope, a metric belongs to its process alone; updated inside a `run` of several replicas, where that
-would be a mistake, it raises RuntimeError.
+The state is in variables that are aggregated when they are read (ON_READ, SUM): inside `run` each
+replica updates its own without communication, and `result()` outside of `run` sums those of all
+replicas and returns the same number on every rank. So that call is collective. A metric made
+outside of every scope belongs to its process; it raises RuntimeError where it is updated inside a
+`run` of several replicas.
 
 Sums are kept as float64 whatever the metric's dtype, to which only the result is rounded: Keras,
 which counts in float32, stops counting at 16,777,216.
@@ -60,7 +59,7 @@ class Metric(ABC):
 
     @abstractmethod
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Take in one batch. Where there is a strategy, only inside `run`: else ValueError."""
+        """Add one batch. Under a strategy only inside `run`, else ValueError."""
 
     def result(self) -> Any:
         """The number so far, a scalar of the metric's dtype. Outside of `run` collective."""
@@ -73,7 +72,7 @@ class Metric(ABC):
         """The result as float64."""
 
     def reset_state(self) -> None:
-        """Begin anew."""
+        """Set all sums to zero."""
         for variable in self.variables:
             variable.assign(0.0)
 
@@ -105,7 +104,7 @@ class Sum(Metric):
 
 
 class _Average(Metric):
-    """Base of what is a weighted mean over samples."""
+    """Base of weighted means over samples."""
 
     def __init__(self, name: str | None = None, dtype: Any = np.float32) -> None:
         super().__init__(name, dtype)
@@ -116,7 +115,7 @@ class _Average(Metric):
         """The weighted sum of the values, and the sum of the weights: float64 scalars, ON_READ."""
         return [self.total, self.count]
 
-    def _take_in(self, values: Any, sample_weight: Any) -> None:
+    def _add(self, values: Any, sample_weight: Any) -> None:
         array = as_array(values, "values", np.float64)
         if array.size and sample_weight is not None and not np.ndim(sample_weight):
             array = array.mean()
@@ -135,37 +134,37 @@ def _mean_of_samples(array: Array) -> Array:
 
 
 class Mean(_Average):
-    """The weighted mean of all values; 0 where there are none, or weights of sum zero."""
+    """The weighted mean of all values; 0 without values, and where the weights sum to zero."""
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Take in a number, or an array whose first axis counts the samples.
+        """Add a number, or an array whose first axis is the samples.
 
         A sample of more axes counts once, with its mean, as in Keras 3. `sample_weight` is one for
         each sample or value; a single number is, as in Keras 3, the weight of the whole batch,
         which then counts once, with its mean. ValueError where it doesn't fit. Empty batches
         change nothing.
         """
-        self._take_in(values, sample_weight)
+        self._add(values, sample_weight)
 
 
 class Accuracy(_Average):
     """How often predictions equal labels."""
 
     def update_state(self, labels: Any, predictions: Any, sample_weight: Any = None) -> None:
-        """Compare arrays of one shape, (n,) or (n, …); an axis of length 1 at the end may lack.
+        """Compare arrays of one shape, (n,) or (n, …), up to a last axis of length 1.
 
         Raises ValueError for other shapes. Weights as in `Mean`.
         """
         given = as_array(labels, "labels"), as_array(predictions, "predictions")
         true, predicted = _of_one_shape(*given)
-        self._take_in(true == predicted, sample_weight)
+        self._add(true == predicted, sample_weight)
 
 
 class SparseCategoricalAccuracy(_Average):
-    """How often the largest of the predictions is at the label's place."""
+    """How often the largest of the predictions is at the label's index."""
 
     def update_state(self, labels: Any, predictions: Any, sample_weight: Any = None) -> None:
-        """Take in integer labels (n,) or (n, 1), and logits or probabilities (n, classes).
+        """Add integer labels (n,) or (n, 1), and logits or probabilities (n, classes).
 
         Axes between are allowed in both. Of equal predictions the first counts. Raises ValueError
         for other shapes. Weights as in `Mean`.
@@ -174,7 +173,7 @@ class SparseCategoricalAccuracy(_Average):
         if not scores.ndim or not scores.shape[-1]:
             raise ValueError(f"predictions have shape {scores.shape}: must end with the classes")
         true, predicted = _of_one_shape(as_array(labels, "labels"), scores.argmax(axis=-1))
-        self._take_in(true == predicted, sample_weight)
+        self._add(true == predicted, sample_weight)
 
 
 def _of_one_shape(labels: Array, predictions: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Ways between ranks that never communicate: the suite must fail on them."""
+"""Sabotaged transports that never communicate: the suite must fail on them."""
 
 from collectives.shm.peer_memory import PeerMemory
 
@@ -7,10 +7,10 @@ BROKEN_VARIABLE = "TEST_BROKEN_TRANSPORT"
 
 
 def break_communicator(comm, what):
-    """Let what a sound communicator sends be lost without a word, and offer no other way."""
+    """Drop what a sound communicator sends, and offer no other path."""
     if what == "memory":
         break_memory(comm._engine.node.steps.memory)
-        # Some ways have looked up where the stages lie.
+        # Some paths have looked up the addresses of the bounce buffers.
         comm._engine.join(comm._engine.node)
     else:
         break_messages()
@@ -28,7 +28,7 @@ def break_messages():
 
 
 def break_memory(memory):
-    """Every rank reads its own stages and slots instead of the others', and copies nothing."""
+    """Every rank reads its own buffers and slots instead of the others', and copies nothing."""
     PeerMemory.read = PeerMemory.write = lambda self, peer, address, nbytes, here: None
     for peer in range(memory.size):
         memory.stages[peer] = memory.stages[memory.rank]

@@ -1,4 +1,4 @@
-"""Fixtures and settings that all the tests share."""
+"""Fixtures and settings of all tests."""
 
 import os
 
@@ -29,7 +29,7 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_its_own(tmp_path_factory):
-    """Neither read nor write the developer's; a world's ranks have one in common already."""
+    """Don't read or write the developer's files; a world's ranks share a directory already."""
     if "COLLECTIVES_CACHE" in os.environ and DIRECTORY_VARIABLE in os.environ:
         yield
         return

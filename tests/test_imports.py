@@ -57,139 +57,42 @@ COLLECTIVES = {
 
 # The same of `strategies`; "collectives" is its public face.
 STRATEGIES = {
-    "__init__": {
-        "checkpoint",
-        "cluster",
-        "cluster_resolver",
-        "communication",
-        "coordinator",
-        "core",
-        "cross_device_ops",
-        "data_service",
-        "errors",
-        "evaluation",
-        "experimental",
-        "input",
-        "metrics",
-        "optimizers",
-        "parameter_server",
-        "synchronous",
-        "variables",
-    },
-    "checkpoint": {
-        "collectives",
-        "collectives.consistency",
-        "collectives.scope",
-        "core",
-        "foreign",
-        "optimizers",
-        "synchronous",
-        "variables",
-    },
-    "cluster": {"cluster_resolver", "collectives", "collectives.consistency", "core"},
-    "cluster_resolver": {"cluster", "core"},
-    "communication": {
-        "collectives",
-        "collectives.calls",
-        "collectives.consistency",
-        "collectives.cuda",
-        "collectives.gpu",
-        "core",
-        "cross_device_ops",
-    },
-    "coordinator": {
-        "cluster",
-        "collectives.errors",
-        "core",
-        "errors",
-        "optimizers",
-        "parameter_server",
-        "variables",
-    },
-    "core": {
-        "cluster_resolver",
-        "collectives",
-        "collectives.arrays",
-        "collectives.consistency",
-        "collectives.cuda",
-        "collectives.errors",
-        "collectives.gpu",
-        "collectives.scope",
-        "communication",
-        "cross_device_ops",
-        "foreign",
-        "input",
-        "optimizers",
-        "variables",
-    },
-    "cross_device_ops": {
-        "collectives",
-        "collectives.calls",
-        "collectives.cuda",
-        "collectives.reductions",
-        "communication",
-        "core",
-    },
-    "data_service": {"cluster", "cluster_resolver", "collectives", "core", "input"},
-    "evaluation": {
-        "checkpoint",
-        "cluster",
-        "collectives",
-        "core",
-        "input",
-        "parameter_server",
-        "synchronous",
-    },
-    "experimental": {
-        "cluster_resolver",
-        "collectives",
-        "communication",
-        "coordinator",
-        "parameter_server",
-        "synchronous",
-    },
+    "__init__": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator", "core"}
+    | {"cross_device_ops", "data_service", "errors", "evaluation", "experimental", "input"}
+    | {"metrics", "optimizers", "parameter_server", "synchronous", "variables"},
+    "experimental": {"cluster_resolver", "coordinator", "core", "parameter_server"}
+    | {"synchronous", "collectives"},
+    "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
+    | {"synchronous", "collectives"},
+    "checkpoint": {"base", "core", "foreign", "optimizers", "synchronous", "variables"}
+    | {"collectives", "collectives.consistency", "collectives.scope"},
+    "data_service": {"base", "cluster", "core", "input", "collectives"},
+    "coordinator": {"base", "cluster", "core", "errors", "optimizers", "parameter_server"}
+    | {"variables", "collectives.errors"},
+    "parameter_server": {"base", "cluster", "coordinator", "core", "input", "optimizers"}
+    | {"variables", "collectives", "collectives.consistency", "collectives.lifecycle"}
+    | {"collectives.messaging", "collectives.shm", "collectives.transports"}
+    | {"collectives.waiting"},
+    "synchronous": {"base", "cluster", "communication", "core", "cross_device_ops", "input"}
+    | {"optimizers", "variables", "collectives", "collectives.consistency", "collectives.scope"}
+    | {"collectives.transports"},
+    "base": {"cluster", "communication", "core", "cross_device_ops", "input", "optimizers"}
+    | {"variables", "collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.cuda"},
+    "metrics": {"core", "variables", "collectives.scope"},
+    "optimizers": {"core", "foreign", "variables", "collectives"},
+    "variables": {"core"},
+    "cross_device_ops": {"communication", "core", "collectives", "collectives.calls"}
+    | {"collectives.reductions"},
+    "communication": {"core", "collectives", "collectives.calls", "collectives.consistency"}
+    | {"collectives.cuda", "collectives.gpu"},
+    "input": {"core", "collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.cuda", "collectives.scope"},
+    "cluster_resolver": {"cluster"},
+    "cluster": {"core", "collectives", "collectives.consistency"},
+    "core": {"foreign", "collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.cuda", "collectives.errors", "collectives.gpu", "collectives.scope"},
     "foreign": {"collectives.consistency"},
-    "input": {
-        "collectives",
-        "collectives.arrays",
-        "collectives.consistency",
-        "collectives.cuda",
-        "collectives.scope",
-        "core",
-    },
-    "metrics": {"collectives.scope", "core", "variables"},
-    "optimizers": {"collectives", "core", "foreign", "variables"},
-    "parameter_server": {
-        "cluster",
-        "cluster_resolver",
-        "collectives",
-        "collectives.consistency",
-        "collectives.lifecycle",
-        "collectives.messaging",
-        "collectives.shm",
-        "collectives.transports",
-        "collectives.waiting",
-        "coordinator",
-        "core",
-        "input",
-        "optimizers",
-        "variables",
-    },
-    "synchronous": {
-        "cluster",
-        "cluster_resolver",
-        "collectives",
-        "collectives.consistency",
-        "collectives.scope",
-        "collectives.transports",
-        "communication",
-        "core",
-        "cross_device_ops",
-        "input",
-        "optimizers",
-        "variables",
-    },
-    "variables": {"collectives", "core", "optimizers"},
     "errors": set(),
 }
 LAZY = {
@@ -251,6 +154,16 @@ def test_a_folder_imports_only_what_it_may(package, rules):
                 assert other in rules[room], f"{name} imports {each}"
                 used[room].add(other)
     assert used == rules, "a rule allows no more than what is used"
+
+
+@pytest.mark.parametrize("rules", [COLLECTIVES, STRATEGIES], ids=["collectives", "strategies"])
+def test_folders_form_a_hierarchy(rules):
+    done = set()
+    while ready := {
+        room for room in rules if room not in done and rules[room] & set(rules) <= done
+    }:
+        done |= ready
+    assert done == set(rules), f"in a circle: {sorted(set(rules) - done)}"
 
 
 @pytest.mark.parametrize("package", ["collectives", "strategies"])

@@ -1,4 +1,4 @@
-"""The harness of the mpi tests, shown on small suites that a pytest of their own runs."""
+"""The harness of the mpi tests, demonstrated on small suites in a separate pytest."""
 
 import mmap
 import re
@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 
 
 class Suite:
-    """A directory of tests, and what pytest says about them."""
+    """A directory of tests, and pytest's output for them."""
 
     def __init__(self, directory, text, conftest=CONFTEST, options="-p no:hypothesispytest"):
-        # Most suites do without the plugin of Hypothesis, whose import takes each rank a while.
+        # Most suites don't load the plugin of Hypothesis, whose import is slow.
         self.directory = directory
         (directory / "conftest.py").write_text(conftest)
         (directory / "pytest.ini").write_text(
@@ -43,7 +43,7 @@ class Suite:
         )
 
     def outcomes(self, *arguments, **variables):
-        """Run pytest; return by test name the outcome, and the text of what went wrong."""
+        """Run pytest; return the outcome and the failure's text by test name."""
         report = self.directory / "junit.xml"
         finished = self.run(f"--junitxml={report}", *arguments, **variables)
         assert report.exists(), finished.stdout + finished.stderr
@@ -68,10 +68,10 @@ def healthy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory):
-    """The outcomes of the troubled suite, and the shared memory that it left behind."""
+    """The outcomes of the troubled suite, and the shared memory that it did not free."""
     known = find_segments()
     outcomes = Suite(tmp_path_factory.mktemp("troubled"), TROUBLED).outcomes()
-    # Other jobs on this machine may have made segments too, but theirs are in use.
+    # Other jobs on this machine may have created segments too, but theirs are in use.
     return outcomes, find_segments() - known - mapped_files()
 
 

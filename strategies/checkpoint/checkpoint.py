@@ -1,4 +1,4 @@
-"""Checkpoint: named parts of a program, saved to and restored from one file."""
+"""Checkpoint: save named objects of a program to one file, and restore them."""
 
 from __future__ import annotations
 
@@ -11,117 +11,123 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
+from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import tensor_file
-from strategies.checkpoint.errors import CheckpointError
-from strategies.checkpoint.first_rank import done_by_all, done_by_first, same_everywhere
-from strategies.checkpoint.states import State
+from strategies.checkpoint.states import State, refuse_different_names
+from strategies.checkpoint.tensor_file import CheckpointError
 from strategies.checkpoint.tracking import find_states
-from strategies.core.contexts import get_strategy, require_cross_replica
-from strategies.core.strategy import Strategy
+from strategies.core.contexts import require_cross_replica
+from strategies.core.same_error import call_on_all, call_on_first
 from strategies.synchronous.default import default_strategy
 
 Array = NDArray[Any]
 States = dict[str, State]
-Finding = Callable[[], States]
+GetStates = Callable[[], States]
 
 SUFFIX = ".safetensors"
 
 
 class Checkpoint:
-    """The state of everything that is named, as `tf.train.Checkpoint`.
+    """The state of named objects, as `tf.train.Checkpoint`.
 
-    Named can be variables, optimizers, metrics, what speaks the protocol `Saveable`, and dicts,
-    lists, tuples, named tuples and objects that hold such; TypeError for anything else. They are
-    the checkpoint's attributes, too: `Checkpoint(step=step).step`, which may be set later. What is
-    shared is saved once.
+    Args: variables, optimizers, metrics, objects with the protocol `Saveable`, and dicts, lists,
+    tuples, named tuples and objects that contain such, by name. They are also attributes of the
+    checkpoint, which may be set later: `Checkpoint(step=step).step`. A shared object is saved once.
+    Raises TypeError for other objects, ValueError for the reserved name "__metadata__".
 
-    All state is saved as whole arrays, so that any number of ranks, or a program without a
-    strategy, can restore what any other number saved. An ON_READ variable's is its aggregate.
+    All state is saved as whole arrays, so that a program with any number of ranks, or without a
+    strategy, can restore what any other number saved. Of an ON_READ variable the aggregate is
+    saved. (https://www.tensorflow.org/api_docs/python/tf/train/Checkpoint)
     """
 
-    def __init__(self, /, **named_things: Any) -> None:
-        if "__metadata__" in named_things:
-            raise ValueError("__metadata__ is a name of the file format's own: take another")
-        states = find_states(named_things)
-        self._things = named_things
-        self._made_under = get_strategy()
+    def __init__(self, /, **objects: Any) -> None:
+        if "__metadata__" in objects:
+            raise ValueError("__metadata__ is reserved by the file format: must be another name")
+        states = find_states(objects)
+        self._objects = objects
+        self._default_strategy = get_strategy()
         strategies = (each for each in map(_strategy, states.values()) if each is not None)
-        self._first_strategy = next(strategies, self._made_under)
+        self._first_strategy = next(strategies, self._default_strategy)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             super().__setattr__(name, value)
         else:
             find_states({name: value})
-            self._things[name] = value
+            self._objects[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        things = self.__dict__.get("_things", {})
-        if name in things:
-            return things[name]
+        objects = self.__dict__.get("_objects", {})
+        if name in objects:
+            return objects[name]
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
     @property
     def communicator(self) -> Communicator:
-        """Between the ranks that save and restore together: those of the variables' strategy.
+        """The communicator of the ranks that save and restore: that of the variables' strategy.
 
-        Where there are none, of the strategy that was in force when the checkpoint was made.
-        Raises ValueError for variables of two strategies.
+        Without variables, that of the current strategy when the checkpoint was made. Raises
+        ValueError for variables of two strategies.
         """
-        return self._strategy_of(find_states(self._things)).communicator
+        return self._strategy_of(find_states(self._objects)).communicator
 
     def save(self, path: str | os.PathLike[str]) -> str:
         """Write the state to a file, and return its path on every rank. Collective.
 
-        The path of rank 0 counts; ".safetensors" is added where it lacks. Rank 0 writes another
-        file in the same directory (made if missing), then renames it, so that there is never a
-        half-written file of this name. It holds the whole state twice in memory meanwhile. Under
-        `LocalSGDStrategy` the replicas' values are averaged first, as by `synchronize`, unless they
-        are equal already. Under `ParameterServerStrategy` the chief reads one variable after the
-        other while workers go on: those that are read later may hold more of their steps. Raises
-        rank 0's OSError on every rank, ValueError where the ranks hold different things, what is
-        named holds no state or an ON_READ variable has aggregation NONE, RuntimeError inside `run`.
+        Rank 0's path is used; ".safetensors" is appended where it is missing, and directories are
+        created. Rank 0 writes a temporary file in the same directory, then renames it, so that no
+        incomplete file ever has this name. It needs memory for two copies of the state.
+
+        Under `LocalSGDStrategy` the replicas' values are averaged first, as by `synchronize`,
+        unless they are equal already. Under `ParameterServerStrategy` the chief reads one variable
+        after the other while workers train: variables read later may include more steps.
+
+        Raises the same error on every rank: rank 0's OSError; ValueError where the ranks have
+        different objects, a named object has no state or an ON_READ variable has aggregation NONE;
+        RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.save")
-        strategy, found = self._found(_saveable_states)
+        strategy, get_states = self._states(_saveable_states)
         with named_scope(strategy.communicator, "Checkpoint.save, a call for every rank"):
-            written: str = strategy.chief_first(lambda: _save(found, strategy, path))
-        # What is wrong here alone, where this rank has only waited for the chief.
-        found()
+            written: str = strategy.chief_first(lambda: _save(get_states, strategy, path))
+        # Raises this rank's own error where `chief_first` ran the action on the chief only.
+        get_states()
         return written
 
     def restore(self, path: str | os.PathLike[str] | None, *, expect_partial: bool = False) -> None:
-        """Take the state from a file. Collective; rank 0 reads it, and its path counts.
+        """Restore the state from a file, which rank 0 reads. Collective; rank 0's path is used.
 
-        ".safetensors" may be left out of the path; None, as `latest_checkpoint` gives where there
-        is no checkpoint, changes nothing. `expect_partial` ignores what the file holds of
-        things that aren't named here. Raises on every rank alike, and before anything is changed,
-        rank 0's OSError; CheckpointError, naming the file, where it is no whole checkpoint, or
-        where tensors are missing, too many, or of other shapes or dtypes; ValueError where the
-        ranks hold different things. RuntimeError inside `run`.
+        path: ".safetensors" may be omitted; None, which `latest_checkpoint` returns where there
+        is no checkpoint, changes nothing. expect_partial: ignore tensors in the file that belong
+        to no object of this checkpoint.
+
+        Raises the same error on every rank before anything is changed: rank 0's OSError;
+        CheckpointError, naming the file, where it isn't a complete checkpoint, or tensors are
+        missing, surplus, or of other shapes or dtypes; ValueError where the ranks have different
+        objects; RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.restore")
-        (strategy, found), acted = self._found(find_states), []
+        (strategy, get_states), called = self._states(find_states), []
 
-        def act() -> str | None:
-            acted.append(True)
-            return _restore_from(path, found, strategy.communicator, expect_partial)
+        def restore_all() -> str | None:
+            called.append(True)
+            return _restore_from(path, get_states, strategy.communicator, expect_partial)
 
         with named_scope(strategy.communicator, "Checkpoint.restore, a call for every rank"):
-            source = strategy.chief_first(act)
-            states = found()
-            if source is not None and not acted:
-                # What servers hold is restored; each process's own is not.
+            source = strategy.chief_first(restore_all)
+            states = get_states()
+            if source is not None and not called:
+                # The chief restored the servers' state; this process's own state is left.
                 own = {name: each for name, each in states.items() if not each.kept_by_strategy}
                 _restore_from(source, lambda: own, strategy.communicator, expect_partial=True)
 
-    def _found(self, find: Callable[[Mapping[str, Any]], States]) -> tuple[Strategy, Finding]:
-        """The strategy, and what gives the states, or raises what keeps them from being found.
+    def _states(self, find: Callable[[Mapping[str, Any]], States]) -> tuple[Strategy, GetStates]:
+        """The strategy, and a function that returns the states or raises the error of `find`.
 
-        A rank that can't find them tells the others, where they wait for it.
+        The error is deferred to the collective calls, which propagate it to all ranks.
         """
         try:
-            states = find(self._things)
+            states = find(self._objects)
             return self._strategy_of(states), lambda: states
         except Exception as error:
             problem = error
@@ -135,68 +141,67 @@ class Checkpoint:
         found = {id(each): each for each in map(_strategy, states.values()) if each is not None}
         if len(found) > 1:
             raise ValueError(f"variables of several strategies: {list(found.values())}")
-        return next(iter(found.values()), self._made_under)
+        return next(iter(found.values()), self._default_strategy)
 
 
-def done_once(checkpoint: Checkpoint, action: Callable[[], Any]) -> Any:
-    """What one rank gets from the action, for all that save and restore together. Collective.
+def run_once(checkpoint: Checkpoint, action: Callable[[], Any]) -> Any:
+    """Run the action on one rank; its result on all ranks of the checkpoint. Collective.
 
-    The outcome should be small; what the action raises is raised on all.
+    The result should be small, since it is pickled. An error is raised on all ranks.
     """
-    strategy = checkpoint._strategy_of(find_states(checkpoint._things))
-    return strategy.chief_first(lambda: done_by_first(strategy.communicator, action))
+    strategy = checkpoint._strategy_of(find_states(checkpoint._objects))
+    return strategy.chief_first(lambda: call_on_first(strategy.communicator, action))
 
 
 def _strategy(state: State) -> Strategy | None:
-    """The strategy that a state belongs to; None for a process's own, and where it isn't told."""
-    strategy = getattr(state.holder, "strategy", None)
+    """The strategy that a state belongs to; None for state of the process, or if it is unknown."""
+    strategy = getattr(state.owner, "strategy", None)
     known = isinstance(strategy, Strategy) and strategy is not default_strategy()
     return strategy if known else None
 
 
-def _saveable_states(things: Mapping[str, Any]) -> States:
-    states = find_states(things)
-    _refuse_stateless(things)
+def _saveable_states(objects: Mapping[str, Any]) -> States:
+    """The states. ValueError for an object without any, such as a list of arrays."""
+    states = find_states(objects)
+    for name, value in objects.items():
+        empty = isinstance(value, Mapping | list | tuple | set) and not value
+        if not empty and not find_states({name: value}):
+            kind = type(value).__name__
+            raise ValueError(
+                f"{name} is a {kind} without state: must contain a Variable or Saveable"
+            )
     return states
 
 
-def _refuse_stateless(things: Mapping[str, Any]) -> None:
-    """Else nothing would be saved of arrays, or of another framework's model."""
-    for name, thing in things.items():
-        empty = isinstance(thing, Mapping | list | tuple | set) and not thing
-        if not empty and not find_states({name: thing}):
-            kind = type(thing).__name__
-            raise ValueError(f"{name} is a {kind} that holds no Variable, nor any other state")
-
-
-def _save(found: Finding, strategy: Strategy, path: str | os.PathLike[str]) -> str:
+def _save(get_states: GetStates, strategy: Strategy, path: str | os.PathLike[str]) -> str:
     communicator = strategy.communicator
-    states = done_by_all(communicator, found)
-    same_everywhere(communicator, "Checkpoint.save", list(states))
+    states = call_on_all(communicator, "Checkpoint.save", get_states)
+    refuse_different_names(communicator, "Checkpoint.save", list(states))
     strategy.settle()
-    tensors = done_by_all(communicator, lambda: _saved(states))
-    return done_by_first(
+    tensors = call_on_all(communicator, "Checkpoint.save", lambda: _saved(states))
+    return call_on_first(
         communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))
     )
 
 
 def _restore_from(
     path: str | os.PathLike[str] | None,
-    found: Finding,
+    get_states: GetStates,
     communicator: Communicator,
     expect_partial: bool,
 ) -> str | None:
-    """The path that was restored; None where there is none."""
-    states = done_by_all(communicator, found)
-    same_everywhere(communicator, "Checkpoint.restore", list(states))
-    source = done_by_first(communicator, lambda: None if path is None else _existing(path))
+    """Restore from rank 0's path; the path of the file, None for a path of None. Collective."""
+    what = "Checkpoint.restore"
+    states = call_on_all(communicator, what, get_states)
+    refuse_different_names(communicator, what, list(states))
+    source = call_on_first(communicator, lambda: None if path is None else _existing(path))
     if source is None:
         return None
-    tensors = _read_together(communicator, source)
-    shares, unknown = _shared_out(tensors, states)
+    tensors = _read_and_broadcast(communicator, source)
+    by_state, unknown = _by_state(tensors, states)
     surplus = [] if expect_partial else unknown
-    done_by_all(communicator, lambda: _check_fit(states, shares, surplus, source))
-    done_by_all(communicator, lambda: _restore(states, shares))
+    call_on_all(communicator, what, lambda: _check_fit(states, by_state, surplus, source))
+    call_on_all(communicator, what, lambda: _restore(states, by_state))
     return source
 
 
@@ -213,9 +218,9 @@ def _saved(states: Mapping[str, State]) -> dict[str, Array]:
     }
 
 
-def _restore(states: Mapping[str, State], shares: Mapping[str, Mapping[str, Array]]) -> None:
+def _restore(states: Mapping[str, State], by_state: Mapping[str, Mapping[str, Array]]) -> None:
     for path, state in states.items():
-        state.restore(shares[path])
+        state.restore(by_state[path])
 
 
 def _existing(given: str | os.PathLike[str]) -> str:
@@ -223,51 +228,51 @@ def _existing(given: str | os.PathLike[str]) -> str:
     return path if path.endswith(SUFFIX) or os.path.isfile(path) else path + SUFFIX
 
 
-def _read_together(communicator: Communicator, path: str) -> dict[str, Array]:
-    """The file's tensors, read and checked by rank 0. Collective."""
-    kept: list[bytes] = []
+def _read_and_broadcast(communicator: Communicator, path: str) -> dict[str, Array]:
+    """The file's tensors; rank 0 reads and checks the file. Collective."""
+    contents: list[bytes] = []
 
     def read() -> int:
         with open(path, "rb") as file:
             content = file.read()
         tensor_file.decode(content, path)
-        kept.append(content)
+        contents.append(content)
         return len(content)
 
-    size = done_by_first(communicator, read)
-    content = np.frombuffer(kept[0], np.uint8) if kept else np.empty(size, np.uint8)
+    size = call_on_first(communicator, read)
+    content = np.frombuffer(contents[0], np.uint8) if contents else np.empty(size, np.uint8)
     return tensor_file.decode(communicator.broadcast(content).tobytes(), path)
 
 
-def _shared_out(
+def _by_state(
     tensors: Mapping[str, Array], states: Mapping[str, State]
 ) -> tuple[dict[str, dict[str, Array]], list[str]]:
-    """Each state's tensors by their relative names, and the names of those that are no state's.
+    """Each state's tensors by relative name, and the names of tensors that belong to no state.
 
-    A state's path begins its tensors' names.
+    A tensor's name begins with its state's path.
     """
-    shares: dict[str, dict[str, Array]] = {path: {} for path in states}
+    by_state: dict[str, dict[str, Array]] = {path: {} for path in states}
     unknown = []
     for name, array in sorted(tensors.items()):
         parts = name.split("/")
-        heads = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
-        path = next((head for head in heads if head in shares), None)
+        prefixes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
+        path = next((prefix for prefix in prefixes if prefix in by_state), None)
         if path is None:
             unknown.append(name)
         else:
-            shares[path][name[len(path) + 1 :]] = array
-    return shares, unknown
+            by_state[path][name[len(path) + 1 :]] = array
+    return by_state, unknown
 
 
 def _check_fit(
     states: Mapping[str, State],
-    shares: Mapping[str, Mapping[str, Array]],
+    by_state: Mapping[str, Mapping[str, Array]],
     surplus: list[str],
     source: str,
 ) -> None:
-    """CheckpointError for all that keeps the file from being restored."""
-    problems = [f"{name}: is in the file, but not named here" for name in surplus]
+    """CheckpointError, with a line for each tensor that can't be restored."""
+    problems = [f"{name}: is in the file, but not in this Checkpoint" for name in surplus]
     for path, state in states.items():
-        problems += state.problems(shares[path])
+        problems += state.problems(by_state[path])
     if problems:
         raise CheckpointError("\n  ".join([f"{source} does not fit:", *problems]))

@@ -1,24 +1,75 @@
-"""CheckpointManager: numbered checkpoints in a directory, the oldest of which are deleted."""
+"""The checkpoints in a directory: find them, number new ones, delete the oldest."""
 
 from __future__ import annotations
 
 import operator
 import os
 import re
+import stat
 from pathlib import Path
+from typing import NamedTuple
 
-from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint, done_once
-from strategies.checkpoint.directory import find_checkpoints
+from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint, run_once
 from strategies.checkpoint.tensor_file import PARTIAL
+
+_NUMBERED = re.compile(r".*-([0-9]+)\.safetensors")
+
+
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint's file. Sorts by number (-1 where its name has none), then by time and name.
+
+    `changed`: the file's mtime in nanoseconds. `inode` distinguishes a file from its replacement
+    where the file system's clock is too coarse.
+    """
+
+    number: int
+    changed: int
+    path: str
+    inode: int
+
+    @property
+    def step(self) -> int | None:
+        """The number at the end of its name, as in "ckpt-12.safetensors"; None without one."""
+        return None if self.number < 0 else self.number
+
+
+def find_checkpoints(directory: str | os.PathLike[str]) -> list[FoundCheckpoint]:
+    """The directory's "*.safetensors" files, the latest last; empty if it doesn't exist."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.glob("[!.]*.safetensors"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # deleted after it was listed
+            continue
+        if stat.S_ISREG(status.st_mode):
+            match = _NUMBERED.fullmatch(path.name)
+            number = int(match[1]) if match else -1
+            found.append(FoundCheckpoint(number, status.st_mtime_ns, str(path), status.st_ino))
+    return sorted(found)
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """The path of the directory's latest checkpoint; None where there is none. Not collective.
+
+    As `tf.train.latest_checkpoint`. The latest is the one with the highest number at the end of
+    its name, and among files without numbers the last one written. The directory need not exist.
+    (https://www.tensorflow.org/api_docs/python/tf/train/latest_checkpoint)
+    """
+    found = find_checkpoints(directory)
+    return found[-1].path if found else None
 
 
 class CheckpointManager:
-    """Saves a checkpoint again and again, as `tf.train.CheckpointManager`.
+    """Numbers a checkpoint's files and deletes old ones, as `tf.train.CheckpointManager`.
 
-    The files are `directory/{checkpoint_name}-{step}.safetensors`; the latest `max_to_keep` remain
-    (None or 0: all). Only one program at a time may write to the directory, which rank 0 (the
-    chief, where parameter servers hold the variables) looks through when the manager is made. That
-    is collective.
+    The files are `directory/{checkpoint_name}-{step}.safetensors`; the latest `max_to_keep` are
+    kept (None or 0: all). Only one program at a time may write to the directory. The constructor
+    is collective: rank 0 (under `ParameterServerStrategy` the chief) lists the directory. Raises
+    ValueError for a negative `max_to_keep`.
+    (https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager)
     """
 
     def __init__(
@@ -30,59 +81,59 @@ class CheckpointManager:
         checkpoint_name: str = "ckpt",
     ) -> None:
         if max_to_keep is not None and max_to_keep < 0:
-            raise ValueError(f"max_to_keep={max_to_keep}: must be None or from 0 up")
+            raise ValueError(f"max_to_keep={max_to_keep}: must be None or at least 0")
         self.checkpoint, self.max_to_keep = checkpoint, max_to_keep
         self._name = checkpoint_name
-        self.directory, self._steps = done_once(
-            checkpoint, lambda: (os.fspath(directory), self._found(directory))
+        self.directory, self._steps = run_once(
+            checkpoint, lambda: (os.fspath(directory), self._existing_steps(directory))
         )
 
-    def _found(self, directory: str | os.PathLike[str]) -> list[int]:
-        own = find_checkpoints(directory)
-        names = {Path(each.path).name: each.number for each in own}
+    def _existing_steps(self, directory: str | os.PathLike[str]) -> list[int]:
         return [
-            number for name, number in names.items() if name == f"{self._name}-{number}{SUFFIX}"
+            each.number
+            for each in find_checkpoints(directory)
+            if Path(each.path).name == f"{self._name}-{each.number}{SUFFIX}"
         ]
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that are kept, the latest last. No traffic."""
+        """The paths of the existing checkpoints, the latest last. Not collective."""
         return [self._path(step) for step in self._steps]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the latest checkpoint, None where there is none. No traffic."""
+        """The path of the latest checkpoint; None where there is none. Not collective."""
         return self.checkpoints[-1] if self._steps else None
 
     def _path(self, step: int) -> str:
         return os.path.join(self.directory, f"{self._name}-{step}{SUFFIX}")
 
     def save(self, step: int | None = None) -> str:
-        """Save the checkpoint, delete those that are too many, and return its path. Collective.
+        """Save the checkpoint, delete the oldest surplus ones, and return its path. Collective.
 
-        `step`: the file's number, by default the last one and 1 more, from 1 up. Raises ValueError
-        where it is lower than the last one (restore first, or take another directory: a restart
-        would find the older run's file), and what `Checkpoint.save` raises.
+        `step`: the file's number; by default the last number plus 1, starting at 1. Raises
+        ValueError where it is lower than the last one, since a restart would restore that file;
+        and the errors of `Checkpoint.save`.
         """
         last = self._steps[-1] if self._steps else 0
         step = last + 1 if step is None else operator.index(step)
         if step < last or step < 0:
             raise ValueError(
-                f"step={step}: {self.directory} holds step {last}; must not be lower. Restore that"
-                " one first, or take another directory"
+                f"step={step}: must be at least {last}, the latest step in {self.directory}."
+                " Restore that one first, or use another directory"
             )
         path = self.checkpoint.save(self._path(step))
         self._steps = [*(each for each in self._steps if each != step), step]
         surplus = len(self._steps) - (self.max_to_keep or len(self._steps))
-        dropped, self._steps = self._steps[: max(surplus, 0)], self._steps[max(surplus, 0) :]
-        done_once(self.checkpoint, lambda: self._sweep(dropped))
+        deleted, self._steps = self._steps[: max(surplus, 0)], self._steps[max(surplus, 0) :]
+        run_once(self.checkpoint, lambda: self._delete(deleted))
         return path
 
-    def _sweep(self, dropped: list[int]) -> None:
-        """Delete what is too old, and what a program that was killed has left half-written."""
-        for step in dropped:
+    def _delete(self, steps: list[int]) -> None:
+        """Delete the checkpoints of these steps, and temporary files of killed programs."""
+        for step in steps:
             Path(self._path(step)).unlink(missing_ok=True)
-        # Not those of a manager whose name begins with this one's.
+        # A match of the whole name spares a manager whose name begins with this one's.
         own = re.compile(rf"\.{re.escape(self._name)}-[0-9]+{re.escape(SUFFIX)}\..*").fullmatch
         for partial in Path(self.directory).glob(f".*{PARTIAL}"):
             if own(partial.name):
@@ -91,7 +142,7 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint and return its path; None where there is none. Collective.
 
-        Raises what `Checkpoint.restore` raises.
+        Raises the errors of `Checkpoint.restore`.
         """
         latest = self.latest_checkpoint
         if latest is not None:

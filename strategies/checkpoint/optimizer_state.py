@@ -1,4 +1,4 @@
-"""An optimizer's part of a checkpoint: its slots are named after the variables they belong to."""
+"""An optimizer's state in a checkpoint, with slots named after their variables."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)").fullmatch
 
 
 class OptimizerState(SaveableState):
-    """An optimizer's state: its counts, and slots, which may not exist yet when it is restored.
+    """An optimizer's state: its counts and slots. Slots may not exist yet when it is restored.
 
-    Of `variables`, those in the same checkpoint by path, a slot's name in the file is
-    "slots_of/PATH/SLOT"; they are made when they are restored. Others are numbered in the order of
-    their first updates, "slots/0/SLOT", and restored when the first step makes them. Slots that
-    exist and aren't in the file begin anew.
+    `variables` are those in the same checkpoint by path. Their slots are "slots_of/PATH/SLOT" in
+    the file, and are created when they are restored. Slots of other variables are numbered in the
+    order of the first updates, "slots/0/SLOT", and restored when the first step creates them.
+    Existing slots that aren't in the file are reset.
     """
 
     def __init__(self, path: str, optimizer: Optimizer, variables: Mapping[str, Variable]) -> None:
@@ -32,17 +32,17 @@ class OptimizerState(SaveableState):
         self.optimizer, self.variables = optimizer, variables
 
     def save(self) -> Mapping[str, Array]:
-        """The optimizer's tensors; it numbers all variables, the file names them."""
+        """The optimizer's tensors, with paths in place of the numbers of variables."""
         tensors = super().save()
         numbers = [int(slot[2]) for slot in map(_SLOT, tensors) if slot]
-        heads = self._heads(1 + max(numbers, default=0))
+        prefixes = self._prefixes(1 + max(numbers, default=0))
         return {
-            f"{heads[int(slot[2])]}/{slot[4]}" if (slot := _SLOT(name)) else name: array
+            f"{prefixes[int(slot[2])]}/{slot[4]}" if (slot := _SLOT(name)) else name: array
             for name, array in tensors.items()
         }
 
     def problems(self, tensors: Mapping[str, Array]) -> list[str]:
-        """Other kinds of slots than this optimizer's, or other shapes and dtypes."""
+        """Slots that this optimizer doesn't have, or other shapes and dtypes."""
         wanted: dict[str, Any] = {
             name: array for name, array in self.save().items() if name in tensors or not _SLOT(name)
         }
@@ -54,19 +54,19 @@ class OptimizerState(SaveableState):
             if slot[3] in self.variables:
                 wanted[name] = self.variables[slot[3]]
             elif slot[2] and name not in wanted:
-                del known[name]  # its variable isn't known before the first step
+                del known[name]  # its variable is unknown before the first step
         return self._differences(wanted, known)
 
     def restore(self, tensors: Mapping[str, Array]) -> None:
-        """Hand them to the optimizer, by its own numbers."""
+        """Pass the tensors to the optimizer, with its own numbers of variables."""
         slots = {name: slot for name in tensors if (slot := _SLOT(name))}
-        rule = self.optimizer.rule
+        names = self.optimizer.rule.slots
         for slot in slots.values():
             if slot[3]:
-                # Made at once, since others may number the variables otherwise than this process.
-                self.optimizer.slots_of(self.variables[slot[3]].storage, rule)
-        heads = self._heads(len(self.optimizer.values) + len(slots))
-        numbers = {head: number for number, head in enumerate(heads)}
+                # Creates the slots now: processes may number the variables differently.
+                self.optimizer.slots_of(self.variables[slot[3]].storage, names)
+        prefixes = self._prefixes(len(self.optimizer.values) + len(slots))
+        numbers = {prefix: number for number, prefix in enumerate(prefixes)}
         super().restore(
             {
                 f"slots/{numbers[slots[name][1]]}/{slots[name][4]}" if name in slots else name: each
@@ -74,13 +74,13 @@ class OptimizerState(SaveableState):
             }
         )
 
-    def _heads(self, count: int) -> list[str]:
-        """How the slots' names begin in the file, by the optimizer's numbers of their variables."""
+    def _prefixes(self, count: int) -> list[str]:
+        """The prefixes of the slots' names in the file, by the optimizer's variable numbers."""
         paths = {
             self.optimizer.number_of(each.storage): path for path, each in self.variables.items()
         }
-        places = itertools.count()
+        unnamed = itertools.count()
         return [
-            f"slots_of/{paths[number]}" if number in paths else f"slots/{next(places)}"
+            f"slots_of/{paths[number]}" if number in paths else f"slots/{next(unnamed)}"
             for number in range(count)
         ]

@@ -1,10 +1,10 @@
-"""The file of a checkpoint: named arrays in the safetensors format, with a checksum. No pickle.
+"""A checkpoint's file: named arrays in the safetensors format, with a checksum. No pickle.
 
-Any reader of safetensors (https://github.com/huggingface/safetensors) can read it. Its metadata
-have one entry, "strategies.Checkpoint", by which a file of ours is known: a JSON object with
-"version"; "sha256" of all names, dtypes, shapes and bytes; and "as_bytes", {name: dtype} of the
-arrays whose dtype safetensors lacks (such as complex128): they are stored as unsigned bytes, with
-one more axis at the end. Equal tensors give equal files.
+Any safetensors reader (https://github.com/huggingface/safetensors) can read it. Its metadata have
+one entry, "strategies.Checkpoint", which identifies the file: a JSON object with "version";
+"sha256" of all names, dtypes, shapes and bytes; and "as_bytes", {name: dtype} of the arrays whose
+dtype safetensors lacks (such as complex128), which are stored as U8 with an additional last axis.
+Equal tensors give equal files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from strategies.checkpoint.errors import CheckpointError
-
 Array = NDArray[Any]
 
 FORMAT, VERSION = "strategies.Checkpoint", 1
 
-# Of each dtype that safetensors knows, its code there and NumPy's or ml_dtypes' name.
+PARTIAL = ".partial"
+"""Suffix of temporary files, which a killed process may leave behind."""
+
+
+class CheckpointError(ValueError):
+    """A file that isn't a complete checkpoint, or whose tensors don't fit the program's.
+
+    The text names the file and the tensors. Raised on every rank, before anything is changed.
+    """
+
+
+# safetensors' dtype codes, and the names of NumPy or ml_dtypes.
 _NAMES = {
     "BOOL": "bool",
     "I8": "int8",
@@ -54,7 +63,7 @@ _NAMES = {
 
 
 def encode(tensors: Mapping[str, Array]) -> bytes:
-    """The file's content. TypeError for an array that doesn't hold numbers."""
+    """The file's content. TypeError for an array that isn't numeric or bool."""
     arrays = {name: _plain(name, array) for name, array in tensors.items()}
     as_bytes = {
         name: array.dtype.name
@@ -69,42 +78,42 @@ def encode(tensors: Mapping[str, Array]) -> bytes:
 def decode(content: bytes, path: str) -> dict[str, Array]:
     """The arrays in a file's content, by name.
 
-    Raises CheckpointError, naming the file, for anything but a whole checkpoint of this version.
+    Raises CheckpointError, naming the file, unless it is a complete checkpoint of this version.
     """
     stored, entry = _opened(content, path)
     if entry.get("version") != VERSION:
-        seen = entry.get("version")
-        raise CheckpointError(f"{path}: has version {seen!r}; version {VERSION} is read")
+        version = entry.get("version")
+        raise CheckpointError(f"{path}: has version {version!r}: must be {VERSION}")
     try:
         as_bytes = entry["as_bytes"]
         tensors = {name: _array(each, as_bytes.get(name)) for name, each in stored.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged: {error!r}") from None
+        raise CheckpointError(f"{path}: corrupt: {error!r}") from None
     if entry.get("sha256") != _checksum(tensors):
-        raise CheckpointError(f"{path}: damaged: its checksum isn't that of its content")
+        raise CheckpointError(f"{path}: corrupt: the checksum doesn't match the content")
     return tensors
 
 
 def _opened(content: bytes, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What safetensors finds in the file, and the entry of ours in its metadata."""
+    """The file's tensors as safetensors returns them, and this project's metadata entry."""
     try:
         stored = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
         length = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
     except (safetensors.SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: half-written, or no safetensors file: {error}") from None
+        raise CheckpointError(f"{path}: incomplete, or not a safetensors file: {error}") from None
     if FORMAT not in metadata:
-        raise CheckpointError(f"{path}: a safetensors file, but not of {FORMAT}")
+        raise CheckpointError(f"{path}: a safetensors file, but without the metadata of {FORMAT}")
     try:
         return stored, dict(json.loads(metadata[FORMAT]))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged: {error!r}") from None
+        raise CheckpointError(f"{path}: corrupt: {error!r}") from None
 
 
 def write(path: str, content: bytes) -> str:
-    """Put the content into the file, as a whole or not at all, and return its path.
+    """Write the content to the file atomically, and return its path.
 
-    Makes missing directories. A file of this name is replaced. Raises OSError.
+    Creates missing directories. Replaces a file of this name. Raises OSError.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -118,16 +127,12 @@ def write(path: str, content: bytes) -> str:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _make_lasting(target.parent)
+    _sync_directory(target.parent)
     return path
 
 
-PARTIAL = ".partial"
-"""Ends the names of files that are being written: what a killed process leaves behind."""
-
-
-def _make_lasting(directory: Path) -> None:
-    """Without this the file's new name may not survive a crash of the machine."""
+def _sync_directory(directory: Path) -> None:
+    """Else the file's new name may not survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,10 +141,10 @@ def _make_lasting(directory: Path) -> None:
 
 
 def _plain(name: str, array: Any) -> Array:
-    """The array in C order and native byte order; safetensors writes its memory as it lies."""
+    """The array in C order and native byte order, since safetensors writes the memory as is."""
     array = np.asarray(array)
     if array.dtype.kind not in "biufcV" or array.dtype.type is np.void:
-        raise TypeError(f"{name} has dtype {array.dtype}: a checkpoint holds numbers")
+        raise TypeError(f"{name} has dtype {array.dtype}: must be numeric or bool")
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
@@ -159,10 +164,10 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _checksum(arrays: Mapping[str, Array]) -> str:
-    total = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name in sorted(arrays):
         array = arrays[name]
-        head = json.dumps([name, array.dtype.name, array.shape])
-        total.update(len(head).to_bytes(8, "little") + head.encode())
-        total.update(array.reshape(-1).view(np.uint8).data)
-    return total.hexdigest()
+        header = json.dumps([name, array.dtype.name, array.shape])
+        checksum.update(len(header).to_bytes(8, "little") + header.encode())
+        checksum.update(array.reshape(-1).view(np.uint8).data)
+    return checksum.hexdigest()

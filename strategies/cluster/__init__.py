@@ -1,1 +1,1 @@
-"""Who takes part, told by TF_CONFIG, Slurm or a program, and which rank is which task."""
+"""Clusters from TF_CONFIG, Slurm or a program, and the assignment of ranks to tasks."""

@@ -1,4 +1,4 @@
-"""How a process joins a cluster: every rank's task, found alike on every rank."""
+"""Membership in a cluster: every rank's task, and the groups of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from collectives import Communicator
 from collectives.consistency.uncaught import raising_on_all
 from strategies.cluster.ranks import RankPlace, assign_ranks
+from strategies.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from strategies.cluster.tf_config import TFConfig
-from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
-from strategies.core.refusals import RefusedTogether
+from strategies.core.same_error import PropagatedErrors
 from strategies.core.world import world_of
 
 # Ranks of different groups train, evaluate, feed data or hold parameters apart from each other.
@@ -53,7 +53,7 @@ def join_cluster(
     the same ValueError on every rank where they don't fit together, and what `validate` raises.
     """
     world = world_of(communicator)
-    with RefusedTogether(world, "cluster_resolver"):
+    with PropagatedErrors(world, "cluster_resolver"):
         text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
     with raising_on_all(world.rank):
         places = assign_ranks(world.all_gather_object((text, socket.gethostname())))

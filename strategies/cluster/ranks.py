@@ -1,4 +1,4 @@
-"""Which MPI rank takes which task: from every rank's `TF_CONFIG` to one agreed assignment.
+"""The assignment of MPI ranks to tasks, from every rank's `TF_CONFIG`.
 
 `assign_ranks` is a pure function of what all ranks reported, so every rank finds the same
 assignment or raises the same error. Ids follow the cluster, not the launch: chief, workers by
@@ -21,7 +21,7 @@ _LONE_EVALUATOR = Task("evaluator", 0)
 
 
 class RankReport(NamedTuple):
-    """What one MPI rank saw: the text of its `TF_CONFIG` (None: unset), and its host's name."""
+    """One MPI rank's `TF_CONFIG` (None: unset), and its host's name."""
 
     tf_config: str | None
     host: str
@@ -34,6 +34,8 @@ class RankPlace:
     task: Task
     id: int
     is_chief: bool
+    """Whether the task writes what is written once: the chief, else the first worker; an evaluator,
+    too. (`multi_worker_util.is_chief` finds none where the workers' indices don't begin at 0.)"""
     cluster: ClusterSpec
 
     @property
@@ -69,26 +71,6 @@ def ordered_tasks(cluster: ClusterSpec) -> list[Task]:
     return [Task(job, index) for job in jobs for index in cluster.task_indices(job)]
 
 
-def global_id(task: Task, cluster: ClusterSpec) -> int:
-    """The task's place among all tasks; an evaluator outside of the cluster comes last.
-
-    Raises ValueError for a task that isn't in the cluster.
-    """
-    validate_task(task, cluster)
-    tasks = ordered_tasks(cluster)
-    return tasks.index(task) if task in cluster else len(tasks)
-
-
-def is_chief(task: Task, cluster: ClusterSpec) -> bool:
-    """Whether the task writes what is written once: the chief, else the first worker.
-
-    An evaluator, too, is its own chief. As `multi_worker_util.is_chief`, which however finds no
-    chief where the workers' indices don't begin at 0. Raises ValueError as `global_id` does.
-    """
-    validate_task(task, cluster)
-    return task.type == "evaluator" or task == _leader(ordered_tasks(cluster))
-
-
 def worker_cluster(hosts: Iterable[str]) -> ClusterSpec:
     """The cluster of a world without `TF_CONFIG`: each rank is the worker of its number."""
     return ClusterSpec({"worker": [f"{host}:{rank}" for rank, host in enumerate(hosts)]})
@@ -105,7 +87,7 @@ def assign_ranks(reports: Sequence[tuple[str | None, str]]) -> tuple[RankPlace, 
     claims = [_read(rank, RankReport(*report)) for rank, report in enumerate(reports)]
     cluster = _common_cluster(claims)
     problems = _size_problems(claims, cluster) + _rank_problems(claims, cluster)
-    # Who shares a task is worth saying only once the world has the right size.
+    # Shared tasks are reported only where the world has the right size.
     problems = problems or _sharing_problems(claims, cluster)
     if problems:
         raise ValueError("\n  ".join(["the ranks' TF_CONFIG don't fit together:", *problems]))
@@ -207,10 +189,9 @@ def _sharing_problems(claims: Sequence[_Claim], cluster: ClusterSpec | None) -> 
 
 
 def _places(tasks: Sequence[Task], cluster: ClusterSpec) -> tuple[RankPlace, ...]:
-    # One pass over the cluster: `global_id` for each of thousands of ranks would take seconds.
     ordered = ordered_tasks(cluster)
     ids = {task: place for place, task in enumerate(ordered)}
-    leader = _leader(ordered)
+    leader = next((task for task in ordered if task.type in ("chief", "worker")), None)
     return tuple(
         RankPlace(
             task,
@@ -220,7 +201,3 @@ def _places(tasks: Sequence[Task], cluster: ClusterSpec) -> tuple[RankPlace, ...
         )
         for task in tasks
     )
-
-
-def _leader(ordered: Sequence[Task]) -> Task | None:
-    return next((task for task in ordered if task.type in ("chief", "worker")), None)

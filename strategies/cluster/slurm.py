@@ -1,7 +1,7 @@
-"""What Slurm tells a task of its step: the nodes, and how many tasks each of them runs.
+"""Slurm's description of a step: its nodes, and the number of tasks on each.
 
-Hosts stay in Slurm's order, in which it numbers tasks. (TensorFlow's resolver sorts them, and the
-jobs, so that a task may be told that it runs on another node.)
+Hosts keep Slurm's order, in which tasks are numbered. (TensorFlow's resolver sorts hosts and jobs,
+which may assign a task to a node that it doesn't run on.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who takes part in a program: clusters and tasks.
+"""Clusters and tasks.
 
 The rules are those of `tf.train.ClusterSpec`. Where TensorFlow ignores a malformed value or lets it
 collide with another one, the value is refused here. Addresses are advisory: MPI connects the

@@ -29,12 +29,12 @@ class TFConfig:
 
     @property
     def task_type(self) -> str | None:
-        """The task's type, also where no index came with it."""
+        """The task's type, also where it has no index."""
         return self.task.type if self.task else self.lone_type
 
     @property
     def task_id(self) -> int | None:
-        """The task's index, also where no type came with it."""
+        """The task's index, also where it has no type."""
         return self.task.index if self.task else self.lone_index
 
     def to_text(self) -> str:

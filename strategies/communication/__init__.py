@@ -1,1 +1,1 @@
-"""How a strategy communicates: its options, and the communicator that heeds them."""
+"""Collectives with options: packing of many arrays, deadlines, the ring, NCCL."""

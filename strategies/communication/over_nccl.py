@@ -37,7 +37,7 @@ class OverNccl:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """The current GPU is the caller's own business, and each thread's."""
+        """Use this device, and restore the caller's current GPU, which is one for each thread."""
         gpus = cuda()
         before = gpus.current_device()
         gpus.use_device(self._device)
@@ -51,10 +51,10 @@ def find_nccl(communicator: Communicator) -> OverNccl | str:
     """NCCL, or why the ranks have none in common, the same on every rank. Collective.
 
     Each rank takes its current GPU, if no two ranks have the same one; else the one that has its
-    number on its node. Raises a MismatchError on every rank where some don't look for NCCL.
+    number on its node. Raises a MismatchError on every rank where some make another call.
     """
     communicator.barrier("looking for NCCL")
-    devices, healths = _look(communicator.local_rank)
+    devices, healths = _candidates(communicator.local_rank)
     reports = communicator.all_gather_object(healths)
     problem = ""
     for choice, device in enumerate(devices):
@@ -65,8 +65,8 @@ def find_nccl(communicator: Communicator) -> OverNccl | str:
     return problem
 
 
-def _look(local_rank: int) -> tuple[list[int], list[Health]]:
-    """The GPUs that this rank may take, and what it has with each."""
+def _candidates(local_rank: int) -> tuple[list[int], list[Health]]:
+    """The GPUs that this rank may use, and the health of each."""
     problem = nccl_problem()
     if problem is not None:
         return [-1, -1], [Health(problem)] * 2

@@ -1,4 +1,4 @@
-"""Collectives as `CommunicationOptions` ask for them."""
+"""Collectives with `CommunicationOptions`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.uncaught import raised_on_all
 from collectives.cuda.runtime import on_gpu
-from strategies.communication.options import CommunicationImplementation, CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
-from strategies.core.consensus import Report, agree
+from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
+from strategies.core.communication_options import CommunicationImplementation, CommunicationOptions
 from strategies.core.device_names import nccl_problem
 from strategies.core.reduce_op import ReduceOp
-from strategies.cross_device_ops.packing import by_bytes, reduce_apart, reduce_packed
+from strategies.core.reports import Report, agree
+from strategies.core.same_error import refuse_differences
 
 log = logging.getLogger("strategies")
 
@@ -46,7 +47,7 @@ class CollectivesWithOptions:
     def _all_reduce_hosts(
         self, op: ReduceOp, options: CommunicationOptions, arrays: Sequence[Any]
     ) -> list[Any]:
-        way = self._way(options)
+        way = self._reducer(options)
         if way == self._automatically and not options.bytes_per_pack:
             return self._communicator.all_reduce_many(arrays, op.value)
         inputs = [ReduceInput(each, op.value) for each in arrays]
@@ -86,8 +87,8 @@ class CollectivesWithOptions:
         finally:
             self._communicator.deadline = before
 
-    def _way(self, options: CommunicationOptions) -> Callable[[ReduceOp, NDArray[Any]], None]:
-        """How a pack is reduced in place. Collective the first time that NCCL is asked for."""
+    def _reducer(self, options: CommunicationOptions) -> Callable[[ReduceOp, NDArray[Any]], None]:
+        """The function that reduces a pack in place. Collective at the first use of NCCL."""
         if options.implementation is CommunicationImplementation.RING:
             return self._ring
         if options.implementation is CommunicationImplementation.AUTO:
@@ -98,41 +99,35 @@ class CollectivesWithOptions:
             if isinstance(found, OverNccl):
                 self._nccl = found
             elif self._communicator.rank == 0:
-                tell_fallback(found)
+                warn_fallback(found)
         return self._automatically if self._nccl is None else self._over_nccl
 
 
 def agreed_options(
     communicator: Communicator, options: CommunicationOptions | None
 ) -> CommunicationOptions:
-    """The options that all ranks give, NCCL being AUTO where any rank lacks it. Collective.
+    """The options that all ranks give, with AUTO for NCCL where any rank lacks it. Collective.
 
-    Raises the same ValueError on every rank, with what each gave, where they differ or aren't
-    `CommunicationOptions`.
+    Raises the same ValueError on every rank where they differ or aren't `CommunicationOptions`.
     """
     given = CommunicationOptions() if options is None else options
-    reports = communicator.all_gather_object((repr(given), _lacks(given)))
-    texts = [text for text, _ in reports]
-    if len(set(texts)) > 1 or not isinstance(given, CommunicationOptions):
-        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-        text = "\n".join(["communication_options must be equal CommunicationOptions", *lines])
-        raise raised_on_all(ValueError(text), communicator.rank)
-    lacking = [(rank, problem) for rank, (_, problem) in enumerate(reports) if problem]
-    if lacking:
-        if communicator.rank == 0:
-            tell_fallback("rank {}: {}".format(*lacking[0]))
-        return CommunicationOptions(given.bytes_per_pack, given.timeout_seconds)
-    if communicator.rank == 0:
-        log.debug("communication: %r; AUTO goes the way that Communicator.explain tells", given)
+    what = "communication_options must be equal CommunicationOptions"
+    refuse_differences(communicator, what, repr(given))
+    if not isinstance(given, CommunicationOptions):
+        lines = [f"  rank {rank}: {given!r}" for rank in range(communicator.size)]
+        raise raised_on_all(ValueError("\n".join([what, *lines])), communicator.rank)
+    first = communicator.rank == 0
+    if given.implementation is CommunicationImplementation.NCCL:
+        for rank, problem in enumerate(communicator.all_gather_object(nccl_problem())):
+            if problem:
+                if first:
+                    warn_fallback(f"rank {rank}: {problem}")
+                return CommunicationOptions(given.bytes_per_pack, given.timeout_seconds)
+    if first:
+        log.debug("communication: %r; for AUTO see Communicator.explain", given)
     return given
 
 
-def _lacks(options: Any) -> str | None:
-    """Why this rank can't do what the options ask for."""
-    implementation = getattr(options, "implementation", None)
-    return nccl_problem() if implementation is CommunicationImplementation.NCCL else None
-
-
-def tell_fallback(problem: str) -> None:
-    """Say that NCCL is not used."""
+def warn_fallback(problem: str) -> None:
+    """Log that NCCL is not used."""
     log.warning("CommunicationImplementation.NCCL: all ranks take AUTO instead. %s", problem)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from strategies.base.strategy import Strategy
 from strategies.coordinator.closure_queue import Closure, ClosureQueue
 from strategies.coordinator.dispatcher import Dispatcher
 from strategies.coordinator.link import Link
@@ -15,7 +16,6 @@ from strategies.coordinator.per_worker import PerWorkerDataset
 from strategies.coordinator.references import ChiefReferences
 from strategies.coordinator.remote_value import RemoteValue
 from strategies.core import nest
-from strategies.core.strategy import Strategy
 
 
 class ClusterCoordinator:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+from strategies.base.strategy import Strategy
 from strategies.coordinator.messages import Packed, Restored
 from strategies.coordinator.packing import pack
 from strategies.coordinator.per_worker import PerWorkerIterator, WorkerDatasets
-from strategies.core.strategy import Strategy
+from strategies.core.storage import LocalStorage
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import VariableInfo
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
-from strategies.variables.storage import LocalStorage
 from strategies.variables.variable import Variable
 
 
@@ -130,7 +130,7 @@ class ChiefReferences(StrategyReferences):
 
     def _serve(self, variable: Variable) -> None:
         if isinstance(variable.storage, LocalStorage):
-            variable._storage = self._strategy.store(variable.local.copy(), repr(variable))
+            variable.storage = self._strategy.store(variable.local.copy(), repr(variable))
             self._strategy.complete(variable)
 
     def hear(self, uses: list[Use]) -> None:
@@ -142,7 +142,7 @@ class ChiefReferences(StrategyReferences):
         while self._uses:
             use = self._uses.pop(0)
             optimizer = self._optimizers[use.optimizer]
-            optimizer.slots_of(self.storage(use.value), optimizer.rule)
+            optimizer.slots_of(self.storage(use.value), optimizer.rule.slots)
 
 
 class WorkerReferences(StrategyReferences):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from strategies.base.strategy import Strategy
 from strategies.core import contexts
-from strategies.core.strategy import Strategy
 
 
 class ScheduledContext(contexts.ReplicaContext):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from strategies.base.strategy import Strategy
 from strategies.coordinator.link import Link
 from strategies.coordinator.messages import Packed
 from strategies.coordinator.packing import unpack
@@ -12,7 +13,6 @@ from strategies.coordinator.per_worker import WorkerDatasets
 from strategies.coordinator.references import WorkerReferences
 from strategies.coordinator.scheduled import call_scheduled
 from strategies.coordinator.worker import Worker
-from strategies.core.strategy import Strategy
 
 
 def serve_chief(strategy: Strategy, link: Link, settle: Callable[[], None]) -> None:

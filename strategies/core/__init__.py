@@ -1,1 +1,1 @@
-"""What all strategies share: contexts, values, nests, the base class, agreement of replicas."""
+"""The lowest layer: values, nests, contexts, the hooks of strategies, errors on every rank."""

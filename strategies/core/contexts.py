@@ -1,6 +1,6 @@
-"""Which strategy is in force, and whether code runs as one replica or for all of them.
+"""The strategy in force, and whether code runs as one replica or for all of them.
 
-Inside `strategy.scope()` code speaks for all replicas (cross-replica context); inside
+Inside `strategy.scope()` code acts for all replicas (cross-replica context); inside
 `strategy.run` it is one replica. Outside of both the default strategy is in force, as a replica.
 The rules are those of `tf.distribute` (`get_strategy`, `get_replica_context`, …).
 """
@@ -10,23 +10,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from strategies import foreign
 from strategies.core import nest, values
+from strategies.core.communication_options import CommunicationOptions
+from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices
 from strategies.core.reduce_op import ReduceOp, as_reduce_op
-from strategies.core.refusals import RefusedTogether, wrong_context
-from strategies.variables.indexed_slices import IndexedSlices, map_apart, refuse_slices
-
-if TYPE_CHECKING:
-    from strategies.communication.options import CommunicationOptions
-    from strategies.core.strategy import Strategy
+from strategies.core.replication import Replication
+from strategies.core.same_error import PropagatedErrors, wrong_context
 
 
 class _Frame(NamedTuple):
-    strategy: Strategy
+    strategy: Replication
     replica: ReplicaContext | None
 
 
@@ -38,16 +36,16 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
-_defaults: list[Callable[[], Strategy]] = []
+_defaults: list[Callable[[], Replication]] = []
 
 
 class ReplicaContext:
-    """What the function given to `run` can ask, and do together with its peers.
+    """This replica, and its collectives with the others, for the function given to `run`.
 
     As `tf.distribute.ReplicaContext`; one process is one replica.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Replication) -> None:
         self.strategy = strategy
 
     @property
@@ -73,16 +71,16 @@ class ReplicaContext:
     ) -> Any:
         """Fold a nest of arrays over the replicas; each gets the nest of results.
 
-        All replicas give nests of equal structure, shapes and dtypes. The arrays travel fused, few
-        messages per dtype (`collectives.Communicator.all_reduce_many`), or as the strategy's
-        cross-device ops send them. `options` go before the strategy's where they aren't the
-        defaults. MEAN of integers is float64. The rows of an `IndexedSlices` are joined, duplicates
-        kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where the nests
-        differ, ValueError for an op that is neither SUM nor MEAN, RuntimeError outside of this
-        context.
+        All replicas give nests of equal structure, shapes and dtypes. The arrays are fused into few
+        messages per dtype (`collectives.Communicator.all_reduce_many`), or reduced by the
+        strategy's cross-device ops. `options` override the strategy's where they aren't the
+        defaults. MEAN of integers is float64. The rows of an `IndexedSlices` are concatenated,
+        duplicates kept. Arrays on GPUs stay there. Raises a MismatchError on every replica where
+        the nests differ, ValueError for an op that is neither SUM nor MEAN, RuntimeError outside of
+        this context.
         """
         self._require_in_force("all_reduce")
-        with RefusedTogether(self.strategy.communicator, "all_reduce"):
+        with PropagatedErrors(self.strategy.communicator, "all_reduce"):
             return self._all_reduce(as_reduce_op(reduce_op), value, options)
 
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
@@ -90,8 +88,8 @@ class ReplicaContext:
         self._compare("all_reduce", value, leaves, options)
         folded = map_apart(
             leaves,
-            lambda arrays: strategy.totals_of(arrays, op, options),
-            lambda slices: strategy.rows_of_all(slices, op),
+            lambda arrays: strategy.all_reduce_arrays(arrays, op, options),
+            lambda slices: strategy.gather_slices(slices, op),
         )
         return nest.pack_like(value, folded)
 
@@ -106,19 +104,19 @@ class ReplicaContext:
         return self.all_reduce(reduce_op, value, options)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Join each array of a nest along the axis, in the order of the replicas.
+        """Concatenate each array of a nest along the axis, in the order of the replicas.
 
         Lengths along the axis may differ. Raises as `collectives.Communicator.all_gather`,
         ValueError for a number, which has no axis, a MismatchError on every replica where the nests
         differ or one of them can't be gathered, and RuntimeError outside of this context.
         """
         self._require_in_force("all_gather")
-        with RefusedTogether(self.strategy.communicator, "all_gather"):
+        with PropagatedErrors(self.strategy.communicator, "all_gather"):
             leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
             refuse_slices(leaves, "all_gather")
             refuse_numbers(leaves, "all_gather")
             self._compare("all_gather", value, leaves, options)
-            joined = [self.strategy.joined(leaf, axis, options) for leaf in leaves]
+            joined = [self.strategy.all_gather(leaf, axis, options) for leaf in leaves]
         return nest.pack_like(value, joined)
 
     def _compare(
@@ -126,15 +124,15 @@ class ReplicaContext:
     ) -> None:
         """A MismatchError where the nests differ; a single array is compared when it is sent."""
         if isinstance(value, Mapping | list | tuple):
-            self.strategy.meet(f"{what} of {_told(value, leaves)}", options)
+            self.strategy.barrier(f"{what} of {_description(value, leaves)}", options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Call `merge_fn(strategy, *args, **kwargs)` in cross-replica context; return its result.
 
-        What it gets, and what it returns, is this replica's: nests and all stay as they are. Every
-        replica calls it in the same order. RuntimeError outside of this context.
+        Arguments and result are this replica's own. Every replica calls it in the same order.
+        RuntimeError outside of this context.
         """
         self._require_in_force("merge_call")
         with entered(self.strategy, None):
@@ -155,8 +153,8 @@ def refuse_numbers(leaves: Sequence[Any], what: str) -> None:
         raise ValueError(f"{what} takes arrays of at least one axis: make an array of one element")
 
 
-def _told(value: Any, leaves: Sequence[Any]) -> str:
-    """What is reduced, in so far as the shapes of arrays that are reduced together don't tell."""
+def _description(value: Any, leaves: Sequence[Any]) -> str:
+    """The nest's structure: shapes and dtypes are compared when the arrays are reduced."""
     sparse = [place for place, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
     return nest.structure(value) + (f", sparse {sparse}" if sparse else "")
 
@@ -168,8 +166,8 @@ def _as_array(leaf: Any) -> Any:
 
 
 @contextmanager
-def entered(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None]:
-    """Put a strategy in force, in replica or cross-replica context, for a while."""
+def entered(strategy: Replication, replica: ReplicaContext | None) -> Iterator[None]:
+    """A context in which a strategy is in force, as a replica or for all replicas."""
     _stack.frames.append(_Frame(strategy, replica))
     try:
         yield
@@ -183,16 +181,16 @@ def _top() -> _Frame:
     return _Frame(_default(), ReplicaContext(_default()))
 
 
-def provide_default(make: Callable[[], Strategy]) -> None:
-    """Tell where the default strategy comes from: being a Strategy, it needs this module itself."""
+def provide_default(make: Callable[[], Replication]) -> None:
+    """Register what makes the default strategy, a class of a layer above this module."""
     _defaults[:] = [make]
 
 
-def _default() -> Strategy:
+def _default() -> Replication:
     return _defaults[0]()
 
 
-def get_strategy() -> Strategy:
+def get_strategy() -> Replication:
     """The strategy in force: the default one outside of every scope."""
     return _top().strategy
 
@@ -208,11 +206,11 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether code speaks for all replicas."""
+    """Whether code runs for all replicas."""
     return get_replica_context() is None
 
 
-def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
+def require_cross_replica(what: str, strategy: Replication | None = None) -> None:
     """RuntimeError inside `run`, and inside the scope of another strategy than the given one.
 
     The default strategy's context will do.
@@ -231,24 +229,24 @@ def require_cross_replica(what: str, strategy: Strategy | None = None) -> None:
         )
 
 
-def require_scope_allowed(strategy: Strategy) -> None:
+def require_scope_allowed(strategy: Replication) -> None:
     """RuntimeError where the strategy's scope can't be entered now."""
     require_cross_replica("Strategy.scope()", strategy)
 
 
 @contextmanager
-def scope_of(strategy: Strategy) -> Iterator[None]:
-    """The strategy in force, in cross-replica context; refused where that isn't allowed."""
-    require_scope_allowed(strategy)  # where it is entered, which may not be where it was made
+def scope_of(strategy: Replication) -> Iterator[None]:
+    """A context in which the strategy is in force, for all replicas. Raises RuntimeError."""
+    require_scope_allowed(strategy)  # it may be entered elsewhere than it was made
     with entered(strategy, None), foreign_kept_out(strategy):
         yield
 
 
-def foreign_kept_out(strategy: Strategy) -> AbstractContextManager[None]:
+def foreign_kept_out(strategy: Replication) -> AbstractContextManager[None]:
     """A context that raises TypeError for a framework's model made in it, where ranks train it."""
     if strategy.trains_alone:
         return nullcontext()
-    return foreign.KeptOut(type(strategy).__name__, strategy.communicator.rank)
+    return foreign.ScopeGuard(type(strategy).__name__, strategy.communicator.rank)
 
 
 def call_as_replica(
@@ -258,15 +256,18 @@ def call_as_replica(
 
     TypeError where it would train a model of a framework on this rank apart from the others.
     """
-    strategy = replica.strategy
-    with entered(strategy, replica):
-        if not foreign.any_loaded() or strategy.trains_alone:
+    strategy, frames = replica.strategy, _stack.frames
+    frames.append(_Frame(strategy, replica))
+    try:
+        if strategy.trains_alone or not foreign.any_loaded():
             return fn(*args, **kwargs)
         name, rank = type(strategy).__name__, strategy.communicator.rank
         return foreign.call_guarded(name, rank, fn, args, kwargs)
+    finally:
+        frames.pop()
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def experimental_set_strategy(strategy: Replication | None) -> None:
     """Put a strategy in force until the next call (None: the default one), without a `with`.
 
     Raises RuntimeError inside a scope or `run`; TypeError as `Strategy.scope()` does when it is

@@ -1,4 +1,4 @@
-"""Names of devices, as TensorFlow writes them: `CPU:0`, `/gpu:1`, `/job:worker/task:0/device:…`."""
+"""Device names in TensorFlow's notation: `CPU:0`, `/gpu:1`, `/job:worker/task:0/device:…`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strategies.core.contexts import get_strategy, in_cross_replica_context
-from strategies.core.refusals import wrong_context
+from strategies.core.same_error import wrong_context
 from strategies.core.values import as_array
 
 
@@ -72,7 +72,7 @@ def broadcast_weights(sample_weight: Any, losses: NDArray[Any]) -> NDArray[Any]:
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """The sum of the loss, which every replica computes alike, divided by the number of replicas.
+    """The sum of the loss, equal on all replicas, divided by the number of replicas.
 
     Raises RuntimeError in cross-replica context.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def leaves(nest: Any) -> list[Any]:
-    """The leaves of a nest, in the order of its keys and places (dicts by sorted key)."""
+    """The leaves of a nest, in the order of its keys and positions (dicts by sorted key)."""
     if isinstance(nest, Mapping):
         return [leaf for key in _keys(nest) for leaf in leaves(nest[key])]
     if isinstance(nest, list | tuple):
@@ -38,7 +38,7 @@ def structure(nest: Any) -> str:
 
 
 def _keys(nest: Mapping[Any, Any]) -> list[Any]:
-    # Ranks may have filled a dict in another order; keys that can't be compared go by their text.
+    # Ranks may fill a dict in different orders; keys that can't be compared are sorted by text.
     return sorted(nest, key=lambda key: (type(key).__name__, repr(key)))
 
 

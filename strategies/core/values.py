@@ -1,8 +1,8 @@
-"""Values that replicas hold: with one process per replica, one value here.
+"""Containers of the replicas' values: one process is one replica, so each has one value.
 
-Where TensorFlow hands out a container with a value for each replica, this package hands out the
-value of this process's replica itself. The containers are for programs that make them, or ask for
-them by `isinstance`: what is given to `run`, `reduce`, `gather` and the others is unwrapped.
+Where TensorFlow returns a container with a value for each replica, this package returns the value
+itself. The containers are for programs that make them or test for them by `isinstance`; `run`,
+`reduce`, `gather` and the others unwrap them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def _unwrapped(leaf: Any) -> Any:
 
 
 def as_array(value: Any, name: str, dtype: Any = None) -> NDArray[Any]:
-    """What was given as `name`, as NumPy, sharing its memory where that is possible.
+    """The argument `name` as a NumPy array, which shares its memory where possible.
 
-    Tensors of torch keep their storages resizable, which NumPy's own way to them would end. Raises
-    ValueError for one that requires grad, TypeError for what lies on another device than the CPU.
+    A torch tensor is converted by DLPack: NumPy's own conversion would fix its storage's size.
+    Raises ValueError for one that requires grad, TypeError for an array on another device.
     """
     if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
         return np.asarray(value, dtype)

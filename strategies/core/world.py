@@ -1,4 +1,4 @@
-"""The communicator that a strategy works on: the one given, or that of all ranks."""
+"""The communicator of a strategy: the one given, or that of all ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collectives import Communicator
 def world_of(communicator: Any) -> Communicator:
     """The communicator itself; None: that of all ranks.
 
-    Raises TypeError for anything else. One of mpi4py isn't wrapped, since whoever duplicates it
-    has to close the duplicate.
+    Raises TypeError for anything else. One of mpi4py isn't wrapped, since the duplicate would have
+    to be closed by the caller.
     """
     if communicator is None:
         return collectives.world()

@@ -1,4 +1,4 @@
-"""Ways to reduce the replicas' values, to choose from or to write."""
+"""Cross-device ops: algorithms that reduce the replicas' values, and the base for new ones."""
 
 from strategies.cross_device_ops.base import CrossDeviceOps
 from strategies.cross_device_ops.ops import (

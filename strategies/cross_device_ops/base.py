@@ -1,7 +1,7 @@
-"""How the replicas' values are reduced, to be chosen or written by users.
+"""The base of cross-device ops, as `tf.distribute.CrossDeviceOps`.
 
-As `tf.distribute.CrossDeviceOps`, for one process per replica: each rank gives its own replica's
-value and gets the result, whatever the destinations, since every replica keeps a copy.
+One process is one replica: each rank gives its own replica's value and gets the result, whatever
+the destinations, since every replica keeps a copy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.communication.options import CommunicationOptions
 from strategies.core import values
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.contexts import get_strategy
 from strategies.core.reduce_op import ReduceOp, as_reduce_op
 
@@ -31,7 +31,7 @@ _REDUCING = ("reduce", "batch_reduce", "reduce_implementation", "batch_reduce_im
 
 
 class CrossDeviceOps:
-    """Base of the ways to reduce. To write one, subclass it and define one of four methods.
+    """Base of cross-device ops. To write one, define one of four methods in a subclass.
 
     `reduce_implementation` reduces one array and `batch_reduce_implementation` many; each is made
     from the other where only one is defined, and so are `reduce` and `batch_reduce`. A value is

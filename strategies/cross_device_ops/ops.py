@@ -1,4 +1,4 @@
-"""The ways to reduce that come with the package, each a path of its own over `collectives`."""
+"""The cross-device ops of the package, each an algorithm over `collectives`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from collectives import BackendUnavailableError, Communicator
 from collectives import ReduceOp as Reduction
 from collectives.calls.reductions import ReduceInput
 from collectives.reductions.reduction import finish
-from strategies.communication.options import CommunicationOptions
 from strategies.communication.over_nccl import OverNccl, find_nccl
-from strategies.core.consensus import Report, agree
-from strategies.core.device_names import nccl_problem, parse_device
-from strategies.core.reduce_op import ReduceOp
-from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
-from strategies.cross_device_ops.packing import (
+from strategies.communication.packing import (
     Groups,
     by_bytes,
     one_by_one,
     reduce_apart,
     reduce_packed,
 )
+from strategies.core.communication_options import CommunicationOptions
+from strategies.core.device_names import nccl_problem, parse_device
+from strategies.core.reduce_op import ReduceOp
+from strategies.core.reports import Report, agree
+from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
 
 __all__ = [
     "CrossDeviceOps",
@@ -64,7 +64,7 @@ class PackedAllReduce(CrossDeviceOps, ABC):
         return reduce_apart(self.communicator, values, reduce_op.value, by_packs)
 
     def _reduce_packed(self, reduce_op: ReduceOp, arrays: Sequence[Any]) -> list[Any]:
-        """What the ranks hold is compared first: packs no longer tell their arrays' shapes."""
+        """Shapes are compared first: those of packs don't show those of their arrays."""
         inputs = [ReduceInput(array, reduce_op.value) for array in arrays]
         call = f"{self!r}.batch_reduce({reduce_op.value})"
         report = Report(call).of([each.array for each in inputs])
@@ -157,7 +157,7 @@ class HierarchicalCopyAllReduce(PackedAllReduce):
         finish(op, pack, communicator.size)
 
     def _groups_of(self, communicator: Communicator) -> _Groups:
-        """Made when first used, which is collective; they wait as long as the communicator."""
+        """The rank's groups, with the communicator's deadline. Collective the first time."""
         groups = self._groups.get(communicator)
         if groups is None:
             alone = communicator.nodes == 1
@@ -206,7 +206,7 @@ class ReductionToOneDevice(PackedAllReduce):
         finish(op, pack, communicator.size)
 
     def _accumulate(self, pack: Array, accumulate: Callable[[list[Array]], Any]) -> None:
-        """Leave the accumulated array in the root's pack; where that fails, all ranks get told."""
+        """Write the accumulated array to the root's pack; an error is raised on every rank."""
         gathered = self.communicator.gather(pack[np.newaxis], root=self.root)
         problem = None
         if gathered is not None:

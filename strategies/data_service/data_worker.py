@@ -15,14 +15,14 @@ from types import TracebackType
 from typing import Any
 
 from collectives import Communicator
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import Membership
-from strategies.cluster.spec import ClusterSpec
-from strategies.cluster_resolver import (
+from strategies.cluster.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from strategies.core.strategy import Strategy
+from strategies.cluster.spec import ClusterSpec
 from strategies.core.world import world_of
 from strategies.data_service.client import DatasetClient
 from strategies.data_service.server import DatasetServer

@@ -1,1 +1,1 @@
-"""Evaluation of each checkpoint beside the training that writes them."""
+"""Evaluation of checkpoints while other ranks train."""

@@ -1,4 +1,4 @@
-"""The file that tells evaluators that training is over."""
+"""The end marker: a file that signals the end of training to evaluators."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from strategies.checkpoint import tensor_file
 
 END_MARKER = "training_ended.json"
 
-PROCESS_BEGAN = time.time()
-"""An end of training before this is an earlier run's: ranks of one program begin together."""
+PROCESS_START = time.time()
+"""An end of training before this time belongs to an earlier run."""
 
 
 @contextlib.contextmanager
 def training_ends(
     directory: str | os.PathLike[str], *, run: str | None = None, writes: bool = True
 ) -> Iterator[None]:
-    """Tell, when the block ends or fails, that no more checkpoints will come. Not collective.
+    """Write the end marker when the block ends or fails: no more checkpoints. Not collective.
 
         with strategies.training_ends("checkpoints", writes=strategy.is_chief):
             train()
 
-    run: the name of this run, if the evaluator was given one; writes: only one rank should. The
-    marker of an earlier run is removed first. Raises OSError where the directory can't be written.
+    run: the name of this run, if the evaluator waits for one. writes: whether this rank writes the
+    marker; one rank should. It removes the marker of an earlier run first. Raises OSError where
+    the directory can't be written.
     """
     marker = Path(directory, END_MARKER)
     if writes:
@@ -41,38 +42,38 @@ def training_ends(
         raise
     finally:
         if writes:
-            told = {"run": run, "ended": time.time(), "failure": failure}
-            tensor_file.write(str(marker), json.dumps(told).encode())
+            content = {"run": run, "ended": time.time(), "failure": failure}
+            tensor_file.write(str(marker), json.dumps(content).encode())
 
 
 class EndOfTraining:
-    """Whether a run has ended, as one evaluator finds it out by looking again and again.
+    """Detects the end of a run by polling the marker.
 
-    Without a name it is any run whose marker appears after the first look, whatever the clock of
-    its host says, or whose end came after this process began.
+    Without a run's name, any marker that appears or changes after the first poll counts, whatever
+    its host's clock says, and so does an end after the start of this process.
     """
 
     def __init__(self, directory: str | os.PathLike[str], run: str | None) -> None:
         self._directory, self._run = directory, run
-        self._first_look: list[dict[str, Any] | None] = []
+        self._first_poll: list[dict[str, Any] | None] = []
 
-    def has_come(self) -> bool:
-        """Look. Raises ValueError for a marker that isn't one of ours."""
-        told = _told(self._directory)
-        if not self._first_look:
-            self._first_look.append(told)
-        if told is None or self._run is not None:
-            return told is not None and told["run"] == self._run
-        return told not in self._first_look or bool(told["ended"] >= PROCESS_BEGAN)
+    def poll(self) -> bool:
+        """Whether the run has ended. Raises ValueError for a file that isn't an end marker."""
+        content = _read(self._directory)
+        if not self._first_poll:
+            self._first_poll.append(content)
+        if content is None or self._run is not None:
+            return content is not None and content["run"] == self._run
+        return content not in self._first_poll or bool(content["ended"] >= PROCESS_START)
 
 
-def _told(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What the marker says, None where there is none."""
+def _read(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The marker's content; None where there is no marker."""
     marker = Path(directory, END_MARKER)
     try:
-        told = dict(json.loads(marker.read_bytes()))
-        return told | {"run": told["run"], "ended": float(told["ended"])}
+        content = dict(json.loads(marker.read_bytes()))
+        return content | {"run": content["run"], "ended": float(content["ended"])}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{marker} says nothing about the end of training: {error!r}") from None
+        raise ValueError(f"{marker} is not a marker of the end of training: {error!r}") from None

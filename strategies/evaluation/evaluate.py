@@ -1,7 +1,7 @@
-"""Evaluating checkpoints while others train, as `tf.estimator.train_and_evaluate` does.
+"""Evaluate checkpoints while other ranks train, as `tf.estimator.train_and_evaluate` does.
 
-Who trains and who evaluates share nothing but a directory: checkpoints appear in it, and in the end
-a small file that says that training is over.
+Trainers and evaluators share only a directory with the checkpoints and, after training, the end
+marker.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import Checkpoint
-from strategies.checkpoint.directory import FoundCheckpoint, find_checkpoints
-from strategies.checkpoint.first_rank import done_by_first
-from strategies.core.contexts import get_strategy
-from strategies.core.strategy import Strategy
+from strategies.checkpoint.manager import FoundCheckpoint, find_checkpoints
+from strategies.core.same_error import call_on_first
 from strategies.evaluation.end_marker import EndOfTraining
 
 ModelFunction: TypeAlias = Callable[[Strategy], tuple[Checkpoint, Callable[[], Any]]]
-"""`model_fn(strategy)`, called once in the strategy's scope, makes what is to be evaluated: the
-checkpoint of what it needs, and a function without arguments that evaluates what was restored."""
+"""`model_fn(strategy)` is called once in the strategy's scope. It returns a Checkpoint of the model
+and a function without arguments that evaluates the restored model."""
 
 
 class Evaluation(NamedTuple):
-    """What one checkpoint gave: its path, its number (None: its name has none), the result."""
+    """A checkpoint's path, its number (None: its name has none), and the evaluation's result."""
 
     path: str
     step: int | None
@@ -34,15 +33,15 @@ class Evaluation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How often to look for a checkpoint, and how long at most without finding one, in seconds."""
+class _Polling:
+    """The interval of polling, and the limit without a new checkpoint (None: none), in seconds."""
 
     poll_seconds: float = 1.0
     idle_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not self.poll_seconds > 0:
-            raise ValueError(f"poll_seconds={self.poll_seconds}: must be more than 0")
+            raise ValueError(f"poll_seconds={self.poll_seconds}: must be positive")
 
 
 def evaluate_checkpoints(
@@ -70,29 +69,33 @@ def evaluate_checkpoints(
 
         evaluations = evaluate_checkpoints(model_fn, "checkpoints")
 
-    Returns what `evaluate` gave for each; `on_result` is called with each as soon as it is there.
-    Checkpoints that lie there already count as new; one that is deleted before its turn is left
-    out; one that is replaced is a new one. What a checkpoint holds beyond the model's is ignored.
+    Returns the evaluations in order. Checkpoints that exist already count as new. A checkpoint
+    that is deleted before it is read is skipped; one that is replaced counts as new. State in a
+    checkpoint that isn't the model's is ignored.
 
-    strategy: that of the evaluating ranks, all of which make this call (default: the one in force).
-    On an evaluator of `MultiWorkerMirroredStrategy` that is the evaluator alone. A worker of
-    `ParameterServerStrategy` evaluates by itself, as an evaluator does: what `model_fn` makes is
-    its own and holds what the file holds, whatever the others push; the variables on the servers
-    can be neither read nor changed meanwhile (RuntimeError). Rank 0 looks at the directory, every
-    `poll_seconds`. It ends after the last checkpoint, once `training_ends`
-    has told of the end: in the run named `run`, else in any that ended since this process began.
-    After `idle_seconds` (None: never) without a new checkpoint it warns (RuntimeWarning) and ends;
-    it warns as well where there never was one.
+    strategy: that of the evaluating ranks, all of which make this call (default: the current one).
+    On an evaluator of `MultiWorkerMirroredStrategy` that is one rank. A worker of
+    `ParameterServerStrategy` evaluates alone, as an evaluator does: `model_fn` creates local
+    variables with the values of the file, which other workers can't change; meanwhile access to
+    the servers' variables raises RuntimeError.
+    run: the name of the run whose end is awaited; None accepts any run that ends after the start
+    of this process.
+    poll_seconds: the interval at which rank 0 reads the directory.
+    idle_seconds: the time without a new checkpoint after which it warns and returns; None: no
+    limit.
+    on_result: called with each evaluation as soon as it is available.
 
-    Raises ValueError for `poll_seconds` that aren't positive, and what `Checkpoint.restore` and
-    the functions raise.
+    Returns after the last checkpoint, when `training_ends` has written its marker. Emits a
+    RuntimeWarning after `idle_seconds`, and where there never was a checkpoint. Raises ValueError
+    for `poll_seconds` that aren't positive, and the errors of `Checkpoint.restore` and of the
+    functions.
     """
-    patience = Patience(poll_seconds, idle_seconds)
+    polling = _Polling(poll_seconds, idle_seconds)
     strategy = get_strategy() if strategy is None else strategy
     with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
-    for path, step in _new_checkpoints(strategy, os.fspath(directory), run, patience):
+    for path, step in _new_checkpoints(strategy, os.fspath(directory), run, polling):
         with strategy.evaluating():
             if not _restored(checkpoint, path):
                 continue
@@ -103,7 +106,7 @@ def evaluate_checkpoints(
 
 
 def _restored(checkpoint: Checkpoint, path: str) -> bool:
-    """Whether the checkpoint was still there. Collective."""
+    """Restore the checkpoint; False where it no longer exists. Collective."""
     try:
         checkpoint.restore(path, expect_partial=True)
     except FileNotFoundError:
@@ -112,33 +115,33 @@ def _restored(checkpoint: Checkpoint, path: str) -> bool:
 
 
 def _new_checkpoints(
-    strategy: Strategy, directory: str, run: str | None, patience: Patience
+    strategy: Strategy, directory: str, run: str | None, polling: _Polling
 ) -> Iterator[tuple[str, int | None]]:
-    """The path and step of each checkpoint, until there will be no more. Collective."""
+    """The path and step of each new checkpoint, until the end of training. Collective."""
     seen: set[FoundCheckpoint] = set()
     end = EndOfTraining(directory, run)
-    last_news = time.monotonic()
+    last_found = time.monotonic()
 
-    def look() -> tuple[FoundCheckpoint | None, bool, float]:
-        # The end first: what was saved before it is then in the list.
-        ended = end.has_come()
+    def poll() -> tuple[FoundCheckpoint | None, bool, float]:
+        # The end is read first, so that all checkpoints before it are in the list.
+        ended = end.poll()
         new = next((each for each in find_checkpoints(directory) if each not in seen), None)
-        return new, ended, time.monotonic() - last_news
+        return new, ended, time.monotonic() - last_found
 
     while True:
-        new, ended, idle = done_by_first(strategy.communicator, look)
+        new, ended, idle = call_on_first(strategy.communicator, poll)
         if new is not None:
             seen.add(new)
             yield new.path, new.step
-            last_news = time.monotonic()
+            last_found = time.monotonic()
         elif ended:
             if not seen:
-                text = f"{directory}: training has ended, and no checkpoint was ever seen here"
+                text = f"{directory}: training has ended without any checkpoint in this directory"
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
-        elif patience.idle_seconds is not None and idle >= patience.idle_seconds:
+        elif polling.idle_seconds is not None and idle >= polling.idle_seconds:
             text = f"{directory}: no new checkpoint for {idle:.0f} s, and no end of training"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
         else:
-            time.sleep(patience.poll_seconds)
+            time.sleep(polling.poll_seconds)

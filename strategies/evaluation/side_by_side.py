@@ -1,4 +1,4 @@
-"""One program in which some ranks train and another evaluates, each by its role."""
+"""One program for training and evaluation: each rank does what its role requires."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from collectives import Communicator
+from strategies.base.strategy import Strategy
 from strategies.cluster.tf_config import parse_tf_config, validate_for_train_and_evaluate
-from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
 from strategies.evaluation.end_marker import training_ends
 from strategies.evaluation.evaluate import Evaluation, ModelFunction, evaluate_checkpoints
@@ -20,7 +20,7 @@ from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
 
 
 class TrainedAndEvaluated(NamedTuple):
-    """What `train_fn` returned (None on an evaluator), and the evaluations made by this rank."""
+    """The result of `train_fn` (None on an evaluator), and the evaluations of this rank."""
 
     trained: Any
     evaluations: list[Evaluation]
@@ -37,7 +37,7 @@ def train_and_evaluate(
     idle_seconds: float | None = None,
     on_result: Callable[[Evaluation], None] | None = None,
 ) -> TrainedAndEvaluated:
-    """Call `train_fn(strategy)` where this rank trains, evaluate checkpoints where it evaluates.
+    """Train or evaluate checkpoints on this rank, as its role requires. Collective.
 
         def train_fn(strategy):
             with strategy.scope():
@@ -48,18 +48,20 @@ def train_and_evaluate(
         train_and_evaluate(train_fn, eval_fn, "checkpoints")
 
     As `tf.estimator.train_and_evaluate`: the role comes from `TF_CONFIG`, whose cluster, if there
-    is one, must have exactly one chief. `train_fn` saves its checkpoints in `directory`; `eval_fn`
-    is the `model_fn` of `evaluate_checkpoints`, which explains it and the other arguments. In a
-    world without an evaluator the training ranks evaluate all that lies in the directory together,
-    after training. (Estimator alternates there.) A ps task serves until they have trained: only
-    `ParameterServerStrategy` has such. Its workers leave the servers as soon as they have trained,
-    and evaluate each by itself, so that every worker has a result of every checkpoint.
+    is one, must have exactly one chief. `train_fn(strategy)` saves its checkpoints in `directory`.
 
-    strategy_fn: called as `strategy_fn(communicator=…)` with all ranks. All ranks make this call.
-    Raises ValueError for a cluster that won't do, on every rank; where training fails, its error,
-    after the evaluator was told to end.
+    In a world without an evaluator the training ranks evaluate all checkpoints in the directory
+    together after training, where Estimator alternates. A ps task of `ParameterServerStrategy`
+    serves until the workers have trained; each worker then disconnects from the servers and
+    evaluates alone, so that every worker has a result of every checkpoint.
+
+    strategy_fn: called as `strategy_fn(communicator=…)` with all ranks.
+    eval_fn: the `model_fn` of `evaluate_checkpoints`, which documents the other arguments, too.
+
+    Raises ValueError on every rank for an invalid cluster; where training fails, its error, after
+    the end marker is written.
     """
-    strategy, run, roles = _joined(strategy_fn, communicator)
+    strategy, run, roles = _set_up(strategy_fn, communicator)
     evaluate = functools.partial(
         evaluate_checkpoints,
         eval_fn,
@@ -79,16 +81,16 @@ def train_and_evaluate(
         try:
             trained = train_fn(strategy)
         finally:
-            # Now, since others may not run further ahead of a worker that evaluates.
+            # Before evaluation: staleness would stop the other workers.
             if isinstance(strategy, ParameterServerStrategy):
                 strategy.shutdown()
     return TrainedAndEvaluated(trained, [] if "evaluator" in roles else evaluate())
 
 
-def _joined(
+def _set_up(
     strategy_fn: Callable[..., Strategy], communicator: Communicator | None
 ) -> tuple[Strategy, str, list[str | None]]:
-    """This rank's strategy, the run's name, and the roles of all ranks. Collective."""
+    """This rank's strategy, a unique name of the run, and the roles of all ranks. Collective."""
     world = world_of(communicator)
     strategy = strategy_fn(communicator=world)
     check_together(world, lambda: _validate(strategy))
@@ -97,7 +99,7 @@ def _joined(
 
 
 def _validate(strategy: Strategy) -> None:
-    """Raise ValueError where the strategy took its cluster from a TF_CONFIG that won't do."""
+    """ValueError where the strategy's cluster comes from a TF_CONFIG that isn't allowed here."""
     resolver = strategy.cluster_resolver
     config = parse_tf_config(os.environ.get("TF_CONFIG"))
     if resolver is not None and config.cluster == resolver.cluster_spec():

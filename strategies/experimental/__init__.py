@@ -7,7 +7,7 @@ from typing import Any
 
 from collectives import Communicator
 from strategies.cluster_resolver import ClusterResolver
-from strategies.communication.options import (
+from strategies.core.communication_options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,

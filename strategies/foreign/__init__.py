@@ -1,16 +1,20 @@
-"""Models of torch, Keras and TensorFlow, which no strategy keeps in step yet, are refused.
+"""Refusal of models of torch, Keras and TensorFlow, which no strategy synchronizes yet.
 
-A strategy knows its own `Variable` alone: a model of another framework would train apart on each
-rank. Nothing here imports a framework; what isn't loaded isn't looked for.
+A strategy synchronizes its own `Variable` only. A model of another framework would train
+independently on each rank. Nothing here imports a framework: unless the program has imported it,
+its objects can't exist.
 """
 
-from strategies.foreign.call import call_guarded
-from strategies.foreign.known import any_loaded, framework_of
-from strategies.foreign.refusal import refused_by_checkpoint, refused_for_variable
-from strategies.foreign.scope import KeptOut
+from strategies.foreign.guards import ScopeGuard, call_guarded
+from strategies.foreign.registry import (
+    any_loaded,
+    framework_of,
+    refused_by_checkpoint,
+    refused_for_variable,
+)
 
 __all__ = [
-    "KeptOut",
+    "ScopeGuard",
     "any_loaded",
     "call_guarded",
     "framework_of",

@@ -1,4 +1,4 @@
-"""What must be known of a framework to refuse its models."""
+"""The interface to a framework: recognize its objects, hook their creation and training."""
 
 from __future__ import annotations
 
@@ -10,101 +10,101 @@ from functools import wraps
 from typing import Any, ClassVar
 
 Undo = Callable[[], None]
-Note = Callable[[Any], None]
+Callback = Callable[[Any], None]
 
 
 class Framework(ABC):
     """One framework, found in `sys.modules` and never imported."""
 
     name: ClassVar[str]
-    """As users call it."""
+    """The name in error messages."""
 
     module: ClassVar[str]
-    """The package."""
+    """The package's name."""
 
     classes: ClassVar[tuple[str, ...]]
-    """The classes of variables, models and optimizers: names within the package."""
+    """Dotted names, within the package, of the classes of variables, models and optimizers."""
 
-    instead: ClassVar[str]
-    """What to do today, in place of training in a strategy."""
+    alternative: ClassVar[str]
+    """What a program can do without an adapter, for error messages."""
 
-    reading: ClassVar[str] = ""
-    """How a model is marked that is only read; nothing where there is no mark."""
+    inference_mark: ClassVar[str] = ""
+    """Code that marks a model as not trained; empty where there is none."""
 
     def __init__(self) -> None:
         self._loaded = False
 
     @property
     def loaded(self) -> bool:
-        """Whether the program has imported it, to the end."""
+        """Whether the program has imported it completely."""
         if not self._loaded and self.module in sys.modules:
             self._loaded = self.find(self.classes[-1]) is not None
         return self._loaded
 
     def find(self, path: str) -> Any:
-        """What the package has under a dotted name; None where it isn't there, or not yet."""
+        """The package's object of a dotted name; None where it doesn't exist (yet)."""
         found, full = sys.modules.get(self.module), self.module
         for name in path.split("."):
             full = f"{full}.{name}"
-            # A package may have deleted the name of a module in it.
+            # A package may have deleted the attribute of a submodule.
             found = getattr(found, name, sys.modules.get(full))
         return found
 
     def owns(self, kind: type) -> bool:
-        """Whether objects of this class are its variables, models or optimizers."""
+        """Whether the class is one of its variables, models or optimizers."""
         kinds = tuple(filter(None, map(self.find, self.classes)))
         return issubclass(kind, kinds)
 
     @abstractmethod
     def trains(self, thing: Any) -> bool:
-        """Whether one of its objects changes by training: frozen ones don't, optimizers do."""
+        """Whether training changes the object. True for optimizers, False for frozen objects."""
 
     def is_input(self, thing: Any) -> bool:
-        """Whether it may be reached by `run` though it trains: what gradients are taken for."""
+        """Whether `run` may use the object though it trains: an input to take gradients for."""
         return False
 
-    def held(self, thing: Any) -> Sequence[Any]:
-        """What the object is made of in another framework, and speaks for."""
+    def components(self, thing: Any) -> Sequence[Any]:
+        """Objects of another framework that the object consists of; it is checked for them."""
         return ()
 
     @abstractmethod
-    def extent(self, thing: Any) -> int:
-        """How much belongs to the object: of a model more than of its layers."""
+    def size(self, thing: Any) -> int:
+        """A number that is larger for a model than for its layers."""
 
     @abstractmethod
-    def told(self, thing: Any) -> str:
-        """The object in words that are equal on every rank."""
+    def describe(self, thing: Any) -> str:
+        """The object as text, the same on every rank."""
 
     @abstractmethod
-    def watch_steps(self, refuse: Note) -> Undo:
+    def hook_steps(self, refuse: Callback) -> Undo:
         """Have `refuse` called with every optimizer before it changes variables."""
 
-    def watch_creation(self, note: Note) -> Undo:
-        """Have `note` called with models, layers and variables as they are made, in any thread."""
+    def hook_creation(self, record: Callback) -> Undo:
+        """Have `record` called with each new model, layer and variable, in any thread."""
         return lambda: None
 
-    def creation_noted(self, note: Note) -> AbstractContextManager[Any]:
-        """A context in which `note` is called with what this thread makes."""
+    def creation_context(self, record: Callback) -> AbstractContextManager[Any]:
+        """A context in which `record` is called with each object that this thread creates."""
         return nullcontext()
 
 
-def replaced(owner: Any, method: str, make: Callable[[Any], Any]) -> Undo:
-    """Replace a method where a class, or one of its bases, defines it."""
+def replace_method(owner: Any, method: str, make: Callable[[Any], Any]) -> Undo:
+    """Replace a method by `make(original)` in the class or base class that defines it."""
     defining = next(kind for kind in owner.__mro__ if method in vars(kind))
     original = vars(defining)[method]
     setattr(defining, method, make(original))
     return lambda: setattr(defining, method, original)
 
 
-def preceded(owner: Any, method: str, note: Note) -> Undo:
-    """Have `note` called with the object before each call of a method."""
+def call_before(owner: Any, method: str, callback: Callback) -> Undo:
+    """Have `callback` called with the object before each call of a method."""
 
     def make(original: Any) -> Callable[..., Any]:
         @wraps(original)
         def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
-            note(thing)
+            callback(thing)
             return original(thing, *args, **kwargs)
 
         return call
 
-    return replaced(owner, method, make)
+    return replace_method(owner, method, make)

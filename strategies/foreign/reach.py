@@ -1,9 +1,9 @@
-"""The frameworks' objects that a function reaches: by arguments, closures, globals, attributes.
+"""Search for frameworks' objects that a function reaches by arguments, closures and globals.
 
-Followed are functions, methods, `functools.partial`, containers, and the program's own classes and
-their objects; not what libraries define. Every `run` does this anew, for some 0.1 ms at most: of a
-container only the first elements are looked at, and what is too far away is not. How far is decided
-by numbers of objects alone, so that ranks which hold the same come to the same result.
+The search follows functions, methods, `functools.partial`, containers, and the program's own
+classes and their objects, but not what libraries define. Every `run` repeats it, so it is limited
+to about 0.1 ms: to the first elements of a container, and to a number of objects, nearest first.
+Time has no influence, so that ranks with equal objects get equal results.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from strategies.foreign.known import framework_of, owner_of
+from strategies.foreign.registry import framework_of, framework_of_class
 
-_ELEMENTS = 64
-_OBJECTS = 400
-_STANDARD = sysconfig.get_path("stdlib")
-_OURS = {__name__.partition(".")[0], "collectives"}
+_MOST_ELEMENTS = 64
+_MOST_OBJECTS = 400
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_THIS_PROJECT = {__name__.partition(".")[0], "collectives"}
 
 Children = Callable[[Any], Iterable[Any]]
 
 
-def training_within(fn: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The first object of a framework that trains, nearest first; None where there is none."""
-    near: list[Any] = [*_children(fn), *args, *kwargs.values()]
-    seen: dict[int, Any] = {}  # keeps them alive, and so their ids unique
-    left = _OBJECTS
-    while near and left > 0:
-        left -= len(near)
-        further: list[Any] = []
-        for thing in near:
+def find_trainable(fn: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The nearest framework's object that trains, by breadth-first search; None without one."""
+    level: list[Any] = [*_children(fn), *args, *kwargs.values()]
+    visited: dict[int, Any] = {}  # keeps the objects alive, so that ids are unique
+    budget = _MOST_OBJECTS
+    while level and budget > 0:
+        budget -= len(level)
+        next_level: list[Any] = []
+        for thing in level:
             kind: type = type(thing)
-            look = _look(kind)
-            if look is None or id(thing) in seen:
+            children = _children_function(kind)
+            if children is None or id(thing) in visited:
                 continue
-            seen[id(thing)] = thing
-            if look is _of_framework:
+            visited[id(thing)] = thing
+            if children is _of_framework:
                 framework = framework_of(thing)
                 if framework and framework.trains(thing) and not framework.is_input(thing):
                     return thing
-            elif len(further) <= left:
-                further.extend(look(thing))
-        # All that is equally far away or nothing: the order within a set differs between ranks.
-        near = further if len(further) <= left else []
+            elif len(next_level) <= budget:
+                next_level.extend(children(thing))
+        # Levels are searched completely or not at all: the order of a set differs between ranks.
+        level = next_level if len(next_level) <= budget else []
     return None
 
 
 def _children(fn: Any) -> Iterable[Any]:
-    """What the function given to `run` reaches at once, whoever has defined it."""
+    """The direct children of the function given to `run`, even if a library defines it."""
     if framework_of(fn) is not None:
         return (fn,)
     if isinstance(fn, FunctionType):
@@ -71,14 +71,14 @@ def _children(fn: Any) -> Iterable[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _look(kind: type) -> Children | None:
-    """How objects of this class are looked into; None for what is left aside."""
-    if owner_of(kind) is not None:
+def _children_function(kind: type) -> Children | None:
+    """The function that gives the children of objects of this class; None to ignore them."""
+    if framework_of_class(kind) is not None:
         return _of_framework
     if issubclass(kind, type):
         return _of_class
-    for known, children in _KNOWN.items():
-        if issubclass(kind, known):
+    for base, children in _CHILDREN.items():
+        if issubclass(kind, base):
             return children
     if issubclass(kind, ModuleType) or kind.__module__ == "builtins":
         return None
@@ -88,23 +88,23 @@ def _look(kind: type) -> Children | None:
 
 
 def _of_framework(thing: Any) -> Iterable[Any]:
-    """Nothing: what its framework says of it holds for its parts."""
+    """None: `Framework.trains` includes the parts of an object."""
     return ()
 
 
 def _of_class(kind: type) -> Iterable[Any]:
-    """What objects of the program's own class share, but for methods, which may never be called."""
+    """Class attributes of the program's own classes, without methods, which may be unused."""
     if not _is_own(sys.modules.get(kind.__module__)):
         return ()
-    shared = vars(kind).items()
+    attributes = vars(kind).items()
     return [
-        *(each for name, each in shared if name[:2] != "__" and type(each) is not FunctionType),
+        *(each for name, each in attributes if name[:2] != "__" and type(each) is not FunctionType),
         *kind.__bases__,
     ]
 
 
 def _of_own_function(function: FunctionType) -> Iterable[Any]:
-    if _is_library(function.__code__.co_filename) or _is_ours(function.__module__):
+    if _is_library(function.__code__.co_filename) or _is_this_project(function.__module__):
         return ()
     return _of_function(function)
 
@@ -126,17 +126,17 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
 
 @lru_cache(maxsize=4096)
 def _globals(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The globals that a function and those within it load, each with what follows its dots."""
+    """Globals loaded by a function and its inner functions, with the attributes read of each."""
     paths: list[list[str]] = []
-    follows = False
+    in_path = False
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             paths.append([instruction.argval])
-            follows = True
-        elif follows and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            in_path = True
+        elif in_path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             paths[-1].append(instruction.argval)
         elif instruction.opname != "EXTENDED_ARG":
-            follows = False
+            in_path = False
     own = [(path[0], tuple(path[1:])) for path in paths]
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return tuple(dict.fromkeys([*own, *(path for each in inner for path in _globals(each))]))
@@ -145,12 +145,12 @@ def _globals(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
 def _of_cell(cell: CellType) -> Iterable[Any]:
     try:
         return (cell.cell_contents,)
-    except ValueError:  # a name without a value as yet
+    except ValueError:  # a variable that isn't assigned yet
         return ()
 
 
 def _wrapped(thing: Any) -> Iterable[Any]:
-    """The function within a `tf.function`, a `jax.jit`, or another decorator's."""
+    """The wrapped function of a `tf.function`, `jax.jit` or other decorator."""
     inner = getattr(thing, "__wrapped__", None)
     return () if inner is None else (inner,)
 
@@ -163,35 +163,35 @@ def _attributes(thing: Any) -> Iterable[Any]:
 
 @lru_cache(maxsize=4096)
 def _slots(kind: type) -> tuple[str, ...]:
-    given = [vars(each).get("__slots__", ()) for each in kind.__mro__]
-    return tuple(name for each in given for name in ([each] if isinstance(each, str) else each))
+    slots = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    return tuple(name for each in slots for name in ([each] if isinstance(each, str) else each))
 
 
-_KNOWN: dict[type | tuple[type, ...], Children] = {
+_CHILDREN: dict[type | tuple[type, ...], Children] = {
     FunctionType: _of_own_function,
     MethodType: lambda method: (method.__self__, method.__func__),
     partial: lambda bound: (bound.func, *bound.args, *bound.keywords.values()),
     CellType: _of_cell,
-    (list, tuple, deque): lambda nest: islice(nest, _ELEMENTS),
-    (set, frozenset): lambda nest: nest if len(nest) <= _ELEMENTS else (),
-    dict: lambda nest: list(islice(nest.values(), _ELEMENTS)),
+    (list, tuple, deque): lambda nest: islice(nest, _MOST_ELEMENTS),
+    (set, frozenset): lambda nest: nest if len(nest) <= _MOST_ELEMENTS else (),
+    dict: lambda nest: list(islice(nest.values(), _MOST_ELEMENTS)),
 }
 
 
 def _is_own(module: ModuleType | None) -> bool:
-    """Whether a module belongs to the program: neither to a library nor to this project."""
-    if module is None or _is_ours(module.__name__):
+    """Whether a module belongs to the user's program, not to a library or this project."""
+    if module is None or _is_this_project(module.__name__):
         return False
     path = getattr(module, "__file__", None)
     return module.__name__ == "__main__" if path is None else not _is_library(path)
 
 
-def _is_ours(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in _OURS
+def _is_this_project(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _THIS_PROJECT
 
 
 @lru_cache(maxsize=4096)
 def _is_library(path: str) -> bool:
     if path.startswith("<frozen"):
         return True
-    return path.startswith(_STANDARD) or "site-packages" in path or "dist-packages" in path
+    return path.startswith(_STANDARD_LIBRARY) or "site-packages" in path or "dist-packages" in path

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from strategies.foreign.framework import Framework, Note, Undo
+from strategies.foreign.framework import Callback, Framework, Undo
 
 
 class Torch(Framework):
-    """torch, whose own hooks tell of parameters and of steps."""
+    """torch: parameters and steps are observed by torch's own hooks."""
 
     name = "torch"
     module = "torch"
     classes = ("nn.Module", "Tensor", "optim.Optimizer")
-    instead = (
+    alternative = (
         "outside of the strategy's scope and run, comm.broadcast(tensor) each tensor of"
         " model.state_dict().values() once, and comm.all_reduce_many(gradients, 'mean',"
         " out=gradients) before optimizer.step(), with comm = collectives.world()"
     )
-    reading = "model.eval() or model.requires_grad_(False)"
+    inference_mark = "model.eval() or model.requires_grad_(False)"
 
     def trains(self, thing: Any) -> bool:
-        """Modules in training mode with parameters that require gradients, and such leaves."""
+        """Modules in training mode with parameters that require gradients; leaf tensors that do."""
         if isinstance(thing, self.find("nn.Module")):
             return thing.training and any(each.requires_grad for each in thing.parameters())
         if isinstance(thing, self.find("Tensor")):
@@ -29,32 +29,32 @@ class Torch(Framework):
         return True
 
     def is_input(self, thing: Any) -> bool:
-        """Leaves that are no parameters: a copy of a strategy's variable, for torch.autograd."""
+        """Leaf tensors other than parameters: such as a variable's copy for torch.autograd."""
         parameter = self.find("nn.Parameter")
         return isinstance(thing, self.find("Tensor")) and not isinstance(thing, parameter)
 
-    def extent(self, thing: Any) -> int:
+    def size(self, thing: Any) -> int:
         """The number of parameters."""
         return len(list(thing.parameters())) if isinstance(thing, self.find("nn.Module")) else 0
 
-    def told(self, thing: Any) -> str:
-        """The class, and of a module its first parameter."""
+    def describe(self, thing: Any) -> str:
+        """The class; of a module also its first parameter."""
         kind = type(thing).__name__
         if isinstance(thing, self.find("nn.Module")):
             first = next((name for name, _ in thing.named_parameters()), None)
             return f"module {kind}" + (f" (with the parameter {first!r})" if first else "")
         return kind if isinstance(thing, self.find("Tensor")) else f"optimizer {kind}"
 
-    def watch_steps(self, refuse: Note) -> Undo:
-        """By torch's own hook for the steps of all optimizers."""
+    def hook_steps(self, refuse: Callback) -> Undo:
+        """Registers torch's hook for the steps of all optimizers."""
         register = self.find("optim.optimizer.register_optimizer_step_pre_hook")
         handle = register(lambda optimizer, args, kwargs: refuse(optimizer))
         undo: Undo = handle.remove
         return undo
 
-    def watch_creation(self, note: Note) -> Undo:
-        """By torch's own hook for parameters of modules."""
+    def hook_creation(self, record: Callback) -> Undo:
+        """Registers torch's hook for parameters of modules."""
         register = self.find("nn.modules.module.register_module_parameter_registration_hook")
-        handle = register(lambda module, name, parameter: note(module))
+        handle = register(lambda module, name, parameter: record(module))
         undo: Undo = handle.remove
         return undo

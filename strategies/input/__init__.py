@@ -1,19 +1,24 @@
-"""Datasets between ranks: each rank's share, and an end that all agree on.
+"""Distributed datasets: sharding between ranks, and iteration in step on all of them.
 
-TensorFlow's input side (`tf.distribute`'s "Distributed input"): AutoShardPolicy, InputOptions,
-InputContext, and a small part of `tf.data` for arrays and files.
+The counterpart of TensorFlow's "Distributed input" guide: AutoShardPolicy, InputOptions,
+InputContext, and the part of `tf.data` that arrays and files need.
 """
 
-from strategies.input.arrays_dataset import ArraysDataset, make_numpy_dataset
-from strategies.input.contexts import InputContext, ValueContext
 from strategies.input.dataset import Dataset
 from strategies.input.distributed import DistributedDataset, DistributedIterator, NextBatch
 from strategies.input.distribution import distribute, distribute_from_function
 from strategies.input.element_spec import TensorSpec
 from strategies.input.failures import DatasetError
-from strategies.input.file_dataset import FileDataset
-from strategies.input.options import AutoShardPolicy, InputOptions, InputReplicationMode, Options
+from strategies.input.options import (
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    Options,
+    ValueContext,
+)
 from strategies.input.rebatching import batch_sizes_for_worker
+from strategies.input.source_datasets import ArraysDataset, FileDataset, make_numpy_dataset
 
 __all__ = [
     "ArraysDataset",

@@ -1,4 +1,4 @@
-"""The ranks agree on how a dataset is split between them, before any of it is read."""
+"""Automatic sharding: all ranks agree on how a dataset is split, before any of it is read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from strategies.input.sources import check_iterable, files_of, policy_of, takes_
 log = logging.getLogger("strategies")
 
 
-class Choice(NamedTuple):
-    """What holds for all ranks; `own_seeds`: every rank shuffles in an order of its own."""
+class Sharding(NamedTuple):
+    """The agreed policy and seed. `own_seeds`: every rank adds its number to the seed."""
 
     policy: AutoShardPolicy
     seed: int
@@ -27,38 +27,38 @@ class Choice(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one rank asks for, and what its dataset offers."""
+    """The options that one rank requests, and the properties of its dataset."""
 
     kind: str = ""
     policy: AutoShardPolicy = AutoShardPolicy.AUTO
     own_seeds: bool = False
     takes_seed: bool = False
-    files: tuple[int, str] | None = None  # how many, and a digest of their names in order
+    files: tuple[int, str] | None = None  # number of files, digest of their names in order
     seed: int = 0
 
 
-def agree_on_choice(communicator: Communicator, dataset: Any, options: Any) -> Choice:
-    """How to split the dataset. Collective; the chief logs what AUTO chose and why.
+def agree_on_sharding(communicator: Communicator, dataset: Any, options: Any) -> Sharding:
+    """How to split the dataset. Collective; rank 0 logs what AUTO chose and why.
 
     Raises the same TypeError or ValueError on every rank.
     """
-    report = check_together(communicator, lambda: report_on(dataset, options))
+    report = check_together(communicator, lambda: make_report(dataset, options))
     with raising_on_all(communicator.rank):
-        choice, level, text = decide(communicator.all_gather_object(report))
+        sharding, level, text = decide(communicator.all_gather_object(report))
     if communicator.rank == 0 and text:
         log.log(level, "%s", text)
-    return choice
+    return sharding
 
 
-def report_on(dataset: Any, options: InputOptions | None) -> Report:
+def make_report(dataset: Any, options: InputOptions | None) -> Report:
     """This rank's report. Raises TypeError or ValueError for what can't be distributed."""
     check_iterable(dataset)
-    asked = checked_options(options)
-    own = asked.auto_shard_policy
+    checked = checked_options(options)
+    own_policy = checked.auto_shard_policy
     return Report(
         kind=type(dataset).__name__,
-        policy=policy_of(dataset) if own is None else as_policy(own),
-        own_seeds=asked.sharding == "seed_offset",
+        policy=policy_of(dataset) if own_policy is None else as_policy(own_policy),
+        own_seeds=checked.sharding == "seed_offset",
         takes_seed=takes_seed(dataset),
         files=_digest(files_of(dataset)),
         seed=secrets.randbits(32),
@@ -66,7 +66,7 @@ def report_on(dataset: Any, options: InputOptions | None) -> Report:
 
 
 def checked_options(options: Any) -> InputOptions:
-    """The options, or those by default. TypeError for anything else."""
+    """The options; the defaults for None. TypeError for anything else."""
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
@@ -74,31 +74,34 @@ def checked_options(options: Any) -> InputOptions:
     return options
 
 
-def decide(reports: Sequence[Report]) -> tuple[Choice, int, str]:
-    """The choice, the same wherever it is made, and what to log. Raises ValueError."""
+def decide(reports: Sequence[Report]) -> tuple[Sharding, int, str]:
+    """The sharding, a log level and a text to log; a pure function of the reports of all ranks.
+
+    Raises ValueError where the ranks request different sharding, or it isn't possible.
+    """
     first = reports[0]
-    asked = [(each.policy, each.own_seeds) for each in reports]
-    if len(set(asked)) > 1:
-        wishes = [f"rank {rank}: {_wish(*each)}" for rank, each in enumerate(asked)]
-        raise ValueError(f"the ranks ask for different sharding: {', '.join(wishes)}")
+    requested = [(each.policy, each.own_seeds) for each in reports]
+    if len(set(requested)) > 1:
+        lines = [f"rank {rank}: {_option_text(*each)}" for rank, each in enumerate(requested)]
+        raise ValueError(f"the ranks request different sharding: {', '.join(lines)}")
     if first.own_seeds:
         _check_seeds(reports)
-        return Choice(AutoShardPolicy.OFF, first.seed, own_seeds=True), 0, ""
+        return Sharding(AutoShardPolicy.OFF, first.seed, own_seeds=True), 0, ""
     obstacle = _obstacle_to_files(reports)
     if first.policy is AutoShardPolicy.AUTO:
         return _automatic(first, obstacle)
     if first.policy is AutoShardPolicy.FILE and obstacle:
         raise ValueError(f"auto_shard_policy=FILE: {obstacle}")
-    return Choice(first.policy, first.seed), 0, ""
+    return Sharding(first.policy, first.seed), 0, ""
 
 
-def _automatic(first: Report, obstacle: str) -> tuple[Choice, int, str]:
+def _automatic(first: Report, obstacle: str) -> tuple[Sharding, int, str]:
     if not obstacle:
         text = "AutoShardPolicy.AUTO chose FILE: there is at least one file for each rank"
-        return Choice(AutoShardPolicy.FILE, first.seed), logging.INFO, text
+        return Sharding(AutoShardPolicy.FILE, first.seed), logging.INFO, text
     text = f"AutoShardPolicy.AUTO chose DATA, every rank reads everything: {obstacle}"
     level = logging.WARNING if first.files else logging.INFO
-    return Choice(AutoShardPolicy.DATA, first.seed), level, text
+    return Sharding(AutoShardPolicy.DATA, first.seed), level, text
 
 
 def _obstacle_to_files(reports: Sequence[Report]) -> str:
@@ -111,7 +114,7 @@ def _obstacle_to_files(reports: Sequence[Report]) -> str:
         return f"the ranks' files, {counts} of them, differ in number, name or order"
     count = reports[0].files[0] if reports[0].files else 0
     if count < len(reports):
-        return f"{count} files can't be dealt to {len(reports)} ranks, one each at least"
+        return f"{count} files for {len(reports)} ranks: each rank needs at least one file"
     return ""
 
 
@@ -125,12 +128,12 @@ def _check_seeds(reports: Sequence[Report]) -> None:
             )
 
 
-def _wish(policy: AutoShardPolicy, own_seeds: bool) -> str:
+def _option_text(policy: AutoShardPolicy, own_seeds: bool) -> str:
     return "seed_offset" if own_seeds else policy.name
 
 
 def _digest(files: Sequence[str] | None) -> tuple[int, str] | None:
-    """Names without folders: those may differ between nodes."""
+    """Number of files and digest of their names without directories, which may differ by node."""
     if files is None:
         return None
     names = "\0".join(PurePath(file).name for file in files)

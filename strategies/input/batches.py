@@ -1,4 +1,4 @@
-"""A batch: a nest of arrays (NumPy's, torch's, anything with a shape) of one length on axis 0."""
+"""Batches: nests of arrays (NumPy, torch, anything with a shape) that have one length on axis 0."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from collectives.cuda.interface import is_torch
 from strategies.core import nest
 
 
 def length_of(batch: Any) -> int:
-    """The number of examples. ValueError where arrays lack an axis 0 or their lengths differ."""
+    """The number of examples. ValueError where an array has no axis 0 or the lengths differ."""
     lengths = {leaf.shape[0] for leaf in arrays_of(batch)}
     if len(lengths) != 1:
         raise ValueError(
@@ -30,32 +31,27 @@ def arrays_of(batch: Any) -> list[Any]:
 
 
 def part_of(batch: Any, start: int, stop: int) -> Any:
-    """The examples from `start` to `stop`: views, of the arrays' own kind."""
+    """The examples from `start` to `stop`, as views."""
     return nest.map_leaves(lambda leaf: leaf[start:stop], batch)
 
 
 def contiguous_part(batch: Any, rank: int, size: int) -> Any:
-    """The rank's part, of ⌈n/size⌉ examples or what is left: TensorFlow's AutoShardPolicy.DATA."""
+    """The rank's part, ⌈n/size⌉ examples or what is left: TensorFlow's AutoShardPolicy.DATA."""
     longest = -(-length_of(batch) // size)
     return part_of(batch, rank * longest, (rank + 1) * longest)
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Batches of one structure, one after the other as one."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*map(nest.leaves, parts), strict=True)
-    return nest.pack_like(parts[0], [_concatenated(column) for column in columns])
+def concatenate(batches: Sequence[Any]) -> Any:
+    """One batch from several of the same structure, concatenated along axis 0."""
+    if len(batches) == 1:
+        return batches[0]
+    columns = zip(*map(nest.leaves, batches), strict=True)
+    return nest.pack_like(batches[0], [_concatenate_arrays(column) for column in columns])
 
 
-def _concatenated(arrays: Sequence[Any]) -> Any:
+def _concatenate_arrays(arrays: Sequence[Any]) -> Any:
     if is_torch(arrays[0]):
         import torch
 
         return torch.cat(arrays)
     return np.concatenate(arrays)
-
-
-def is_torch(array: Any) -> bool:
-    """Whether it is a torch tensor; torch isn't imported for the question."""
-    return any(kind.__module__ == "torch" for kind in type(array).__mro__)

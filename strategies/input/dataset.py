@@ -1,8 +1,8 @@
-"""A re-iterable of elements with `tf.data`'s names: batch, shuffle, repeat, with_options.
+"""Dataset: a re-iterable of elements with `tf.data`'s batch, shuffle, repeat and with_options.
 
 For scripts that write `make_numpy_dataset(x).shuffle(1000).batch(64)`, and for datasets of files.
-The order of every iteration follows from the seed and the iteration's number alone, so that ranks
-that iterate as often see the same order, however far they read ahead.
+The order of an iteration depends on the seed and the iteration's number only. Ranks that iterate
+equally often get the same order, however far they read ahead.
 """
 
 from __future__ import annotations
@@ -20,65 +20,65 @@ from strategies.core import nest
 from strategies.core.values import as_array
 from strategies.input.options import Options
 
-Place = tuple[int, ...]  # the numbers of the iteration and of the repeats inside of it
+Epoch = tuple[int, ...]  # the number of the iteration, then those of nested repeats
 Self = TypeVar("Self", bound="Dataset")
-Made = TypeVar("Made", bound="Transformed")
+Derived = TypeVar("Derived", bound="Transformed")
 
 
 class Dataset(ABC):
-    """Elements that can be iterated again and again, as `tf.data.Dataset`."""
+    """Elements that can be iterated any number of times, as `tf.data.Dataset`."""
 
     def __iter__(self) -> Iterator[Any]:
-        numbers = self.__dict__.setdefault("_numbers", count())
-        return self.elements((next(numbers),))
+        iterations = self.__dict__.setdefault("_iterations", count())
+        return self.elements((next(iterations),))
 
     @abstractmethod
-    def elements(self, place: Place) -> Iterator[Any]:
-        """The elements of the iteration of this number."""
+    def elements(self, epoch: Epoch) -> Iterator[Any]:
+        """The elements of one epoch."""
 
     @property
     def files(self) -> Sequence[Any] | None:
-        """The files that it reads; None where it reads none."""
+        """The files that the dataset reads; None where it reads none."""
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """The number of examples in a full batch; None where it isn't known."""
+        """The number of examples in a full batch; None where it is unknown."""
         return None
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether there is a shuffle in it, so that a seed makes a difference."""
+        """Whether a shuffle is part of the dataset, so that a seed has an effect."""
         return False
 
     @property
-    def is_endless(self) -> bool:
-        """Whether it is known that it has no end."""
+    def is_infinite(self) -> bool:
+        """Whether the dataset is known to have no end."""
         return False
 
     def options(self) -> Any:
-        """What `with_options` was given; the defaults otherwise."""
+        """The options set by `with_options`, or the defaults."""
         return Options()
 
     def auto_shard(self: Self, num_shards: int, index: int) -> Self:
-        """The same over the files index, index + num_shards, … alone."""
+        """The dataset of the files index, index + num_shards, … only."""
         return self
 
     def with_seed(self: Self, seed: int, offset: int) -> Self:
-        """The same with this seed where a shuffle has none, and the offset added to every seed."""
+        """`seed` for shuffles that have none, and `offset` added to the seed of every shuffle."""
         return self
 
-    def into(self, make: Callable[..., Dataset], *arguments: Any) -> Dataset:
-        """`make(self, *arguments)`; where a kind of dataset has a better way, that."""
+    def transform(self, make: Callable[..., Dataset], *arguments: Any) -> Dataset:
+        """`make(self, *arguments)`; subclasses may have a faster equivalent."""
         return make(self, *arguments)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Elements stacked along a new axis 0, `batch_size` at a time.
 
-        The last batch is shorter or, with drop_remainder, left out. Raises ValueError where
-        batch_size isn't positive; while iterating, where shapes differ.
+        The last batch is shorter or, with drop_remainder, dropped. Raises ValueError where
+        batch_size isn't positive, and while iterating where shapes differ.
         """
-        return self.into(_Batched, batch_size, drop_remainder)
+        return self.transform(_Batched, batch_size, drop_remainder)
 
     def shuffle(
         self,
@@ -86,59 +86,59 @@ class Dataset(ABC):
         seed: int | None = None,
         reshuffle_each_iteration: bool | None = True,
     ) -> Dataset:
-        """The elements in another order, each drawn at random from a buffer of the next ones.
+        """Shuffle: each element is drawn at random from a buffer of the next `buffer_size` ones.
 
-        buffer_size None holds all of them. Without a seed the order is by chance, but the same
-        on all ranks where a distributed dataset cuts each global batch between them. Raises
-        ValueError for a buffer_size that isn't positive, or None for a dataset without end.
+        A buffer_size of None holds all elements. Without a seed the order is random, but the same
+        on all ranks where a distributed dataset splits each global batch between them. Raises
+        ValueError for a buffer_size that isn't positive, or None for an infinite dataset.
         """
-        return self.into(_Shuffled, buffer_size, seed, reshuffle_each_iteration is not False)
+        return self.transform(_Shuffled, buffer_size, seed, reshuffle_each_iteration is not False)
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """The elements over and over: `count` times, without end for None or −1."""
-        return self.into(_Repeated, None if count == -1 else count)
+        """Repeat the elements `count` times, or infinitely for None or −1."""
+        return self.transform(_Repeated, None if count == -1 else count)
 
     def with_options(self, options: Any) -> Dataset:
-        """The same with options; an object like `tf.data.Options` will do."""
-        return self.into(_WithOptions, options)
+        """Set options; an object with the attributes of `tf.data.Options` is accepted."""
+        return self.transform(_WithOptions, options)
 
 
 @dataclass(frozen=True, eq=False)
 class Transformed(Dataset):
-    """A dataset made of another, which it asks for what it doesn't know itself."""
+    """A dataset derived from another, whose properties it inherits."""
 
     source: Dataset
 
     @property
     def files(self) -> Sequence[Any] | None:
-        """As the source's."""
+        """The source's."""
         return self.source.files
 
     @property
     def batch_size(self) -> int | None:
-        """As the source's."""
+        """The source's."""
         return self.source.batch_size
 
     @property
     def is_shuffled(self) -> bool:
-        """As the source's."""
+        """The source's."""
         return self.source.is_shuffled
 
     @property
-    def is_endless(self) -> bool:
-        """As the source's."""
-        return self.source.is_endless
+    def is_infinite(self) -> bool:
+        """The source's."""
+        return self.source.is_infinite
 
     def options(self) -> Any:
-        """As the source's."""
+        """The source's."""
         return self.source.options()
 
-    def auto_shard(self: Made, num_shards: int, index: int) -> Made:
-        """The same of the source so changed."""
+    def auto_shard(self: Derived, num_shards: int, index: int) -> Derived:
+        """Apply to the source."""
         return replace(self, source=self.source.auto_shard(num_shards, index))
 
-    def with_seed(self: Made, seed: int, offset: int) -> Made:
-        """The same of the source so changed."""
+    def with_seed(self: Derived, seed: int, offset: int) -> Derived:
+        """Apply to the source."""
         return replace(self, source=self.source.with_seed(seed + 1, offset))
 
 
@@ -155,8 +155,8 @@ class _Batched(Transformed):
     def batch_size(self) -> int:
         return self.size
 
-    def elements(self, place: Place) -> Iterator[Any]:
-        elements = self.source.elements(place)
+    def elements(self, epoch: Epoch) -> Iterator[Any]:
+        elements = self.source.elements(epoch)
         while rows := list(islice(elements, self.size)):
             if len(rows) == self.size or not self.drop_remainder:
                 yield _stacked(rows)
@@ -167,16 +167,16 @@ class _Repeated(Transformed):
     times: int | None
 
     @property
-    def is_endless(self) -> bool:
-        return self.times is None or self.source.is_endless
+    def is_infinite(self) -> bool:
+        return self.times is None or self.source.is_infinite
 
-    def elements(self, place: Place) -> Iterator[Any]:
+    def elements(self, epoch: Epoch) -> Iterator[Any]:
         for number in count() if self.times is None else range(self.times):
             empty = True
-            for element in self.source.elements((*place, number)):
+            for element in self.source.elements((*epoch, number)):
                 empty = False
                 yield element
-            if empty:  # and would be for ever
+            if empty:  # an infinite repeat of it would never yield
                 return
 
 
@@ -186,14 +186,14 @@ class _Shuffled(Transformed):
     seed: int | None
     reshuffle: bool
     offset: int = 0
-    seed_by_chance: int = field(default_factory=lambda: secrets.randbits(32))
+    default_seed: int = field(default_factory=lambda: secrets.randbits(32))
 
     def __post_init__(self) -> None:
         size = self.buffer_size
         if size is not None and size < 1:
             raise ValueError(f"buffer_size={size!r}: must be positive, or None for all elements")
-        if size is None and self.source.is_endless:
-            raise ValueError("buffer_size=None: must be a number, the dataset having no end")
+        if size is None and self.source.is_infinite:
+            raise ValueError("buffer_size=None: must be a number, since the dataset has no end")
 
     @property
     def is_shuffled(self) -> bool:
@@ -201,34 +201,34 @@ class _Shuffled(Transformed):
 
     def with_seed(self, seed: int, offset: int) -> _Shuffled:
         source = self.source.with_seed(seed + 1, offset)
-        return replace(self, source=source, seed_by_chance=seed, offset=offset)
+        return replace(self, source=source, default_seed=seed, offset=offset)
 
-    def elements(self, place: Place) -> Iterator[Any]:
-        seed = (self.seed_by_chance if self.seed is None else self.seed) + self.offset
-        where = place if self.reshuffle else ()
-        chance = np.random.default_rng([seed % 2**64, len(where), *where])
-        elements = self.source.elements(place)
+    def elements(self, epoch: Epoch) -> Iterator[Any]:
+        seed = (self.default_seed if self.seed is None else self.seed) + self.offset
+        number = epoch if self.reshuffle else ()
+        generator = np.random.default_rng([seed % 2**64, len(number), *number])
+        elements = self.source.elements(epoch)
         buffer = list(islice(elements, self.buffer_size))
         for element in elements:
-            drawn = int(chance.integers(len(buffer)))
-            yield buffer[drawn]
-            buffer[drawn] = element
-        yield from (buffer[drawn] for drawn in chance.permutation(len(buffer)))
+            index = int(generator.integers(len(buffer)))
+            yield buffer[index]
+            buffer[index] = element
+        yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
 
 @dataclass(frozen=True, eq=False)
 class _WithOptions(Transformed):
-    given: Any
+    given_options: Any
 
     def options(self) -> Any:
-        return self.given
+        return self.given_options
 
-    def elements(self, place: Place) -> Iterator[Any]:
-        return self.source.elements(place)
+    def elements(self, epoch: Epoch) -> Iterator[Any]:
+        return self.source.elements(epoch)
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """Elements of one structure along a new axis 0."""
+    """Elements of one structure, stacked along a new axis 0."""
     if isinstance(rows[0], int):
         return np.array(rows)
     columns = zip(*map(nest.leaves, rows), strict=True)

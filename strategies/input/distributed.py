@@ -1,4 +1,4 @@
-"""Iterating together: at every step the ranks agree on whether there is another batch."""
+"""Distributed iteration: at every step all ranks agree whether there is another batch."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
-from strategies.input.element_spec import First, Form, agree_on_form, described
+from strategies.input.element_spec import BatchFormat, FirstBatch, agree_on_format, describe
 from strategies.input.failures import raise_apart, raise_together
 
-# What a rank says at a step; the greatest one is what happens.
-_ENDED, _HAS, _FAILED = range(3)
+# A rank's state at a step. The maximum over the ranks decides.
+_ENDED, _BATCH, _FAILED = range(3)
 
 _END = object()
 
-# The greatest of what the ranks draw is larger than any that they agreed on before.
+# The maximum over the ranks is larger than every number agreed on before.
 _numbers = count()
 
 
 class _Read(NamedTuple):
-    """What a rank's source gave at a step."""
+    """The result of reading this rank's source at a step."""
 
     state: int
     batch: Any = None
-    first: First | None = None
+    first: FirstBatch | None = None
     error: Exception | None = None
 
 
-def _vote(state: int, place: tuple[int, int]) -> NDArray[np.int64]:
-    """Of which the ranks' greatest equals each rank's own in its last four where places agree."""
-    number, step = place
+def _vote(state: int, position: tuple[int, int]) -> NDArray[np.int64]:
+    """The vector whose maximum over the ranks is computed.
+
+    Its last four elements equal the maximum on every rank only where all positions are equal.
+    """
+    number, step = position
     return np.array([state, next(_numbers), number, step, -number, -step], np.int64)
 
 
@@ -51,31 +54,34 @@ class NextBatch:
     def get_value(self) -> Any:
         """The batch. ValueError where there is none."""
         if not self._batch:
-            raise ValueError("no rank has another batch: ask has_value() first")
+            raise ValueError("no rank has another batch: call has_value() first")
         return self._batch[0]
 
 
 class DistributedDataset:
-    """This rank's batches, iterated by all ranks together, as `tf.distribute.DistributedDataset`.
+    """This rank's batches, iterated in step on all ranks, as `tf.distribute.DistributedDataset`.
 
-    Each step is collective: iterate on every rank, to the end or as far as all the others do.
-    Where the others still have data and this rank has none, it gets a batch without examples. A
-    rank whose source raises an exception raises it, and the others a DatasetError, at that step.
-    Ranks that are at different steps, since one left an iteration that others go on with, all raise
-    the same DatasetError.
+    Each step is collective: iterate on every rank, to the end or for the same number of steps.
+    Where other ranks have data and this one has none, it gets a batch without examples. Where a
+    rank's source raises an exception, that rank raises it and the others a DatasetError, at the
+    same step. Where ranks are at different steps, since one has left an iteration that others
+    continue, all raise the same DatasetError.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         begin: Callable[[], Generator[Any, None, None]],
-        whole: Callable[[], str] = str,
+        global_digest: Callable[[], str] = str,
     ) -> None:
-        """`whole` gives a digest of the first global batch, where batches are parts of such."""
-        self.communicator, self.whole = communicator, whole
+        """`begin` starts an iteration over this rank's batches.
+
+        `global_digest` gives a digest of the first global batch, where batches are parts of such.
+        """
+        self.communicator, self.global_digest = communicator, global_digest
         self.number = int(communicator.all_reduce(np.array(next(_numbers)), "max"))
         self.begin = begin
-        self.form: Form | None = None
+        self.format: BatchFormat | None = None
         self._begun: DistributedIterator | None = None
 
     def __iter__(self) -> DistributedIterator:
@@ -87,15 +93,15 @@ class DistributedDataset:
         """A nest of TensorSpec, from the ranks' first batches.
 
         Before the first step it is collective, and reads the first batch of the next iteration.
-        Raises ValueError, on every rank alike, where no rank has a batch or the first ones differ.
+        Raises the same ValueError on every rank where no rank has a batch or the first ones differ.
         """
-        if self.form is None:
+        if self.format is None:
             begun = DistributedIterator(self)
-            begun.look_ahead()
-            if self.form is None:
+            begun.prefetch()
+            if self.format is None:
                 raise ValueError("element_spec is not known: no rank's dataset has a batch")
             self._begun = begun
-        return self.form.element_spec
+        return self.format.element_spec
 
 
 class DistributedIterator(Iterator[Any]):
@@ -104,85 +110,84 @@ class DistributedIterator(Iterator[Any]):
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
         self._batches = dataset.begin()
-        self._ahead: list[Any] = []
+        self._prefetched: list[Any] = []
         self._read: _Read | None = None
-        self._over = False
-        # The dataset's number, after the first step the iteration's; how many steps were made.
-        self._place = (dataset.number, 0)
+        self._ended = False
+        # The dataset's number, after the first step the iteration's; the number of steps done.
+        self._position = (dataset.number, 0)
 
     @property
     def element_spec(self) -> Any:
-        """As the dataset's."""
-        if self._dataset.form is None:
-            self.look_ahead()
+        """The dataset's."""
+        if self._dataset.format is None:
+            self.prefetch()
         return self._dataset.element_spec
 
     def __next__(self) -> Any:
-        return self._ahead.pop() if self._ahead else self._step()
+        return self._prefetched.pop() if self._prefetched else self._step()
 
     def get_next(self) -> Any:
         """The next batch; StopIteration where no rank has one."""
         return next(self)
 
     def get_next_as_optional(self) -> NextBatch:
-        """The next batch, or the end, which comes on all ranks at the same step. Collective."""
+        """The next batch, or none at the end, which is the same step on all ranks. Collective."""
         return NextBatch(*[batch for batch in (next(self, _END),) if batch is not _END])
 
-    def look_ahead(self) -> None:
-        """Make the next step already, and keep its batch. Collective."""
-        if not self._ahead:
-            self._ahead = [batch for batch in (next(self, None),) if batch is not None]
+    def prefetch(self) -> None:
+        """Do the next step and store its batch. Collective."""
+        if not self._prefetched:
+            self._prefetched = [batch for batch in (next(self, None),) if batch is not None]
 
     def _step(self) -> Any:
-        if self._over:
+        if self._ended:
             raise StopIteration
-        # Kept until the ranks have agreed: where that fails by a deadline, the step comes again.
+        # Stored until the ranks have agreed: after a deadline the same step is repeated.
         self._read = self._read or self._read_one()
         communicator = self._dataset.communicator
-        vote = _vote(self._read.state, self._place)
+        vote = _vote(self._read.state, self._position)
         with named_scope(communicator, "the next batch of a distributed dataset"):
-            agreed, number, *ends = communicator.all_reduce(vote, "max").tolist()
+            state, number, *positions = communicator.all_reduce(vote, "max").tolist()
         read, self._read = self._read, None
-        if ends != vote[2:].tolist():
+        if positions != vote[2:].tolist():
             self._end()
-            raise_apart(communicator, self._place)
-        step = self._place[1]
-        self._place = (self._place[0] if step else number, step + 1)
-        if agreed == _HAS:
-            return self._delivered(read)
+            raise_apart(communicator, self._position)
+        step = self._position[1]
+        self._position = (self._position[0] if step else number, step + 1)
+        if state == _BATCH:
+            return self._batch_of(read)
         self._end()
-        if agreed == _FAILED:
+        if state == _FAILED:
             raise_together(communicator, read.error)
         raise StopIteration
 
     def _read_one(self) -> _Read:
         try:
             for batch in self._batches:
-                known = self._dataset.form is not None
-                return _Read(
-                    _HAS, batch, None if known else described(batch, self._dataset.whole())
-                )
+                if self._dataset.format is not None:
+                    return _Read(_BATCH, batch)
+                return _Read(_BATCH, batch, describe(batch, self._dataset.global_digest()))
             return _Read(_ENDED)
         except Exception as error:
             return _Read(_FAILED, error=error)
         except BaseException:
-            # What was read from has ended thereby; the next step must not take it for the end.
+            # The interrupt has closed the source; the next step must not take that for the end.
             interrupted = RuntimeError("reading the dataset was interrupted at this step")
             self._read = _Read(_FAILED, error=interrupted)
             raise
 
-    def _delivered(self, read: _Read) -> Any:
-        if self._dataset.form is None:
-            self._dataset.form = self._agreed_form(read)
-        return read.batch if read.state == _HAS else self._dataset.form.empty
+    def _batch_of(self, read: _Read) -> Any:
+        if self._dataset.format is None:
+            self._dataset.format = self._agree_on_format(read)
+        return read.batch if read.state == _BATCH else self._dataset.format.empty
 
-    def _agreed_form(self, read: _Read) -> Form:
+    def _agree_on_format(self, read: _Read) -> BatchFormat:
         try:
-            return agree_on_form(self._dataset.communicator, read.first)
+            return agree_on_format(self._dataset.communicator, read.first)
         except ValueError:
             self._end()
             raise
 
     def _end(self) -> None:
-        self._over = True
+        self._ended = True
         self._batches.close()

@@ -1,4 +1,4 @@
-"""From a user's dataset to this rank's batches of it."""
+"""Distribution of a user's dataset: from options and dataset to this rank's batches."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 from collectives import Communicator
-from strategies.input.autoshard import Choice, agree_on_choice, checked_options
+from strategies.input.autoshard import Sharding, agree_on_sharding, checked_options
 from strategies.input.batches import arrays_of, contiguous_part
-from strategies.input.contexts import InputContext
-from strategies.input.digest import digest_of
 from strategies.input.distributed import DistributedDataset
 from strategies.input.failures import call_together, check_together
-from strategies.input.options import AutoShardPolicy, InputOptions
+from strategies.input.messages import digest_of
+from strategies.input.options import AutoShardPolicy, InputContext, InputOptions
 from strategies.input.read_ahead import Batches, read_ahead
 from strategies.input.rebatching import rebatched
 from strategies.input.sources import batch_size_of, check_iterable, iterate
@@ -23,12 +22,12 @@ def distribute(
     communicator: Communicator, dataset: Iterable[Any], options: Any = None
 ) -> DistributedDataset:
     """`Strategy.experimental_distribute_dataset` between the ranks of the communicator."""
-    choice = agree_on_choice(communicator, dataset, options)
+    sharding = agree_on_sharding(communicator, dataset, options)
     rank, size = communicator.rank, communicator.size
-    share = call_together(communicator, lambda: _share(dataset, choice, rank, size))
-    begin = partial(_begin, share, checked_options(options))
-    if isinstance(share, _Parts):
-        return DistributedDataset(communicator, begin, lambda: share.digest)
+    shard = call_together(communicator, lambda: _shard(dataset, sharding, rank, size))
+    begin = partial(_begin, shard, checked_options(options))
+    if isinstance(shard, _Parts):
+        return DistributedDataset(communicator, begin, lambda: shard.digest)
     return DistributedDataset(communicator, begin)
 
 
@@ -40,40 +39,40 @@ def distribute_from_function(
     """`Strategy.distribute_datasets_from_function` between the ranks of the communicator."""
     size = communicator.size
     context = InputContext(size, communicator.rank, size)
-    asked = check_together(communicator, lambda: _without_sharding(options))
+    checked = check_together(communicator, lambda: _without_sharding(options))
     dataset = call_together(communicator, lambda: dataset_fn(context))
     check_together(communicator, lambda: check_iterable(dataset))
-    return DistributedDataset(communicator, partial(_begin, partial(_as_it_is, dataset), asked))
+    return DistributedDataset(communicator, partial(_begin, partial(_unchanged, dataset), checked))
 
 
 def _without_sharding(options: Any) -> InputOptions:
-    asked = checked_options(options)
-    if asked.auto_shard_policy is not None or asked.sharding is not None:
+    checked = checked_options(options)
+    if checked.auto_shard_policy is not None or checked.sharding is not None:
         raise ValueError(
-            "options ask for sharding, but distribute_datasets_from_function leaves that to the"
+            "options request sharding, but distribute_datasets_from_function leaves that to the"
             " function: must have neither auto_shard_policy nor sharding"
         )
-    return asked
+    return checked
 
 
-def _begin(share: Callable[[], Batches], options: InputOptions) -> Batches:
-    return read_ahead(share(), options.experimental_per_replica_buffer_size)
+def _begin(shard: Callable[[], Batches], options: InputOptions) -> Batches:
+    return read_ahead(shard(), options.experimental_per_replica_buffer_size)
 
 
-def _share(dataset: Any, choice: Choice, rank: int, size: int) -> Callable[[], Batches]:
-    """What begins an iteration over the rank's share."""
-    if choice.policy is AutoShardPolicy.DATA:
-        if hasattr(dataset, "with_seed"):  # or each rank would cut batches of its own order
-            dataset = dataset.with_seed(choice.seed, 0)
+def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[], Batches]:
+    """A function that begins an iteration over the rank's shard."""
+    if sharding.policy is AutoShardPolicy.DATA:
+        if hasattr(dataset, "with_seed"):  # else each rank splits batches of a different order
+            dataset = dataset.with_seed(sharding.seed, 0)
         return _Parts(dataset, rank, size)
-    if choice.policy is AutoShardPolicy.FILE:
+    if sharding.policy is AutoShardPolicy.FILE:
         dataset = dataset.auto_shard(size, rank)
-    if choice.own_seeds:
-        dataset = dataset.with_seed(choice.seed, rank)
+    if sharding.own_seeds:
+        dataset = dataset.with_seed(sharding.seed, rank)
     return partial(_rebatched, dataset, rank, size)
 
 
-# Generators, so that what a source raises when its iteration begins is raised at the first step.
+# These are generators, so that an exception of `iter(dataset)` is raised at the first step.
 
 
 class _Parts:
@@ -94,7 +93,7 @@ def _rebatched(dataset: Any, rank: int, size: int) -> Batches:
     yield from rebatched(iterate(dataset), rank, size, batch_size_of(dataset))
 
 
-def _as_it_is(dataset: Any) -> Batches:
+def _unchanged(dataset: Any) -> Batches:
     for batch in iterate(dataset):
         arrays_of(batch)
         yield batch

@@ -1,12 +1,14 @@
-"""What goes wrong on one rank alone is known to all of them, at the same step."""
+"""Errors of datasets: raised by one rank's dataset, or by ranks at different steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
+from strategies.core.same_error import Errors, call_on_all, lowest_error, raise_on_all
 
 Result = TypeVar("Result")
 
@@ -16,54 +18,53 @@ class DatasetError(RuntimeError):
 
 
 def as_told(rank: int, error: Exception) -> str:
-    """What the other ranks are told; what this one was told by another is passed on as it is."""
+    """The text for the other ranks; that of an error of a third rank stays as it is."""
     if isinstance(error, DatasetError):
         return str(error)
     return f"the dataset of rank {rank} raised {type(error).__name__}: {error}"
 
 
-def raise_together(communicator: Communicator, own: Exception | None) -> NoReturn:
-    """Raise this rank's own exception, or DatasetError for the others'. Collective.
-
-    To be called on every rank, once it is known that at least one has an exception.
-    """
-    told = None if own is None else as_told(communicator.rank, own)
-    texts = communicator.all_gather_object(told)
-    if own is not None:
-        raise own
-    error = DatasetError("; ".join(dict.fromkeys(text for text in texts if text is not None)))
-    failed = next(rank for rank, text in enumerate(texts) if text is not None)
-    raise raised_on_all(error, communicator.rank, failed)
+def raise_together(communicator: Communicator, own: Exception | None) -> None:
+    """Raise this rank's own exception, or DatasetError for the others'. Collective."""
+    sent = partial(_sent, communicator.rank)
+    raise_on_all(communicator, "a dataset's errors", own, _own_or_told, sent)
 
 
 def call_together(communicator: Communicator, function: Callable[[], Result]) -> Result:
-    """The result of the user's function; what it raises on a rank, `raise_together` raises."""
-    result, error = None, None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    if any(communicator.all_gather_object(error is not None)):
-        raise_together(communicator, error)
-    return result  # type: ignore[return-value]
+    """The result of the user's function; errors as in `raise_together`. Collective."""
+    sent = partial(_sent, communicator.rank)
+    return call_on_all(communicator, "a dataset's function", function, _own_or_told, sent)
 
 
 def check_together(communicator: Communicator, check: Callable[[], Result]) -> Result:
-    """The result of the check; its TypeError or ValueError on a rank is the same one on all."""
-    result, refusal = None, None
-    try:
-        result = check()
-    except (TypeError, ValueError) as error:
-        refusal = isinstance(error, TypeError), str(error)
-    found = communicator.all_gather_object(refusal)
-    refused = [(rank, *each) for rank, each in enumerate(found) if each]
-    if refused:
-        texts = [f"rank {rank}: {text}" for rank, _, text in refused]
-        everywhere = len(set(found)) == 1
-        kind = TypeError if refused[0][1] else ValueError
-        text = refused[0][2] if everywhere else "; ".join(texts)
-        raise raised_on_all(kind(text), communicator.rank)
-    return result  # type: ignore[return-value]
+    """The result of the check; a TypeError or ValueError of any rank is the same one on all."""
+    return call_on_all(communicator, "a dataset's arguments", check, _refusal)
+
+
+def _sent(rank: int, error: Exception) -> Exception:
+    return DatasetError(as_told(rank, error))
+
+
+def _own_or_told(errors: Errors, rank: int) -> Exception:
+    own = errors[rank]
+    if own is not None:
+        return own
+    texts = {failed: str(error) for failed, error in enumerate(errors) if error is not None}
+    error = DatasetError("; ".join(dict.fromkeys(texts.values())))
+    return raised_on_all(error, rank, min(texts))
+
+
+def _refusal(errors: Errors, rank: int) -> Exception:
+    lowest = lowest_error(errors, rank)
+    if not isinstance(lowest, TypeError | ValueError):
+        return lowest
+    texts = [(failed, str(error)) for failed, error in enumerate(errors) if error is not None]
+    if len(texts) == len(errors) and len({text for _, text in texts}) == 1:
+        text = str(lowest)
+    else:
+        text = "; ".join(f"rank {failed}: {each}" for failed, each in texts)
+    kind = TypeError if isinstance(lowest, TypeError) else ValueError
+    return raised_on_all(kind(text), rank)
 
 
 def raise_apart(communicator: Communicator, place: tuple[int, int]) -> NoReturn:

@@ -1,10 +1,11 @@
-"""A batch as a small object and arrays, as it travels between ranks, and back.
+"""Batches as messages: a small picklable header and a list of arrays; digests of batches.
 
-Arrays and tensors are sent from where they lie, never pickled; only their places are.
+The arrays are sent from their own memory. The header has placeholders for them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,42 +19,51 @@ from strategies.core import nest
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands for an array in a nest."""
+class _Placeholder:
+    """An array's index in the list of arrays, and whether it is a torch tensor."""
 
-    number: int
+    index: int
     tensor: bool
 
 
 def pack(batch: Any) -> tuple[Any, list[NDArray[Any]]]:
-    """The nest with its arrays' places, and copies of the arrays.
+    """The header, and copies of the arrays in C order.
 
-    Copies, since a dataset may fill the same array anew for every batch. Everything that is neither
-    a NumPy array of fixed-size elements nor a torch tensor on the CPU stays in the nest.
+    Copies, since a dataset may reuse the same array for every batch. Everything that is neither
+    a NumPy array of fixed-size elements nor a torch tensor on the CPU stays in the header.
     """
     arrays: list[NDArray[Any]] = []
 
-    def placed(leaf: Any) -> Any:
+    def replace(leaf: Any) -> Any:
         tensor = is_torch(leaf)
         if not tensor and not (type(leaf) is np.ndarray and not leaf.dtype.hasobject):
             return leaf
         arrays.append(np.array(to_numpy(leaf) if tensor else leaf, order="C"))
-        return _Place(len(arrays) - 1, tensor)
+        return _Placeholder(len(arrays) - 1, tensor)
 
-    return nest.map_leaves(placed, batch), arrays
+    return nest.map_leaves(replace, batch), arrays
 
 
 def unpack(header: Any, arrays: list[NDArray[Any]]) -> Any:
-    """The batch, whose arrays are those given."""
+    """The batch of a header and its arrays, which are not copied."""
 
-    def found(leaf: Any) -> Any:
-        if not isinstance(leaf, _Place):
+    def restore(leaf: Any) -> Any:
+        if not isinstance(leaf, _Placeholder):
             return leaf
-        array = arrays[leaf.number]
+        array = arrays[leaf.index]
         if not leaf.tensor:
             return array
-        import torch  # noqa: F401 -- the batch was made of tensors, on a rank that has it
+        import torch  # noqa: F401 -- to_torch needs it loaded; the sender had it
 
         return to_torch(array)
 
-    return nest.map_leaves(found, header)
+    return nest.map_leaves(restore, header)
+
+
+def digest_of(batch: Any) -> str:
+    """A digest of the batch's NumPy arrays and torch tensors; other leaves are ignored."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in pack(batch)[1]:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What a user may ask for: how a dataset is split between ranks, and how far it is read ahead."""
+"""Options of distributed datasets, and the contexts that users' functions receive."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from strategies.core.declared import CheckedAttributes, Checks, FixedAttributes
 class AutoShardPolicy(enum.IntEnum):
     """How a dataset is split between ranks, as `tf.data.experimental.AutoShardPolicy`.
 
-    DATA: all ranks read everything; each global batch is cut into contiguous parts of ⌈n/W⌉.
-    FILE: rank r reads the files r, r + W, r + 2W, … OFF: every rank reads everything for itself.
-    HINT: as OFF, since there is no placeholder to fill in. Under these three a rank's batches
-    are cut to its portion of the global batch size (`batch_sizes_for_worker`).
-    AUTO: FILE where the dataset is made of at least one file a rank, DATA everywhere else.
+    DATA: all ranks read everything; each global batch is split into contiguous parts of ⌈n/W⌉.
+    FILE: rank r reads the files r, r + W, r + 2W, …
+    OFF: every rank reads everything, and keeps it.
+    HINT: as OFF, since there is no placeholder to fill in.
+    AUTO: FILE where the dataset has at least one file for each rank, DATA otherwise.
+
+    Under FILE, OFF and HINT the batches of a rank are cut to its portion of the global batch size
+    (`batch_sizes_for_worker`).
     """
 
     OFF = -1
@@ -27,7 +30,7 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class InputReplicationMode(enum.Enum):
-    """As `tf.distribute.InputReplicationMode`; the same thing here: one worker is one replica."""
+    """As `tf.distribute.InputReplicationMode`. Both are the same: one worker is one replica."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -35,18 +38,16 @@ class InputReplicationMode(enum.Enum):
 
 @dataclass(unsafe_hash=True)
 class InputOptions(FixedAttributes):
-    """How a dataset is distributed, as `tf.distribute.InputOptions`, and more.
+    """How a dataset is distributed, as `tf.distribute.InputOptions`, with additions.
 
-    experimental_per_replica_buffer_size: so many batches are read ahead by a thread. 0 (the
-    default; TensorFlow's is 1) reads each batch when it is asked for.
-    auto_shard_policy: goes before the policy in the dataset's own options; None leaves it to them.
-    sharding: "seed_offset" lets every rank read everything in an order of its own: shuffles add
-    the rank to their seed (`Dataset.with_seed`). No data are left out and none are shared;
-    batches are cut as under OFF.
+    experimental_per_replica_buffer_size: the number of batches that a thread reads ahead. 0 (the
+    default; TensorFlow's is 1) reads each batch when it is requested.
+    auto_shard_policy: overrides the policy in the dataset's own options; None keeps that one.
+    sharding: "seed_offset" makes every rank read everything in a different order: shuffles add
+    the rank to their seed (`Dataset.with_seed`). Batches are cut as under OFF.
 
-    The rest is accepted for the sake of scripts and changes nothing, since there are no devices
-    to place data on. Raises ValueError for what isn't allowed; AttributeError where an attribute is
-    assigned.
+    The other options are accepted for compatibility and have no effect, since data aren't placed
+    on devices. Raises ValueError for other values, AttributeError where an attribute is assigned.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -61,18 +62,21 @@ class InputOptions(FixedAttributes):
         depth = self.experimental_per_replica_buffer_size
         if not isinstance(depth, int) or depth < 0:
             raise ValueError(
-                f"experimental_per_replica_buffer_size={depth!r}: must be an int from 0 on"
+                f"experimental_per_replica_buffer_size={depth!r}: must be an int of at least 0"
             )
         if self.sharding not in (None, "seed_offset"):
             raise ValueError(f"sharding={self.sharding!r}: must be None or 'seed_offset'")
         if self.auto_shard_policy is not None:
             object.__setattr__(self, "auto_shard_policy", as_policy(self.auto_shard_policy))
             if self.sharding:
-                raise ValueError("sharding='seed_offset' goes with no auto_shard_policy: omit it")
+                raise ValueError(
+                    f"sharding='seed_offset' and auto_shard_policy={self.auto_shard_policy!r}:"
+                    " must be only one of them"
+                )
 
 
 def as_policy(value: Any) -> AutoShardPolicy:
-    """The policy that a member (also TensorFlow's own), its name or its number stands for.
+    """The policy of an enum member (TensorFlow's too), its name or its number.
 
     Raises ValueError for anything else.
     """
@@ -86,9 +90,9 @@ def as_policy(value: Any) -> AutoShardPolicy:
 
 @dataclass
 class DistributeOptions(CheckedAttributes):
-    """As `tf.data.experimental.DistributeOptions`. Policies go by name and number as well.
+    """As `tf.data.experimental.DistributeOptions`. A policy may be a name or a number, too.
 
-    Raises ValueError for what is no policy, AttributeError for other attributes.
+    Raises ValueError for other policies, AttributeError for other attributes.
     """
 
     checks: ClassVar[Checks] = {"auto_shard_policy": as_policy}
@@ -105,14 +109,41 @@ def _distribute_options(given: Any) -> DistributeOptions:
 
 @dataclass
 class Options(CheckedAttributes):
-    """As `tf.data.Options`, of which the policy alone matters: for `Dataset.with_options`.
+    """As `tf.data.Options`, with the auto-shard policy only: for `Dataset.with_options`.
 
         options = Options()
         options.experimental_distribute.auto_shard_policy = AutoShardPolicy.FILE
 
-    Raises AttributeError for other attributes, TypeError for another value.
+    Raises AttributeError for other attributes, TypeError for other values.
     """
 
     checks: ClassVar[Checks] = {"experimental_distribute": _distribute_options}
 
     experimental_distribute: DistributeOptions = field(default_factory=DistributeOptions)
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """The argument of a dataset function, as `tf.distribute.InputContext`: one pipeline a rank."""
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The global batch size divided by the replicas; ValueError where a remainder is left."""
+        size, remainder = divmod(global_batch_size, self.num_replicas_in_sync)
+        if remainder:
+            raise ValueError(
+                f"global_batch_size={global_batch_size!r}: must be a multiple of the"
+                f" {self.num_replicas_in_sync} replicas"
+            )
+        return size
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """The argument of a value function, as `tf.distribute.experimental.ValueContext`."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1

@@ -1,4 +1,4 @@
-"""A thread that reads batches before they are asked for."""
+"""Read-ahead: a thread that reads batches before they are requested."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ class _End(NamedTuple):
 def read_ahead(batches: Batches, depth: int) -> Batches:
     """The same batches, up to `depth` of them read in advance by a thread; 0: no thread.
 
-    The thread starts with the first batch asked for, and ends with the batches or, when this
-    generator is closed or let go, after the batch that it is reading. What the batches raise
-    is raised here in their place, with the traceback of where it happened.
+    The thread starts with the first request. It ends with the batches; where this generator is
+    closed or deleted earlier, it ends after the batch that it is reading. An exception of the
+    batches is raised here in its place, with the original traceback.
     """
     if depth == 0:
         yield from batches
         return
     reader = _Reader(batches, depth)
     try:
-        while not isinstance(batch := reader.take(), _End):
+        while not isinstance(batch := reader.next_batch(), _End):
             yield batch
         if batch.error is not None:
             raise batch.error
     finally:
-        reader.leave()
+        reader.stop()
 
 
 class _Reader:
     def __init__(self, batches: Batches, depth: int) -> None:
         self._ready: SimpleQueue[Any] = SimpleQueue()
-        self._room, self._left = threading.Semaphore(depth), threading.Event()
+        self._free_slots, self._stopped = threading.Semaphore(depth), threading.Event()
         threading.Thread(target=self._read, args=(batches,), name=THREAD_NAME, daemon=True).start()
 
-    def take(self) -> Any:
-        """The next batch or the end; waits for it."""
+    def next_batch(self) -> Any:
+        """The next batch or `_End`; waits for it."""
         batch = self._ready.get()
-        self._room.release()
+        self._free_slots.release()
         return batch
 
-    def leave(self) -> None:
-        """Nothing more will be taken."""
-        self._left.set()
-        self._room.release()
+    def stop(self) -> None:
+        """End the thread after the batch that it is reading."""
+        self._stopped.set()
+        self._free_slots.release()
 
     def _read(self, batches: Batches) -> None:
         error = None
         try:
             with closing(batches):
-                self._room.acquire()
+                self._free_slots.acquire()
                 for batch in batches:
                     self._ready.put(batch)
-                    self._room.acquire()
-                    if self._left.is_set():
+                    self._free_slots.acquire()
+                    if self._stopped.is_set():
                         return
-        except BaseException as raised:  # SystemExit too: who waits must hear of it
+        except BaseException as raised:  # SystemExit too: the consumer waits for an answer
             error = raised
         finally:
             self._ready.put(_End(error))

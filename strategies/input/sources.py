@@ -1,10 +1,10 @@
-"""What can be distributed: any re-iterable of batches, and what more some of them can tell.
+"""What can be distributed: any re-iterable of batches, and the optional attributes of some.
 
-Recognised by what they offer, whatever library they are from: a `tf.data.Dataset` (it has
-`as_numpy_iterator` and `element_spec`), datasets of files (`files` and `auto_shard`), and those
-whose shuffles take a seed (`with_seed`). A `torch.utils.data.DataLoader` is a re-iterable. Where
-each global batch is cut between the ranks (DATA), a source of another library that shuffles must
-be seeded alike on all of them.
+Datasets are recognized by their attributes, whatever their library: a `tf.data.Dataset` by
+`as_numpy_iterator` and `element_spec`, datasets of files by `files` and `auto_shard`, datasets
+whose shuffle takes a seed by `with_seed`. A `torch.utils.data.DataLoader` is a re-iterable. Under
+DATA, where each global batch is split between the ranks, a shuffle of another library must have
+the same seed on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_iterable(dataset: Any) -> None:
 
 
 def iterate(dataset: Any) -> Iterator[Any]:
-    """The dataset's batches, those of a `tf.data.Dataset` as NumPy arrays."""
+    """The dataset's batches; those of a `tf.data.Dataset` as NumPy arrays."""
     if hasattr(dataset, "as_numpy_iterator") and hasattr(dataset, "element_spec"):
         batches: Iterator[Any] = dataset.as_numpy_iterator()
         return batches
@@ -36,7 +36,7 @@ def iterate(dataset: Any) -> Iterator[Any]:
 
 
 def policy_of(dataset: Any) -> AutoShardPolicy:
-    """The policy in the dataset's own `options()`, AUTO where it has none."""
+    """The policy in the dataset's own `options()`; AUTO where there is none."""
     if not callable(options := getattr(dataset, "options", None)):
         return AutoShardPolicy.AUTO
     distribute = getattr(options(), "experimental_distribute", None)
@@ -44,7 +44,7 @@ def policy_of(dataset: Any) -> AutoShardPolicy:
 
 
 def files_of(dataset: Any) -> list[str] | None:
-    """The names of the files that it reads, None where it isn't made of files."""
+    """The names of the dataset's files; None where it isn't made of files."""
     files = getattr(dataset, "files", None)
     if files is None or not hasattr(dataset, "auto_shard"):
         return None
@@ -52,11 +52,11 @@ def files_of(dataset: Any) -> list[str] | None:
 
 
 def batch_size_of(dataset: Any) -> int | None:
-    """The number of examples in its full batches, where it says so."""
+    """The number of examples in a full batch; None where the dataset doesn't declare it."""
     size = getattr(dataset, "batch_size", None)
     return size if isinstance(size, int) and size > 0 else None
 
 
 def takes_seed(dataset: Any) -> bool:
-    """Whether it has a shuffle whose seed can be given."""
+    """Whether the dataset has a shuffle whose seed can be set."""
     return hasattr(dataset, "with_seed") and bool(getattr(dataset, "is_shuffled", True))

@@ -1,4 +1,4 @@
-"""The optimizers that come with the package: gradient descent and Adam."""
+"""Gradient descent and Adam."""
 
 from __future__ import annotations
 

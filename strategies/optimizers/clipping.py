@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.variables.indexed_slices import Gradient, IndexedSlices
+from strategies.core.indexed_slices import Gradient, IndexedSlices
 
 Array = NDArray[Any]
 
@@ -51,7 +51,7 @@ def clip(
         ]
     assert global_clipnorm is not None
     norm = math.sqrt(sum(squares))
-    # An infinite gradient would leave zeros in the others' place.
+    # An infinite gradient would make the others zero.
     factor = math.nan if math.isinf(norm) else _factor(norm, global_clipnorm)
     return [_scaled(each, factor) for each in summed]
 

@@ -1,32 +1,39 @@
-"""The optimizers: sums of the gradients, slots, and what a checkpoint keeps of them."""
+"""Optimizers: update rules, slots beside the variables, and the state that a checkpoint keeps."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Fusion
 from strategies.core.contexts import get_replica_context
-from strategies.core.reduce_op import ReduceOp
-from strategies.core.refusals import RefusedTogether, wrong_context
+from strategies.core.indexed_slices import Gradient, IndexedSlices
+from strategies.core.same_error import propagate, wrong_context
+from strategies.core.storage import Storage, assign
 from strategies.optimizers.clipping import check_limits, clip, limits_as_text
 from strategies.optimizers.learning_rate import LearningRate, Rate
-from strategies.optimizers.pairs import check_variable, checked_pairs, told_absent
+from strategies.optimizers.pairs import absent_text, check_variable, checked_pairs
 from strategies.optimizers.update_rules import UpdateRule
-from strategies.variables.indexed_slices import Gradient, IndexedSlices, map_apart
 from strategies.variables.scatter import scatter_sub
-from strategies.variables.storage import Storage, assign
 from strategies.variables.variable import Variable
 
-if TYPE_CHECKING:
-    pass
-
 Array = NDArray[Any]
+
+
+@dataclass
+class StepSeries:
+    """Steps whose numbers the ranks of a strategy agree on, since they agreed on the first one."""
+
+    owner: object
+    number: int
+    """The series' own number, equal on all ranks."""
+    next_step: int = 0
 
 
 class Optimizer(ABC):
@@ -59,6 +66,10 @@ class Optimizer(ABC):
         self._slots: dict[int, tuple[Storage, dict[str, Storage]]] = {}
         self._restored: dict[str, Array] = {}
         self._fused: tuple[list[Variable], Fusion] | None = None
+        self.series: StepSeries | None = None
+        self.action = ""
+        """What must be equal on all ranks in the step that is being taken, but for its number."""
+        self._action_of: Any = None
 
     @property
     def learning_rate(self) -> Any:
@@ -106,74 +117,49 @@ class Optimizer(ABC):
         if replica is None:
             raise wrong_context("apply_gradients must be called as a replica, inside `run`")
         strategy = replica.strategy
-        others = strategy.communicator if strategy.steps_together else None
-        with RefusedTogether(others, "apply_gradients"):
-            pairs = list(enumerate(grads_and_vars))
+        together = strategy.steps_together
+        try:
+            pairs = list(grads_and_vars)
             gradients, variables = checked_pairs(pairs, strategy)
-            check_limits(self.clipnorm, self.global_clipnorm)
+            if self.clipnorm is not None or self.global_clipnorm is not None:
+                check_limits(self.clipnorm, self.global_clipnorm)
             self._rate.forget()
-            _ = self.rule
-        if len(variables) < len(pairs) and strategy.steps_together:
-            strategy.meet(told_absent(pairs))
+            self.action = self._next_action(gradients, variables)
+        except Exception as error:
+            propagate(strategy.communicator if together else None, error, "apply_gradients")
+            raise
+        if together and len(variables) < len(pairs):
+            strategy.barrier(absent_text(pairs))
         strategy.apply_gradients(self, gradients, variables)
 
-    def sum_over_replicas(
-        self, gradients: Sequence[Gradient], variables: Sequence[Variable]
-    ) -> list[Gradient]:
-        """Each gradient's sum; the rows of sparse ones are joined, duplicates kept.
-
-        Collective; the results may be overwritten. Raises a MismatchError on every rank where the
-        ranks would not do the same with the sums.
-        """
-        pairs = list(zip(gradients, variables, strict=True))
-        # Shapes alone don't tell: sums of one variable's gradients with another's would be taken.
-        strategy = variables[0].strategy
-        strategy.meet(self._next_step(pairs))
-        dense = [each for gradient, each in pairs if not isinstance(gradient, IndexedSlices)]
-        return map_apart(
-            gradients,
-            lambda arrays: self._sum_dense([np.asarray(array) for array in arrays], dense),
-            lambda slices: strategy.rows_of_all(slices, ReduceOp.SUM),
-        )
-
-    def _next_step(self, pairs: Sequence[tuple[Gradient, Variable]]) -> str:
-        """What all ranks must do alike in the next step, lest their variables differ after it."""
-        numbers = ", ".join(
-            f"{variable.number}{' sparse' * isinstance(gradient, IndexedSlices)}"
-            for gradient, variable in pairs
-        )
-        return f"step {self.iterations + 1} of {self.settings}, gradients of variables {numbers}"
+    def _next_action(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> str:
+        kinds = [
+            (variable.number, isinstance(gradient, IndexedSlices))
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        made_of = self.rule, self.clipnorm, self.global_clipnorm, kinds
+        if self._action_of == made_of:
+            return self.action
+        self._action_of = made_of
+        numbers = ", ".join(f"{number}{' sparse' * sparse}" for number, sparse in kinds)
+        return f"{self.settings}, gradients of variables {numbers}"
 
     @property
     def settings(self) -> str:
         """The numbers of the next step, as a text."""
         return f"{self.rule}{limits_as_text(self.clipnorm, self.global_clipnorm)}"
 
-    def _sum_dense(
-        self, gradients: Sequence[Array], variables: Sequence[Variable]
-    ) -> Sequence[Array]:
-        fusion = self._fusion_for(variables)
-        if fusion is None:
-            return variables[0].strategy.totals_of(gradients, ReduceOp.SUM)
-        places = list(zip(gradients, fusion.views, strict=True))
-        # A gradient may lie in another one's view.
-        kept = [gradient if gradient is view else gradient.copy() for gradient, view in places]
-        for gradient, (_, view) in zip(kept, places, strict=True):
-            if gradient is not view:
-                view[...] = gradient
-        return fusion.all_reduce()
-
-    def _fusion_for(self, variables: Sequence[Variable]) -> Fusion | None:
-        """By the variables, which are the same on all ranks, not by this rank's own arrays."""
-        if not all(variable.strategy.reduces_plainly for variable in variables):
+    def fusion_of(self, variables: Sequence[Variable]) -> Fusion | None:
+        """Where `gradient_views` of these variables lie, which are the same ones on all ranks."""
+        if self._fused is None:
             return None
-        known, fusion = self._fused or ([], None)
+        known, fusion = self._fused
         alike = len(variables) == len(known) and all(map(is_, variables, known))
         return fusion if alike else None
 
     def update(self, gradients: Sequence[Gradient], variables: Sequence[Variable]) -> None:
         """Count a step, and change the variables by it; overwrites the gradients."""
-        self.update_stored(gradients, [variable.storage for variable in variables])
+        self.update_clipped(self.clipped(gradients), [each.storage for each in variables])
 
     def update_stored(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
         """As `update`, of values that no variable needs to have: each process changes its part."""
@@ -181,43 +167,48 @@ class Optimizer(ABC):
 
     def clipped(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """A step's gradients within their limit, if there is one; none is overwritten."""
+        if self.clipnorm is None and self.global_clipnorm is None:
+            return list(gradients)
         return clip(gradients, self.clipnorm, self.global_clipnorm)
 
     def update_clipped(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
         """As `update_stored`, of gradients that `clipped` gave."""
         rule = self.rule
+        names = rule.slots
         self.iterations += 1
         for gradient, value in zip(gradients, values, strict=True):
+            if names or id(value) not in self._slots:
+                slots = self.slots_of(value, names)
             if isinstance(gradient, IndexedSlices):
-                self._apply_rows(rule, gradient, value)
-            else:
-                self._apply(rule, gradient, value)
+                # As Keras 3: duplicates are summed; a rule that changes all rows gets all of them.
+                gradient = gradient.summed()
+                step = rule.rows_step(gradient.values)
+                if step is not None:
+                    value.update(scatter_sub, gradient.indices, step)
+                    continue
+                gradient = gradient.to_dense()
+            own = {name: slot.own_part() for name, slot in slots.items()} if names else {}
+            rule.apply(value.own_part(), value.part_of(gradient), own, self.iterations)
 
-    def _apply(self, rule: UpdateRule, gradient: Array, value: Storage) -> None:
-        slots = {name: slot.own_part() for name, slot in self.slots_of(value, rule).items()}
-        rule.apply(value.own_part(), value.part_of(gradient), slots, self.iterations)
-
-    def _apply_rows(self, rule: UpdateRule, gradient: IndexedSlices, value: Storage) -> None:
-        """As Keras 3: duplicates are summed; a rule that changes all rows gets all of them."""
-        summed = gradient.summed()
-        step = rule.rows_step(summed.values)
-        if step is None:
-            self._apply(rule, summed.to_dense(), value)
-        else:
-            value.update(scatter_sub, summed.indices, step)
-
-    def slots_of(self, value: Storage, rule: UpdateRule) -> dict[str, Storage]:
+    def slots_of(self, value: Storage, names: Sequence[str]) -> dict[str, Storage]:
         """The optimizer's own arrays for the value: zeros at first, or restored ones."""
-        _, slots = self._slots.setdefault(id(value), (value, {}))
-        for name in rule.slots:
+        known = self._slots.get(id(value))
+        if known is None:
+            known = self._slots[id(value)] = value, {}
+        slots = known[1]
+        for name in names:
             if name not in slots:
-                kept = f"slots/{self.number_of(value)}/{name}"
-                restored = self._restored.get(kept)
-                _check_slot(name, restored, value)
-                slots[name] = value.slot(self, name, restored)
-                # Where that has failed it is tried again.
-                self._restored.pop(kept, None)
+                slots[name] = self._new_slot(value, name)
         return slots
+
+    def _new_slot(self, value: Storage, name: str) -> Storage:
+        kept = f"slots/{self.number_of(value)}/{name}"
+        restored = self._restored.get(kept)
+        _check_slot(name, restored, value)
+        made = value.slot(self, name, restored)
+        # Where that has failed it is tried again.
+        self._restored.pop(kept, None)
+        return made
 
     def number_of(self, value: Storage) -> int | None:
         """The value's number in the names of its slots; None where it has none yet."""
@@ -230,7 +221,8 @@ class Optimizer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Its numbers, and what is yet to be restored: slots belong to the values."""
-        return {**self.__dict__, "_slots": {}, "_fused": None}
+        absent = dict.fromkeys(("_fused", "series", "_action_of"))
+        return {**self.__dict__, **absent, "_slots": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

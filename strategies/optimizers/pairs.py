@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from strategies import foreign
 from strategies.core.contexts import has_strategy
-from strategies.core.refusals import wrong_context
+from strategies.core.indexed_slices import Gradient, IndexedSlices
+from strategies.core.replication import Replication
+from strategies.core.same_error import wrong_context
 from strategies.core.values import as_array
-from strategies.variables.indexed_slices import Gradient, IndexedSlices
 from strategies.variables.variable import Variable
 
-if TYPE_CHECKING:
-    from strategies.core.strategy import Strategy
+Pairs = Sequence[tuple[Any, Any]]
 
 
-def checked_pairs(
-    pairs: Sequence[tuple[int, tuple[Any, Any]]], strategy: Strategy
-) -> tuple[list[Gradient], list[Variable]]:
-    """The gradients that are there and their variables, in order; `pairs` has their positions.
+def checked_pairs(pairs: Pairs, strategy: Replication) -> tuple[list[Gradient], list[Variable]]:
+    """The gradients that aren't None and their variables, in order.
 
     Raises as `Optimizer.apply_gradients`.
     """
-    for position, (_, variable) in pairs:
-        check_variable(variable, position)
-    present = [(place, *pair) for place, pair in pairs if pair[0] is not None]
-    if not present:
+    for position, (_, variable) in enumerate(pairs):
+        if type(variable) is not Variable:
+            check_variable(variable, position)
+    gradients: list[Gradient] = []
+    variables: list[Variable] = []
+    for position, (gradient, variable) in enumerate(pairs):
+        if gradient is None:
+            continue
+        if variable.strategy is not strategy:
+            raise _wrong_strategy(variable, strategy)
+        kept = variable.storage
+        if kept.dtype.kind in "biu":
+            raise TypeError(f"{variable} holds integers: an optimizer needs floating-point numbers")
+        plain = type(gradient) is np.ndarray
+        if not (plain and gradient.dtype == kept.dtype and gradient.shape == kept.shape):
+            gradient = _fitted(gradient, variable, position)
+        gradients.append(gradient)
+        variables.append(variable)
+    if not variables:
         raise ValueError("grads_and_vars has no gradient: every one is None, or there are none")
-    for _, _, variable in present:
-        _check_updatable(variable, strategy)
-    return [_checked(*each) for each in present], [variable for _, _, variable in present]
+    return gradients, variables
 
 
 def check_variable(variable: Any, position: int) -> None:
@@ -42,10 +55,10 @@ def check_variable(variable: Any, position: int) -> None:
         )
 
 
-def told_absent(pairs: Sequence[tuple[int, tuple[Any, Variable]]]) -> str:
-    """What ranks must have alike where gradients are None, and what to do where they don't."""
-    absent = [f"{place} ({variable})" for place, (gradient, variable) in pairs if gradient is None]
-    present = [str(variable.number) for _, (gradient, variable) in pairs if gradient is not None]
+def absent_text(pairs: Pairs) -> str:
+    """What must be equal on all ranks where gradients are None, with the remedy."""
+    absent = [f"{n} ({variable})" for n, (grad, variable) in enumerate(pairs) if grad is None]
+    present = [str(variable.number) for grad, variable in pairs if grad is not None]
     return (
         f"apply_gradients with None at position {', '.join(absent)}, where a rank whose loss"
         " doesn't depend on a variable can give np.zeros(variable.shape), and with gradients of"
@@ -53,29 +66,28 @@ def told_absent(pairs: Sequence[tuple[int, tuple[Any, Variable]]]) -> str:
     )
 
 
-def _check_updatable(variable: Variable, strategy: Strategy) -> None:
-    if variable.strategy is not strategy:
-        wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
-        if not has_strategy():
-            raise wrong_context(f"{wrong} outside of its `run`: call it inside")
-        raise wrong_context(
-            f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
-            " of the strategy that runs"
-        )
-    if variable.dtype.kind in "biu":
-        raise TypeError(f"{variable} holds integers: an optimizer needs floating-point numbers")
+def _wrong_strategy(variable: Variable, strategy: Replication) -> RuntimeError:
+    wrong = f"{variable} belongs to {variable.strategy}, but apply_gradients was called"
+    if not has_strategy():
+        return wrong_context(f"{wrong} outside of its `run`: call it inside")
+    return wrong_context(
+        f"{wrong} as a replica of another strategy, {strategy}: create variables in the scope"
+        " of the strategy that runs"
+    )
 
 
-def _checked(position: int, gradient: Any, variable: Variable) -> Gradient:
+def _fitted(gradient: Any, variable: Variable, position: int) -> Gradient:
+    """The gradient in the variable's dtype."""
+    dtype, shape = variable.dtype, variable.shape
     if isinstance(gradient, IndexedSlices):
-        return gradient.fitted(variable.shape, variable.dtype, variable)
+        return gradient.fitted(shape, dtype, variable)
     try:
-        array = as_array(gradient, "gradient", variable.dtype)
+        array = as_array(gradient, "gradient", dtype)
     except (RuntimeError, ValueError) as error:
         raise TypeError(
             f"the gradient at position {position}, a {type(gradient).__name__} for {variable},"
             f" can't be read as an array: {error}"
         ) from error
-    if array.shape != variable.shape:
-        raise ValueError(f"a gradient has shape {array.shape}: {variable} has {variable.shape}")
+    if array.shape != shape:
+        raise ValueError(f"a gradient has shape {array.shape}: {variable} has {shape}")
     return array

@@ -1,8 +1,8 @@
 """The update rules of optimizers: pure arithmetic on one variable's arrays.
 
-They know neither variables nor replicas, so that whoever holds the arrays can apply them: every
-replica, the owner of a shared copy, or a parameter server. They are those of `tf.keras.optimizers`,
-to the rounding.
+They depend on neither variables nor replicas, so that they can be applied by every replica, by the
+owner of a shared copy, or by a parameter server. Results are those of `tf.keras.optimizers`, to the
+rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UpdateRule(ABC):
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
-        """The names of the arrays that the rule keeps beside a variable, zeros at first."""
+        """The names of the arrays that the rule keeps for each variable, zeros at first."""
 
     def apply(
         self, value: Array, gradient: Array, slots: Mapping[str, Array], iteration: int
@@ -37,6 +37,9 @@ class UpdateRule(ABC):
         All arrays have the variable's shape and dtype, or are equal parts of such; iterations count
         from 1.
         """
+        if value.size <= _BLOCK_ELEMENTS:
+            self._apply(value, gradient, slots, iteration)
+            return
         for own, change, *kept in _blocks([value, gradient, *slots.values()]):
             self._apply(own, change, dict(zip(slots, kept, strict=True)), iteration)
 
@@ -49,7 +52,7 @@ class UpdateRule(ABC):
     def rows_step(self, values: Array) -> Array | None:
         """What rows lose of which `values` are the gradient; None where other rows change as well.
 
-        As Keras 3 does: only a rule without slots leaves the rows alone that have no gradient.
+        As in Keras 3, only a rule without slots changes no rows but those that have a gradient.
         """
         return None
 
@@ -57,7 +60,7 @@ class UpdateRule(ABC):
 def _blocks(arrays: list[Array]) -> Iterator[list[Array]]:
     """Views of the arrays' elements, block by block where their memory allows it."""
     size = arrays[0].size
-    if size <= _BLOCK_ELEMENTS or not all(array.flags.c_contiguous for array in arrays):
+    if not all(array.flags.c_contiguous for array in arrays):
         yield arrays
         return
     flat = [array.reshape(-1) for array in arrays]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from strategies.core.indexed_slices import Gradient, IndexedSlices
+from strategies.core.storage import Change
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import requests
 from strategies.parameter_server.memory import MappedMemory, MappedShard
 from strategies.parameter_server.requests import ShardInfo, as_pickle
 from strategies.parameter_server.rpc_client import RpcClient
-from strategies.variables.indexed_slices import Gradient, IndexedSlices
-from strategies.variables.storage import Change
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from collectives import RankFailedError
 from collectives.messaging.codec import Message
 from collectives.messaging.mailbox import Mailbox
-from strategies.core.portable_error import portable
+from strategies.core.same_error import portable
 from strategies.parameter_server import requests
 from strategies.parameter_server.clock import Clock
 from strategies.parameter_server.key_value_store import KeyValueStore

@@ -39,15 +39,15 @@ class ShardedVariable(Variable):
 
     @property
     def _split(self) -> SplitStorage:
-        assert isinstance(self._storage, SplitStorage)
-        return self._storage
+        assert isinstance(self.storage, SplitStorage)
+        return self.storage
 
     def _part(self, number: int, info: ShardInfo) -> Variable:
         part = Variable.__new__(Variable)
         part.__dict__.update(self.__dict__)
         part.name = f"{self.name or 'Variable'}/part_{number}"
         whole = VariableInfo(part.name, info.shape, info.dtype, (info,), split=False)
-        part._storage = WholeStorage(self._split.client, whole)
+        part.storage = WholeStorage(self._split.client, whole)
         return part
 
     def __getitem__(self, index: Any) -> Any:
@@ -55,12 +55,12 @@ class ShardedVariable(Variable):
         first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
         if isinstance(first, slice):
             rows = np.arange(*first.indices(self.shape[0]))
-            return self._storage.rows(rows)[(slice(None), *rest)]
+            return self.storage.rows(rows)[(slice(None), *rest)]
         if hasattr(first, "__index__") and not isinstance(first, bool | np.bool_ | np.ndarray):
             number = operator.index(first)
             if not -self.shape[0] <= number < self.shape[0]:
                 raise IndexError(f"row {number}: {self} has rows 0 to {self.shape[0] - 1}")
-            return self._storage.rows(np.array([number % self.shape[0]]))[0][rest or ...]
+            return self.storage.rows(np.array([number % self.shape[0]]))[0][rest or ...]
         return super().__getitem__(index)
 
     def __repr__(self) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server.memory import ServedMemory, ServedShard
 from strategies.parameter_server.requests import Place
-from strategies.variables.indexed_slices import IndexedSlices
 from strategies.variables.scatter import scatter_sub
 
 Array = NDArray[Any]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from strategies.core.indexed_slices import Gradient, IndexedSlices
+from strategies.core.storage import Change, Storage
 from strategies.parameter_server.buffers import ReusedArray
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
 from strategies.variables import scatter
-from strategies.variables.indexed_slices import Gradient, IndexedSlices
-from strategies.variables.storage import Change, Storage
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer

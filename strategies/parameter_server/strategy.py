@@ -11,14 +11,16 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, RankFailedError
 from collectives.transports.local import alone
+from strategies.base.run_options import RunOptions
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
+from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
-from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.link import open_link
 from strategies.coordinator.scheduled import across_replicas
+from strategies.core.indexed_slices import Gradient
 from strategies.core.reduce_op import ReduceOp
-from strategies.core.run_options import RunOptions
-from strategies.core.strategy import Strategy
+from strategies.core.storage import Storage
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.roles import Roles
@@ -27,8 +29,6 @@ from strategies.parameter_server.sharded_variable import ShardedVariable
 from strategies.parameter_server.shutdown import leave_at_exit, survive_deaths
 from strategies.parameter_server.storage import ServedStorage, SplitStorage
 from strategies.parameter_server.worker import Worker
-from strategies.variables.indexed_slices import Gradient
-from strategies.variables.storage import Storage
 from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class ParameterServerStrategy(Strategy):
     """
 
     aggregates = False
+
+    steps_together = False
 
     def __init__(
         self,

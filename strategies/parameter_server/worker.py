@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.messaging.mailbox import Mailbox
-from strategies.core.portable_error import portable
+from strategies.core.indexed_slices import Gradient
+from strategies.core.same_error import portable
+from strategies.core.storage import Storage
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.memory import MappedMemory
 from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
@@ -18,8 +20,6 @@ from strategies.parameter_server.registry import Registry
 from strategies.parameter_server.roles import Roles
 from strategies.parameter_server.rpc_client import RpcClient
 from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
-from strategies.variables.indexed_slices import Gradient
-from strategies.variables.storage import Storage
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
@@ -71,7 +71,7 @@ class Worker:
         """Post all parts of a step's gradients; nothing is waited for."""
         rule = optimizer.rule
         for _, value in pairs:
-            optimizer.slots_of(value, rule)
+            optimizer.slots_of(value, rule.slots)
         parts = [part for gradient, value in pairs for part in value.gradients_of(gradient)]
         self.client.update(self.client.number_of(optimizer), rule, parts)
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
-from collectives.consistency.uncaught import raised_on_all, raising_on_all
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.core.device_names import nccl_problem, parse_devices
-from strategies.core.portable_error import portable
-from strategies.core.strategy import Strategy
-from strategies.variables.indexed_slices import Gradient
-from strategies.variables.storage import Change, Storage, assign
-
-if TYPE_CHECKING:
-    from strategies.optimizers import Optimizer
-    from strategies.variables.variable import Variable
+from strategies.core.indexed_slices import Gradient
+from strategies.core.same_error import call_on_all, raise_on_all
+from strategies.core.storage import Change, Storage, assign
+from strategies.optimizers import Optimizer
+from strategies.variables.variable import Variable
 
 Array = NDArray[Any]
 
@@ -32,12 +29,12 @@ class CentralStorageStrategy(Strategy):
     """One copy of every variable per node, in memory that the node's ranks share.
 
     As `tf.distribute.experimental.CentralStorageStrategy`; the ranks are the replicas, and there
-    may be several nodes. All ranks read a variable where it lies. In a step, gradients are summed
-    over all ranks (fused) and each rank of a node updates a part of the copy, with the optimizer's
-    slots, of which a node has one copy as well; the sums being the same bits everywhere, nodes
-    need not send each other the new values. Then all ranks meet, so that nobody reads old ones.
-    The numbers are MultiWorkerMirroredStrategy's, to the bit. Where ranks of a node have no memory
-    in common, on any node, each has a copy of its own.
+    may be several nodes. All ranks read a variable in place. In a step, gradients are summed over
+    all ranks (fused) and each rank of a node updates a part of the copy and of the optimizer's
+    slots, of which a node has one copy as well. The sums have the same bits everywhere, so nodes
+    don't exchange the new values. A barrier ends the step: no rank reads old values. Results are
+    MultiWorkerMirroredStrategy's, to the bit. Where the ranks of some node share no memory, each
+    rank has a copy of its own.
 
     The cluster is found as by MultiWorkerMirroredStrategy. `compute_devices` has a name for each
     rank of the node, and `parameter_device` names the CPU, the only device that this version keeps
@@ -54,8 +51,11 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         self.membership = join_cluster(communicator, None, validate_for_collective_training)
         group = self.membership.group
-        with raising_on_all(group.rank):
-            _check_devices(group, compute_devices, parameter_device)
+        call_on_all(
+            group,
+            "CentralStorageStrategy",
+            lambda: _check_devices(group, compute_devices, parameter_device),
+        )
         super().__init__(
             group,
             cluster_resolver=self.membership.resolver,
@@ -63,8 +63,8 @@ class CentralStorageStrategy(Strategy):
         )
 
     def store(self, value: NDArray[Any], what: str) -> Storage:
-        """In the node's memory. Collective; raises as `mirrored`."""
-        first = self.mirrored(value, what)
+        """In the node's memory. Collective; raises as `mirror`."""
+        first = self.mirror(value, what)
         stored = shared_zeros(self.communicator, first.shape, first.dtype)
         if stored is None:
             return super().store(first, what)
@@ -106,23 +106,20 @@ class SharedStorage(Storage):
         Raises on every rank what the change raises.
         """
         self._communicator.barrier()
-        problem = None
+        failure = None
         if self._communicator.local_rank == 0:
             try:
                 change(self._array, *operands)
             except Exception as error:
-                problem = portable(error)
-        failed = self._communicator.all_gather(np.array([problem is not None]))
-        if failed.any():
-            raised = self._communicator.broadcast_object(problem, root=int(failed.argmax()))
-            raise raised_on_all(raised, self._communicator.rank)
+                failure = error
+        raise_on_all(self._communicator, f"a variable's {change.__name__}", failure)
 
     def part_of(self, array: Array) -> Array:
         """The elements that this rank updates, flat."""
         return array.reshape(-1)[self._part]
 
     def own_part(self) -> Array:
-        """This rank's elements; the ranks must meet before anybody reads them."""
+        """This rank's elements; ranks synchronize before they are read."""
         return self.part_of(self._array)
 
     def zeros(self) -> SharedStorage:
@@ -148,34 +145,25 @@ def shared_zeros(
     return stored
 
 
-def _problem(compute_devices: Any, parameter_device: Any, ranks: int) -> str | None:
-    """What is wrong with the devices."""
+def _check_devices(group: Communicator, compute_devices: Any, parameter_device: Any) -> None:
+    """ValueError or BackendUnavailableError for this rank's arguments."""
+    given = f"rank {group.rank}: compute_devices={compute_devices!r}"
     try:
-        given = ranks if compute_devices is None else len(parse_devices(compute_devices))
+        names = None if compute_devices is None else parse_devices(compute_devices)
     except (TypeError, ValueError) as error:
-        return f"compute_devices={compute_devices!r}: {error}"
-    if given != ranks:
-        return (
-            f"compute_devices={compute_devices!r}: must have one entry for each of the {ranks}"
-            " ranks of the node"
+        raise ValueError(f"{given}: {error}") from None
+    if names is not None and len(names) != group.local_size:
+        raise ValueError(
+            f"{given}: must have one entry for each of the {group.local_size} ranks of the node"
         )
     if parameter_device is not None and not _CPU.fullmatch(str(parameter_device)):
-        return f"parameter_device={parameter_device!r}: must name the CPU, as '/cpu:0' does"
-    return None
-
-
-def _check_devices(communicator: Communicator, compute_devices: Any, parameter_device: Any) -> None:
-    """The same ValueError or BackendUnavailableError on every rank. Collective."""
-    problem = _problem(compute_devices, parameter_device, communicator.local_size)
-    names = [] if problem or compute_devices is None else parse_devices(compute_devices)
-    lacking = nccl_problem() if any(kind == "GPU" for kind, _ in names) else None
-    reports = communicator.all_gather_object((problem, lacking))
-    for rank, (told, _) in enumerate(reports):
-        if told is not None:
-            raise ValueError(f"rank {rank}: {told}")
-    for rank, (_, told) in enumerate(reports):
-        if told is not None:
-            raise BackendUnavailableError(
-                f"CentralStorageStrategy: rank {rank} names a GPU in compute_devices; leave them"
-                f" out for the CPU. {told}"
-            )
+        raise ValueError(
+            f"rank {group.rank}: parameter_device={parameter_device!r}: must name the CPU, as"
+            " '/cpu:0' does"
+        )
+    lacking = nccl_problem() if any(kind == "GPU" for kind, _ in names or ()) else None
+    if lacking is not None:
+        raise BackendUnavailableError(
+            f"CentralStorageStrategy: rank {group.rank} names a GPU in compute_devices; leave them"
+            f" out for the CPU. {lacking}"
+        )

@@ -9,15 +9,15 @@ from typing import Any
 
 from collectives import Communicator
 from collectives.transports.local import alone
+from strategies.base.strategy import Strategy
 from strategies.core import contexts, values
 from strategies.core.reduce_op import ReduceOp, as_reduce_op
-from strategies.core.refusals import wrong_context
-from strategies.core.strategy import Strategy
+from strategies.core.same_error import wrong_context
 from strategies.input import InputContext, InputOptions
 
 
 class DefaultStrategy(Strategy):
-    """As TensorFlow's default strategy: programs written for a strategy run unchanged without."""
+    """As TensorFlow's default strategy: a program written for a strategy runs unchanged."""
 
     def scope(self) -> AbstractContextManager[None]:
         """Change nothing; RuntimeError inside another strategy's scope."""

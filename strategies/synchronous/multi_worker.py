@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collectives import Communicator
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
+from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.cluster_resolver import ClusterResolver
-from strategies.communication.options import CommunicationOptions
 from strategies.communication.with_options import agreed_options
-from strategies.core.strategy import Strategy
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.world import world_of
 
 
@@ -23,10 +23,10 @@ class MultiWorkerMirroredStrategy(Strategy):
     the program doesn't branch on `cluster_resolver.task_type`, an evaluator trains for itself, and
     is the chief of its group (see `train_and_evaluate`). Making one is collective.
 
-    communication_options: which way reductions and gathers go, how large their messages are and how
-    long they wait (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError
-    is raised on every rank. NCCL is AUTO on all ranks where one of them lacks it, which rank 0
-    says in the log.
+    communication_options: the algorithm, message size and timeout of reductions and gathers
+    (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError
+    is raised on every rank. NCCL is AUTO on all ranks where one of them lacks it; rank 0 logs
+    that.
     """
 
     def __init__(

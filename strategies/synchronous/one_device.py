@@ -1,11 +1,11 @@
-"""OneDeviceStrategy: everything on one device, for trying out a program written for a strategy."""
+"""OneDeviceStrategy: one replica on one device, for tests of a program written for a strategy."""
 
 from __future__ import annotations
 
 from collectives import BackendUnavailableError, Communicator
 from collectives.transports.local import alone
+from strategies.base.strategy import Strategy
 from strategies.core.device_names import gpu_problem, parse_device, use_gpu
-from strategies.core.strategy import Strategy
 from strategies.core.world import world_of
 
 

@@ -1,4 +1,4 @@
-"""TPUStrategy, a name that scripts may have: there are no TPUs here."""
+"""TPUStrategy, for scripts that name it: TPUs aren't supported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class TPUStrategy:
     """Raises NotImplementedError: the arrays of this package are on CPUs."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Say what to use."""
+        """NotImplementedError, with the alternatives."""
         raise NotImplementedError(
             "TPUStrategy: TPUs aren't supported; use MirroredStrategy for the ranks of one node, or"
             " MultiWorkerMirroredStrategy for several, under mpirun"

@@ -1,1 +1,1 @@
-"""Variables: what they hold, where it is kept, how replicas' changes become one."""
+"""Variables, their initial values, and the rules by which replicas' changes are aggregated."""

@@ -1,33 +1,32 @@
-"""What assigning to a variable means: by its rules, and in the context at hand.
+"""How reads and assignments of a variable aggregate the replicas' values.
 
-The rules are those of `tf.distribute`'s variables, except where TensorFlow lets the copies drift
-apart silently: there an error is raised or the first replica's value is taken.
+The rules are those of `tf.distribute`'s variables, except where TensorFlow lets the copies diverge
+silently: there an error is raised or the first replica's value is taken.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strategies.core.contexts import get_replica_context, has_strategy
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.core.reduce_op import ReduceOp
-from strategies.core.refusals import RefusedTogether
-from strategies.variables.indexed_slices import IndexedSlices
-
-if TYPE_CHECKING:
-    from strategies.variables.variable import Variable
+from strategies.core.replication import Replication
+from strategies.core.same_error import PropagatedErrors
+from strategies.core.storage import Storage
 
 Array = NDArray[Any]
 
-# A sum or a mean of the replicas' rows says nothing of these.
+# A sum or a mean of the replicas' rows has no meaning for these.
 _UNSUMMED = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies are brought together, as `tf.VariableSynchronization`. AUTO is ON_WRITE."""
+    """When the copies are synchronized, as `tf.VariableSynchronization`. AUTO is ON_WRITE."""
 
     AUTO = 0
     NONE = 1
@@ -36,7 +35,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values become one, as `tf.VariableAggregation`."""
+    """How the replicas' values are aggregated, as `tf.VariableAggregation`."""
 
     NONE = 0
     SUM = 1
@@ -45,130 +44,135 @@ class VariableAggregation(enum.Enum):
 
     @property
     def reduce_op(self) -> ReduceOp | None:
-        """How values are folded; None where the first replica's is taken, or nobody's."""
+        """The reduction; None for ONLY_FIRST_REPLICA and NONE."""
         return {"SUM": ReduceOp.SUM, "MEAN": ReduceOp.MEAN}.get(self.name)
 
 
-def inside_run(variable: Variable) -> bool:
-    """Whether one replica of the variable's strategy speaks; the default one has no other."""
-    replica = get_replica_context()
-    return not variable.distributed or (
-        replica is not None and replica.strategy is variable.strategy
-    )
+class Replicated:
+    """Base of variables: a value of which each replica has a copy, and the rules for changes."""
 
+    strategy: Replication
+    distributed: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    storage: Storage
+    """Where the value is kept; those who update all copies alike (optimizers) use it."""
 
-def read_for_all(variable: Variable) -> Array:
-    """The aggregate of an ON_READ variable's copies. Collective."""
-    if variable.aggregation is VariableAggregation.NONE:
-        raise ValueError(f"{variable}: aggregation NONE says no way to read it outside of `run`")
-    return _aggregated(variable, variable.local)
+    @property
+    def on_read(self) -> bool:
+        """Whether each replica has a value of its own, and reads aggregate."""
+        return self.synchronization is VariableSynchronization.ON_READ
 
+    def _inside_run(self) -> bool:
+        """Whether a replica of the variable's strategy runs; the default one has no other."""
+        replica = get_replica_context()
+        return not self.distributed or (replica is not None and replica.strategy is self.strategy)
 
-def to_assign(variable: Variable, value: Array) -> Array:
-    """What this replica stores where `value` is assigned."""
-    _refuse_other_replicas(variable)
-    if not variable.on_read:
-        return _aggregated(variable, value) if _each_has_its_own(variable) else value
-    return value if inside_run(variable) else _share_of(variable, value)
+    def _read_for_all(self) -> Array:
+        """The aggregate of an ON_READ variable's copies. Collective."""
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(f"{self}: with aggregation NONE it can't be read outside of `run`")
+        return self._aggregated(self.storage.view())
 
+    def _to_assign(self, value: Array) -> Array:
+        """What this replica stores where `value` is assigned."""
+        self._refuse_other_replicas()
+        if not self.on_read:
+            return self._aggregated(value) if self._each_has_its_own() else value
+        return value if self._inside_run() else self._share_of(value)
 
-def to_shift(variable: Variable, operand: Array, method: str) -> Array:
-    """What this replica adds or subtracts where `operand` is."""
-    _refuse_other_replicas(variable)
-    if not variable.on_read:
-        return _aggregated(variable, operand) if _each_has_its_own(variable) else operand
-    if not inside_run(variable) and variable.aggregation is VariableAggregation.SUM:
-        raise ValueError(
-            f"{variable}: {method} outside of `run` has no meaning for a sum of replicas"
-        )
-    return operand
+    def _to_shift(self, operand: Array, method: str) -> Array:
+        """What this replica adds or subtracts where `operand` is."""
+        self._refuse_other_replicas()
+        if not self.on_read:
+            return self._aggregated(operand) if self._each_has_its_own() else operand
+        if not self._inside_run() and self.aggregation is VariableAggregation.SUM:
+            raise ValueError(
+                f"{self}: {method} outside of `run` has no meaning for a sum of replicas"
+            )
+        return operand
 
-
-def to_scatter(variable: Variable, slices: IndexedSlices, method: str) -> IndexedSlices:
-    """The rows that this replica changes where `slices` are scattered."""
-    _refuse_other_replicas(variable)
-    if variable.on_read:
-        if inside_run(variable):
+    def _to_scatter(self, slices: IndexedSlices, method: str) -> IndexedSlices:
+        """The rows that this replica changes where `slices` are scattered."""
+        self._refuse_other_replicas()
+        if self.on_read:
+            if self._inside_run():
+                return slices
+            raise NotImplementedError(
+                f"{self}: ON_READ variables don't support {method} outside of `run`"
+            )
+        if not self._each_has_its_own():
             return slices
-        raise NotImplementedError(
-            f"{variable}: ON_READ variables don't support {method} outside of `run`"
+        op = self.aggregation.reduce_op
+        if op is not None and method in _UNSUMMED:
+            raise NotImplementedError(
+                f"{self}: {method} inside `run` needs aggregation ONLY_FIRST_REPLICA, not"
+                f" {op.name}, which is defined for sums of rows only"
+            )
+        return self.strategy.gather_slices(slices, op)
+
+    def _propagating(self, method: str) -> PropagatedErrors:
+        """A context for the checks of an operand, whose errors are raised on all replicas.
+
+        Where every copy is changed by itself no other replica waits, and this one raises alone.
+        """
+        strategy = self.strategy
+        aggregated = (
+            not self.on_read
+            and self.distributed
+            and strategy.aggregates
+            and self.aggregation is not VariableAggregation.NONE
+            and self._inside_run()
         )
-    if not _each_has_its_own(variable):
-        return slices
-    op = variable.aggregation.reduce_op
-    if op is not None and method in _UNSUMMED:
-        raise NotImplementedError(
-            f"{variable}: {method} inside `run` needs aggregation ONLY_FIRST_REPLICA, not"
-            f" {op.name}, which says nothing of rows that aren't added up"
-        )
-    return variable.strategy.rows_of_all(slices, op)
+        outside = self.storage.changes_together and not self._inside_run()
+        others_wait = aggregated or outside
+        return PropagatedErrors(strategy.communicator if others_wait else None, self, method)
 
+    def _each_has_its_own(self) -> bool:
+        """Whether each replica gives a value of its own to an ON_WRITE variable.
 
-def refused_together(variable: Variable, method: str) -> RefusedTogether:
-    """A context for the checks of an operand: what others wait for is refused on all replicas.
+        ValueError where they can't be aggregated.
+        """
+        if not (self.distributed and self._inside_run() and self.strategy.aggregates):
+            return False
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self}: can't be assigned inside `run` with aggregation NONE, since the replicas'"
+                " values may differ: give an aggregation, or assign outside of `run`"
+            )
+        return True
 
-    Where nobody waits, since every copy is changed by itself, one replica alone raises the error.
-    """
-    strategy = variable.strategy
-    aggregated = (
-        not variable.on_read
-        and variable.distributed
-        and strategy.aggregates
-        and variable.aggregation is not VariableAggregation.NONE
-        and inside_run(variable)
-    )
-    outside = variable.storage.changes_together and not inside_run(variable)
-    others_wait = aggregated or outside
-    return RefusedTogether(strategy.communicator if others_wait else None, variable, method)
+    def _refuse_other_replicas(self) -> None:
+        """RuntimeError for a replica of another strategy, whose values would not be aggregated.
 
+        A variable made outside of every scope is its process's own: any replica may change it,
+        unless its aggregation involves others.
+        """
+        replica = get_replica_context()
+        if replica is None or not has_strategy() or replica.strategy is self.strategy:
+            return
+        others = replica.strategy.communicator.size > 1
+        aggregation = self.aggregation is not VariableAggregation.NONE
+        if self.distributed or (aggregation and others):
+            raise RuntimeError(
+                f"{self} belongs to {self.strategy}: can't be assigned as a replica of"
+                f" {replica.strategy}; create it in that strategy's scope"
+            )
 
-def _each_has_its_own(variable: Variable) -> bool:
-    """Whether each replica gives a value of its own to an ON_WRITE variable.
+    def _aggregated(self, value: Array) -> Array:
+        op = self.aggregation.reduce_op
+        if op is None:
+            return self.strategy.broadcast_first(value)
+        (total,) = self.strategy.all_reduce_arrays([value], op, batch=False)
+        return np.asarray(total)
 
-    ValueError where they can't be aggregated.
-    """
-    if not (variable.distributed and inside_run(variable) and variable.strategy.aggregates):
-        return False
-    if variable.aggregation is VariableAggregation.NONE:
-        raise ValueError(
-            f"{variable}: can't be assigned inside `run` with aggregation NONE, since the replicas'"
-            " values may differ: give an aggregation, or assign outside of `run`"
-        )
-    return True
-
-
-def _refuse_other_replicas(variable: Variable) -> None:
-    """RuntimeError for a replica of another strategy, whose values nobody would aggregate.
-
-    A variable made outside of every scope is its process's own: it may be changed by any replica,
-    unless it asks for an aggregation with others.
-    """
-    replica = get_replica_context()
-    if replica is None or not has_strategy() or replica.strategy is variable.strategy:
-        return
-    others = replica.strategy.communicator.size > 1
-    aggregation = variable.aggregation is not VariableAggregation.NONE
-    if variable.distributed or (aggregation and others):
-        raise RuntimeError(
-            f"{variable} belongs to {variable.strategy}: can't be assigned as a replica of"
-            f" {replica.strategy}; create it in that strategy's scope"
-        )
-
-
-def _aggregated(variable: Variable, value: Array) -> Array:
-    op = variable.aggregation.reduce_op
-    if op is None:
-        return variable.strategy.first_of(value)
-    return variable.strategy.total_of(value, op)
-
-
-def _share_of(variable: Variable, value: Array) -> Array:
-    """What one replica stores of a value assigned to an ON_READ variable for all of them."""
-    if variable.aggregation is not VariableAggregation.SUM:
-        return value
-    copies = variable.strategy.communicator.size
-    if variable.dtype.kind not in "iu":
-        return np.asarray(value / variable.dtype.type(copies), variable.dtype)
-    # Whole shares, rounded towards zero; a float64 would lose bits of large integers.
-    shares = value // copies
-    return np.asarray(shares + ((value < 0) & (shares * copies != value)), variable.dtype)
+    def _share_of(self, value: Array) -> Array:
+        """What one replica stores of a value assigned to an ON_READ variable for all of them."""
+        if self.aggregation is not VariableAggregation.SUM:
+            return value
+        copies = self.strategy.communicator.size
+        if self.storage.dtype.kind not in "iu":
+            return np.asarray(value / self.storage.dtype.type(copies), self.storage.dtype)
+        # Whole shares, rounded towards zero; a float64 would lose bits of large integers.
+        shares = value // copies
+        return np.asarray(shares + ((value < 0) & (shares * copies != value)), self.storage.dtype)

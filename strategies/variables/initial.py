@@ -1,4 +1,4 @@
-"""What a variable begins with: its first value, and so its dtype."""
+"""Initial values of variables, and their dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_PYTHON: dict[Any, Any] = {float: np.float32, int: np.int32}
 
 
 def as_initial(initial_value: Any, dtype: Any) -> Array:
-    """An array of its own of the value, or of what the function gives, in the dtype.
+    """A new array of the value, or of the function's result, in the dtype.
 
     dtype None: as TensorFlow chooses it for numbers of Python and lists, tuples and ranges of them;
     otherwise NumPy's. (Of a list of NumPy's scalars TensorFlow takes the first one's, into which
@@ -36,7 +36,7 @@ def as_initial(initial_value: Any, dtype: Any) -> Array:
 
 
 def _of_python(value: Any) -> bool:
-    """Whether it is a number of Python, or made of such alone: NumPy's float64 is a float, too."""
+    """Whether it consists of Python's own numbers: NumPy's float64 is a float, too."""
     if isinstance(value, list | tuple):
         return all(map(_of_python, value))
     return isinstance(value, range) or type(value) in (bool, float, int)

@@ -1,7 +1,7 @@
 """Changes of some rows of an array, as the scatter methods of `tf.Variable`.
 
-Each is a function of a module, `change(array, indices, values)`, so that it can be sent to whoever
-holds the array. Of duplicate rows all count, one after the other; of an update the last one.
+Each is a function of a module, `change(array, indices, values)`, so that it can be sent to the
+process that holds the array. Duplicate rows are applied one after the other.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def scatter_div(array: Array, indices: Array, values: Array) -> None:
 
 
 def scatter_min(array: Array, indices: Array, values: Array) -> None:
-    """The lesser of rows and values, element by element."""
+    """The elementwise minimum of rows and values."""
     np.minimum.at(array, indices, values)
 
 
 def scatter_max(array: Array, indices: Array, values: Array) -> None:
-    """The greater of rows and values, element by element."""
+    """The elementwise maximum of rows and values."""
     np.maximum.at(array, indices, values)
 
 

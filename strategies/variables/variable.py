@@ -1,26 +1,22 @@
-"""Variables: arrays of a program's state, one copy per replica, kept in step by a strategy.
+"""Variables: arrays of a program's state, with a copy on each replica.
 
-Names are those of `tf.Variable`; what assignments mean in which context, `aggregation` says.
+Names are those of `tf.Variable`; `aggregation` has the rules for reads and assignments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
 from strategies.core.contexts import get_strategy, has_strategy
-from strategies.core.refusals import RefusedTogether
-from strategies.core.values import as_array
-from strategies.variables import aggregation as rules
-from strategies.variables import scatter
-from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
-from strategies.variables.indexed_slices import IndexedSlices, check_rows
-from strategies.variables.initial import as_initial, fits
-from strategies.variables.storage import (
+from strategies.core.indexed_slices import IndexedSlices, check_rows
+from strategies.core.replication import Replication
+from strategies.core.same_error import PropagatedErrors
+from strategies.core.storage import (
     Change,
     LocalStorage,
     Storage,
@@ -28,16 +24,21 @@ from strategies.variables.storage import (
     assign_add,
     assign_sub,
 )
-
-if TYPE_CHECKING:
-    from strategies.core.strategy import Strategy
+from strategies.core.values import as_array
+from strategies.variables import scatter
+from strategies.variables.aggregation import (
+    Replicated,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from strategies.variables.initial import as_initial, fits
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
 Array = NDArray[Any]
 
 
-class Variable(NDArrayOperatorsMixin):
+class Variable(Replicated, NDArrayOperatorsMixin):
     """An array that a strategy keeps equal on all replicas, or aggregates when it is read.
 
     initial_value: an array, a number, or a function that gives one; the chief's counts, on every
@@ -67,14 +68,14 @@ class Variable(NDArrayOperatorsMixin):
     ) -> None:
         self.name, self.trainable = name, trainable
         self.synchronization, self.aggregation = synchronization, aggregation
-        self.strategy: Strategy = get_strategy()
+        self.strategy: Replication = get_strategy()
         self.distributed = has_strategy() and self.strategy.mirrors_variables
         what = f"Variable {name!r}" if name else "Variable"
         with made_together(what):
             _check_rules(synchronization, aggregation)
             local = as_initial(initial_value, dtype)
-        self._storage: Storage = (
-            LocalStorage(self.strategy.mirrored(local, what))
+        self.storage: Storage = (
+            LocalStorage(self.strategy.mirror(local, what))
             if self.on_read
             else self.strategy.store(local, what)
         )
@@ -85,38 +86,28 @@ class Variable(NDArrayOperatorsMixin):
             )
         self.strategy.complete(self)
         self.number = next(self.strategy.variable_numbers)
-        """The variable's place among those of its strategy: the same on all ranks."""
+        """The variable's number among those of its strategy, equal on all ranks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape, which never changes."""
-        return self._storage.shape
+        return self.storage.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype, which never changes."""
-        return self._storage.dtype
-
-    @property
-    def on_read(self) -> bool:
-        """Whether each replica has a value of its own, and reads aggregate."""
-        return self.synchronization is VariableSynchronization.ON_READ
-
-    @property
-    def storage(self) -> Storage:
-        """Where the value is kept, for those who update all copies alike (optimizers)."""
-        return self._storage
+        return self.storage.dtype
 
     @property
     def local(self) -> Array:
         """This replica's copy itself, read-only where other ranks read the same one."""
-        return self._storage.view()
+        return self.storage.view()
 
     def read_value(self) -> Array:
         """A copy of the value; of ON_READ outside of `run` the replicas' aggregate (collective)."""
-        if not self.on_read or rules.inside_run(self):
-            return self._storage.read()
-        return rules.read_for_all(self)
+        if not self.on_read or self._inside_run():
+            return self.storage.read()
+        return self._read_for_all()
 
     def value(self) -> Array:
         """As `read_value`."""
@@ -131,7 +122,7 @@ class Variable(NDArrayOperatorsMixin):
 
         TypeError where fractions or imaginary parts would be lost.
         """
-        self._storage.change(assign, rules.to_assign(self, self._checked(value, "assign")))
+        self.storage.change(assign, self._to_assign(self._checked(value, "assign")))
         return self
 
     def assign_add(self, value: Any) -> Variable:
@@ -143,12 +134,12 @@ class Variable(NDArrayOperatorsMixin):
         return self._shift(assign_sub, value)
 
     def _shift(self, change: Change, value: Any) -> Variable:
-        operand = rules.to_shift(self, self._checked(value, change.__name__), change.__name__)
-        self._storage.change(change, operand)
+        operand = self._to_shift(self._checked(value, change.__name__), change.__name__)
+        self.storage.change(change, operand)
         return self
 
     def _checked(self, value: Any, method: str) -> Array:
-        with rules.refused_together(self, method):
+        with self._propagating(method):
             self._check_dtype(as_array(value, "value").dtype)
             array = as_array(value, "value", self.dtype)
             if array.shape != self.shape:
@@ -164,11 +155,11 @@ class Variable(NDArrayOperatorsMixin):
 
         Raises ValueError for rows that don't exist, IndexError where there are no rows at all.
         """
-        whole = self.on_read and not rules.inside_run(self)
-        with RefusedTogether(self.strategy.communicator if whole else None, self, "sparse_read"):
+        whole = self.on_read and not self._inside_run()
+        with PropagatedErrors(self.strategy.communicator if whole else None, self, "sparse_read"):
             places = as_array(indices, "indices")
             check_rows(places, len(self), self)
-        return self.read_value()[places] if whole else self._storage.rows(places)
+        return self.read_value()[places] if whole else self.storage.rows(places)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Variable:
         """Add to some rows. Inside `run` the replicas' rows are joined, duplicates kept.
@@ -210,19 +201,19 @@ class Variable(NDArrayOperatorsMixin):
 
     def _scatter(self, change: Change, slices: IndexedSlices) -> Variable:
         method = change.__name__
-        with rules.refused_together(self, method):
+        with self._propagating(method):
             if not isinstance(slices, IndexedSlices):
                 raise TypeError(f"sparse_delta is a {type(slices).__name__}: must be IndexedSlices")
             self._check_dtype(slices.values.dtype)
             fitted = slices.fitted(self.shape, self.dtype, self)
-        given = rules.to_scatter(self, fitted, method)
-        self._storage.change(change, given.indices, given.values)
+        given = self._to_scatter(fitted, method)
+        self.storage.change(change, given.indices, given.values)
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError(f"{self} can't be read without a copy: use copy=None, or np.asarray")
-        value = self.read_value() if self.on_read else self._storage.read()
+        value = self.read_value() if self.on_read else self.storage.read()
         return np.asarray(value, dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -234,8 +225,8 @@ class Variable(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*values, **kwargs)
 
     def _value(self) -> Array:
-        """The value without a copy where there is one, for arithmetic that leaves it alone."""
-        return self.read_value() if self.on_read else self._storage.view()
+        """The value, without a copy where possible, for arithmetic that doesn't change it."""
+        return self.read_value() if self.on_read else self.storage.view()
 
     def __getitem__(self, index: Any) -> Any:
         part = self._value()[index]
@@ -263,10 +254,10 @@ class Variable(NDArrayOperatorsMixin):
         return f"<Variable{name} {self.dtype}{list(self.shape)}>"
 
 
-def made_together(what: str) -> RefusedTogether:
-    """A context for the checks of what is made with variables: on all replicas, or on none."""
+def made_together(what: str) -> PropagatedErrors:
+    """A context for checks before variables are created: errors are raised on all replicas."""
     strategy = get_strategy()
-    return RefusedTogether(strategy.communicator if strategy.aggregates else None, what)
+    return PropagatedErrors(strategy.communicator if strategy.aggregates else None, what)
 
 
 def _check_rules(synchronization: Any, aggregation: Any) -> None:

@@ -1,4 +1,4 @@
-"""What each collective must give, against loops over Python numbers; and the busbw factors."""
+"""The required result of each collective, against loops over Python numbers; busbw factors."""
 
 import math
 
@@ -45,7 +45,7 @@ def joined(lists):
 
 
 def what_must_come(name, sent, fold, rank, root):
-    """The semantics of MPI 4.1, chapter 6, on lists; None where the rank gets nothing."""
+    """The semantics of MPI 4.1, chapter 6, on lists; None where the rank has no result."""
     ranks = len(sent)
     if name == "broadcast":
         return sent[root]

@@ -1,4 +1,4 @@
-"""The benchmark on GPUs, as far as it needs none."""
+"""The benchmark on GPUs, as far as it needs no GPU."""
 
 import builtins
 from functools import partial
@@ -59,7 +59,7 @@ def test_an_option_error_ends_with_status_2(line, monkeypatch, capsys):
     assert "error:" in capsys.readouterr().err
 
 
-def test_without_cupy_it_says_so_in_a_line_and_does_nothing(monkeypatch, capsys):
+def test_without_cupy_it_prints_one_line_and_ends(monkeypatch, capsys):
     load = builtins.__import__
 
     def refuse(name, *arguments):
@@ -78,7 +78,7 @@ def test_without_cupy_it_says_so_in_a_line_and_does_nothing(monkeypatch, capsys)
     assert told.out == ""
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+def test_without_a_gpu_it_prints_so(monkeypatch, capsys):
     gpus = SimpleNamespace(problem=lambda: "CuPy 14 finds no GPU")
     monkeypatch.setattr(cuda_module, "_made", gpus)
     assert run.main(["bars"]) == 2
@@ -113,13 +113,13 @@ def test_the_table_of_made_up_numbers():
     ]
 
 
-def test_a_bar_tells_whether_it_is_met():
+def test_a_bar_shows_whether_it_is_reached():
     missed = bars.Bar("a call", "12.00 µs", "10.00 µs", False)
     assert str(missed) == "a call: 12.00 µs (bar: 10.00 µs: MISSED)"
 
 
 class World:
-    """As much of mpi4py's communicator as the bench needs, between threads: each for itself."""
+    """The part of mpi4py's communicator that the bench uses, between threads."""
 
     def Barrier(self):  # noqa: N802
         pass
@@ -132,7 +132,7 @@ class World:
 
 
 class FakeDevice:
-    """The simulated GPU's stream, by the host's clock."""
+    """The simulated GPU's stream, timed by the host's clock."""
 
     name, libraries, l2_bytes = "simulated", "", 4096
 
@@ -160,7 +160,7 @@ class FakeDevice:
 
 
 def with_names_of_cupy(comm, nccl):
-    """Give NCCL's handle the methods that CuPy's has, which the bare calls are."""
+    """Give NCCL's handle CuPy's methods, which the bare calls use."""
     handle = transport_of(comm)._comm
     for name, own in NCCL_NAMES.items():
         setattr(handle, name, partial(getattr(nccl, own), handle))

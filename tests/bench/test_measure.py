@@ -1,4 +1,4 @@
-"""Every collective, once through the code that measures it."""
+"""Every collective, once through the measuring code."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_nothing_is_wrong(name, comm, world):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_ask_alike_for_registered_buffers(name, comm, world, monkeypatch):
+def test_all_ranks_request_registered_buffers_equally(name, comm, world, monkeypatch):
     asked, empty = [], comm.empty
 
     def recorded(shape, dtype):
@@ -64,7 +64,7 @@ def test_all_ranks_ask_alike_for_registered_buffers(name, comm, world, monkeypat
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_results_are_written_where_the_peer_writes_its_own(name, comm):
+def test_results_are_written_to_the_peers_target(name, comm):
     problem = Problem(comm.size, 6 * comm.size, np.dtype(np.int64))
     task = Task(problem, comm.rank, CASES[name].buffers(problem, comm.rank), in_place=False)
     assert CASES[name].call(comm, task, None)() is task.out
@@ -95,7 +95,7 @@ class CorruptedAllReduce(AllReduce):
 
 
 class IdlePeer(Peer):
-    """Returns what was in its memory before."""
+    """Returns the previous content of its memory."""
 
     name = "idle"
 
@@ -161,7 +161,7 @@ def check_json(written):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_what_the_model_and_the_stream_say_is_written(comm, tmp_path, monkeypatch, capsys):
+def test_model_and_stream_figures_are_written(comm, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.yardstick.SMALLEST_STREAMED", 64 << 10)
     monkeypatch.setattr("bench.run.measure_stream", partial(measure_stream, nbytes=4096))
     path = tmp_path / "rows.json"
@@ -198,6 +198,6 @@ def test_what_can_not_be_measured_ends_with_status_2(arguments, complaint, comm,
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_all_leaves_out_what_does_not_work_and_says_so(comm, capsys):
+def test_all_omits_unavailable_cases_with_a_message(comm, capsys):
     assert main("all_reduce --op min --algorithm all --sizes 8 --repeats 1") == 0
     assert ("can't measure native" in capsys.readouterr().out) == (comm.rank == 0)

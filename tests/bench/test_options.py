@@ -77,7 +77,7 @@ runpy.run_module("bench", run_name="__main__")
     assert "busbw" in ended.stdout
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(capsys, monkeypatch):
+def test_a_plot_without_matplotlib_names_what_to_install(capsys, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setattr("bench.options.find_spec", lambda name: None)
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What other libraries are asked to do, and in which dtypes."""
+"""The calls of other libraries, and their dtypes."""
 
 import sys
 
@@ -42,7 +42,7 @@ def test_mpi_moves_16_bit_floats_as_they_are(comm, world):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_the_header_says_what_the_peer_reduces(comm, capsys):
+def test_the_header_names_the_peers_reduction(comm, capsys):
     line = "{} --sizes 16 --repeats 1 --peer mpi4py --dtype {}"
     told = "peer's type: float32 of the same element count"
     for collective, dtype in (("all_reduce", "bfloat16"), ("broadcast", "bfloat16")):
@@ -52,7 +52,7 @@ def test_the_header_says_what_the_peer_reduces(comm, capsys):
 
 
 class LossyPeer(Peer):
-    """Forgets half of what it reduces, in a dtype of its own."""
+    """Omits half of what it reduces, in a dtype of its own."""
 
     name = "lossy"
 

@@ -44,12 +44,12 @@ def test_a_row_reads_as_in_nccl_tests():
     ]
 
 
-def test_the_peer_stands_beside_each_form():
+def test_the_peer_has_a_column_for_each_form():
     assert cells(row(1000, 2e-6), "mpi4py")[4:10] == ["2.00", "0.500", "0.250", "0", "4.00", "2.00"]
     assert cells(row(1000, 2e-6), "mpi4py")[10:] == ["-"] * 6
 
 
-def test_the_model_stands_beside_the_ratio_and_the_stream_beside_our_own():
+def test_the_model_has_a_column_after_the_ratio_and_the_stream_after_our_own():
     measured = row(1000, 2e-6).out_of_place
     predicted = replace(measured.peer, model=(1.75, 2.75))
     measured = replace(measured, peer=predicted, of_stream=0.876)
@@ -72,7 +72,7 @@ def test_the_model_stands_beside_the_ratio_and_the_stream_beside_our_own():
         ("broadcast", "mpi4py", True, set()),
     ],
 )
-def test_the_columns_of_the_model_come_where_it_speaks(collective, peer, stream, shown):
+def test_the_columns_of_the_model_exist_where_it_applies(collective, peer, stream, shown):
     found = columns(CASES[collective], peer, ["auto"], stream=stream)
     assert {column.title for column in found} & {"model", "% of stream"} == shown
 
@@ -82,7 +82,7 @@ def test_wide_cells_fit_their_columns():
         assert len(column.cell(row(16 << 30, 12.5))) <= column.width
 
 
-def test_markdown_leaves_out_the_forms_that_do_not_exist(tmp_path):
+def test_markdown_omits_missing_forms(tmp_path):
     path = tmp_path / "rows.md"
     shown = columns(CASES["all_gather"], "mpi4py", ["ring"])
     write_markdown(path, HEADER, shown, [row(8, 1e-6), row(16, 1e-6)])

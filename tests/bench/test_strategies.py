@@ -1,4 +1,4 @@
-"""The benchmark of strategies: every program runs, and their rows end in two files."""
+"""The benchmark of strategies: every program runs, and its rows are written to two files."""
 
 import json
 import sys

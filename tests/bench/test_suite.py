@@ -1,4 +1,4 @@
-"""The suite: its runs make sense, and one world writes them all into two files."""
+"""The suite: its runs are valid, and one world writes all of them to two files."""
 
 import json
 

@@ -4,7 +4,7 @@ from bench.timing import Subject, Timing, batch_of, interleave
 
 
 class LonelyWorld:
-    """As much of a communicator as the clock needs."""
+    """The part of a communicator that the clock uses."""
 
     def Barrier(self):  # noqa: N802
         pass

@@ -8,7 +8,7 @@ MANY = 10**9
 
 
 def load_and_store(ranks, *, inputs_read, results_stored, copied=0):
-    """Bytes per byte of the vector, from counts of slices that hold one rank-th of it."""
+    """Bytes per byte of the vector, from counts of slices of one rank-th of it."""
     return (inputs_read + results_stored + 2 * copied) / ranks
 
 
@@ -23,7 +23,7 @@ def test_each_formula_counts_what_the_scheme_does(ranks):
     assert model.copied_result(ranks) == near(load_and_store(ranks, **fold, copied=others))
     # All slices but the own one are copied in; the whole result is copied out.
     assert model.staged(ranks) == near(load_and_store(ranks, **fold, copied=others + ranks))
-    # A ring folds two slices into one in each of p - 1 steps and moves one in each of 2 (p - 1).
+    # A ring reduces two slices into one in each of p - 1 steps and moves one in each of 2 (p - 1).
     steps = {"inputs_read": 2 * others, "results_stored": others}
     for copies, ring in ((1, model.ring_single_copy), (2, model.ring_two_copies)):
         moved = load_and_store(ranks, **steps, copied=copies * 2 * others)
@@ -48,7 +48,7 @@ def test_the_figures_at_some_ranks(formula, figures):
 
 def test_what_our_own_paths_touch():
     assert model.touched(2, is_registered=True) == model.touched(8, is_registered=True) == 2
-    # A copy into shared memory, and a fold of one's own array with the other's copy.
+    # A copy into shared memory, and a reduction of the own array with the other's copy.
     assert model.touched(2, is_registered=False) == 5
     assert model.touched(4, is_registered=False) == 4.75
 

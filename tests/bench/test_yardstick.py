@@ -16,7 +16,7 @@ def ratio(yardstick, problem, algorithm="auto", theirs=None, in_place=True):
     return yardstick.ratio(problem, algorithm, theirs or problem, in_place=in_place)
 
 
-def test_the_model_speaks_from_64_kib_on():
+def test_the_model_applies_from_64_kib_on():
     assert ratio(YARDSTICK, MEDIUM) == (1.75, 2.75)
     assert ratio(YARDSTICK, MEDIUM, in_place=False) == (2.75, 3.75)
     assert ratio(YARDSTICK, SMALL) is None

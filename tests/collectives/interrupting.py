@@ -1,4 +1,4 @@
-"""Exceptions raised where the handler of a signal may raise one, at a chosen one of such places."""
+"""Exceptions raised where a signal's handler may raise one, at a chosen one of such places."""
 
 import dis
 import sys
@@ -15,11 +15,11 @@ _AFTER = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD")
 
 
 class InterruptionError(Exception):
-    """As a handler might raise it."""
+    """An exception as of a handler."""
 
 
 class Interruption:
-    """A context within which this thread is interrupted at the place of a number, from 0.
+    """A context within which this thread is interrupted at the place with this number, from 0.
 
     `places` counts those that were passed, all of them where the number is None.
     """
@@ -52,14 +52,14 @@ class Interruption:
         elif event == "opcode":
             last, self._last[frame] = self._last.get(frame), frame.f_lasti
             name = "" if last is None else self._name(frame.f_code, last)
-            # Where a function in Python returns, nothing is run, unless C has called it.
+            # No handler runs where a Python function returns, unless C has called it.
             inline, self._returned = self._returned is frame and name == "CALL", None
             if name.startswith(_AFTER) and not inline and not self._enters(frame):
                 self._pass(frame)
         return self._go_on
 
     def _enters(self, frame):
-        """Whether a `with` block is about to be entered: no handler is run in front of it."""
+        """Whether a `with` block is about to be entered: no handler runs before it."""
         return self._name(frame.f_code, frame.f_lasti) in ("BEFORE_WITH", "SETUP_WITH")
 
     def _name(self, code, position):

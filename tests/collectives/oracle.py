@@ -1,4 +1,4 @@
-"""Values that depend on the rank, and what the collectives must make of them, in plain NumPy."""
+"""Values that depend on the rank, and the results of the collectives on them, in plain NumPy."""
 
 from contextlib import contextmanager
 
@@ -31,7 +31,7 @@ def case(*what):
 
 
 def value(rank, shape, dtype=np.float64, largest=5):
-    """Small integers, exact in every dtype, that differ by rank and place."""
+    """Small integers, exact in every dtype, that differ by rank and index."""
     places = np.arange(int(np.prod(shape))).reshape(shape)
     numbers = (places * 7 + rank * 3 + places // 5 * rank) % largest
     if np.dtype(dtype).kind == "b":

@@ -1,4 +1,4 @@
-"""What one rank can see by itself is refused before any message is sent."""
+"""Errors that one rank can detect locally are raised before any message is sent."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from collectives.transports.local import LocalTransport, run
 
 
 class SilentTransport(LocalTransport):
-    """Lets the communicator be made, and nothing be sent after."""
+    """Allows the creation of a communicator, and no messages after it."""
 
     silent = False
 
@@ -167,7 +167,7 @@ def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
     from collectives.schedules.schedule import Recv, Reduce, Send
 
     def through_one(rank, size):
-        """Every rank sends its whole buffer to rank 0, which folds all and sends the result."""
+        """Every rank sends its whole buffer to rank 0, which reduces all and sends the result."""
         others = range(1, size)
         yield [Send(0, 0 * rank, when=rank > 0)] + [Reduce(0, r, when=rank == 0) for r in others]
         yield [Send(0, r, when=rank == 0) for r in others] + [Recv(0, 0 * rank, when=rank > 0)]

@@ -1,4 +1,4 @@
-"""Arrays of other kinds than NumPy's."""
+"""Arrays of other libraries than NumPy."""
 
 import array as standard_array
 import types
@@ -13,7 +13,7 @@ from collectives.transports.local import alone, run
 
 
 class Foreign:
-    """An array on some device that speaks DLPack and the array API's way to make new ones."""
+    """An array on a device, with DLPack and the array API's function to create new ones."""
 
     def __init__(self, content, device=1):
         self.content, self.device = np.asarray(content), device

@@ -1,4 +1,4 @@
-"""A verifier is worth what it rejects: wrong schedules, made from right ones or by hand."""
+"""The verifier rejects wrong schedules, made by mutation of right ones or by hand."""
 
 from dataclasses import replace
 
@@ -133,7 +133,7 @@ def check_mutated(collective, algorithm, mutation, size):
     for at in places:
         mutated = list(rounds)
         if mutation(mutated, at, size, chunks) is not None:
-            continue  # the mutation has no meaning for this round, and says why
+            continue  # the mutation isn't defined for this round; the message says why
         with pytest.raises(ScheduleError):
             check(collective, mutated, size, chunks)
 
@@ -254,7 +254,7 @@ def test_the_error_names_round_rank_and_chunk(fault):
 
 
 def test_ranks_that_fold_in_different_orders():
-    """Each sends its part to all and folds theirs into its own: (0 + 1) + 2, but 1 + (0 + 2)."""
+    """Each sends its part to all and reduces theirs into its own: (0 + 1) + 2, but 1 + (0 + 2)."""
     steps = []
     for peer in range(3):
         others = np.arange(3) != peer

@@ -1,4 +1,4 @@
-"""A transport that never communicates makes the suite fail: each collective's test notices it."""
+"""A transport that never communicates makes the suite fail: each collective's test detects it."""
 
 import os
 import re

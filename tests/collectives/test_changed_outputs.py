@@ -1,4 +1,4 @@
-"""An output that was changed in place: the call is refused before the ranks meet."""
+"""An output that was changed in place: the call is refused before the ranks synchronize."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ CHANGES = [read_only, of_another_dtype, of_another_shape]
 
 
 class Remembered:
-    """A call of each rank with one input and one output, made again and again."""
+    """A call of each rank with one input and one output, repeated."""
 
     def __init__(self, comm, name, length, make):
         many, parts = name == "all_reduce_many", comm.size

@@ -23,7 +23,7 @@ def dtypes_of(names):
 
 
 def paths(collective):
-    """Every way to run it: by choice, each algorithm, MPI's own, and the node's memory."""
+    """Every way to run it: automatic, each algorithm, MPI's own, and shared memory."""
     return [None, *algorithms.names(collective), "native", "shared"]
 
 
@@ -108,7 +108,7 @@ def test_integers_wrap(comm):
 
 @pytest.mark.parametrize("path", paths("broadcast"))
 def test_the_roots_memory_is_never_written(comm, path, tmp_path):
-    """A mapping that can't be written ends the process, or the call, if somebody tries."""
+    """A read-only mapping: a write to it ends the process, or the call."""
     content = value(comm.rank, 4096)
     content.tofile(tmp_path / "content")
     mapped = np.memmap(tmp_path / "content", np.float64, mode="r")
@@ -405,7 +405,7 @@ def test_over_any_mpi_communicator(comm):
         gathered = reversed_world.all_gather(np.array(comm.rank))
         np.testing.assert_array_equal(gathered, np.arange(comm.size)[::-1])
         if comm.size > 1:
-            # The user's own traffic, posted before and met after ours, must not interfere.
+            # The user's own messages, posted before and completed after ours, must not interfere.
             peer = (mpi_comm.rank + 1) % comm.size
             request = mpi_comm.Isend(np.full(1, mpi_comm.rank), peer, 0)
             reversed_world.all_reduce(value(comm.rank, 10))
@@ -438,7 +438,7 @@ def test_the_choice_is_visible(comm):
     if comm.size == 1:
         assert text == "a copy runs"
     else:
-        # Ranks that share cores take the memory's ways by expectation.
+        # Ranks that share cores use the memory's paths without measurement.
         assert "staged" in text or "shared" in text
         assert "native" in comm.explain("all_gather", 1 << 27)
         assert "ring" in comm.explain("reduce_scatter", 4096)
@@ -447,7 +447,7 @@ def test_the_choice_is_visible(comm):
 
 
 def test_what_is_to_come_before_the_next_call_does_whatever_the_call_is(comm):
-    """Also where the call's short way is known; once."""
+    """Also where the call is bound already; once."""
     part = comm.split(0)
     array, out, everything = np.zeros(2), np.zeros(2), np.zeros(2 * comm.size)
     ring = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

@@ -1,4 +1,4 @@
-"""Corners in which ranks could come to differ, or a rank to read what isn't there any more."""
+"""Corner cases in which ranks could differ, or a rank could read freed memory."""
 
 import dataclasses
 import sys
@@ -32,7 +32,7 @@ def marked(marks):
 @marked(on_few)
 @pytest.mark.parametrize("itemsize", [400_000, 2_000_000])
 def test_elements_as_large_as_a_stage(comm, itemsize):
-    """They are moved as bytes: a stage need not hold an element for each rank."""
+    """They are moved as bytes: a buffer need not have room for an element of each rank."""
     dtype = np.dtype([("content", "u1", itemsize)])
     rows = np.zeros(2 * comm.size, dtype)
     rows["content"] = np.arange(2 * comm.size)[:, None]
@@ -133,7 +133,7 @@ def collectives_of(comm, **arguments):
 @marked(on_two)
 @pytest.mark.parametrize("bucket_bytes", [None, 1 << 20])
 def test_tune_reaches_what_all_reduce_many_remembers(comm, monkeypatch, bucket_bytes):
-    """On rank 0 the list is known again, on rank 1 it is another one every time."""
+    """On rank 0 the list is known, on rank 1 it is a new one every time."""
     slow = {"shared_bandwidth": 1e8, "shared_start": 3e-6, "shared_latency": 0.5e-6}
     find = tuning.figures_for
     with collectives_of(comm, deadline=10) as other:
@@ -153,7 +153,7 @@ def test_tune_reaches_what_all_reduce_many_remembers(comm, monkeypatch, bucket_b
 
 @marked(on_two)
 def test_a_call_that_was_looked_up_before_the_first_registered_array(comm):
-    """As by a thread that waits for the lock, while another one makes that array."""
+    """As by a thread that waits for the lock while another one creates that array."""
     with collectives_of(comm, deadline=10) as other:
         array = np.full(5000, comm.rank + 1.0)
         other.all_reduce(array)
@@ -165,7 +165,7 @@ def test_a_call_that_was_looked_up_before_the_first_registered_array(comm):
         assert not registered.any()
 
 
-# Leaving, closing
+# Withdrawal and closing
 
 
 def program(body):
@@ -249,7 +249,7 @@ def test_a_call_that_waits_while_another_thread_closes(launch, call):
 
 @marked(on_two)
 def test_the_arrays_of_a_call_that_ended_early_are_kept(comm):
-    """The others may write into them, as long as they don't know."""
+    """The others may write into them until they are informed."""
     with collectives_of(comm) as other:
         route = other._engine.paths("broadcast", None, np.dtype(np.uint8))["shared"]
         assert isinstance(route, PathSelector)
@@ -266,7 +266,7 @@ def test_the_arrays_of_a_call_that_ended_early_are_kept(comm):
         route._paths.update(ways)
 
 
-# Arguments that only one rank has wrong
+# Arguments that are wrong on one rank only
 
 
 @marked(on_few)

@@ -24,7 +24,7 @@ def power(size):
 
 
 def rabenseifner(size, doubled):
-    """Of the busiest rank: one that speaks for a pair, where there are pairs."""
+    """Of the busiest rank: one that communicates for a pair, where there are pairs."""
     logarithm, pairs = int(math.log2(power(size))), size - power(size)
     exchanged = NBYTES * (size - 1) // size
     if not pairs:
@@ -53,7 +53,7 @@ FORMULAS = {
         2 * (p - 1) * NBYTES // p,
     ),
     ("reduce", "binomial"): lambda p: (1, NBYTES),
-    # The ring's share, and the half of the result that the root's last child hands in.
+    # The ring's share, and the half of the result that the root's last child sends.
     ("reduce", "reduce_scatter_gather"): lambda p: (
         p,
         (p - 1 + max(min(d, p - d) for d in _powers(p))) * NBYTES // p,
@@ -80,7 +80,7 @@ def test_traffic_equals_the_textbook(pair, size):
 
 
 def check_rabenseifner_in_pairs(pair, size, sent):
-    """Rank 0 speaks for two: it ends with two chunks, and hands one, or all, to rank 1."""
+    """Rank 0 communicates for two: it ends with two chunks, and sends one, or all, to rank 1."""
     speakers = power(size)
     logarithm, pairs, chunk = int(math.log2(speakers)), size - speakers, NBYTES // size
     halved = size - 2

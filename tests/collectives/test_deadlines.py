@@ -1,4 +1,4 @@
-"""Ranks that wait for one that doesn't come, and what happens when it does."""
+"""Ranks that wait for a late one, and the calls after its arrival."""
 
 import json
 import logging
@@ -58,7 +58,7 @@ def expected(comm, length=SMALL):
 
 
 def known_absent(group, late):
-    """Whom this rank can know to be absent: of another node, that not all of it have come."""
+    """The ranks that this one can know to be absent: the late one, or all of another node."""
     theirs = [rank for rank, node in enumerate(node_map(group)) if node == node_map(group)[late]]
     return {late} if group.node == node_map(group)[late] else set(theirs)
 
@@ -84,7 +84,7 @@ def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
         check_error(caught.value, patient, late, record_directory)
         (warning, *_) = [each.message for each in caplog.records if each.name == "collectives"]
         assert "all_reduce(sum" in warning
-        # Another rank than a node's lowest may be told a little later which nodes are missing.
+        # Ranks other than a node's lowest may get the list of missing nodes a little later.
         assert f"rank {late}" in warning or patient.local_rank > 0
     wait_for_all()
     patient.deadline = PATIENT
@@ -95,7 +95,7 @@ def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
 
 def check_error(error, group, late, directory):
     assert isinstance(error, collectives.DeadlineExceededError)
-    # Asynchronous calls may go without the nodes' memory, and then every rank speaks for itself.
+    # Asynchronous calls may not use the nodes' memory, and then every rank acts for itself.
     assert set(error.absent) in (known_absent(group, late), {late})
     text = str(error)
     assert re.search(
@@ -115,7 +115,7 @@ def check_error(error, group, late, directory):
 @pytest.mark.mpi
 @pytest.mark.ranks(4)
 def test_who_came_and_left_is_not_named(comm, record_directory):
-    """Rank 0 speaks for its node and leaves first, then rank 2, then rank 1."""
+    """Rank 0 acts for its node and withdraws first, then rank 2, then rank 1."""
     with Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=[0, 0, 0, 1]) as nodes:
         nodes.barrier()
         wait_for_all()
@@ -147,7 +147,7 @@ def test_the_first_asynchronous_call(patient, record_directory):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_another_call_after_the_deadline(patient, record_directory):
-    """What was given up is forgotten: the late rank meets what the others call now."""
+    """A withdrawn call is forgotten: the late rank takes part in what the others call now."""
     for length in (SMALL, LARGE):
         patient.deadline = 0.1
         if patient.rank != 0:
@@ -162,7 +162,7 @@ def test_another_call_after_the_deadline(patient, record_directory):
 @pytest.mark.mpi
 @pytest.mark.ranks(3)
 def test_a_rank_that_gave_a_call_up_is_named_when_it_skips_the_next(comm, record_directory):
-    """What it left behind when it gave up does not excuse it from the next attempt."""
+    """The late rank's withdrawn attempt doesn't count for the next one."""
     with Communicator(MPI.COMM_WORLD, deadline=0.2) as group:
         for waiting, absent in (([0, 1], (2,)), ([0], (1, 2))):
             if group.rank in waiting:

@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, with and without CuPy."""
+"""The doctor's report on GPUs, with and without CuPy."""
 
 import sys
 import types
@@ -115,7 +115,7 @@ def test_a_look(monkeypatch):
 
 
 def test_what_goes_wrong_in_the_other_process(monkeypatch, tmp_path):
-    # A CuPy that can't be imported, in front of any other.
+    # A CuPy that can't be imported, found before any other.
     broken = tmp_path / "cupy"
     broken.mkdir()
     (broken / "__init__.py").write_text("import os, sys; os.write(2, b'dead\\n'); os._exit(3)")

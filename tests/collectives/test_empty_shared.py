@@ -1,4 +1,4 @@
-"""One array for all ranks of a node: what one stores, the others see; its memory is used again."""
+"""One array for all ranks of a node: all ranks read what one stores; its memory is reused."""
 
 import gc
 
@@ -108,7 +108,7 @@ def test_where_one_node_has_no_memory_nobody_gets_an_array(comm, monkeypatch):
         if node is not None and group.node == 0:
             monkeypatch.setattr(node.common, "_share", lambda nbytes: None)
         array = group.empty_shared(10)
-        # Where every rank is a node of its own, an ordinary array does.
+        # Where every rank is a node of its own, an ordinary array is enough.
         assert (array is None) == (comm.size > 2)
 
 

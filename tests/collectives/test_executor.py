@@ -1,4 +1,4 @@
-"""The schedules at work, on threads of this process: any size, root, length and buffer."""
+"""The executor of schedules, on threads of this process: any size, root, length and buffer."""
 
 import numpy as np
 import pytest
@@ -134,7 +134,7 @@ def test_any_length_size_op_and_dtype_one_after_the_other(size, lengths, algorit
 
 @given(size=st.integers(2, 9), length=st.integers(0, 50), data=st.data())
 def test_all_ranks_get_the_same_bits(size, length, data):
-    """Rounding, signs of zeros and NaN payloads must not depend on who folds."""
+    """Rounding, signs of zeros and NaN payloads must not depend on the reducing rank."""
     numbers = st.floats(width=32) | st.sampled_from([0.0, -0.0, float("nan")])
     algorithm = data.draw(st.sampled_from(algorithms.names("all_reduce")))
     op = data.draw(st.sampled_from(["sum", "min", "max", "product"]))
@@ -155,7 +155,7 @@ def _nan_with_payload(payload):
 @pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 def test_single_complex_products_have_the_same_bits_too(size, dtype):
-    """NumPy rounds otherwise where it multiplies a single number in place."""
+    """NumPy rounds differently where it multiplies a single number in place."""
     generator = np.random.default_rng(size)
     for _ in range(50):
         numbers = generator.standard_normal((size, 2)).view(complex).astype(dtype)
@@ -167,7 +167,7 @@ def test_single_complex_products_have_the_same_bits_too(size, dtype):
 
 
 class CountingTransport(LocalTransport):
-    """Counts what is sent."""
+    """Counts the messages."""
 
     sent = 0
     nbytes = 0

@@ -1,4 +1,4 @@
-"""Ranks that fail, end early, stop or are forked: programs as users write them."""
+"""Ranks that fail, end early, are stopped or are forked: users' programs."""
 
 import sys
 import textwrap
@@ -152,7 +152,7 @@ comm.barrier()
 
 @pytest.mark.parametrize("call", ["small", "large", "barrier", "one by one"])
 def test_an_interrupt_of_one_rank_that_waits_ends_its_calls(call, launch):
-    """The others may have seen it come: nobody knows what they wait for."""
+    """The others may have seen it arrive: what they wait for is unknown."""
     calls = {
         "small": "check()",
         "large": "check(50_000)",

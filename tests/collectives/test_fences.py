@@ -1,5 +1,5 @@
-"""On machines that reorder loads and stores, a fence stands before each word that is published and
-after each that is seen."""
+"""On machines that reorder loads and stores, a fence precedes each published word and follows each
+word that is read."""
 
 import threading
 
@@ -15,7 +15,7 @@ from collectives.waiting.wait_policy import WaitPolicy
 
 
 class Watched(NodeMemory):
-    """Notes the order of fences, publications and the reads of stages that follow."""
+    """Records the order of fences, publications and the following reads of buffers."""
 
     def __init__(self, segments, rank):
         self.events = []
@@ -81,7 +81,7 @@ def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
         for place, event in enumerate(events):
             if event == "publish":
                 assert events[place - 1] == "fence"
-        # What was published was seen by others behind a fence of their own.
+        # What was published was read by others after a fence of their own.
         assert events.count("fence") > events.count("publish")
 
 

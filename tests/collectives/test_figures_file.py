@@ -1,4 +1,4 @@
-"""The file that figures are kept in."""
+"""The file of cost parameters."""
 
 import json
 import logging
@@ -53,7 +53,7 @@ def test_nothing_saved_is_no_warning(cache, caplog):
 def test_figures_are_for_one_host_library_and_layout(cache, caplog, other):
     path = parameters_file.save(KEY, CostParameters())
     assert parameters_file.load(other) is None
-    # Nor are they taken where the names of the files meet.
+    # Nor are they used where the file names collide.
     path.rename(other.path)
     assert parameters_file.load(other) is None
     assert "measured elsewhere" in caplog.text

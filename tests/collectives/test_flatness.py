@@ -1,4 +1,4 @@
-"""Nothing grows with the number of calls, and messages may be longer than 2 GiB."""
+"""No resource grows with the number of calls, and messages may be longer than 2 GiB."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ LOADS = {
     "small": (lambda comm: comm.all_reduce(np.ones(10)), 10_000),
     "large": (lambda comm: comm.all_reduce(np.ones(50_000)), 1_500),
     "schedule": (lambda comm: comm.all_reduce(np.ones(10), algorithm="ring"), 1_000),
-    # As many shapes as a whole number of fillings of what is kept of them.
+    # As many shapes as fill the caches a whole number of times.
     "shapes": (lambda comm: [comm.all_reduce(np.ones(n)) for n in range(1, 1025)], 3),
     "registered": (register, 1_500),
     "asynchronous": (lambda comm: comm.all_reduce_async(np.ones(10)).wait(), 1_000),
@@ -79,7 +79,7 @@ def available():
 @pytest.mark.ranks(2)
 @pytest.mark.timeout_seconds(150)
 def test_messages_of_more_than_2_gib(comm):
-    # Two ranks with an array each, and what MPI holds of it.
+    # Two ranks with an array each, and MPI's copies of it.
     needed = 3 * comm.size * LONG // 2
     fits = comm.all_gather_object(available() > needed)
     if not all(fits):

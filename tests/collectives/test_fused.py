@@ -1,4 +1,4 @@
-"""Fused reductions of arrays that come again, and arrays that lie in buckets from the start."""
+"""Fused reductions of recurring arrays, and arrays that are created in buckets."""
 
 import gc
 import sys
@@ -22,7 +22,7 @@ SHAPES = [(3,), (0,), (2, 3), (), (500,), (4, 1, 5)]
 
 
 def check(results, ranks, op="sum"):
-    """The results against what all ranks gave, as lists of arrays in rank order."""
+    """Compare the results with the arrays of all ranks, as lists in rank order."""
     for result, *each in zip(results, *ranks, strict=True):
         expected = reduced(op, [np.atleast_1d(array) for array in each])
         assert (result.dtype, result.shape) == (expected.dtype, np.shape(each[0]))
@@ -37,7 +37,7 @@ def lists(size, step=0, dtype=np.float32, shapes=SHAPES):
 
 
 def repeated(comm, arrays, step, **named):
-    """The call on the same arrays with other values in them, the third time at the least."""
+    """The call on the same arrays with other values, at least three times."""
     for each in range(step, step + 4):
         ranks = lists(comm.size, each, arrays[0].dtype, [array.shape for array in arrays])
         for array, content in zip(arrays, ranks[comm.rank], strict=True):
@@ -47,7 +47,7 @@ def repeated(comm, arrays, step, **named):
     return results
 
 
-# --- arrays that come again ----------------------------------------------------------------------
+# --- recurring arrays ----------------------------------------------------------------------------
 
 
 @pytest.mark.mpi
@@ -138,7 +138,7 @@ def test_an_array_of_another_size_or_dtype_in_its_place(comm):
     arrays = [np.array(value(comm.rank, 6, np.float32)) for _ in range(3)]
     for _ in range(3):
         comm.all_reduce_many(arrays)
-    # The sizes of arrays with weak references to them need not be looked at, as NumPy keeps them.
+    # NumPy can't resize an array with weak references, so that cached sizes stay valid.
     with pytest.raises(ValueError, match="cannot resize an array"):
         arrays[1].resize(9, refcheck=False)
     arrays[1] = np.empty(9, np.float32)
@@ -250,7 +250,7 @@ def test_buckets_of_every_size_between_other_calls(comm):
         check([comm.all_reduce(arrays[3])], [[a] for a in comm.all_gather_object(arrays[3])])
 
 
-# --- arrays in buckets from the start ------------------------------------------------------------
+# --- arrays in buckets ---------------------------------------------------------------------------
 
 
 @pytest.mark.mpi

@@ -1,4 +1,4 @@
-"""Tensor fusion: a fixed plan, few messages, never mixed dtypes."""
+"""Tensor fusion: a fixed plan, few messages, no mixed dtypes."""
 
 import numpy as np
 import pytest

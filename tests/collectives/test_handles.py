@@ -67,7 +67,7 @@ def test_it_returns_before_the_others_have_come(comm):
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_progress_is_made_while_the_caller_computes(comm):
-    """No call after the submission, until the other thread has ended it by itself."""
+    """No call after the submission, until the other thread has completed it."""
     ended = threading.Event()
     handle = comm.all_reduce_async(value(comm.rank, 200_000))
     handle._future.add_done_callback(lambda future: ended.set())
@@ -178,7 +178,7 @@ def test_first_calls_of_several_communicators_in_another_order_on_every_rank(siz
 
 
 def test_first_calls_of_several_communicators_in_an_mpi_that_the_program_started(launch):
-    """Which may have loaded what isn't safe in several threads, and has its say on stderr."""
+    """A library may have been loaded that isn't thread-safe, and may write to stderr."""
     text = "from mpi4py import MPI\n" + FIRST_CALLS
     ended = launch(3, [sys.executable, "-c", text], timeout=60)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, which share no memory and speak over TCP."""
+"""Ranks on several hosts, without common memory, over TCP."""
 
 import textwrap
 

@@ -1,6 +1,6 @@
-"""An exception that comes at any moment of a call, as the handlers of signals raise them.
+"""An exception at any moment of a call, as the handlers of signals raise them.
 
-A rank that catches it and makes the call again gets the call's own result, or an error, and so do
+A rank that catches it and repeats the call gets the call's own result, or an error, and so do
 the other ranks.
 """
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class PathSelector:
-    """A kind of call: what `make` returns must be what `expect` does, once it was `looked_at`."""
+    """A kind of call: the result of `make` must be that of `expect` after `looked_at`."""
 
     before = 1
     """How often the call is made before."""
@@ -266,7 +266,7 @@ ROUTES = [
 
 
 def program(route, interruption, deadline):
-    """What each rank does: how many right results it got, and the error that ended it."""
+    """The outcome of each rank: the number of right results, and the error that ended it."""
 
     def run(transport):
         comm = Communicator(transport, deadline=30)
@@ -290,7 +290,7 @@ def program(route, interruption, deadline):
 
 
 def again(interruption, made, call):
-    """Make a call; where an exception comes before it has returned, make it again."""
+    """Make a call; where an exception is raised before it has returned, repeat it."""
     returned = False
     try:
         with interruption:
@@ -308,7 +308,7 @@ def test_an_exception_at_any_moment_of_a_call(route, monkeypatch, tmp_path):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     for module in (wait_policy, local):
         monkeypatch.setattr(module, "CHECK_SECONDS", 0.001)
-    # Of these the other ranks wait in calls of another engine, which has not ended.
+    # For these the other ranks wait in calls of another engine, which has not ended.
     deadline = 0.5 if route in (Asynchronous, Split) else 20
     size = 3 if issubclass(route, Small) else 2
 
@@ -318,7 +318,7 @@ def test_an_exception_at_any_moment_of_a_call(route, monkeypatch, tmp_path):
         return interruption, local.run(size, program(route, interruption, deadline))
 
     def ended(number):
-        """Whether the communicator ended, as it must on all ranks or on none."""
+        """Whether the communicator ended, which must be the same on all ranks."""
         interruption, ranks = run(number)
         errors = [error for _, error in ranks]
         assert all(errors) or not any(errors), f"{interruption}: {errors}"
@@ -388,7 +388,7 @@ assert alarms or rank != 1
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_alarm_at_any_moment(size, launch):
-    """At random moments, as a timer gives them."""
+    """At random moments, as by a timer."""
     done = launch(size, [sys.executable, "-c", SIGNALS], timeout=120)
     assert done.returncode == 0, done.stderr
 

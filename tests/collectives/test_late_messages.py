@@ -1,4 +1,4 @@
-"""Messages between two ranks of which one comes late: each arrives once, and in its order."""
+"""Messages between two ranks, one of which is late: each arrives once, and in order."""
 
 import random
 import threading
@@ -70,7 +70,7 @@ def test_a_receive_that_was_given_up_takes_no_message(late, length):
             # Large ones wait for their receiver, one after the other.
             assert received(late, length, tag=5) == [3.5] * 2
         assert received(late, length) == [1.5] * 2
-        # Another length than that which was given up.
+        # Another length than that of the withdrawn one.
         with pytest.raises(collectives.ShapeMismatchError):
             late.recv(np.zeros(1), 0)
         if length == LARGE:

@@ -1,4 +1,4 @@
-"""What the launcher's variables say, and worlds of one rank that nobody meant."""
+"""The launchers' variables, and unintended worlds of one rank."""
 
 import os
 import subprocess
@@ -19,15 +19,15 @@ from tests.worlds.programs import ROOT, run_launcher
         ({"PMI_SIZE": "4", "PMI_RANK": "3"}, (4, 3)),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, (2, 1)),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "PMIX_RANK": "5"}, (8, 5)),
-        # A batch script: an allocation for eight, and a single process so far.
+        # A batch script: an allocation for eight, and a single process.
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, (1, 0)),
         # mpirun in a batch script.
         ({"PMI_SIZE": "4", "PMI_RANK": "2", "SLURM_PROCID": "0"}, (4, 2)),
         ({"PMI_SIZE": "many"}, (1, 0)),
         ({"WORLD_SIZE": "4", "RANK": "2"}, (4, 2)),
-        # Something else's.
+        # Variables of other programs.
         ({"WORLD_SIZE": "4"}, (1, 0)),
-        # mpirun with what torch asks for.
+        # mpirun with the variables that torch needs.
         ({"PMI_SIZE": "2", "PMI_RANK": "1", "WORLD_SIZE": "4", "RANK": "3"}, (2, 1)),
     ],
 )
@@ -57,7 +57,7 @@ def run_alone(directory, environment):
 
 
 def foreign_variables(size, rank):
-    """What the mpirun of the MPI that this one isn't gives to its processes."""
+    """The variables that the other MPI's mpirun gives to its processes."""
     prefix = "PMI_" if is_open_mpi(find_mpirun()) else "OMPI_COMM_WORLD_"
     return {f"{prefix}SIZE": str(size), f"{prefix}RANK": str(rank)}
 
@@ -76,7 +76,7 @@ def test_a_launcher_that_this_mpi_does_not_understand_is_refused(tmp_path):
     assert "COLLECTIVES_ALLOW_SINGLETON=1" in error
 
 
-# What every task of a step has, whatever its plugin for MPI.
+# The variables of every task of a step, with any plugin for MPI.
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -110,7 +110,7 @@ def test_a_world_of_one_rank_that_was_meant_is_none_the_worse(environment, tmp_p
 
 
 def test_a_world_of_several_ranks_is_never_refused():
-    """What other launchers around it say doesn't matter: it was started by one that serves it."""
+    """Variables of launchers around it are ignored: its own launcher fits this MPI."""
     mpirun = find_mpirun()
     line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else []), "-n", "2", *WORLD]
     around = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
@@ -133,7 +133,7 @@ def test_communicators_of_one_rank_are_not_refused(launch):
 
 
 def other_mpiruns():
-    """The mpirun commands on the PATH of another MPI than this one."""
+    """The mpirun commands on the PATH of other MPIs than this one."""
     folders = os.get_exec_path()
     found = [path for folder in folders if (path := Path(folder) / "mpirun").exists()]
     return [str(path) for path in found if is_open_mpi(str(path)) != is_open_mpi(find_mpirun())]

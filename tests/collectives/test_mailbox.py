@@ -1,4 +1,4 @@
-"""Messages that nobody asked for."""
+"""One-sided messages."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def ramp(rank, length, dtype="float64"):
 
 
 def exchange(comm):
-    """Every rank sends to every one, itself included, messages of all lengths; what came."""
+    """Every rank sends to every rank, itself included, messages of all lengths; those received."""
     box = comm.mailbox()
     sent = [
         box.send(peer, (comm.rank, peer, number), [ramp(comm.rank, length), ramp(peer, 3)])
@@ -100,7 +100,7 @@ def test_messages_between_threads(size):
 
 @pytest.mark.parametrize("looks", [1, 2, 3, 4])
 def test_a_message_that_comes_as_the_time_is_over_is_not_lost(looks):
-    """It comes between the looks that `receive` takes then."""
+    """It arrives between the polls of that `receive`."""
     box = Communicator(local.alone()).mailbox()
     box.send(0, "first")
     box.send(0, "second")
@@ -185,7 +185,7 @@ def test_a_message_to_oneself_is_a_copy():
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 5)
 def test_messages_are_taken_from_whoever_sends(comm):
-    """A rank that is late keeps nobody waiting."""
+    """A late rank delays no other."""
     box = comm.mailbox()
     last = comm.size - 1
     if comm.rank == 0:
@@ -418,7 +418,7 @@ def test_the_others_go_on_when_a_rank_dies(size, tmp_path):
 def test_closing_after_thousands_of_messages_that_came_at_once(comm):
     from mpi4py import MPI
 
-    # So many as it takes Open MPI to need the receiver's help at the end; MPICH takes its time.
+    # So many that Open MPI needs the receiver's progress at the end; MPICH is slow.
     count = 12_000 if "Open MPI" in MPI.Get_library_version() else 2_000
     box = comm.mailbox()
     if comm.rank == 1:
@@ -432,12 +432,12 @@ def test_closing_after_thousands_of_messages_that_came_at_once(comm):
             assert (message.header, message.arrays[0][-1]) == (number, number % 251)
     with Deadline(comm, 20):
         box.close()
-        # Whoever waits here does nothing for messages of MPI.
+        # A rank that waits here makes no progress for messages of MPI.
         comm.barrier()
 
 
 class Held(Sending):
-    """A message that nobody takes; counts how often it is looked at."""
+    """A message that no rank receives; counts the polls."""
 
     looks = 0
 
@@ -467,7 +467,7 @@ def test_what_nobody_takes_does_not_slow_down_what_follows():
 
 
 def test_a_message_of_the_last_moment_is_not_lost(monkeypatch):
-    """It comes when the time is over, just before the wait looks for the last time."""
+    """It arrives when the time is over, just before the last poll."""
     for turn in range(20):
         box = Communicator(local.alone()).mailbox()
         box.send(0, turn)

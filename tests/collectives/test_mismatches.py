@@ -1,4 +1,4 @@
-"""Ranks that call different things get the same error, and then go on."""
+"""Ranks that make different calls get the same error, and can continue."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def summed(comm, *arguments, **named):
     comm.all_reduce(np.ones(*arguments), **named)
 
 
-# What the odd rank does, what the others do, and the error that all of them get.
+# The odd rank's call, the others' calls, and the error of all ranks.
 CASES = {
     "10 or 11 elements": (
         lambda comm: summed(comm, 11),
@@ -259,7 +259,7 @@ def test_threads_of_one_process(size):
 
 @pytest.mark.mpi
 def test_errors_name_what_a_call_is_made_for(comm):
-    """The outermost name counts, until its scope has ended, also by an error."""
+    """The outermost name is used until its scope has ended, also by an error."""
 
     def called(name, inner, length):
         error = pytest.raises(collectives.ShapeMismatchError)

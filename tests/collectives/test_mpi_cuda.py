@@ -1,4 +1,4 @@
-"""Whether MPI reads the memory of GPUs: what it says itself, and where it is asked."""
+"""Whether MPI reads the memory of GPUs: the sources of the answer."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ def asked_anew(monkeypatch):
 
 
 class Info:
-    """The info of a communicator that knows one key."""
+    """The info of a communicator with one key."""
 
     def __init__(self, kinds):
         self.kinds, self.freed = kinds, False
@@ -38,7 +38,7 @@ def comm_with(kinds):
 
 
 class Library:
-    """As ctypes has one: some functions, and what was asked of them."""
+    """A ctypes library with some functions, which records the calls."""
 
     def __init__(self, **functions):
         self.asked = []
@@ -109,7 +109,7 @@ def test_the_library_is_asked(functions, expected, monkeypatch):
 def test_the_environment_decides(given, expected, monkeypatch):
     monkeypatch.setenv(VARIABLE, given)
     assert cuda_aware(None) is expected
-    # And only as long as it is set.
+    # And only while it is set.
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(mpi_cuda, "_loaded", lambda: iter(()))
     assert cuda_aware(comm_with("cuda")) is True
@@ -146,7 +146,7 @@ print(mpi_cuda.cuda_aware(type("Comm", (), {"Get_info": lambda self: info()})())
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
 def test_a_real_library_is_asked(tmp_path):
-    """In a process of its own, which alone has it loaded then."""
+    """In a separate process, the only one that has it loaded then."""
     source, library = tmp_path / "mpi.c", tmp_path / "libmpi.so.1"
     source.write_text("int MPIX_GPU_query_support(int t, int *v) { *v = t == 0; return 0; }\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""MPI's own collectives: nothing that one rank's MPI alone would refuse reaches it."""
+"""MPI's own collectives: calls that only one rank's MPI would refuse don't reach it."""
 
 import sys
 import textwrap
@@ -21,7 +21,7 @@ def few(test):
 
 
 def native(comm, collective, source, target, lengths=(), root=0):
-    """MPI's own collective, on buffers as the engine gives them."""
+    """MPI's own collective, on the engine's buffers."""
     op = "sum" if collective in ("all_reduce", "reduce", "reduce_scatter") else None
     run = comm._engine.transport.native(collective, op, target.dtype)
     run(source, target, lengths, root)
@@ -30,7 +30,7 @@ def native(comm, collective, source, target, lengths=(), root=0):
 @few
 @pytest.mark.parametrize("algorithm", ["native", None])
 def test_an_empty_block_that_lies_in_the_input(comm, algorithm):
-    """Nothing forced: the quickest way is looked for, among them the native one."""
+    """Nothing forced: the fastest path is measured, including the native one."""
     for number in range(12):
         rows = np.full((1, 4096), comm.rank + number + 1.0)
         out = rows[:1] if comm.rank == 0 else rows[1:]
@@ -75,7 +75,7 @@ def test_every_collective_of_empty_buffers_at_one_address(comm):
                 target = np.full(length, 7.0 if holds else 0.0)
                 native(comm, collective, None, target, lengths, root)
                 assert (target == 7).all() or not (comm.rank == root or last)
-    # Only the last rank gives anything, and only to the first.
+    # Only the last rank sends anything, and only to the first.
     lengths = [0] * 2 * comm.size
     if comm.rank == comm.size - 1:
         lengths[0] = 4
@@ -88,7 +88,7 @@ def test_every_collective_of_empty_buffers_at_one_address(comm):
 
 @few
 def test_more_than_an_older_mpi_counts(comm, monkeypatch):
-    """A rank alone may send or get so much in an all_to_all; elsewhere all ranks know it."""
+    """One rank may send or receive so much in an all_to_all; in others all ranks know the size."""
     monkeypatch.setattr(mpi_native, "_COUNTS_ALL", False)
     monkeypatch.setattr(mpi_native, "_LARGEST_COUNT", 5000)
     blocks = [value(comm.rank + peer, 64) for peer in range(comm.size)]

@@ -1,4 +1,4 @@
-"""Every rank gets the same bits, those of NaNs too, unless MPI's own reduction ran."""
+"""Every rank gets the same bits, including NaNs, unless MPI's own reduction ran."""
 
 import hashlib
 import itertools
@@ -13,13 +13,13 @@ from collectives.reductions.reduction import ReduceOp, bind_fold, fold_function,
 
 FLOATS = [np.dtype(name) for name in ("f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16)]
 OURS = ["staged", "single_copy", "shared", "ring", "doubling", "rabenseifner", "circulant"]
-# A single number, a few; and for one dtype one more than a block and a stage hold.
+# One number, a few; and for one dtype one more than a block and a buffer hold.
 LENGTHS = [1, 67]
 ONE_BEYOND = 131_073
 
 
 def nans(seed, length, dtype):
-    """NaNs of all signs and payloads, numbers and infinities among them."""
+    """NaNs of all signs and payloads, mixed with numbers and infinities."""
     chance = np.random.default_rng(seed)
     part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
     length *= dtype.itemsize // part.itemsize
@@ -33,7 +33,7 @@ def nans(seed, length, dtype):
 
 
 def one_nan(array):
-    """The array with the one NaN of NumPy for all of them."""
+    """The array with all NaNs replaced by NumPy's."""
     real = array.view(f"f{array.itemsize // 2}") if array.dtype.kind == "c" else array.copy()
     real = real.astype(np.float64)
     real[np.isnan(real)] = np.nan
@@ -69,7 +69,7 @@ def test_what_needs_no_care_has_no_function_around_it():
 
 
 def digests(comm, algorithms):
-    """What this rank gets of every kind of call, with its output where rank 0's is or elsewhere."""
+    """Every call's result on this rank, with the output at rank 0's address or elsewhere."""
     found = {}
     calls = [*itertools.product(pairs(), LENGTHS), ((FLOATS[2], ReduceOp.SUM), ONE_BEYOND)]
     for (dtype, op), length in calls:
@@ -91,7 +91,7 @@ def digests(comm, algorithms):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("nodes", ["one node", "a node each"])
 def test_all_ranks_get_the_same_nans(comm, nodes):
-    """Where MPI's own may have run they get NaN, of whatever bits, in the same places."""
+    """Where MPI's own may have run they get NaN, of any bits, at the same indices."""
     from mpi4py import MPI
 
     node_of = None if nodes == "one node" else list(range(comm.size))

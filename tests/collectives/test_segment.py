@@ -50,7 +50,7 @@ def test_another_process_sees_what_is_written():
 
 
 def test_memory_outlives_the_address():
-    """Who has it mapped keeps it; nobody finds it any more."""
+    """Existing mappings stay valid; new ones can't be made."""
     own = Segment(64)
     own.memory[:4] = b"here"
     mapped = map_segment(own.address)

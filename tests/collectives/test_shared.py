@@ -1,4 +1,4 @@
-"""The node's memory: every collective through it, on ordinary and registered arrays."""
+"""Shared memory: every collective through it, on ordinary and registered arrays."""
 
 import gc
 
@@ -12,13 +12,13 @@ from tests.collectives.oracle import DTYPES, PAIRS, case, reduced, value, values
 
 pytestmark = pytest.mark.mpi
 
-# Beside the borders between the ways: inside a slot, in slices, over several stages.
+# Around the limits between the paths: inside a slot, in slices, over several buffers.
 LENGTHS = [1, 1000, 40_000, 300_001, 700_003]
 
 
 @pytest.fixture(params=[True, False], ids=["registered", "ordinary"])
 def make(request, comm):
-    """A function that copies an array into memory of the kind in question."""
+    """A function that copies an array into this kind of memory."""
 
     def copy(array):
         array = np.asarray(array)
@@ -87,7 +87,7 @@ def test_all_ranks_end_with_the_same_bits(comm, make, length):
 
 @pytest.mark.parametrize("kind", ["array", "out", "both", "a rank's"])
 def test_registered_and_ordinary_arrays_mix(comm, kind):
-    """What is registered may differ by rank, and by array; nobody may wait or read too early."""
+    """Registration may differ by rank and by array; no rank may hang or read too early."""
     for length in (20_000, 300_001):
         given = value(comm.rank, length, np.float32)
         expected = reduced("sum", values(comm.size, length, np.float32))

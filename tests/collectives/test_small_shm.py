@@ -1,4 +1,4 @@
-"""A small /dev/shm, as containers have it: what was handed out can be written."""
+"""A small /dev/shm, as in containers: allocated memory can be written."""
 
 import mmap
 import os
@@ -104,7 +104,7 @@ def test_no_store_to_what_was_handed_out_fails(small_shm, what, without_madvise)
 
 @pytest.fixture
 def file_memory():
-    """Memory of 40 pages in a file, and a function that counts those that are there."""
+    """Memory of 40 pages in a file, and a function that counts the allocated ones."""
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, 40 * mmap.PAGESIZE)
     memory = memoryview(mmap.mmap(descriptor, 40 * mmap.PAGESIZE))
@@ -129,7 +129,7 @@ def test_pages_are_taken_and_given_back(file_memory, monkeypatch, madvise):
 
 
 def test_pages_that_are_not_there(monkeypatch):
-    """Beyond the end of a file a store would be a SIGBUS."""
+    """A store beyond the end of a file would be a SIGBUS."""
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
     memory = memoryview(mmap.mmap(descriptor, 2 * mmap.PAGESIZE))

@@ -1,4 +1,4 @@
-"""Tensors of torch: their memory stays theirs, and no gradient is lost in silence."""
+"""Tensors of torch: they keep their storage, and no gradient is lost silently."""
 
 import gc
 
@@ -112,7 +112,7 @@ def test_lazy_views_are_resolved():
 
 
 class Wrapper(torch.Tensor):
-    """As DTensor is: its elements lie in another tensor."""
+    """As DTensor: its elements are in another tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -142,14 +142,14 @@ WRITING = ("all_reduce in place", "broadcast", "broadcast_async", "send")
 
 
 def test_a_gradient_that_a_result_would_lose_is_refused_before_any_message():
-    """A leaf may be overwritten; with gradients off everything goes."""
+    """A leaf may be overwritten; without gradients everything is allowed."""
 
     def body(transport):
         comm = Communicator(transport, deadline=30)
         leaf = torch.ones(4, requires_grad=True)
         for name, call in collectives_of(comm).items():
             if name == "scatter":
-                # What is wrong with the root's array is raised on every rank.
+                # Errors of the root's array are raised on every rank.
                 with pytest.raises(ValueError, match="array is a tensor that requires grad"):
                     call(leaf)
             elif name not in WRITING:

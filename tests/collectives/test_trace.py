@@ -56,7 +56,7 @@ SHIFT = 10**12
 
 
 def test_clocks_of_other_machines_are_set_by_messages():
-    """Ranks 1 and 3 are elsewhere; only their clocks are asked."""
+    """Ranks 1 and 3 are on other machines; only their clocks are requested."""
     machines = ["a", "b", "a", "c"]
     shifts = [0, SHIFT, 7 * SHIFT, -SHIFT]
 
@@ -71,7 +71,7 @@ def test_clocks_of_other_machines_are_set_by_messages():
 
 
 def test_the_shortest_round_trip_counts():
-    """Of ten readings nine came back late, and were taken at its end."""
+    """Of ten readings nine returned late, and were taken at the end of the round trip."""
     times = SlowTrips()
     readings = iter(times.theirs)
 
@@ -85,7 +85,7 @@ def test_the_shortest_round_trip_counts():
 
 
 class SlowTrips:
-    """Round trips of 1000 ns, but for the fourth, of 10; the peer reads at their end or middle."""
+    """Round trips of 1000 ns, except the fourth, of 10; the peer reads at their end or middle."""
 
     def __init__(self):
         trips = [10 if turn == 3 else 1000 for turn in range(10)]
@@ -134,7 +134,7 @@ def fresh(comm):
 
 
 def spans(events, **wanted):
-    """Start and end of what each rank did in a call, by rank."""
+    """Start and end of each rank's part of a call, by rank."""
     found = [event for event in events if all(event[name] == wanted[name] for name in wanted)]
     return {event["pid"]: (event["ts"], event["ts"] + event["dur"]) for event in found}
 
@@ -150,7 +150,7 @@ def test_the_events_of_a_collective_overlap_on_all_ranks(comm, fresh, path):
     for number in numbers:
         ranks = spans([event for event in events if event["args"]["sequence"] == number], tid=0)
         assert sorted(ranks) == list(range(comm.size))
-        # Nobody ends before the last one has begun.
+        # No rank ends before the last one has begun.
         assert max(start for start, _ in ranks.values()) <= min(end for _, end in ranks.values())
 
 
@@ -160,7 +160,7 @@ def test_calls_of_every_kind_and_rank_are_there(comm, fresh, path):
     fresh.all_reduce(np.ones(2, np.float32))
     fresh.broadcast(np.ones(100_000))
     fresh.all_reduce_async(np.ones(5)).wait()
-    # A call's entry follows its result: that of the call before the last is there for certain.
+    # A call's entry is written after its result: that of the call before the last must exist.
     fresh.broadcast_async(np.ones(5)).wait()
     events = complete(traced_by(fresh, path))
     for thread, name in ((0, "all_reduce"), (0, "broadcast"), (1, "all_reduce")):
@@ -189,7 +189,7 @@ def test_the_last_256_calls_of_every_rank(comm, fresh, path):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_other_machines_take_part(comm, fresh, path, monkeypatch):
-    """Each rank pretends to be elsewhere: its clock is the same one, so that little may change."""
+    """Each rank simulates another machine: its clock is the same one, so that little may change."""
     monkeypatch.setattr(trace, "machine", lambda: f"machine {comm.rank}")
     fresh.barrier()
     events = complete(traced_by(fresh, path))

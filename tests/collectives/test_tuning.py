@@ -1,4 +1,4 @@
-"""Figures: on disk, fitted, and followed by every choice; no time is asserted."""
+"""Cost parameters: on disk, fitted, and used by every choice; no time is asserted."""
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ SLOW, FAST = {"start": 1.0, "bandwidth": 1e3}, {"start": 1e-9, "bandwidth": 1e15
 
 
 def preferring(kind):
-    """Figures with which one kind of path is the fastest by far."""
+    """Cost parameters with which one kind of path is the fastest by far."""
     values = {}
     for each in ("schedule", "native", "shared"):
         values |= {f"{each}_{name}": v for name, v in (FAST if each == kind else SLOW).items()}
@@ -50,7 +50,7 @@ def test_the_choice_follows_the_figures(collective, nbytes, kind):
     ("mebibytes", "expected"), [(1, SHARED), (4, SHARED), (8, SHARED), (64, SHARED)]
 )
 def test_the_built_in_choice_of_two_ranks(mebibytes, expected):
-    """Where measurements under both MPIs differed by more than a fifth."""
+    """Parameters whose measurements under both MPIs differed by more than a fifth."""
     layout, paths = Layout((2,)), (NATIVE, SHARED)
     choice = cost_model.choose("all_reduce", mebibytes << 20, layout, paths, CostParameters())
     assert choice.algorithm == expected
@@ -72,7 +72,7 @@ TRUE = CostParameters(
 
 @pytest.mark.parametrize("layout", [Layout((2,)), Layout((3,), 1.5), Layout((2, 1))])
 def test_the_fit_finds_the_figures_that_the_times_came_from(layout):
-    """Up to what a small size can't tell apart: start and latency, whose sum it sees."""
+    """Except what a small size can't separate: start and latency, whose sum it measures."""
     paths = {"ring": "schedule", "doubling": "schedule", NATIVE: NATIVE, SHARED: SHARED}
 
     def model(path, nbytes, figures):
@@ -112,7 +112,7 @@ def test_one_rank_has_nothing_to_measure(cache):
 
 
 def test_tuning_between_threads(cache):
-    """A transport without collectives of its own: schedules alone."""
+    """A transport without collectives of its own: only schedules."""
 
     def one_rank(transport):
         comm = collectives.Communicator(transport)
@@ -158,7 +158,7 @@ def alike(comm, value):
 
 
 def known(comm):
-    """What the communicator says it would choose by."""
+    """What the communicator reports to choose by."""
     return [alike(comm, comm.explain(name, 1 << 10)) for name in ("reduce", "broadcast")]
 
 
@@ -203,19 +203,19 @@ def test_tune_between_nodes(comm, made, node_of):
     spread = made(node_of=node_of)
     text = alike(comm, spread.tune())
     assert f"{len(set(node_of))} nodes" in text
-    # Memory within the nodes takes part in what runs between them.
+    # Shared memory within the nodes is part of what runs between them.
     assert ("shared" in text) == (len(set(node_of)) < 3)
     known(spread)
     array = np.arange(100_000.0)
     np.testing.assert_array_equal(spread.all_reduce(array), array * comm.size)
-    # Another layout has figures of its own.
+    # Another layout has its own parameters.
     assert "built-in figures" in known(made())[0]
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_what_was_looked_up_before_is_forgotten(comm, made, monkeypatch):
-    """Of a dtype and size that go by expectation: it is looked up by shape, and by bytes."""
+    """Of a dtype and size that are chosen by the model: it is cached by shape, and by bytes."""
     tuned = made()
     array = np.ones(1 << 10, np.float16)
     for kind in ("shared", "schedule"):
@@ -231,10 +231,10 @@ def test_what_was_looked_up_before_is_forgotten(comm, made, monkeypatch):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_asynchronous_calls_go_by_the_same_figures(comm, made, monkeypatch):
-    """From the first one after tune on: those before it may be still under way."""
+    """From the first one after tune on: earlier ones may still be in progress."""
     tuned = made()
     kinds = ("native", "shared", "native")
-    # Where Open MPI was loaded before us, asynchronous calls have no memory in common.
+    # Where Open MPI was loaded before us, asynchronous calls have no shared memory.
     unshared = "Open MPI" in comm._engine.transport.library
     ways = {"native": {"native"}, "shared": {"staged", "native"} if unshared else {"staged"}}
     handles = []

@@ -7,7 +7,7 @@ import time
 import pytest
 
 START = "import collectives, numpy, sys\ncomm = collectives.world()\nrank = comm.rank\n"
-# What is raised, which world rank shows the traceback, and which ranks leave it to that one.
+# The raised error, the world rank that shows the traceback, and the ranks that don't.
 ALIKE = {
     "a mismatch": (
         "comm.all_reduce(numpy.ones(3 + rank))",
@@ -56,12 +56,12 @@ ALIKE = {
 }
 
 
-# As of a framework that strategies refuse.
+# A framework that strategies refuse.
 FOREIGN = """
 import strategies
-from strategies.foreign import known
+from strategies.foreign import registry
 from tests.strategies import imagined_framework as imagined
-known.FRAMEWORKS, known._MODULES = (imagined.Imagined(),), frozenset(["imagined"])
+registry.FRAMEWORKS, registry._MODULES = (imagined.Imagined(),), frozenset(["imagined"])
 imagined.load()
 strategy, model = strategies.MultiWorkerMirroredStrategy(), None
 """
@@ -105,7 +105,7 @@ def test_what_one_rank_alone_knows_of_it_is_shown_there(launch):
     )
     ended = launch(3, [sys.executable, "-c", START + program], timeout=60)
     assert ended.returncode != 0
-    # Rank 1's, and before it that of its own TypeError; the mismatch on rank 0.
+    # Rank 1's, preceded by its own TypeError; the mismatch on rank 0.
     assert ended.stderr.count("Traceback") == 3, ended.stderr
     assert "\nTypeError: axis='x'" in ended.stderr
     assert [rank for rank, _ in LEFT.findall(ended.stderr)] == ["2"]

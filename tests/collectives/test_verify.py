@@ -1,4 +1,4 @@
-"""Every algorithm that is registered reaches its collective's condition, at every size."""
+"""Every registered algorithm satisfies its collective's condition, at every size."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The thread that looks after calls inside libraries."""
+"""The thread that watches calls inside libraries."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""The ways through a node's memory, each forced, and how the quickest is found."""
+"""The data paths through shared memory, each forced, and the measurement of the fastest."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from collectives.waiting.wait_policy import WaitPolicy
 from tests.collectives.oracle import PAIRS, case, reduced, value, values
 
 WAYS = ["staged", "single_copy", "shared", "native"]
-# Nothing, less than a line, beyond a block of every way.
+# Nothing, less than a line, more than a block of every path.
 LENGTHS = [0, 1, 5, 40_000, 300_001]
 
 on_ranks = pytest.mark.mpi
@@ -116,7 +116,7 @@ def test_all_to_all(comm, way):
 @pytest.mark.parametrize("in_place", [0, 1, 2], ids=["nobody", "rank 0", "everybody"])
 @pytest.mark.parametrize("way", ["staged", "single_copy"])
 def test_some_ranks_in_place(comm, way, in_place):
-    """Who overwrites its input must wait for those that read it, whatever they do."""
+    """A rank that overwrites its input must wait for those that read it, in any call."""
     for _ in range(3):
         array = value(comm.rank, 400_001, np.int64)
         out = array if in_place == 2 or (in_place == 1 and comm.rank == 0) else None
@@ -158,15 +158,15 @@ def test_all_ways_give_the_bits_of_a_fold_in_rank_order(comm, length, dtype):
         assert result is None or result.tobytes() == expected.tobytes()
 
 
-# The quickest
+# The fastest
 
 
 @on_ranks
 @pytest.mark.ranks(2, 3, 5)
 def test_all_ranks_go_the_same_ways(comm):
-    """Though what a call takes differs by rank."""
+    """Although the time of a call differs by rank."""
     array, parts = normal(comm.rank, 30_000), normal(comm.rank, 10_000)
-    # With ranks that share cores, nobody asks before there are registered arrays.
+    # With ranks that share cores, there are no measurements before there are registered arrays.
     comm.empty(1)
     for turn in range(40):
         if turn % 5 == comm.rank:
@@ -189,7 +189,7 @@ def test_all_ranks_go_the_same_ways(comm):
 
 
 def run(entry, seconds, calls):
-    """What was chosen in so many calls, of ways that take so long."""
+    """The choices of so many calls, with paths that take so long."""
     chosen = []
     for _ in range(calls):
         chosen.append(entry.choose())
@@ -208,7 +208,7 @@ def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, t
     entry = PathTimes(["a", "b", "c"])
     seconds = dict(zip(names, (least, least * second, least * second * third), strict=True))
     assert set(run(entry, seconds, 6)) == set(names)
-    # When it was first planned to try a way again, the quickest might not have been tried yet.
+    # When it was first planned to try a path again, the fastest might not have been tried yet.
     run(entry, seconds, 2000)
     chosen = run(entry, seconds, 6000)
     assert chosen.count(names[0]) > 0.9 * len(chosen)
@@ -219,9 +219,9 @@ def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, t
 def test_the_choice_follows_the_machine():
     entry = PathTimes(["a", "b"])
     run(entry, {"a": 1e-4, "b": 2e-4}, 100)
-    # The way taken gets slower: at once.
+    # The chosen path gets slower: at once.
     assert run(entry, {"a": 5e-4, "b": 2e-4}, 30)[-20:].count("b") > 15
-    # Another one gets quicker: when it is tried the next time.
+    # Another one gets faster: when it is tried the next time.
     assert run(entry, {"a": 1e-4, "b": 2e-4}, 400)[-50:].count("a") > 45
 
 
@@ -266,7 +266,7 @@ def test_without_single_copies_on_one_rank_nobody_makes_them(comm, monkeypatch):
 
 
 def alone():
-    """The steps of a rank alone."""
+    """The progress counters of a single rank."""
     memory = NodeMemory([memoryview(bytearray(SEGMENT_BYTES))], 0, None)
     memory.publish_process()
     return ProgressCounters(memory, WaitPolicy(), [7])
@@ -317,7 +317,7 @@ def test_more_numbers_than_there_is_room_for_overwrite_nothing():
 
 
 def test_another_process_of_that_number_is_no_rank(monkeypatch):
-    """As in another namespace of processes: what is read there isn't what the rank told."""
+    """As in another process namespace: reading there gives other data than the rank published."""
     monkeypatch.setattr(
         ProgressCounters, "exchange_numbers", lambda self, *numbers: [tuple(n + 1 for n in numbers)]
     )

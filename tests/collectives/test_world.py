@@ -1,4 +1,4 @@
-"""Starting, failing and ending: programs as users write them."""
+"""Start, failure and end: users' programs."""
 
 import subprocess
 import sys
@@ -135,7 +135,7 @@ def test_what_is_wrong_in_one_ranks_first_call_is_raised_on_all(launch, wrong):
         "try:\n"
         f"    collectives.world({wrong}) if MPI.COMM_WORLD.rank else collectives.world()\n"
         "except (ValueError, TypeError) as error:\n"
-        # In one piece: the launcher mixes what the ranks write piecewise.
+        # In one write: the launcher interleaves what the ranks write in pieces.
         "    print(type(error).__name__ + ' ' + str(error).split(':')[0] + '\\n', end='')\n"
     )
     ended = launch(2, [sys.executable, "-c", program], timeout=60)

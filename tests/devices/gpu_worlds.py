@@ -17,7 +17,7 @@ DEADLINE = 20
 
 @contextmanager
 def simulated(**settings):
-    """The GPUs and the NCCL that everything within uses."""
+    """The GPUs and the NCCL that are used in the block."""
     cuda = SimulatedCuda(**settings)
     nccl = SimulatedNccl(cuda)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Ranks that share one GPU, what each of them gives to a collective, and what it must get."""
+"""Ranks that share one GPU, their inputs to a collective, and the required results."""
 
 import threading
 
@@ -14,7 +14,7 @@ REDUCTIONS = ["all_reduce", "reduce", "reduce_scatter"]
 
 
 class World:
-    """What the host's ranks meet by."""
+    """The synchronization of the host's ranks."""
 
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=20)
@@ -57,7 +57,7 @@ def only(place, whole):
 
 
 def reduction(collective, rank, size, lengths, dtype, op, root, salt):
-    """What a rank has, and where and what it must have at the end."""
+    """A rank's arrays, and which content is required at the end."""
     largest = 2 if op == "product" else 5
     arrays = [value(each + salt, sum(lengths), dtype, largest) for each in range(size)]
     expected = reduced(op, arrays)
@@ -84,7 +84,7 @@ def movement(collective, rank, size, lengths, dtype, root, salt):
 
 
 def exchange(rank, size, length, dtype, salt):
-    """Nothing goes from a rank to its predecessor, what goes elsewhere differs in length."""
+    """A rank sends nothing to its predecessor, and different lengths to the others."""
 
     def block(sender, receiver):
         gap = size > 1 and (receiver + 1) % size == sender
@@ -103,7 +103,7 @@ def exchange(rank, size, length, dtype, salt):
 
 
 def take_part(path, rank, collective, lengths, dtype, *, in_place, op=None, root=0, salt=0):
-    """Call it, on input that comes late, and look at the result."""
+    """Call it on input that is late, and check the result."""
     cuda, size = path._cuda, path._size
     if collective in REDUCTIONS:
         op = op or "sum"

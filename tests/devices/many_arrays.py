@@ -1,4 +1,4 @@
-"""Many arrays, whose contents depend on the rank, and what their reductions must be."""
+"""Many arrays, whose contents depend on the rank, and the required results of their reductions."""
 
 import ml_dtypes
 import numpy as np

@@ -1,10 +1,10 @@
-"""A GPU made of threads and host memory, for testing what lies above `Cuda` where there is none.
+"""A GPU simulated by threads and host memory, for testing the layers above `Cuda` without one.
 
 Streams are threads, so that work is really asynchronous: what is read too early is garbage, and
-what isn't ordered by events runs in any order. What a host thread does with a device array
-(`OnDevice`) by NumPy's operators waits for the thread's current stream and is then done at once.
+what isn't ordered by events runs in any order. A host thread's operation on a device array
+(`OnDevice`) by NumPy's operators waits for the thread's current stream and then runs at once.
 
-Memory is kept until `close`: work may hold addresses of what the host has given back.
+Memory is kept until `close`: work may use addresses of memory that the host has freed.
 """
 
 import bisect
@@ -30,7 +30,7 @@ _ALIGNMENT = 256
 
 
 class _Here(threading.local):
-    """What is the calling thread's own."""
+    """The state of the calling thread."""
 
     rank, device, stream = 0, 0, None
 
@@ -46,15 +46,15 @@ class _Arena(NamedTuple):
 
 
 class SimulatedCuda(Cuda):
-    """One machine's GPUs. Threads are ranks: each says by `be_rank` which one it belongs to."""
+    """One machine's GPUs. Threads are ranks: each declares its rank by `be_rank`."""
 
     array_type = OnDevice
 
     def __init__(self, devices=8):
         self.devices = devices
-        self.missing: dict[int, str] = {}  # by rank: what `problem` says
-        self.uuids: dict[tuple[int, int], Any] = {}  # by (rank, device), where not the device
-        self.capabilities: dict[int, tuple[int, int]] = {}  # by device, where not (9, 0)
+        self.missing: dict[int, str] = {}  # by rank: the result of `problem`
+        self.uuids: dict[tuple[int, int], Any] = {}  # by (rank, device), if not the device
+        self.capabilities: dict[int, tuple[int, int]] = {}  # by device, if not (9, 0)
         self.allocations = 0
         self.launches: list[tuple[str, int]] = []
         self.open_arenas: dict[int, _Arena] = {}  # by address
@@ -65,10 +65,10 @@ class SimulatedCuda(Cuda):
         self._freed: list[Any] = []
         self._pinned: list[Any] = []
 
-    # What tests do with it.
+    # For tests.
 
     def be_rank(self, rank, device=None):
-        """Let the calling thread be one of this rank, on this GPU: its own where None."""
+        """Make the calling thread one of this rank, on this GPU: its own for None."""
         self._here.rank = rank
         self.use_device(rank if device is None else device)
 
@@ -81,7 +81,7 @@ class SimulatedCuda(Cuda):
         return self._here.device
 
     def close(self):
-        """End all streams. Raises what went wrong on one of them and nobody has waited for."""
+        """End all streams. Raises the errors on streams that no thread has waited for."""
         self.closed.set()
         for stream in list(self.streams.values()):
             stream.end()
@@ -116,7 +116,7 @@ class SimulatedCuda(Cuda):
             index = bisect.bisect_right(self._memory, address, key=lambda entry: entry[0])
             return index > 0 and address + nbytes <= self._memory[index - 1][1]
 
-    # What `Cuda` says.
+    # `Cuda`'s interface.
 
     def problem(self):
         return self.missing.get(self.rank)
@@ -167,7 +167,7 @@ class SimulatedCuda(Cuda):
             original.stream.wait(self.current_stream().record())
 
     def _allocate(self, nbytes):
-        """Bytes of garbage at an address as round as the GPU's."""
+        """Bytes of garbage at an address with the GPU's alignment."""
         if self.current_stream().capturing():
             raise RuntimeError("memory was allocated during capture")
         memory = np.full(nbytes + 2 * _ALIGNMENT, GARBAGE, np.uint8)
@@ -204,7 +204,7 @@ class SimulatedCuda(Cuda):
         return here.null_streams[here.device]
 
     def captures(self):
-        """Whether the current stream does. Makes none for a thread that has none, a watchdog's."""
+        """Whether the current stream does. Creates none for a thread without one (a watchdog)."""
         here = self._here
         return any(
             stream is not None and stream.capturing()

@@ -15,7 +15,7 @@ def plain(array):
 
 
 def memory_at(address, length, dtype):
-    """A plain view of memory without a claim on its life."""
+    """A plain view of memory that doesn't keep it alive."""
     if length == 0:
         return np.empty(0, dtype)
     cells = (ctypes.c_uint8 * (length * np.dtype(dtype).itemsize)).from_address(address)
@@ -52,14 +52,14 @@ def _absent(name):
 
 
 class OnDevice(np.ndarray):
-    """A device array. As with CuPy, it doesn't mix with the host's arrays."""
+    """A device array. As with CuPy, it can't be combined with the host's arrays."""
 
     __array__ = _refused("__array__")
     __float__ = _refused("float")
     __int__ = _refused("int")
     __index__ = _refused("index")
     __bool__ = _refused("bool")
-    # These would give away the memory to the host without waiting.
+    # These would give the host access to the memory without waiting.
     __array_interface__ = _absent("__array_interface__")
     ctypes, data = _absent("ctypes"), _absent("data")
     item, tolist, tobytes = _absent("item"), _absent("tolist"), _absent("tobytes")
@@ -84,7 +84,7 @@ class OnDevice(np.ndarray):
                 function()
 
     def _made(self, function):
-        """What `function` computes, in new memory."""
+        """The result of `function`, in new memory."""
         assert self.gpu == self.cuda.device, "the array lies on another GPU than the current one"
         self.cuda.current_stream().synchronize()
         with np.errstate(all="ignore"):
@@ -146,7 +146,7 @@ def _refuse_host_arrays(operands):
 
 
 class Foreign:
-    """Another library's array, whose content is made and used on that library's own stream."""
+    """Another library's array, whose content is written and used on that library's own stream."""
 
     def __init__(self, memory, stream, read_only=False):
         self.memory, self.stream, self.read_only = memory, stream, read_only

@@ -1,4 +1,4 @@
-"""What the kernels of `kernels.SOURCE` do, for the simulated GPU: by address, row after row."""
+"""The kernels of `kernels.SOURCE` for the simulated GPU: by address, row after row."""
 
 from functools import partial
 

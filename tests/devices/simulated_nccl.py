@@ -1,7 +1,7 @@
-"""NCCL over a simulated GPU: as asynchronous, as unforgiving and as lossy as the real one.
+"""NCCL over a simulated GPU: as asynchronous, unforgiving and lossy as the real one.
 
-A call is work on a stream. There it meets the other ranks' counterparts: whoever comes last moves
-the data of all. Calls that don't fit each other hang until they are aborted, as NCCL's do.
+A call is work on a stream, which waits for the other ranks' counterparts; the last one moves
+the data of all. Calls that don't match hang until they are aborted, as NCCL's do.
 """
 
 import itertools
@@ -43,7 +43,7 @@ def _folded(op, parts):
     if op != _AVERAGE:
         return total
     size = np.asarray(len(parts), wide)
-    truncates = dtype.kind in "iu"  # towards zero, as C does
+    truncates = dtype.kind in "iu"  # towards zero, as in C
     quotient = (total - np.fmod(total, size)) // size if truncates else total.astype(wide) / size
     return quotient.astype(dtype)
 
@@ -54,7 +54,7 @@ def _valid(size, count, dtype, op=0, root=0):
 
 
 class _World:
-    """What the communicators of one unique id share."""
+    """The common state of the communicators of one unique id."""
 
     def __init__(self, size):
         self.size, self.uuids = size, {}
@@ -80,7 +80,7 @@ class _World:
 
     def _meet(self, calls):
         if any(call.comm.ended for call in calls):
-            return  # and so the others hang
+            return  # so that the others hang
         if len({call.signature for call in calls}) > 1:
             for call in calls:
                 call.comm.error = _error(_INVALID_USAGE)
@@ -95,7 +95,7 @@ class _World:
 
 
 class _Comm:
-    """One rank's end. `last` is the stream it was used on last, and the event behind that use."""
+    """One rank's end. `last` is the stream of the last use, and the event after that use."""
 
     def __init__(self, world, rank, owner, device):
         self.world, self.rank, self.owner, self.device = world, rank, owner, device
@@ -122,7 +122,7 @@ class _Call:
         self.signature = (count, dtype) if name in _TO_ONE else (name, count, dtype, op, root)
 
     def check_memory(self, cuda):
-        """It is a GPU's, and source and target lie apart or as NCCL's in-place rules say."""
+        """It is a GPU's, and source and target are separate or as NCCL's in-place rules require."""
         item, own = self.dtype.itemsize, self.comm.rank * self.count * self.dtype.itemsize
         source_end = self.source + self.source_length * item
         target_end = self.target + self.target_length * item
@@ -148,14 +148,14 @@ class SimulatedNccl(NcclDriver):
 
     def __init__(self, cuda, wait_policy=20):
         self.cuda, self.wait_policy = cuda, wait_policy
-        self.missing: dict[int, str] = {}  # by rank: what `problem` says
+        self.missing: dict[int, str] = {}  # by rank: the result of `problem`
         self.version_number = 23007
         self.calls, self.comms = defaultdict(list), []  # calls by rank: (name, arguments)
         self._numbers, self._worlds, self._failures = itertools.count(), {}, {}
         self._changed, self._group = threading.Condition(), _Group()
 
     def fail_next(self, rank, name, status):
-        """Let this rank's next call of that name raise NcclError."""
+        """Make this rank's next call of that name raise NcclError."""
         self._failures[rank, name] = status
 
     def alive(self):
@@ -245,7 +245,7 @@ class SimulatedNccl(NcclDriver):
         comm.ended = "destroyed"
 
     def _enter(self, name, comm, *arguments):
-        """Note the call, and fail where a test wants that."""
+        """Record the call, and fail where a test requests it."""
         assert not (self._group.depth and name in _UNGROUPED), "a group was not ended"
         rank = self.cuda.rank if comm is None else comm.owner
         self.calls[rank].append((name, arguments))
@@ -272,7 +272,7 @@ class SimulatedNccl(NcclDriver):
         self._launch([call], stream)
 
     def _launch(self, calls, stream):
-        """Put the calls on the stream, behind the communicator's work on whichever it was."""
+        """Put the calls on the stream, after the communicator's work on any stream."""
         comm, captured = calls[0].comm, stream.capturing()
         if comm.last is not None and comm.last[0] is not stream and not captured:
             stream.wait(comm.last[1])
@@ -280,7 +280,7 @@ class SimulatedNccl(NcclDriver):
         comm.last = comm.last if captured else (stream, stream.record())
 
     def _run(self, comm, calls):
-        """On the stream's thread: meet the other ranks, or hang."""
+        """On the stream's thread: wait for the other ranks, or hang."""
 
         def ended():
             return comm.ended or all(call.done for call in calls)
@@ -294,7 +294,7 @@ class SimulatedNccl(NcclDriver):
                 call.done = False  # a graph runs it again
                 comm.world.post(call)
             self._changed.notify_all()
-            # The time limit is for `closed`, of which nobody notifies.
+            # The time limit is for `closed`, which has no notification.
             while not (self._changed.wait_for(ended, 0.1) or self.cuda.closed.is_set()):
                 pass
             comm.running = False

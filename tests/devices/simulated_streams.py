@@ -13,7 +13,7 @@ _handles = itertools.count(0x1000, 16)
 
 
 class SimulatedGraph:
-    """Work that was captured, in the order in which it was put on any of the streams."""
+    """Captured work, in the order in which it was put on any of the streams."""
 
     def __init__(self, origin):
         self.origin, self.streams, self.nodes, self.open = origin, {origin}, [], True
@@ -39,7 +39,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A thread that does its work in order. While it captures, `seen` are the nodes before it."""
+    """A thread that runs its work in order. While it captures, `seen` are the nodes before it."""
 
     def __init__(self, cuda, device):
         assert not cuda.closed.is_set()
@@ -58,7 +58,7 @@ class SimulatedStream:
                     if not self.cuda.closed.is_set():
                         function()
                 except BaseException as error:
-                    # Other ranks may hang because of it, and the test never come to `close`.
+                    # Other ranks may hang because of it, so that the test never reaches `close`.
                     traceback.print_exc()
                     self.error = self.error or error
                 with self._idle:
@@ -76,7 +76,7 @@ class SimulatedStream:
             self._work.put(function)
 
     def end(self):
-        """Let the thread end. Work that has not begun is skipped where the GPU is closed."""
+        """End the thread. Work that has not begun is skipped where the GPU is closed."""
         self._work.put(None)
         self.thread.join(5)
         assert not self.thread.is_alive(), "work that doesn't end"

@@ -1,4 +1,4 @@
-"""How NCCL is started: no rank waits for one that can't."""
+"""The start of NCCL: no rank waits for one that can't take part."""
 
 import logging
 
@@ -20,7 +20,7 @@ def outcome(function):
 
 
 def started(size, prepare=lambda gpus, nccl: None, **options):
-    """What each rank gets of a sum, and by which path; or its error."""
+    """Each rank's result of a sum, and its path; or its error."""
 
     def program(comm, cuda):
         def add():
@@ -130,7 +130,7 @@ def test_the_order_of_the_calls_is_the_same_on_all():
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_whose_start_fails_ends_the_start_of_all(failing):
-    """What others may have made by then is aborted, since to destroy it would wait."""
+    """What others may have created by then is aborted, since destroying it would wait."""
 
     def prepare(gpus, nccl):
         nccl.wait_policy = 0.5
@@ -153,7 +153,7 @@ def test_nothing_is_started_for_arrays_of_the_host():
 
 
 def test_all_is_done_on_the_gpu_that_is_current():
-    """Refused before the ranks meet: the calls of the others don't come apart from this one's."""
+    """Refused before the ranks synchronize: the ranks' later calls still match."""
 
     def program(comm, cuda):
         array = cuda.from_host(np.full(2, comm.rank + 1.0))

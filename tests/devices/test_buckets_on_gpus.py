@@ -1,4 +1,4 @@
-"""What all_reduce_many launches on simulated GPUs and keeps there, and its capture in graphs."""
+"""What all_reduce_many launches and stores on simulated GPUs, and its capture in graphs."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_a_call_that_comes_again_launches_twice_for_each_bucket_and_allocates_no
         check(outs, comm.size, kinds)
         return counts
 
-    # Two of float32, one of int32, and an array that goes alone.
+    # Two of float32, one of int32, and an array that is reduced alone.
     assert run(size, program) == [(0, 6)] * size
 
 
@@ -74,7 +74,7 @@ def test_calls_on_several_streams_do_not_disturb_each_other():
             stream = streams[step % 3]
             with cuda.on(stream):
                 arrays = on_device(cuda, contents(comm.rank, kinds, step))
-                # What is packed comes late, when later calls have been made on other streams.
+                # The packed inputs are late, when later calls have been made on other streams.
                 cuda.slow(stream, 0.05 * (3 - step % 3))
                 calls.append((stream, comm.all_reduce_many(arrays, out=arrays)))
         for step, (stream, results) in enumerate(calls):
@@ -100,7 +100,7 @@ def test_a_graph_reduces_what_was_written_since():
             stream.begin_capture()
             comm.all_reduce_many(arrays, out=outs, bucket_bytes=3000)
             graph = stream.end_capture()
-            # As many others as would drop what the graph uses.
+            # As many others as would evict what the graph uses.
             for length in range(1, 12):
                 comm.all_reduce_many([cuda.from_host(np.ones(length, np.float32))] * 2)
             for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""CuPy as it is on a machine without a GPU: imported for real, and asked nothing that needs one."""
+"""CuPy on a machine without a GPU: really imported, and used only where it needs none."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ without_gpu = pytest.mark.skipif(
 
 
 def on_host(values):
-    """A real CuPy array whose memory is the host's: what needs no GPU of it works."""
+    """A real CuPy array whose memory is the host's: operations that need no GPU work."""
     memory = cupy.cuda.UnownedMemory(values.ctypes.data, values.nbytes, values, device_id=0)
     return cupy.ndarray(values.shape, values.dtype, cupy.cuda.MemoryPointer(memory, 0))
 

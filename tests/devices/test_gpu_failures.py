@@ -1,4 +1,4 @@
-"""Faults on device arrays: nothing hangs, and every rank hears of it."""
+"""Faults on device arrays: no rank hangs, and every rank gets the error."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_what_nccl_reports_is_raised_by_wait_and_ends_the_communicator():
 
 @pytest.mark.parametrize("name", ["all_reduce", "group_end", "send"])
 def test_a_call_that_fails_ends_the_communicator(name):
-    """The others may be in it: it can't be made again."""
+    """The others may be in it: it can't be repeated."""
 
     def call(comm, array):
         if name == "all_reduce":
@@ -114,7 +114,7 @@ def test_what_one_rank_alone_can_not_do_is_no_call_of_its_next_one(monkeypatch):
 
 
 def test_a_communicator_that_a_graph_uses_is_not_destroyed():
-    """NCCL would wait for the graph, which may outlive everything."""
+    """NCCL would wait for the graph, which may outlive the communicator."""
 
     def program(comm, cuda):
         stream = cuda.new_stream()

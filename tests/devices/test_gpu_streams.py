@@ -1,4 +1,4 @@
-"""The order of streams, handles, and arrays that lie where the others' don't."""
+"""The order of streams, handles, and arrays on different devices than the others'."""
 
 import time
 
@@ -30,7 +30,7 @@ def test_arrays_of_other_libraries_keep_their_order():
 
 
 def test_the_caller_waits_on_its_stream_and_not_on_the_host():
-    """What was put on it before is waited for, and what is put on it later waits."""
+    """The call waits for earlier work on the stream, and later work waits for the call."""
     order = []
 
     def program(comm, cuda):

@@ -1,4 +1,4 @@
-"""The ways through the ranks' arenas, on a simulated GPU that all ranks (threads) share."""
+"""The paths through the ranks' arenas, on a simulated GPU that all ranks (threads) share."""
 
 import time
 
@@ -56,7 +56,7 @@ def test_dtypes(on_ranks, collective, dtype):
     ops = [None]
     if collective in REDUCTIONS:
         ops = ["sum", "product", *(["min", "max"] if dtype != "complex64" else [])]
-        # The mean of integers is one of floats by the time that it comes here.
+        # The mean of integers has become one of floats here.
         ops += [] if dtype in ("int16", "bool") else ["mean"]
 
     def body(path, rank, meetings):
@@ -103,7 +103,7 @@ def test_ranks_fold_in_rank_order(on_ranks, length):
 @collectives
 @pytest.mark.parametrize("size", [2, 3])
 def test_calls_in_a_row_while_the_gpu_lags(on_ranks, lags, size, collective):
-    """Copies and folds are slow here and there: whoever doesn't wait reads other rounds'."""
+    """Copies and folds are slow at times: a rank that doesn't wait reads other rounds'."""
     lags.longest = 0.01
 
     def body(path, rank, meetings):

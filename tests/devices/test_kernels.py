@@ -82,7 +82,7 @@ def source(tmp_path_factory):
             f" {{ run_blocks({name}, blocks, {THREADS}, table, static_cast<{bucket}*>(bucket)); }}"
         )
     (folder / "kernels.cpp").write_text("\n".join(lines))
-    # A GPU's compiler doesn't assume that values of different types lie apart.
+    # A GPU's compiler doesn't assume that values of different types don't alias.
     options = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wall", "-Werror"]
     command = ["g++", *options, "-shared", "-fPIC", "kernels.cpp", "-o", "kernels.so"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
@@ -110,7 +110,7 @@ def aligned(nbytes, shift=0):
     ("dtype", "folded"), [*((dtype, dtype) for dtype in DTYPES), *CASTS], ids=str
 )
 def test_the_source_moves_arrays_to_a_bucket_and_back(source, dtype, folded, shift):
-    """Also of arrays that begin one or two elements off where vectors may."""
+    """Also of arrays that begin one or two elements off the vectors' alignment."""
     generator = np.random.default_rng(shift)
     factor = kernels.reals(dtype)
     item, packed_item = dtype.itemsize // factor, folded.itemsize // factor
@@ -134,7 +134,7 @@ def test_the_source_moves_arrays_to_a_bucket_and_back(source, dtype, folded, shi
         source[kernels.kernel_name(kernel, *kinds)](len(table), table, bucket)
     for array, out in zip(arrays, outs, strict=True):
         assert out.tobytes() == array.astype(folded).tobytes()
-        # Nothing beyond.
+        # Nothing is written beyond.
         assert (out.base[-16:] == 0x55).all()
     moved = np.zeros(total * packed_item, bool)
     for start, count in zip((starts * packed_item).tolist(), counts, strict=True):

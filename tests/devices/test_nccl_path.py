@@ -168,7 +168,7 @@ def test_nccl_is_asked_once_for_each_and_for_nothing_that_is_empty():
 
 
 def test_the_short_way_of_repeated_calls_reduces_what_is_there_now():
-    """One rank's arrays need care and go the general way: NCCL is called alike."""
+    """One rank's arrays need copies and use the general path: NCCL is called equally."""
 
     def program(comm, cuda):
         rows = cuda.from_host(np.zeros((3, 2), np.float32))

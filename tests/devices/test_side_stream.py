@@ -1,4 +1,4 @@
-"""A stream beside the caller's."""
+"""A stream in addition to the caller's."""
 
 import numpy as np
 import pytest

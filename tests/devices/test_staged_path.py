@@ -1,4 +1,4 @@
-"""Device arrays by way of the host, over whatever MPI there is."""
+"""Device arrays by host staging, over the MPI of the environment."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.devices.simulated_arrays import plain
 
 @pytest.fixture
 def staged(comm):
-    """A communicator of the world whose device arrays go by way of the host, and its GPU."""
+    """A communicator of the world whose device arrays use host staging, and its GPU."""
     from mpi4py import MPI
 
     with simulated() as (gpus, _):
@@ -37,7 +37,7 @@ def test_all_reduce_over_mpi(staged):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("more", [0, 1, 777])
 def test_large_arrays_go_in_chunks(staged, more):
-    """Several chunks, the last of which is short; the GPU copies one while another travels."""
+    """Several chunks, the last of which is short; the GPU copies one while another is sent."""
     comm, gpus = staged
     length = 2 * CHUNK_BYTES // 8 + more
     inputs = oracle.values(comm.size, (length,), np.float64)
@@ -130,7 +130,7 @@ def test_a_graph_can_not_capture_it():
 
 @pytest.mark.parametrize("backend", ["mpi", "nccl"], ids="over {}".format)
 def test_a_rank_with_nothing_to_exchange_takes_part(backend):
-    """Rank 2 neither sends nor gets anything, while the others exchange."""
+    """Rank 2 neither sends nor receives anything, while the others exchange."""
 
     def program(comm, cuda):
         lengths = [0, 0, 0] if comm.rank == 2 else [3, 3, 0]

@@ -1,4 +1,4 @@
-"""NCCL in strategies: arrays of the host by way of simulated GPUs, and arrays that lie on them."""
+"""NCCL in strategies: arrays of the host, staged on simulated GPUs, and device arrays."""
 
 import logging
 import sys
@@ -17,7 +17,7 @@ from strategies import (
     get_replica_context,
     optimizers,
 )
-from strategies.communication.options import CommunicationOptions
+from strategies.core.communication_options import CommunicationOptions
 from strategies.cross_device_ops import NcclAllReduce
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, simulated
@@ -53,7 +53,7 @@ def reduced(strategy, value, op="sum", options=None):
 
 
 def packs(nccl, rank=0):
-    """The elements of each all-reduce that NCCL made."""
+    """The elements of each all-reduce that NCCL ran."""
     return [arguments[0] for name, arguments in nccl.calls[rank] if name == "all_reduce"]
 
 
@@ -141,7 +141,7 @@ def test_a_model_trains_over_nccl():
 
 @pytest.mark.parametrize("current", ["their own", "the same"])
 def test_each_rank_takes_a_gpu_of_its_own(current):
-    """In a job that says nothing of GPUs, all ranks begin with the first one."""
+    """In a job without GPU variables, all ranks begin with the first one."""
 
     def program(comm, cuda):
         before = cuda.current_device()
@@ -170,7 +170,7 @@ def test_what_is_gathered_stays_on_the_host():
 
 
 def without(nccl, cuda, kind):
-    """Let rank 1 lack it."""
+    """Remove it on rank 1."""
     if kind == "no NCCL":
         nccl.missing[1] = "NCCL can't be loaded"
     elif kind == "no GPU":
@@ -204,7 +204,7 @@ def test_the_hint_falls_back_to_auto_on_all_ranks(kind, by, caplog):
 
 @LACKING
 def test_cross_device_ops_are_refused_on_all_ranks(kind):
-    """Rank 1 had all it needs when they were made."""
+    """Rank 1 had all requirements when they were created."""
 
     def program(comm, cuda):
         strategy = MirroredStrategy(None, NcclAllReduce(), communicator=comm)
@@ -243,7 +243,7 @@ def test_ranks_that_ask_for_different_ways_are_told():
     assert len(set(run(2, program))) == 1
 
 
-# --- where nobody asks for GPUs ------------------------------------------------------------------
+# --- without a request for GPUs ------------------------------------------------------------------
 
 
 def test_cupy_is_not_looked_for(monkeypatch):

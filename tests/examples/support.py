@@ -1,4 +1,4 @@
-"""Starting examples as users do, and reading which rank said what."""
+"""Start examples as users do, and assign output lines to ranks."""
 
 import functools
 import json
@@ -20,12 +20,12 @@ APART = 'exec "$@" > "$SAID/${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}}"'
 
 
 def example(name, *options):
-    """The command that runs an example."""
+    """The command of an example."""
     return [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
 
 
 def on_ranks(size, command):
-    """The command under mpirun; None: plainly."""
+    """The command under mpirun; None: without it."""
     if size is None:
         return apart(command)
     if not (mpirun := find_mpirun()):
@@ -71,7 +71,7 @@ def lines_of(command):
 
 
 def known_lines_of(command):
-    """As `lines_of`; a command that was run already is not run again."""
+    """As `lines_of`; each command runs once."""
     return _known_lines_of(tuple(command))
 
 

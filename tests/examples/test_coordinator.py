@@ -17,7 +17,7 @@ TASKS = [("worker", 1), ("ps", 0), ("chief", 0), ("worker", 0)]
 
 def test_the_chief_trains_with_its_workers():
     lines = lines_of(with_tasks(CLUSTER, TASKS, EXAMPLE))
-    served = {rank: text.split(":")[0] for rank, text in lines if "no more to do" in text}
+    served = {rank: text.split(":")[0] for rank, text in lines if "has finished" in text}
     assert served == {0: "worker 1", 1: "ps 0", 3: "worker 0"}
     told = [text for rank, text in lines if rank == 2]
     epochs = [EPOCH.fullmatch(text).groupdict() for text in told]

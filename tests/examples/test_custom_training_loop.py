@@ -1,4 +1,4 @@
-"""The tutorial's loop: it learns, alike on any number of ranks, and restores what it saved."""
+"""The tutorial's loop: it learns equally on any number of ranks, and restores its checkpoint."""
 
 import re
 
@@ -61,7 +61,7 @@ def test_the_checkpoint_of_the_last_even_epoch_is_restored_without_a_strategy(si
 
 
 @sizes
-def test_every_number_of_ranks_says_the_same(size):
+def test_every_number_of_ranks_has_the_same_numbers(size):
     for seen, wanted in zip(parts(said(size)), parts(said(None)), strict=True):
         for name in ("loss", "test_loss"):
             if wanted[name] is not None:

@@ -1,4 +1,4 @@
-"""One rank deals batches to those that train: they learn, and every batch is taken once."""
+"""A dataset rank: the training ranks learn, and every batch is delivered once."""
 
 import re
 from itertools import chain
@@ -11,12 +11,12 @@ from tests.slow import slow_but
 EPOCHS, BATCHES = 10, 45
 COMMAND = example("dataset_rank", "--numbers")
 EPOCH = re.compile(r"epoch +(\d+)  loss (\d\.\d{4})  test accuracy +([\d.]+)%")
-TOOK = re.compile(r"epoch +(\d+)  replica (\d) took ([\d ]*)")
-TOTAL = re.compile(r"replica (\d) took (\d+) batches")
+RECEIVED = re.compile(r"epoch +(\d+)  replica (\d) received ([\d ]*)")
+TOTAL = re.compile(r"replica (\d) received (\d+) batches")
 CLUSTER = {"chief": ["a"], "worker": ["b"], "data": ["c"]}
 TASKS = [("data", 0), ("worker", 0), ("chief", 0)]
 
-# The command, the ranks that train, the chief's rank, those that deal.
+# The command, the number of training ranks, the chief's rank, the dataset ranks.
 WAYS = {
     "plainly": (lambda: on_ranks(None, COMMAND), 1, 0, []),
     "1 rank": (lambda: on_ranks(1, COMMAND), 1, 0, []),
@@ -30,7 +30,7 @@ any_way = pytest.mark.parametrize("way", slow_but(WAYS, "2 deal"))
 
 
 def said(way):
-    """The lines that the example says in one of the ways."""
+    """The output of the example with one of the commands."""
     command, *_ = WAYS[way]
     return known_lines_of(command())
 
@@ -41,10 +41,10 @@ def found(pattern, lines):
 
 
 @any_way
-def test_the_chief_tells_and_the_data_ranks_deal(way):
+def test_the_chief_prints_and_the_data_ranks_serve(way):
     _, training, chief, dealing = WAYS[way]
     lines = said(way)
-    dealt = [rank for rank, text in lines if text == f"dealt {EPOCHS} epochs"]
+    dealt = [rank for rank, text in lines if text == f"served {EPOCHS} epochs"]
     assert sorted(dealt) == dealing
     told = [text for rank, text in lines if rank == chief]
     assert len(told) == 1 + EPOCHS * (1 + training) + training == len(lines) - len(dealing)
@@ -62,10 +62,10 @@ def test_it_learns(way):
 @any_way
 def test_every_batch_is_taken_once_in_each_epoch(way):
     taken = {}
-    for epoch, _, numbers in found(TOOK, said(way)):
+    for epoch, _, numbers in found(RECEIVED, said(way)):
         taken.setdefault(int(epoch), []).append([int(number) for number in numbers.split()])
     assert list(taken) == list(range(1, EPOCHS + 1))
-    # Two data ranks have 23 batches each, of half the digits.
+    # Two dataset ranks have 23 batches each, of half the digits.
     batches = 46 if way == "2 deal" else BATCHES
     for replicas in taken.values():
         assert len(replicas) == WAYS[way][1]

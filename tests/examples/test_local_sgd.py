@@ -32,7 +32,7 @@ def test_it_learns_to_read_digits(launch, way):
     assert first == f"<LocalSGDStrategy replica 0 of {ranks}>"
     epochs = [EPOCH.fullmatch(line).groupdict() for line in lines]
     assert [int(each["epoch"]) for each in epochs] == list(range(1, 11))
-    # 44 whole batches, dealt to the ranks.
+    # 44 whole batches, shared between the ranks.
     assert {int(each["steps"]) for each in epochs} == {-(-44 // ranks)}
     assert float(epochs[-1]["loss"]) < 0.5 * float(epochs[0]["loss"])
     assert float(epochs[-1]["accuracy"]) >= 94

@@ -32,7 +32,7 @@ def test_both_workers_learn_to_read_digits(options):
         assert [int(match[2]) for match in epochs] == list(range(1, EPOCHS + 1)), lines
         assert float(epochs[-1][4]) >= 95, lines
         assert float(epochs[-1][3]) < 0.2 * float(epochs[0][3]), lines
-    assert [text for rank, text in lines if rank == 1] == ["ps 0: all workers have left"]
+    assert [text for rank, text in lines if rank == 1] == ["ps 0: all workers have finished"]
 
 
 @pytest.mark.parametrize(

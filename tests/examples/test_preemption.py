@@ -21,7 +21,7 @@ def ended(directory, size, *options):
     lines = lines_of(command(directory, size, *options))
     assert {rank for rank, _ in lines} == {0}
     (_, begins), (_, line), (_, parameters) = lines
-    began = int(begins.removeprefix(f"{size or 1} replicas begin at step "))
+    began = int(begins.removeprefix(f"{size or 1} replicas start at step "))
     step, loss, accuracy = ACCURACY.fullmatch(line).groups()
     return began, int(step), float(loss), float(accuracy), parameters.split()[1]
 

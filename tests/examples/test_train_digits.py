@@ -1,4 +1,4 @@
-"""The training example, started in every way: it learns, and says the same each time."""
+"""The training example, started in every way: it learns, with the same numbers each time."""
 
 import re
 
@@ -29,7 +29,7 @@ NAMES = {
 
 
 def under(strategy, size=None):
-    """The command for a strategy, on so many ranks."""
+    """The command for a strategy on so many ranks."""
     return on_ranks(size, [*EXAMPLE, "--strategy", strategy])
 
 
@@ -53,12 +53,12 @@ any_way = pytest.mark.parametrize("way", slow_but(WAYS, *by_default))
 
 
 def lines_of(way):
-    """What the example says in one of the ways."""
+    """The output of the example with one of the commands."""
     return known_lines_of(WAYS[way]())
 
 
 def epochs_of(lines):
-    """What the lines of the epochs say, without the speed."""
+    """The numbers in the lines of the epochs, without the speed."""
     return [EPOCH.fullmatch(text).groupdict() for _, text in lines[1:]]
 
 
@@ -84,7 +84,7 @@ def test_it_learns_to_read_digits(way):
 
 @any_way
 def test_every_way_gives_the_same_numbers(way):
-    """To one unit of the last digit: other numbers of replicas only add up in another order."""
+    """To one unit of the last digit: the number of replicas changes the summation order."""
     expected = epochs_of(lines_of("plainly"))
     for epoch, wanted in zip(epochs_of(lines_of(way)), expected, strict=True):
         for name in ("loss", "test_loss"):
@@ -98,7 +98,7 @@ def test_one_copy_of_the_variables_gives_the_bits_of_many(size):
     assert epochs_of(known_lines_of(under("central_storage", size))) == expected
 
 
-def test_ranks_that_train_on_their_own_learn_as_well():
+def test_local_sgd_learns_as_well():
     lines = known_lines_of(under("local_sgd", 2))
     assert lines[0][1] == "<LocalSGDStrategy replica 0 of 2>: 1 replicas in sync"
     first, *_, last = epochs_of(lines)

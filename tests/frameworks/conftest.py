@@ -42,7 +42,7 @@ def keras(request):
 
 @pytest.fixture
 def strategy():
-    """As of one of several ranks, though nobody else is there: what is refused is so locally."""
+    """A strategy that behaves as one of several ranks, though it is alone: refusals are local."""
     strategy = lone_strategy()
     strategy.trains_alone = False
     return strategy

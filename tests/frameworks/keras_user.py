@@ -1,4 +1,4 @@
-"""What a Keras user types, `strategies` in place of `tf.distribute`; then what the error says."""
+"""A Keras user's program with `strategies` in place of `tf.distribute`; then the alternatives."""
 
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ def loss_of(predicted, wanted):
 
 
 def gradients_of(batch, wanted):
-    """By the backend's own means."""
+    """With the backend's own functions."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

@@ -1,6 +1,6 @@
 """TensorFlow's tutorial of custom training, `strategies` in place of `tf.distribute`.
 
-Then what the error says to do.
+Then the alternatives that the error names.
 """
 
 import numpy as np

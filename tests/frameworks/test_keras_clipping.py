@@ -1,4 +1,4 @@
-"""`clipnorm` and `global_clipnorm` give the step of Keras in one process with the whole batch."""
+"""`clipnorm` and `global_clipnorm` equal Keras' step in one process with the whole batch."""
 
 import numpy as np
 import pytest

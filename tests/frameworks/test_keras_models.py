@@ -1,4 +1,4 @@
-"""Which objects of Keras and TensorFlow train, and what is refused of them."""
+"""Which objects of Keras and TensorFlow train, and which are refused."""
 
 import numpy as np
 import pytest
@@ -82,8 +82,8 @@ def test_what_trains(keras, strategy, what):
             made.append(TRAIN[what](keras))
 
     made = []
-    refusal(TypeError, "^the Keras (model|layer) .* was made in the scope of", in_scope)
-    match = "^the Keras (model|layer) .* is reached by what run of"
+    refusal(TypeError, "^the Keras (model|layer) .* was created in the scope of", in_scope)
+    match = "^the Keras (model|layer) .* is used in run of"
     refusal(TypeError, match, strategy.run, lambda: made)
     refusal(TypeError, "^model is the Keras", Checkpoint, model=made[0])
 
@@ -96,8 +96,8 @@ def test_what_does_not_train(keras, strategy, what):
     strategy.run(lambda: made)
 
 
-def test_every_layer_of_keras_that_gets_weights_is_known(keras):
-    """By whether the source of its `build` adds some."""
+def test_every_layer_of_keras_that_gets_weights_is_recognized(keras):
+    """Compared with the source of `build`, if it adds weights."""
     import inspect
 
     known = Keras()
@@ -114,9 +114,9 @@ def test_every_layer_of_keras_that_gets_weights_is_known(keras):
 
 def test_an_optimizer_that_was_made_outside(keras, strategy):
     optimizer = keras.optimizers.SGD(1.0)
-    refusal(TypeError, "^the Keras optimizer SGD is reached", strategy.run, lambda: optimizer)
+    refusal(TypeError, "^the Keras optimizer SGD is used", strategy.run, lambda: optimizer)
     with strategy.scope():
-        match = "^the Keras optimizer SGD was to change variables inside the scope of"
+        match = "^the Keras optimizer SGD would change variables inside the scope of"
         refusal(TypeError, match, optimizer.apply, [np.ones(2)], [None])
 
 
@@ -165,20 +165,20 @@ def test_variables_and_modules_of_tensorflow(tf, strategy):
         with strategy.scope():
             return make()
 
-    made = "^the TensorFlow Variable 'w:0' of shape {} was made in the scope"
+    made = "^the TensorFlow Variable 'w:0' of shape {} was created in the scope"
     refusal(TypeError, made.format(r"\(2,\)"), in_scope, Linear)
     refusal(TypeError, made.format(r"\(\)"), in_scope, lambda: tf.Variable(1.0, name="w"))
     for passing in ({"trainable": False}, {"dtype": tf.int64}):
         in_scope(lambda passing=passing: tf.Variable(1, **passing))
     module, variable = Linear(), tf.Variable(1.0)
-    refusal(TypeError, "module Linear is reached", strategy.run, lambda: module)
+    refusal(TypeError, "module Linear is used", strategy.run, lambda: module)
     refusal(TypeError, "Variable 'Variable:0'", strategy.run, tf.function(lambda: variable + 1.0))
     pairs = [(np.ones(()), variable)]
     match = "^the TensorFlow Variable 'Variable:0' .* at position 0 of apply_gradients"
     refusal(TypeError, match, optimizers.SGD(1.0).apply_gradients, pairs)
     old = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     with strategy.scope():
-        match = "optimizer GradientDescentOptimizer was to change"
+        match = "optimizer GradientDescentOptimizer would change"
         refusal(TypeError, match, old.apply_gradients, [(tf.ones(()), variable)])
 
 

@@ -1,4 +1,4 @@
-"""Which objects of torch train, and what is refused of them by one of several ranks."""
+"""Which objects of torch train, and which are refused by one of several ranks."""
 
 import numpy as np
 import pytest
@@ -31,8 +31,8 @@ def test_what_trains(torch, strategy, what):
             made.append(TRAIN[what](torch.nn))
 
     made = []
-    refusal(TypeError, "^the torch module .* was made in the scope of", in_scope)
-    refusal(TypeError, "^the torch module .* is reached by what run of", strategy.run, lambda: made)
+    refusal(TypeError, "^the torch module .* was created in the scope of", in_scope)
+    refusal(TypeError, "^the torch module .* is used in run of", strategy.run, lambda: made)
     refusal(TypeError, "^model is the torch module", Checkpoint, model=made[0])
     refusal(TypeError, "^model/0 is the torch module", Checkpoint, model=made)
 
@@ -49,7 +49,7 @@ def test_leaves_that_require_gradients_and_batches(torch, strategy):
     leaf, batch = torch.zeros(3, requires_grad=True), torch.ones(3)
     derived = leaf * 2
     parameter = torch.nn.Parameter(leaf)
-    refusal(TypeError, "^the torch Parameter is reached", strategy.run, lambda: parameter)
+    refusal(TypeError, "^the torch Parameter is used", strategy.run, lambda: parameter)
     loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
     read = strategy.run(lambda given: [len(loader), derived.sum().item(), *given.tolist()], [batch])
     assert read == [2, 0, 1, 1, 1]
@@ -82,7 +82,7 @@ def test_a_step_is_refused_wherever_the_optimizer_comes_from(torch, strategy):
         torch.optim.SGD([parameter], 1.0).step()
         return parameter.tolist()
 
-    step = "^the torch optimizer SGD was to change variables inside the {} of Multi"
+    step = "^the torch optimizer SGD would change variables inside the {} of Multi"
     refusal(TypeError, step.format("run"), strategy.run, train)
     with strategy.scope():
         refusal(TypeError, step.format("scope"), train)

@@ -14,8 +14,8 @@ from strategies import (
     optimizers,
     scale_regularization_loss,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.input import make_numpy_dataset
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import lone_strategy
 
 CALLS = {
@@ -67,7 +67,7 @@ READ = {
 
 
 def test_tensors_that_are_read_keep_their_storages_resizable(torch):
-    """Those that require grad, which a result would know nothing of, are refused clearly."""
+    """Tensors that require grad are refused, since the result would lose the gradient."""
     strategy = lone_strategy()
     with strategy.scope():
         variable = Variable(np.zeros(4, np.float32))
@@ -90,7 +90,7 @@ def test_tensors_that_are_read_keep_their_storages_resizable(torch):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("call", CALLS)
 def test_one_ranks_tensor_that_requires_grad_is_refused_on_all(torch, comm, call):
-    """At once: the deadline isn't waited for."""
+    """At once, without waiting for the deadline."""
     strategy = MultiWorkerMirroredStrategy(communicator=comm)
     value = torch.ones(4, requires_grad=comm.rank == comm.size - 1)
     began = time.monotonic()

@@ -1,6 +1,6 @@
-"""What users of the frameworks type, on two ranks: one clear sentence, or the right result.
+"""Users' programs with the frameworks on two ranks: one clear sentence, or the right result.
 
-The programs beside this file say which error ends each part; all ranks must have the same one.
+The programs in this folder print which error ends each part; it must be the same on all ranks.
 """
 
 import importlib.util
@@ -25,12 +25,12 @@ def run(launch, program, modules, environment=()):
 
 
 def clear(text, framework, thing, where):
-    """Whether an error names the framework, the object and the place, and says what to do."""
+    """Whether an error names the framework, the object and the place, and the alternative."""
     first = text.replace("in user code:", "")
     return (
         f"the {framework} {thing}" in first
         and where in first
-        and f"adapters for {framework} are not there yet" in first
+        and f"there are no adapters for {framework} yet" in first
         and "Instead: outside of the strategy's scope and run, " in first
         and "collectives.world()" in first
     )
@@ -41,15 +41,15 @@ def test_a_torch_user(launch):
     scope, running = "scope of MultiWorkerMirroredStrategy", "run of MultiWorkerMirroredStrategy"
     linear = "module Linear (with the parameter 'weight')"
     network = "module NeuralNetwork (with the parameter 'linear_relu_stack.0.weight')"
-    assert clear(said.pop("scope"), "torch", linear, f"was made in the {scope}")
-    step = f"was to change variables inside the {scope}"
+    assert clear(said.pop("scope"), "torch", linear, f"was created in the {scope}")
+    step = f"would change variables inside the {scope}"
     assert clear(said.pop("training in the scope"), "torch", "optimizer SGD", step)
-    assert clear(said.pop("run"), "torch", network, f"is reached by what {running} calls")
-    step = f"was to change variables inside the {running}"
+    assert clear(said.pop("run"), "torch", network, f"is used in {running}")
+    step = f"would change variables inside the {running}"
     assert clear(said.pop("a model of its own in run"), "torch", "optimizer Adam", step)
     pair = "at position 0 of apply_gradients"
     assert clear(said.pop("apply_gradients"), "torch", "Parameter", pair)
-    assert f"model is the torch {network}, of which a Checkpoint" in said.pop("checkpoint")
+    assert f"model is the torch {network}, which a Checkpoint" in said.pop("checkpoint")
     assert said == {"reading": None}
 
 
@@ -57,13 +57,13 @@ def test_a_tensorflow_user(launch):
     said = run(launch, "tensorflow_user.py", ["tensorflow"])
     scope, running = "scope of MirroredStrategy", "run of MirroredStrategy"
     model = "model Sequential 'sequential'"
-    assert clear(said.pop("scope"), "Keras", model, f"was made in the {scope}")
+    assert clear(said.pop("scope"), "Keras", model, f"was created in the {scope}")
     for what in ("run", "run of a tf.function", "run in a tf.function"):
-        assert clear(said.pop(what), "Keras", model, f"is reached by what {running} calls")
-    step = f"was to change variables inside the {scope}"
+        assert clear(said.pop(what), "Keras", model, f"is used in {running}")
+    step = f"would change variables inside the {scope}"
     assert clear(said.pop("fit of a traced function"), "Keras", "optimizer SGD", step)
     variable = "Variable 'Variable:0' of shape (2, 1)"
-    reached = f"is reached by what {running} calls"
+    reached = f"is used in {running}"
     assert clear(said.pop("assignment in run"), "TensorFlow", variable, reached)
     assert said == {}
 
@@ -72,12 +72,12 @@ def test_a_tensorflow_user(launch):
 def test_a_keras_user(launch, backend):
     said = run(launch, "keras_user.py", ["keras", backend], [f"KERAS_BACKEND={backend}"])
     scope, running = "scope of MirroredStrategy", "run of MirroredStrategy"
-    made = f"was made in the {scope}"
+    made = f"was created in the {scope}"
     assert clear(said.pop("tutorial"), "Keras", "model Sequential 'sequential'", made)
     assert clear(said.pop("built later"), "Keras", "model Sequential 'sequential_1'", made)
-    step = f"was to change variables inside the {scope}"
+    step = f"would change variables inside the {scope}"
     assert clear(said.pop("all of it in the scope"), "Keras", "optimizer SGD", step)
     assert clear(said.pop("a variable"), "Keras", "Variable 'own' of shape (3,)", made)
-    reached = f"is reached by what {running} calls"
+    reached = f"is used in {running}"
     assert clear(said.pop("run"), "Keras", "model Sequential 'sequential_4'", reached)
     assert said == {"helpers": None}

@@ -1,4 +1,4 @@
-"""How a program that a user might type tells the test beside it what it was refused."""
+"""How a user's program in this folder reports refusals to the test that runs it."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import collectives
 
 @contextlib.contextmanager
 def refused(what):
-    """Say, once for all ranks, which TypeError ends the block: null where none does."""
+    """Print, on one rank, the TypeError that ends the block; null where there is none."""
     text = None
     try:
         yield
@@ -21,7 +21,7 @@ def refused(what):
 
 
 def refusals_of(output):
-    """What a program's `refused` blocks have said."""
+    """The reports of a program's `refused` blocks."""
     said = {}
     for line in output.splitlines():
         if line.startswith("{"):

@@ -1,4 +1,4 @@
-"""torch's quickstart with a strategy around it. What the error says is the README's loop."""
+"""torch's quickstart in a strategy's scope. The error names the README's loop instead."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""`mpirun -n 3 python -m tests.fuzz --seed 1 --steps 1000`: prints what deviated, and counts."""
+"""`mpirun -n 3 python -m tests.fuzz --seed 1 --steps 1000`: prints and counts deviations."""
 
 import argparse
 import logging
@@ -25,7 +25,7 @@ def parse():
 def main():
     """Run the steps; the number of deviations."""
     options = parse()
-    # Warnings of ranks that come late are what half of the faults are about.
+    # Half of the faults make ranks late, which is warned of.
     logging.getLogger("collectives").setLevel(logging.ERROR)
     world = World(options.seed)
     offered = [
@@ -49,7 +49,7 @@ def main():
             say(world, f"step {step}, {name}: {error}")
             world.drop_all()
         except Exception:
-            # What none of the checks expects: this rank can't say what the others do now.
+            # No check expects this: the state of the other ranks is unknown now.
             traceback.print_exc()
             print(f"seed {options.seed}, step {step}, {name}, rank {world.rank}", flush=True)
             world.abort()
@@ -69,7 +69,7 @@ def main():
 
 
 def say(world, text):
-    """Print it once."""
+    """Print it on one rank."""
     if world.rank == 0:
         print(text, flush=True)
 

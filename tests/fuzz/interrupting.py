@@ -11,27 +11,25 @@ from pathlib import Path
 import collectives
 
 PACKAGE = str(Path(collectives.__file__).parent)
-# Threads of the product that run beside the call are left alone, and what tells of an error.
-SPARED = ("recorder.py", "ending.py")
 
 
 class AlarmError(Exception):
-    """What a signal's handler raises, as test runners and schedulers do."""
+    """The exception of a signal's handler, as in test runners and schedulers."""
 
 
 class ValueAlarmError(ValueError):
-    """The same, by a name that the product itself uses for what is harmless."""
+    """The same, with the name of an exception that the package catches as harmless."""
 
 
 class BaseAlarmError(BaseException):
-    """The same, of no ordinary kind."""
+    """The same, as a BaseException."""
 
 
 ALARMS = (AlarmError, ValueAlarmError, BaseAlarmError)
 
 
 def inside(frame):
-    """Whether the frame, or one that called it, is the product's: the call has begun."""
+    """Whether the frame, or one of its callers, is the package's: the call has begun."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(PACKAGE):
             return True
@@ -41,7 +39,7 @@ def inside(frame):
 
 @contextmanager
 def raising_at_line(count, kind):
-    """Raise `kind` where the product's code is about to run its `count`-th line from here on."""
+    """Raise `kind` where the package is about to run its `count`-th line from here on."""
     left = count
 
     def trace(frame, event, argument):
@@ -82,7 +80,7 @@ def alarm_after(seconds, kind=None):
 
 
 def stop_for(pid, after, seconds):
-    """Stop a process of this host for a while; returns the thread that does."""
+    """Stop a process of this host for a while; returns the thread that does so."""
 
     def run():
         time.sleep(after)

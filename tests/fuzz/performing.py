@@ -1,4 +1,4 @@
-"""Makes a planned call on a communicator, and says what it must give."""
+"""Runs a planned call on a communicator, and computes the required result."""
 
 import itertools
 from functools import partial
@@ -8,18 +8,18 @@ import numpy as np
 from tests.collectives.oracle import reduced, value
 
 EXACT_BYTES = 4
-# The same result, bit for bit, is promised to every rank.
+# Every rank must get the same bits.
 SAME_ON_ALL = ("all_reduce", "broadcast", "all_gather", "all_reduce_many")
 
 
 class Lists:
-    """Lists of arrays that recur, as the gradients of a program do: of one communicator."""
+    """Recurring lists of arrays of one communicator, as the gradients of a program."""
 
     def __init__(self):
         self._kept = {}
 
     def find(self, plan, which):
-        """The same arrays for the same plan, whatever its values."""
+        """The same arrays for the same plan, with any values."""
         key = (which, *shapes_of_many(plan), plan.dtype, plan.op)
         if key not in self._kept:
             if len(self._kept) > 40:
@@ -30,13 +30,13 @@ class Lists:
 
 
 class Asynchronous:
-    """An asynchronous call, and the wait for it, which may be made again."""
+    """An asynchronous call, and the wait for it, which may be repeated."""
 
     def __init__(self, begin):
         self._begin, self._handle = begin, None
 
     def __call__(self):
-        """Begin it, if that was not done yet, and wait for it."""
+        """Begin it, unless it has begun, and wait for it."""
         if self._handle is None:
             self._handle = self._begin()
         return self._handle.wait()
@@ -49,13 +49,13 @@ def shapes_of_many(plan):
 
 
 def result_dtype(plan):
-    """That of a reduction."""
+    """The shape of a reduction's result."""
     integers = plan.dtype.kind in "biu"
     return np.dtype("f8") if plan.reduces and plan.op == "mean" and integers else plan.dtype
 
 
 def content(plan, rank, shape, extra=0):
-    """A rank's elements: they differ by rank, place and call, and are exact in every dtype."""
+    """A rank's elements: they differ by rank, index and call, and are exact in every dtype."""
     largest = 5
     if plan.op == "product":
         largest = 3
@@ -72,7 +72,7 @@ def content(plan, rank, shape, extra=0):
 
 
 def lay_out(array, layout):
-    """The same elements in memory of another kind. Registered arrays come from the world."""
+    """The same elements in another kind of memory. Registered arrays come from the world."""
     if layout == "strided" and array.ndim:
         wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
         view = wide[..., ::2]
@@ -82,7 +82,7 @@ def lay_out(array, layout):
 
 
 def prepare(plan, comm, lists, registered=None):
-    """A function that makes the call and returns its result. The arrays are made now."""
+    """A function that makes the call and returns its result. The arrays are created now."""
     rank = comm.rank
     if plan.collective == "all_reduce_many":
         return _prepare_many(plan, comm, lists)
@@ -133,7 +133,7 @@ def _block(plan, peer):
 
 
 def _with_out(plan, given, comm):
-    """The input and `out`: apart, the same array, or slices of one another."""
+    """The input and `out`: separate, the same array, or slices of one another."""
     if plan.collective not in ("all_reduce", "reduce_scatter", "all_gather"):
         return given, None
     if plan.place == "new":
@@ -185,7 +185,7 @@ PLAIN = {
 
 
 def expected(plan, rank, size):
-    """What the call must give on this rank."""
+    """The required result of the call on this rank."""
     return EXPECTED[plan.collective](plan, rank, size)
 
 
@@ -236,7 +236,7 @@ EXPECTED = {
 
 
 def difference(plan, result, rank, size):
-    """What is wrong with a result, in words; None where it is right."""
+    """The difference between a result and the required one, as text; None where it is right."""
     wanted = expected(plan, rank, size)
     if isinstance(wanted, list) and wanted and isinstance(wanted[0], np.ndarray):
         pairs = list(itertools.zip_longest(result, wanted))
@@ -253,7 +253,7 @@ def _array_difference(plan, result, wanted):
     if result.shape != wanted.shape:
         return f"shape {result.shape}, must be {wanted.shape}"
     if plan.dtype.kind == "c" and plan.op == "product":
-        # NaN and infinity spread differently through the parts of a product.
+        # NaN and infinity propagate differently in the parts of a product.
         same = np.isclose(result, wanted, rtol=1e-4) | np.isnan(wanted)
     elif plan.op == "mean":
         tolerance = 2e-2 if wanted.dtype.itemsize == 2 else 1e-6
@@ -274,7 +274,7 @@ def _wide_close(result, wanted, tolerance):
 
 
 def bits(result, *, any_nan=False):
-    """What is compared between ranks; `any_nan` makes all NaNs alike."""
+    """The content that is compared between ranks; `any_nan` makes all NaNs equal."""
     arrays = [np.ascontiguousarray(array) for array in as_list(result)]
     if any_nan:
         arrays = [np.where(array != array, array.dtype.type(np.nan), array) for array in arrays]

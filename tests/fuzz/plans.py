@@ -1,4 +1,4 @@
-"""Which call is made: drawn from a generator that is in the same state on all ranks."""
+"""Plans of calls, drawn from a generator that has the same state on all ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ LAYOUTS = ("plain", "plain", "strided", "fortran", "registered")
 
 @dataclass(frozen=True)
 class Plan:
-    """One call. `salt` makes the values of each call different from those of the last ones."""
+    """One call. `salt` makes the values of each call different from those of the previous ones."""
 
     collective: str
     shape: tuple = (3,)
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def reduces(self):
-        """Whether elements are folded."""
+        """Whether elements are reduced."""
         return self.collective in REDUCING
 
     @property
     def shows(self):
-        """The plan in a line, for reports."""
+        """The plan as one line, for reports."""
         kind = f"{self.dtype.name}{list(self.shape)}, {self.op}, root={self.root}"
         flags = f"{self.place}, {self.layout}{', async' * self.asynchronous}{', nan' * self.nans}"
         return f"{self.collective}({kind}, axis={self.axis}, {self.algorithm}; {flags})"
@@ -89,7 +89,7 @@ def draw_shape(rng):
 
 
 def takes_algorithm(collective, rng):
-    """Whether one is forced: now and then, where there is a choice."""
+    """Whether an algorithm is forced: sometimes, where there is a choice."""
     return collective in algorithms_of() and rng.random() < 0.25
 
 
@@ -99,7 +99,7 @@ def algorithms_of():
 
 
 def deviate(rng, plan, size):
-    """A valid call that differs from the plan in one thing that the ranks must agree on."""
+    """A valid call that differs from the plan in one property that the ranks must agree on."""
     fields = ["collective"]
     if plan.reduces:
         fields += ["op", "dtype", "shape"]

@@ -1,4 +1,4 @@
-"""The fuzzer finds nothing in the product, and finds what is put there for it to find."""
+"""The fuzzer finds nothing in the package, and finds every planted fault."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 SECONDS, SLOW_SECONDS = 3, 10
 
-# Faults of one line each, and the kinds of faults that must show them.
+# Planted faults of one line each, and the kinds of faults that must detect them.
 SABOTAGES = {
     "all_reduce never communicates": (
         "import collectives\n"
@@ -50,6 +50,6 @@ def test_what_is_broken_deviates(launch, name):
     sabotage, only = SABOTAGES[name]
     ended = launch(2, [*command(40, sabotage, only), "--most", "1"], timeout=120)
     assert ended.returncode != 0
-    # A rank that waits for ever for data ends the job, which shows a fault as well.
+    # A rank that waits for data without end ends the job, which counts as detection, too.
     found = re.search(r"1 deviations|, from which no error|Timeout \(", ended.stdout + ended.stderr)
     assert found, ended.stdout + ended.stderr

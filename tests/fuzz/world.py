@@ -1,4 +1,4 @@
-"""The ranks, the communicators that are tried, and how outcomes are compared."""
+"""The ranks, the communicators under test, and the comparison of outcomes."""
 
 import faulthandler
 import hashlib
@@ -21,12 +21,12 @@ REGISTERED = 6
 
 
 class DeviationError(Exception):
-    """Something came that must not come. Every rank raises it."""
+    """A result that isn't the required one. Every rank raises it."""
 
 
 @dataclass
 class Outcome:
-    """What one attempt came to on one rank. It travels by pickle."""
+    """The outcome of one attempt on one rank. It is pickled."""
 
     problem: str | None = None
     """What is wrong with the result; None where it is right, or there is none."""
@@ -54,7 +54,7 @@ class Outcome:
 
 
 class Group:
-    """A communicator under trial, with arrays that live as long as it."""
+    """A communicator under test, with arrays of the same lifetime."""
 
     def __init__(self, comm, numbers):
         """`numbers` are the ranks' numbers in the communicator, in the world's order."""
@@ -77,7 +77,7 @@ class Group:
         engine._chosen.clear()
 
     def abandon(self):
-        """Let go of it without the other ranks, which may not be able to close it."""
+        """Drop it without the other ranks, which may be unable to close it."""
         engine = self.comm._engine
         if engine.broken is None:
             engine.broken = RuntimeError("the fuzzer has abandoned it")
@@ -88,7 +88,7 @@ class World:
     """One rank's view of the world that is fuzzed."""
 
     def __init__(self, seed):
-        # The fuzzer's own traffic: nothing of the product carries it.
+        # The fuzzer's own messages don't use the package.
         self.control = MPI.COMM_WORLD.Dup()
         self.control.allgather(None)
         self.rank, self.size = self.control.rank, self.control.size
@@ -100,7 +100,7 @@ class World:
         self.rng = self.own = random.Random(0)
 
     def begin(self, step):
-        """Draw from the step's own generators from now on: one in common, one of this rank."""
+        """Draw from the step's own generators from now on: a common one, and one of this rank."""
         faulthandler.dump_traceback_later(STEP_SECONDS, exit=True)
         self.step = step
         self.rng = random.Random(f"{self.seed}/{step}")
@@ -111,9 +111,9 @@ class World:
         return self.control.allgather(thing)
 
     def group(self, name=None, *, native=True):
-        """One of the communicators; made anew where any rank's is broken.
+        """One of the communicators; a new one where any rank's is broken.
 
-        Without `native` no call goes by MPI's own collectives, from which no error can be raised:
+        Without `native` no call uses MPI's own collectives, which can't raise an error:
         a rank that waits there for one that broke the communicator ends the job.
         """
         name = name or self.rng.choice(("world", "nodes", "split"))
@@ -129,7 +129,7 @@ class World:
         return group
 
     def _make(self, name):
-        # From a generator of its own: whether it is made must not change what is drawn next.
+        # From a separate generator: whether it is created must not change the next draws.
         rng = random.Random(f"{self.seed}/{self.step}/{name}")
         if name == "world":
             return Communicator(MPI.COMM_WORLD, deadline=PATIENT)
@@ -144,7 +144,7 @@ class World:
         return comm
 
     def ready(self, group, plan, *, on_this_rank=None):
-        """A function that makes the call. What is collective about its arrays is done here."""
+        """A function that makes the call. Collective allocation of its arrays happens here."""
         registered = self._registered(group, plan) if plan.layout == "registered" else None
         return prepare(on_this_rank or plan, group.comm, group.lists, registered)
 
@@ -161,7 +161,7 @@ class World:
         return found[0]
 
     def attempt(self, group, plan, call, expected_of=None):
-        """Make the call, and judge what this rank gets by itself."""
+        """Make the call, and judge this rank's result locally."""
         outcome = Outcome(start=time.monotonic())
         try:
             result = call()
@@ -192,7 +192,7 @@ class World:
         raise DeviationError("\n".join([text, *lines]))
 
     def expect_right(self, plan, outcomes, what="a valid call"):
-        """Every rank has the right result, and the same bits where that is promised."""
+        """Every rank has the right result, and the same bits where they are guaranteed."""
         if any(each.is_a(collectives.DeadlineExceededError) for each in outcomes):
             starts = [each.start for each in outcomes]
             if max(starts) - min(starts) > SHORT / 2:
@@ -204,7 +204,7 @@ class World:
         if any(map(all, zip(held_up, middle, strict=True))):
             self.excused += 1
             return
-        # MPI has no collective of its own for every dtype and op: all ranks say so.
+        # MPI has no collective of its own for every dtype and op: all ranks raise the error.
         refused = [each.is_a(ValueError) and "there is no such" in each.text for each in outcomes]
         if plan.algorithm == "native" and all(refused):
             return
@@ -217,13 +217,13 @@ class World:
         plan = plan or draw(self.rng, self.size)
         group.comm.deadline = PATIENT
         if self.rng.random() < 0.1:
-            # The ranks come at different times.
+            # The ranks arrive at different times.
             time.sleep(self.own.random() * 2e-3)
         outcomes = self.gather(self.attempt(group, plan, self.ready(group, plan)))
         self.expect_right(plan, outcomes, what)
 
     def small(self, plan):
-        """The plan with an array that travels quickly."""
+        """The plan with a small array."""
         return plan if np.prod(plan.shape) < 50_000 else replace(plan, shape=(1000,), axis=0)
 
     def any_but_native(self, plan):
@@ -231,7 +231,7 @@ class World:
         return replace(plan, algorithm=None) if plan.algorithm == "native" else plan
 
     def drop_all(self):
-        """Begin anew after a deviation: what a communicator is in now is unknown."""
+        """Reset after a deviation: the state of a communicator is unknown now."""
         for group in self._groups.values():
             group.abandon()
         self._groups.clear()
@@ -241,7 +241,7 @@ class World:
         self.control.Abort(3)
 
     def end(self):
-        """Give everything back, together."""
+        """Free everything collectively."""
         for group in self._groups.values():
             if any(self.gather(group.broken)):
                 group.abandon()

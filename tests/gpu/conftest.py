@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def gpu():
-    """The GPU, which only tests marked `gpu` ask for."""
+    """The GPU; requested only by tests marked `gpu`."""
     from tests.gpu.real import RealGpu
 
     return RealGpu()

@@ -10,14 +10,14 @@ from tests.worlds.merging import make_report
 NOT_RUN = pytest.StashKey()
 
 
-# After the worlds' parent, so that what is registered here is asked before it.
+# After the worlds' parent, so that the hooks registered here run before it.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.stash[NOT_RUN] = Counter()
     config.pluginmanager.register(SkippedWorlds(), "gpu-skipped-worlds")
 
 
-# After -k and -m; before what a world of ranks leaves out, which is listed all the same.
+# After -k and -m; before the deselection of world tests, which are listed all the same.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     wanted = [item for item in items if is_gpu_test(item)]
@@ -37,12 +37,12 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def is_gpu_test(item):
-    """Tell whether a test needs a GPU."""
+    """Return whether a test needs a GPU."""
     return item.get_closest_marker("gpu") is not None
 
 
 class SkippedWorlds:
-    """Skips tests of ranks where there is no GPU: no world need start for that."""
+    """Skips world tests where there is no GPU, without starting a world."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 @cache
 def gpu_problem():
-    """A line for people; None where there is a GPU. Starts no context on it."""
+    """The reason as a sentence; None where there is a GPU. Creates no context on it."""
     if find_spec("cupy") is None:
         return "no GPU: CuPy isn't installed"
     from collectives.cuda.runtime import cuda

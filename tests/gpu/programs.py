@@ -1,6 +1,6 @@
-"""What every rank of a communicator does with arrays on its GPU, and what must come out.
+"""Collectives of every rank on its GPU's arrays, and their required results.
 
-A program is given the communicator and the GPU: a real one (`real.py`) or, to check the programs
+A program gets the communicator and the GPU: a real one (`real.py`) or, to check the programs
 themselves where there is none, the simulated one.
 """
 
@@ -16,7 +16,7 @@ FLOAT8S = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
 SHAPE = (6, 5)
 SLOW_SECONDS = 0.2
 LENGTHS = [1, 7, 0, 4096, 4097, 3, 10_000, 16]
-# Of the result; MEAN may be a product with the rounded inverse of the number of ranks.
+# Of the result; MEAN may be a product with the rounded reciprocal of the number of ranks.
 TOLERANCES = {1: 0.2, 2: 1e-2, 4: 1e-5}
 
 
@@ -42,16 +42,16 @@ def check(result, expected):
 
 
 def reduced(op, inputs):
-    """As the oracle; its sums of 8-bit floats round as often as the GPU's."""
+    """As the oracle; its sums of 8-bit floats are rounded as often as the GPU's."""
     dtype, shape = inputs[0].dtype, inputs[0].shape
     if dtype not in FLOAT8S:
-        # In one dimension: the oracle folds into arrays, and takes no scalars.
+        # In one dimension: the oracle reduces into arrays, not into scalars.
         return oracle.reduced(op, [each.reshape(-1) for each in inputs]).reshape(shape)
     return oracle.reduced(op, [each.astype(np.float32) for each in inputs]).astype(dtype)
 
 
 def axes(dtype):
-    """Those to join and cut along: CuPy has no kernels of 8-bit floats, which the second takes."""
+    """Axes to join and cut along: axis 1 needs kernels, which CuPy lacks for 8-bit floats."""
     return (0,) if np.dtype(dtype) in FLOAT8S else (0, 1)
 
 
@@ -73,7 +73,7 @@ def all_reduce(comm, gpu, op, dtype):
 
 
 def strided(comm, gpu, dtype):
-    """What doesn't lie element after element: reduced, in place as well, and broadcast."""
+    """Non-contiguous arrays: reduced, in place as well, and broadcast."""
     inputs = oracle.values(comm.size, SHAPE, dtype)
     op = "sum" if np.dtype(dtype).kind == "c" else "max"
     expected = reduced(op, inputs)
@@ -114,7 +114,7 @@ def gathers(comm, gpu, dtype):
     out = gpu.empty(whole.shape, whole.dtype)
     assert comm.all_gather(array, out=out) is out
     check(out, whole)
-    # The ranks' parts: of some elements, of one, of none.
+    # The ranks' parts: several elements, one, none.
     for axis in axes(dtype):
         shapes = [np.roll([(each * 2 + 3) % 4, 2], axis) for each in range(size)]
         ragged = [oracle.value(each, tuple(shapes[each]), dtype) for each in range(size)]
@@ -138,7 +138,7 @@ def other_movements(comm, gpu, dtype):
         block = comm.scatter(array if rank == root else None, root=root, axis=axis)
         expected = np.array_split(inputs[root], size, axis=axis)[rank]
         check(block, np.ascontiguousarray(expected))
-    # To each peer another length, none included.
+    # A different length for each peer, 0 included.
     blocks = [gpu.from_host(oracle.value(rank, (peer, 2), dtype)) for peer in range(size)]
     for peer, block in enumerate(comm.all_to_all(blocks)):
         check(block, oracle.value(peer, (rank, 2), dtype))
@@ -161,7 +161,7 @@ def many(comm, gpu, op="sum", dtypes=(np.float32, np.float16, np.int32)):
 
 
 def asynchronous(comm, gpu):
-    """Handles, in the order of the calls and in another."""
+    """Handles, waited for in the order of the calls and in another."""
     inputs = oracle.values(comm.size, SHAPE, np.float32)
     array = gpu.from_host(inputs[comm.rank])
     handles = [comm.all_reduce_async(array), comm.all_gather_async(array)]
@@ -171,7 +171,7 @@ def asynchronous(comm, gpu):
 
 
 def follows_the_stream(comm, gpu, host_waits=False):
-    """The call comes after what the caller's stream did before, and before what it does later."""
+    """The call is ordered after earlier work of the caller's stream, and before later work."""
     ones = np.ones(1 << 16, np.float32)
     stream = gpu.new_stream()
     with gpu.on(stream):
@@ -190,7 +190,7 @@ def follows_the_stream(comm, gpu, host_waits=False):
 
 
 def holds_what_it_uses(comm, gpu):
-    """What the caller drops while the call is under way isn't memory for others."""
+    """Memory that the caller frees during the call isn't reused."""
     values = np.arange(1 << 16, dtype=np.float32)
     expected = values * comm.size
     streams = [gpu.new_stream(), gpu.new_stream()]
@@ -223,7 +223,7 @@ def captured(comm, gpu, many_arrays=False):
             else:
                 comm.all_reduce(arrays[0], out=outs[0])
 
-        call()  # what is made at the first call isn't part of the graph
+        call()  # allocations of the first call aren't part of the graph
         stream.synchronize()
         replay = gpu.capture(stream, call)
         for number in range(3):
@@ -233,7 +233,7 @@ def captured(comm, gpu, many_arrays=False):
             replay()
             for out, each in zip(outs, inputs, strict=True):
                 check(out, oracle.reduced("sum", each))
-        # Without the graph it goes on working.
+        # Without the graph calls still work.
         call()
         check(outs[0], oracle.reduced("sum", inputs[0]))
 

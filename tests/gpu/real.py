@@ -1,4 +1,4 @@
-"""A real GPU, with what the tests do beside what the package needs of one."""
+"""A real GPU, with the tests' additional functions."""
 
 import cupy
 import numpy as np
@@ -17,7 +17,7 @@ extern "C" __global__ void spin(long long nanoseconds) {
 
 
 class RealGpu(CupyCuda):
-    """Beside `Cuda`, what the simulated GPU offers to tests as well."""
+    """The additional functions that the simulated GPU offers to tests, too."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class RealGpu(CupyCuda):
             self._spin((1,), (1,), (np.int64(seconds * 1e9),))
 
     def capture(self, stream, function):
-        """What `function` puts on the stream, to be put there again by calling the result."""
+        """Capture the work of `function` on the stream; a function that runs it again."""
         with self.on(stream):
             stream.stream.begin_capture()
             try:

@@ -1,6 +1,6 @@
-"""Real NCCL between the GPU and itself: plumbing, dtypes, streams and graphs, though no reduction.
+"""Real NCCL between the GPU and itself: calls, dtypes, streams and graphs, without reductions.
 
-NCCL copies where there is one rank; what it makes of several is for `test_two_ranks`.
+NCCL copies where there is one rank; `test_two_ranks` covers reductions.
 """
 
 import numpy as np
@@ -57,7 +57,7 @@ def test_the_call_follows_the_callers_stream(alone, gpu):
     programs.follows_the_stream(alone, gpu)
 
 
-def test_memory_is_held_as_long_as_it_is_used(alone, gpu):
+def test_memory_is_kept_as_long_as_it_is_used(alone, gpu):
     programs.holds_what_it_uses(alone, gpu)
 
 

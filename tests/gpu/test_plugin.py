@@ -1,4 +1,4 @@
-"""What a plain pytest says of GPU tests where there is no GPU, shown on a suite of its own."""
+"""pytest's report of GPU tests where there is no GPU, on a separate suite."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_they_are_skipped_and_listed(suite):
     assert "  test_it.py::test_in_a_world\n" in told
 
 
-def test_the_reason_is_told_without_starting_a_world(suite):
+def test_the_reason_is_shown_without_starting_a_world(suite):
     outcomes = suite.outcomes("--worlds=2")
     assert outcomes["test_in_a_world[2ranks]"][0] == "skipped"
     assert "no GPU: for this test" in outcomes["test_in_a_world[2ranks]"][1]
@@ -54,5 +54,5 @@ def test_those_that_no_offered_world_suits_are_listed_too(suite):
     assert "not run, for want of a GPU: 4" in suite.run("--worlds=3").stdout
 
 
-def test_what_was_not_asked_for_is_not_listed(suite):
+def test_deselected_tests_are_not_listed(suite):
     assert "for want of a GPU" not in suite.run("-k", "host").stdout

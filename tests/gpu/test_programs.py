@@ -1,4 +1,4 @@
-"""The programs of the GPU tests, on the simulated GPU: so are they tested where there is none."""
+"""The programs of the GPU tests on the simulated GPU, which tests the programs themselves."""
 
 import numpy as np
 import pytest

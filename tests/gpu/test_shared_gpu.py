@@ -10,7 +10,7 @@ from tests.worlds.programs import run_launcher
 pytestmark = pytest.mark.gpu
 
 SHARING_VERSION = 23000
-# In an environment of its own: NCCL reads it once in a process. Too few resources hang it.
+# In a separate process: NCCL reads it once. It hangs with too few resources.
 SHARING = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",

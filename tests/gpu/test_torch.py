@@ -1,4 +1,4 @@
-"""Tensors of torch on the GPU, in and out."""
+"""Tensors of torch on the GPU as inputs and outputs."""
 
 import warnings
 

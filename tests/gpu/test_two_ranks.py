@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, which NCCL refuses by default. Correctness only: they take turns on it."""
+"""Two ranks on one GPU, which NCCL refuses by default. Correctness only: they share its time."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.mpi, pytest.mark.ranks(2)]
 
 @pytest.fixture(scope="module", params=["auto", "mpi"])
 def shared(request, gpu, world_size):
-    """A communicator of ranks that share the GPU: over CUDA IPC, and by way of the host."""
+    """A communicator of ranks that share the GPU: over CUDA IPC, and through the host."""
     from mpi4py import MPI
 
     from collectives import Communicator
@@ -64,7 +64,7 @@ def test_the_way(shared, gpu):
     assert shared._devices._path.name == {"auto": "ipc", "mpi": "staged"}[shared.backend]
 
 
-def test_nccl_is_refused_on_every_rank_alike(gpu, world_size):
+def test_nccl_is_refused_on_every_rank(gpu, world_size):
     from mpi4py import MPI
 
     from collectives import BackendUnavailableError, Communicator

@@ -1,9 +1,9 @@
-"""A program that trains, saves and restores; the tests start it on different numbers of ranks.
+"""A program that trains, saves and restores; tests start it on different numbers of ranks.
 
     checkpoint_program.py save|restore|inspect <path> [none]
 
-save: trains 3 steps, saves, trains 2 more; restore: begins elsewhere, restores, trains 2 steps.
-Rank 0 prints what it ends with, as JSON, and each rank its parameters' digest.
+save: trains 3 steps, saves, trains 2 more; restore: starts from other values, restores, trains 2.
+Rank 0 prints the final values as JSON, and each rank the digest of its parameters.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def main():
     checkpoint = Checkpoint(model=model, adam=adam, descent=descent, loss=loss)
 
     def step(number):
-        # The sum of the replicas' gradients is that of one replica, whatever their number.
+        # The sum of the replicas' gradients equals that of one replica, whatever their number.
         gradient = np.arange(6.0).reshape(2, 3) * (number + 1) / replicas
         adam.apply_gradients([(gradient, model.layers[0])])
         descent.apply_gradients([(gradient[0] + 1 / replicas, model.layers[1])])

@@ -1,16 +1,16 @@
-"""A framework that is imagined, so that strategies can be tested with models that aren't theirs."""
+"""A fake framework, to test the refusal of other frameworks' models without one."""
 
 import sys
 import types
 
 import pytest
 
-from strategies.foreign import known, reach
+from strategies.foreign import reach, registry
 from strategies.foreign.framework import Framework
 
 
 class Model:
-    """Something that trains, unless it is frozen."""
+    """An object that trains, unless it is frozen."""
 
     def __init__(self, name="model", frozen=False):
         self.name, self.frozen = name, frozen
@@ -34,23 +34,23 @@ class Imagined(Framework):
     name = "Imagined"
     module = "imagined"
     classes = ("Model", "Optimizer")
-    instead = "do it by hand"
-    reading = "model.frozen = True"
+    alternative = "do it by hand"
+    inference_mark = "model.frozen = True"
 
     def trains(self, thing):
         return not thing.frozen
 
-    def extent(self, thing):
+    def size(self, thing):
         return len(thing.name)
 
-    def told(self, thing):
+    def describe(self, thing):
         return f"{type(thing).__name__} {thing.name!r}"
 
-    def watch_steps(self, refuse):
+    def hook_steps(self, refuse):
         return hooked("steps", refuse)
 
-    def watch_creation(self, note):
-        return hooked("made", note)
+    def hook_creation(self, record):
+        return hooked("made", record)
 
 
 def hooked(kind, hook):
@@ -59,7 +59,7 @@ def hooked(kind, hook):
 
 
 def load():
-    """Import it, so to speak."""
+    """Simulate the import of the framework."""
     module = types.ModuleType("imagined")
     module.Model, module.Optimizer = Model, Optimizer
     sys.modules["imagined"] = module
@@ -67,9 +67,9 @@ def load():
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """The imagined framework alone is known, and not imported yet."""
-    monkeypatch.setattr(known, "FRAMEWORKS", (Imagined(),))
-    monkeypatch.setattr(known, "_MODULES", frozenset(["imagined"]))
+    """The fake framework is the only one, and not imported yet."""
+    monkeypatch.setattr(registry, "FRAMEWORKS", (Imagined(),))
+    monkeypatch.setattr(registry, "_MODULES", frozenset(["imagined"]))
     forget()
     yield
     sys.modules.pop("imagined", None)
@@ -79,11 +79,11 @@ def unloaded(monkeypatch):
 
 @pytest.fixture
 def imagined(unloaded):
-    """The imagined framework alone is known, and imported."""
+    """The fake framework is the only one, and imported."""
     load()
 
 
 def forget():
-    """What is remembered of classes, which were others' until now."""
-    known.owner_of.cache_clear()
-    reach._look.cache_clear()
+    """Clear the caches by class, which belong to other frameworks."""
+    registry.framework_of_class.cache_clear()
+    reach._children_function.cache_clear()

@@ -15,7 +15,7 @@ worlds = pytest.mark.ranks(2, 3, 4, 5)
 
 
 def resolver_of(rank, size, servers, *, chief=False):
-    """The last ranks are workers, the first ones servers, so that tasks aren't in rank order."""
+    """The first ranks are servers and the last ones workers, so that tasks aren't in rank order."""
     workers = size - servers
     cluster = {"ps": ["s"] * servers, "worker": ["w"] * (workers - chief)}
     if chief:
@@ -28,7 +28,7 @@ def resolver_of(rank, size, servers, *, chief=False):
 
 @contextlib.contextmanager
 def strategy_on(comm, servers, *, chief=False, **named):
-    """A strategy of the world, with so many servers."""
+    """A strategy of the world with this number of servers."""
     resolver = resolver_of(comm.rank, comm.size, servers, chief=chief)
     strategy = ParameterServerStrategy(resolver, communicator=comm, **named)
     yield strategy
@@ -51,7 +51,7 @@ def run_workers(comm, servers, work, **named):
 
 
 def on_threads(size, servers, work, *, node_of=None, **named):
-    """As `run_workers`, on threads; the results as the first rank sees them."""
+    """As `run_workers`, on threads; the results of the first rank."""
 
     def one_rank(transport):
         with limited(transport):
@@ -67,5 +67,5 @@ def number_of(strategy):
 
 
 def together(strategy):
-    """Let the workers meet."""
+    """Synchronize the workers."""
     strategy.membership.group.barrier()

@@ -1,4 +1,4 @@
-"""Mailboxes of threads in one process, some of which die when they are told to."""
+"""Mailboxes between threads of one process, which can simulate the death of a rank."""
 
 import collections
 import contextlib
@@ -21,11 +21,11 @@ class Letter(NamedTuple):
 
 
 class Dead(BaseException):
-    """The thread of a rank ends as if its process did."""
+    """End the thread of a rank as if its process died."""
 
 
 class MessageChannel:
-    """Between ranks that are threads; `kill` ends one as far as the others can see."""
+    """Mailboxes of ranks that are threads; to the others, `kill` ends a rank's process."""
 
     def __init__(self, size):
         self.inboxes = [collections.deque() for _ in range(size)]
@@ -76,7 +76,7 @@ class PostBox:
 
 
 class FragileBox(PostBox):
-    """A worker's, which dies before it runs its n-th closure, or before it answers."""
+    """A worker's mailbox, which dies before it runs its n-th closure, or before it answers."""
 
     def __init__(self, post, rank, before_running=None, before_answering=None):
         super().__init__(post, rank)
@@ -101,7 +101,7 @@ class FragileBox(PostBox):
 
 
 class PlainReferences:
-    """Nothing travels by name."""
+    """A mailbox that sends no function by its name."""
 
     def name(self, thing):
         return None

@@ -1,4 +1,4 @@
-"""What the tests of strategies share: ranks as threads, and errors that all ranks must raise."""
+"""Shared helpers: ranks as threads, and errors that all ranks must raise."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 30
 
 
 def on_ranks(size, function):
-    """Call `function(strategy)` on so many threads, each a rank; the results in rank order."""
+    """Call `function(strategy)` on `size` threads, each a rank; the results in rank order."""
 
     def one_rank(transport):
         with limited(transport):
@@ -28,7 +28,7 @@ def on_ranks(size, function):
 
 @contextlib.contextmanager
 def limited(transport):
-    """Wake a rank that waits for ever for another: its wait ends with RankFailedError."""
+    """End a rank's wait for another rank with RankFailedError after a time limit."""
     alarm = threading.Timer(PATIENCE_SECONDS, transport._switchboard.fail, [transport.rank])
     alarm.daemon = True
     alarm.start()
@@ -51,7 +51,7 @@ def lone_strategy():
 
 
 def refusal(error, match, function, *arguments, **named):
-    """The text of the error that a call must raise, of exactly that class."""
+    """The text of the error that a call must raise; its class must be exactly `error`."""
     with pytest.raises(error, match=match) as caught:
         function(*arguments, **named)
     assert type(caught.value) is error
@@ -59,14 +59,14 @@ def refusal(error, match, function, *arguments, **named):
 
 
 def same_refusal(comm, error, match, function, *arguments, **named):
-    """As `refusal`, on every rank of a world, with one text."""
+    """As `refusal`, on every rank of a world, with the same text."""
     text = refusal(error, match, function, *arguments, **named)
     assert set(comm.all_gather_object(text)) == {text}
     return text
 
 
 def tf_config(cluster, task_type=None, index=None):
-    """The text of a TF_CONFIG; what is None is left out."""
+    """The text of a TF_CONFIG; arguments that are None are omitted."""
     task = {"type": task_type, "index": index}
     task = {key: value for key, value in task.items() if value is not None}
     return json.dumps({"cluster": cluster, "task": task})
@@ -74,7 +74,7 @@ def tf_config(cluster, task_type=None, index=None):
 
 @contextlib.contextmanager
 def strategy_of(comm, resolver=None):
-    """A strategy of the world, as the cluster says that it is made up."""
+    """A strategy of the world, with the resolver's cluster."""
     strategy = MultiWorkerMirroredStrategy(resolver, communicator=comm)
     yield strategy
     strategy.communicator.close()
@@ -89,7 +89,7 @@ def mirrored(comm, *arguments):
 
 
 class Call(NamedTuple):
-    """A collective that this rank called: between how many ranks, and how."""
+    """A collective call of this rank: its name, the number of ranks and its options."""
 
     name: str
     size: int
@@ -100,7 +100,7 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def recorded():
-    """The collectives on arrays that any communicator calls meanwhile."""
+    """Record the collectives on arrays that any communicator runs in the block."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "reduce", "broadcast", "gather", "all_gather"):
@@ -132,7 +132,7 @@ def _recording_many(calls):
 
 
 def arrays_of(rank):
-    """Values that depend on the rank, of several dtypes and shapes, exact in each."""
+    """Values that depend on the rank, of several dtypes and shapes, exactly representable."""
     count = np.arange(12)
     return {
         "matrix": (count.reshape(3, 4) * (rank + 1)).astype(np.float32),

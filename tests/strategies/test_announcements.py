@@ -1,4 +1,4 @@
-"""What a parameter server keeps of what the chief announces."""
+"""What a parameter server stores of the chief's announcements."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from tests.strategies.parameter_servers import strategy_on, together
 from tests.strategies.support import refusal
 
 
-def test_a_thing_is_kept_until_all_have_asked_for_the_next_one():
+def test_an_announcement_is_stored_until_all_have_requested_the_next_one():
     announced = KeyValueStore([3, 5])
     for number in range(4):
         announced.put(("action", number), bytes([number]))
@@ -39,7 +39,7 @@ READ_HERE = []
 
 
 class Told:
-    """Notes where it is unpickled."""
+    """Records where it is unpickled."""
 
     def __reduce__(self):
         return note_reading, ()
@@ -51,7 +51,7 @@ def note_reading():
 
 @contextlib.contextmanager
 def watched(strategy):
-    """How many things the server keeps after each new one."""
+    """The number of announcements that the server stores after each new one."""
     announced, kept = strategy._server._announced, []
     put = announced.put
 
@@ -72,7 +72,7 @@ def test_a_server_neither_keeps_nor_reads_what_all_have_heard(comm):
             with watched(strategy) as kept:
                 strategy.serve()
             assert len(kept) == 20
-            # Kept until asked past: the next one may come before any listener asks for it.
+            # Stored until a later one is requested: the next one may arrive before a request.
             assert max(kept) <= (2 if comm.size > 2 else 0)
             assert not READ_HERE
         else:
@@ -86,7 +86,7 @@ def test_a_server_neither_keeps_nor_reads_what_all_have_heard(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4)
-def test_workers_that_serve_the_chief_hear_of_nothing_and_make_nothing(comm):
+def test_workers_that_serve_the_chief_get_no_announcements_and_create_nothing(comm):
     with strategy_on(comm, 1, chief=True) as strategy:
         if strategy.is_chief:
             with strategy.scope():

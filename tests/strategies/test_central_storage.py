@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: one copy of a variable on each node, and mirrored variables' numbers."""
+"""CentralStorageStrategy: one copy of a variable per node, with the numbers of mirrored ones."""
 
 import contextlib
 import sys
@@ -18,9 +18,9 @@ from strategies import (
     VariableSynchronization,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.optimizers.update_rules import DescentRule
 from strategies.synchronous.central_storage import CentralStorageStrategy, SharedStorage
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, same_refusal
 
 MAPS = {
@@ -54,8 +54,8 @@ def gradients_of(step, rank):
 
 
 def train(strategy, make, steps=STEPS):
-    """The variables and the optimizer after steps in which each rank has gradients of its own."""
-    chance = np.random.default_rng(strategy.communicator.rank)  # the chief's counts
+    """The variables and the optimizer after steps with gradients that differ by rank."""
+    chance = np.random.default_rng(strategy.communicator.rank)  # the chief's values are used
     with strategy.scope():
         variables = [Variable(chance.normal(size=shape).astype(np.float32)) for shape in SHAPES]
         optimizer = make()
@@ -120,7 +120,7 @@ def test_sparse_gradients_too(comm, nodes, rule):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_restored_slots_go_on_as_if_nothing_had_happened(comm):
+def test_restored_slots_continue(comm):
     with made(CentralStorageStrategy, comm) as strategy:
         variables, optimizer = train(strategy, OPTIMIZERS["adam"])
         state, kept = optimizer.saved_tensors(), [variable.numpy() for variable in variables]
@@ -135,7 +135,7 @@ def test_restored_slots_go_on_as_if_nothing_had_happened(comm):
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)
-def test_without_memory_in_common_each_has_its_own(rule):
+def test_without_shared_memory_each_rank_has_a_copy(rule):
     def body(kind):
         def one_rank(transport):
             with limited(transport):
@@ -168,7 +168,7 @@ def test_the_ranks_of_a_node_read_one_array_in_place(comm, nodes):
         group.barrier()
         nodes_of_all = group.all_gather_object(group.node)
         members = [rank + 1 for rank, node in enumerate(nodes_of_all) if node == group.node]
-        # Every rank's part, as every other rank reads it.
+        # Every rank's part, as read by every other rank.
         seen = np.unique(variable.local)
         assert seen.tolist() == members
         assert (variable + 0).sum() == variable.local.sum()
@@ -212,7 +212,7 @@ def test_values_that_are_aggregated_on_read_stay_with_their_replica(comm):
 
 
 class SlowOnTheFirstRank(optimizers.Optimizer):
-    """Descends, on the first rank much later than on the others."""
+    """Gradient descent that runs much later on the first rank than on the others."""
 
     def __init__(self, rank):
         super().__init__(1.0)
@@ -227,7 +227,7 @@ class SlowOnTheFirstRank(optimizers.Optimizer):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_nobody_reads_old_values(comm):
+def test_no_rank_reads_old_values(comm):
     with made(CentralStorageStrategy, comm) as strategy:
         with strategy.scope():
             variable = Variable(np.zeros(30))
@@ -248,7 +248,7 @@ def test_ranks_with_different_initial_shapes_all_raise(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_slots_for_which_no_memory_is_left(comm, monkeypatch):
+def test_slots_without_enough_shared_memory(comm, monkeypatch):
     with made(CentralStorageStrategy, comm) as strategy:
         with strategy.scope():
             variable = Variable(np.ones(3))
@@ -268,7 +268,7 @@ def test_devices_are_one_for_each_rank_of_the_node_and_the_cpu(comm):
     strategy = CentralStorageStrategy(devices, "/device:CPU:0", communicator=comm)
     assert strategy.num_replicas_in_sync == comm.size
     strategy.communicator.close()
-    # What one rank alone gave is refused on all of them.
+    # A wrong argument on one rank is the same error on all ranks.
     given = devices[1:] if comm.rank == 1 else devices
     match = rf"rank 1: compute_devices=\[.*\]: must have one entry for each of the {comm.size} "
     same_refusal(comm, ValueError, match, CentralStorageStrategy, given, communicator=comm)
@@ -331,7 +331,7 @@ if comm.rank == 0:
     ("kind", "copies"), [("CentralStorageStrategy", 1), ("MultiWorkerMirroredStrategy", 4)]
 )
 def test_four_ranks_hold_a_model_of_100_megabytes_once(launch, kind, copies):
-    """So the slots. What mirrored variables take shows that the measure measures."""
+    """Slots are stored once, too. The memory of mirrored variables shows that the test can fail."""
     program = textwrap.dedent(MEASURED.format(kind=kind))
     ended = launch(4, [sys.executable, "-c", program], timeout=100)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints between ranks: what is saved, what comes back, and one error for all."""
+"""Checkpoints between ranks: what is saved and restored, and the same error on all ranks."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def on_read(value, aggregation="SUM"):
 
 @pytest.fixture
 def path(comm, tmp_path):
-    """A path that all ranks have in common."""
+    """A path that is the same on all ranks."""
     return os.path.join(comm.broadcast_object(str(tmp_path)), "state.safetensors")
 
 
@@ -32,7 +32,7 @@ def path(comm, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3, 5)
-def test_what_was_saved_comes_back_on_every_rank(comm, strategy, path):
+def test_saved_state_is_restored_on_every_rank(comm, strategy, path):
     with strategy.scope():
         weights = Variable(np.arange(6.0).reshape(2, 3) + comm.rank)
         bias = Variable(np.ones(3, ml_dtypes.bfloat16))
@@ -51,7 +51,7 @@ def test_what_was_saved_comes_back_on_every_rank(comm, strategy, path):
 
 
 def load_file_exactly(path):
-    """What another reader finds, but for bfloat16, which it doesn't know."""
+    """The content for another safetensors reader, without bfloat16, which it doesn't support."""
     from safetensors import safe_open
 
     with safe_open(path, "np") as file:
@@ -77,7 +77,7 @@ def test_on_read_saves_the_aggregate_once(comm, strategy, path, aggregation):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_metrics_go_on_where_they_were(comm, strategy, path):
+def test_restored_metrics_continue(comm, strategy, path):
     with strategy.scope():
         mean, other = metrics.Mean(), metrics.Mean()
     strategy.run(mean.update_state, (np.arange(comm.rank + 1.0),))
@@ -145,7 +145,7 @@ def test_a_bad_file_is_refused_on_every_rank(comm, strategy, path, content):
             {"half": whole[:-8], "foreign": b"text", "flipped": flipped}[content]
         )
     variable.assign(7.0)
-    text = same_refusal(comm, CheckpointError, "half-written|checksum", checkpoint.restore, path)
+    text = same_refusal(comm, CheckpointError, "incomplete|checksum", checkpoint.restore, path)
     assert text.startswith(path)
     assert float(variable) == 7.0
     checkpoint.save(path)
@@ -166,7 +166,7 @@ def test_nothing_is_changed_where_one_tensor_does_not_fit(comm, strategy, path):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_hold_different_things_are_told(comm, strategy, path):
+def test_ranks_with_different_objects_raise_the_same_error(comm, strategy, path):
     with strategy.scope():
         things = {"a": Variable(1.0), "b": Variable(2.0)}
     if comm.rank == 1:
@@ -181,7 +181,7 @@ def test_ranks_that_hold_different_things_are_told(comm, strategy, path):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_only_one_ranks_shape_does_not_fit(comm, strategy, path):
-    """Variables of the default strategy are each process's own, and may differ."""
+    """Variables of the default strategy belong to each process, and may differ."""
     with strategy.scope():
         common = Variable(1.0)
     own = Variable(np.zeros(2 if comm.rank == 1 else 3))
@@ -193,7 +193,7 @@ def test_only_one_ranks_shape_does_not_fit(comm, strategy, path):
 
 
 class Doubled:
-    """State of one's own: every rank has a part of the whole."""
+    """A user's own state, of which every rank has a part."""
 
     def __init__(self, comm, length):
         self.comm, self.part = comm, np.array_split(np.arange(float(length)), comm.size)[comm.rank]
@@ -259,7 +259,7 @@ def test_without_any_strategy(tmp_path):
     assert Path(path).parent == tmp_path / "new"
 
 
-def test_a_file_that_was_renamed_is_found_by_its_own_name(tmp_path):
+def test_a_renamed_file_without_the_suffix_is_found(tmp_path):
     variable = Variable(3.0)
     path = Checkpoint(v=variable).save(tmp_path / "state")
     os.rename(path, tmp_path / "best")
@@ -270,7 +270,7 @@ def test_a_file_that_was_renamed_is_found_by_its_own_name(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_where_there_is_no_checkpoint_nothing_changes(size, tmp_path):
-    """As in the idiom `checkpoint.restore(latest_checkpoint(directory))`; rank 0's path counts."""
+    """The idiom `checkpoint.restore(latest_checkpoint(directory))`; rank 0's path is used."""
 
     def body(strategy):
         rank = strategy.communicator.rank
@@ -285,7 +285,7 @@ def test_where_there_is_no_checkpoint_nothing_changes(size, tmp_path):
 @pytest.mark.parametrize(
     ("things", "line"),
     [
-        ({"a": Variable(1.0)}, "b/0: is in the file, but not named here"),
+        ({"a": Variable(1.0)}, "b/0: is in the file, but not in this Checkpoint"),
         (
             {"a": Variable(1.0), "b": [Variable(1)], "c": Variable(0)},
             "c: is missing",
@@ -333,7 +333,9 @@ def test_what_is_named_later_is_saved_too(tmp_path):
 @pytest.mark.parametrize("thing", [{"w": np.ones(3)}, object.__new__(type("Net", (), {})), [[]]])
 def test_of_what_holds_no_state_nothing_would_be_saved(thing, tmp_path):
     checkpoint = Checkpoint(v=Variable(1.0), thing=thing)
-    refusal(ValueError, "thing is a .* that holds no Variable", checkpoint.save, tmp_path / "state")
+    refusal(
+        ValueError, "thing is a .* without state: must contain", checkpoint.save, tmp_path / "state"
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""A rank that fails in a save or a restore: the others learn of it, and none waits for ever."""
+"""A rank that fails during a save or a restore: the others raise errors, and none hangs."""
 
 import numpy as np
 import pytest
@@ -10,14 +10,14 @@ from tests.strategies.support import on_ranks
 
 
 class OddError(Exception):
-    """One that pickle can't make again."""
+    """An error that can't be unpickled."""
 
     def __init__(self, one, other):
         super().__init__(f"{one} and {other}")
 
 
 class Failing:
-    """State that one rank can't give, check or take."""
+    """State that one rank fails to save, check or restore."""
 
     def __init__(self, call, error):
         self.call, self.error = call, error
@@ -38,7 +38,7 @@ class Failing:
 
 
 def ended(function, *arguments):
-    """The error that a call ends with, whatever it is."""
+    """The error that a call raises, of any class."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         function(*arguments)
     return caught.value
@@ -55,14 +55,14 @@ def test_an_error_of_one_ranks_state_is_every_ranks(call, rank, tmp_path):
         state = Failing(call if own == rank else None, KeyError(f"rank {own}"))
         checkpoint = Checkpoint(v=variable, z=state)
         error = ended(checkpoint.save if call == "save" else checkpoint.restore, path)
-        # What comes next works.
+        # The next call works.
         return repr(error), strategy.gather(np.array([own]), axis=0).tolist()
 
     assert on_ranks(2, body) == [(f"KeyError('rank {rank}')", [0, 1])] * 2
 
 
 def test_an_error_before_anothers_collective_call_ends_that_call(tmp_path):
-    """The error of rank 1 comes while rank 0 waits for it in the next state."""
+    """Rank 1's error arrives while rank 0 waits for it in the next state."""
 
     def body(strategy):
         with strategy.scope():
@@ -91,7 +91,7 @@ def test_an_error_before_anothers_collective_call_ends_that_call(tmp_path):
         (OddError, None),
     ],
 )
-def test_whatever_ends_rank_0s_writing_the_others_are_told(error, told, tmp_path, monkeypatch):
+def test_any_error_of_rank_0s_write_is_raised_on_the_others(error, told, tmp_path, monkeypatch):
     if told is None:
         error, told = OddError(lambda: 0, 2), "OddError: <function"
 
@@ -113,7 +113,7 @@ def test_whatever_ends_rank_0s_writing_the_others_are_told(error, told, tmp_path
 
 @pytest.mark.parametrize("call", ["save", "restore"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_cannot_find_is_every_ranks_error(call, rank, tmp_path):
+def test_an_error_while_one_rank_finds_states_is_raised_on_all(call, rank, tmp_path):
     def body(strategy):
         with strategy.scope():
             things = {"v": Variable(1.0)}
@@ -123,7 +123,7 @@ def test_what_one_rank_cannot_find_is_every_ranks_error(call, rank, tmp_path):
         if own == rank:
             things[own, "key"] = things["v"]
         error = ended(getattr(checkpoint, call), path)
-        # What comes next works.
+        # The next call works.
         return repr(error), strategy.gather(np.array([own]), axis=0).tolist()
 
     (first, gathered), second = on_ranks(2, body)

@@ -1,6 +1,6 @@
-"""A checkpoint saved by some number of ranks, restored by another one, by really started programs.
+"""Checkpoints saved by some number of ranks and restored by another, in programs under mpirun.
 
-And optimizers, whose slots may not exist yet when they are restored.
+Also of optimizers, whose slots may not exist yet when they are restored.
 """
 
 import json
@@ -21,7 +21,7 @@ PROGRAM = [sys.executable, str(Path(__file__).with_name("checkpoint_program.py")
 
 
 def ended(mode, path, ranks):
-    """What the program ends with on so many ranks; None: without mpirun and without a strategy."""
+    """The program's final values on so many ranks; None: without mpirun and without a strategy."""
     if ranks is None:
         done = subprocess.run(
             [*PROGRAM, mode, path, "none"],
@@ -60,7 +60,7 @@ def test_any_number_of_ranks_restores_what_any_other_saved(saved_by, tmp_path):
 
 # --- optimizers ----------------------------------------------------------------------------------
 
-NOT_TAKEN = "is in the file, but nothing here takes it"
+NOT_TAKEN = "is in the file, but not in the program"
 
 MAKERS = {
     "sgd": lambda: optimizers.SGD(0.5),
@@ -93,7 +93,7 @@ class Training:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_training_goes_on_bit_for_bit(name, stepped, size, tmp_path):
+def test_training_continues_bit_for_bit(name, stepped, size, tmp_path):
     def body(strategy):
         first = Training(strategy, MAKERS[name])
         first.train(1, 2, 3)
@@ -122,7 +122,7 @@ def test_what_was_restored_can_be_saved_before_the_first_step(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_slots_begin_anew_where_none_were_saved(name, tmp_path):
+def test_slots_are_reset_where_none_were_saved(name, tmp_path):
     strategy = lone_strategy()
     path = Training(strategy, MAKERS[name]).checkpoint.save(tmp_path / "state")
     stepped = Training(strategy, MAKERS[name])
@@ -138,7 +138,7 @@ def test_slots_begin_anew_where_none_were_saved(name, tmp_path):
         (
             "adam",
             "momentum",
-            "optimizer/slots_of/variables/0/mean: is in the file, but nothing here takes it",
+            "optimizer/slots_of/variables/0/mean: is in the file, but not in the program",
         ),
         ("momentum", "sgd", "optimizer/slots_of/variables/1/velocity: is in the file"),
     ],
@@ -172,7 +172,7 @@ def test_slots_of_another_shape_are_refused(tmp_path):
 
 
 class Alternating:
-    """Two variables of one shape, trained in turn; `named`: the checkpoint holds them, too."""
+    """Two variables of one shape, trained in turn; `named`: the checkpoint includes them."""
 
     def __init__(self, make, named):
         self.strategy = lone_strategy()
@@ -190,7 +190,7 @@ class Alternating:
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 @pytest.mark.parametrize("stepped", [(), (1,), (0, 1)])
-def test_slots_come_back_to_their_variables_whichever_is_updated_first(name, stepped, tmp_path):
+def test_slots_are_restored_to_their_variables_in_any_order_of_updates(name, stepped, tmp_path):
     first = Alternating(MAKERS[name], named=True)
     first.train(0, 1, 2)
     path = first.checkpoint.save(tmp_path / "state")

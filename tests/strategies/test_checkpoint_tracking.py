@@ -1,4 +1,4 @@
-"""What a checkpoint finds: in nests, in attributes, in circles, and by which names."""
+"""Which states a checkpoint finds in nests, attributes and cycles, and their names."""
 
 import dataclasses
 from collections import OrderedDict, namedtuple
@@ -63,7 +63,7 @@ def test_names_with_slashes_do_not_collide():
     assert names(**things) == ["a/b/c", "a/b~01c", "a/b~1c"]
 
 
-def test_what_is_shared_is_found_once_by_its_shortest_path():
+def test_a_shared_object_is_found_once_by_its_shortest_path():
     shared = Variable(1.0)
     layers = [shared, shared]
     assert names(model={"layers": layers}, all=layers, z=shared) == ["z"]
@@ -102,7 +102,7 @@ class Own:
         pass
 
 
-def test_what_speaks_the_protocol_is_not_looked_into():
+def test_a_saveable_object_is_not_searched():
     assert names(own=Own()) == ["own"]
 
 
@@ -129,8 +129,8 @@ def test_the_order_of_keys_and_attributes_does_not_matter():
     forth = OrderedDict([("x", one), ("y", two), ("z", one)])
     back = OrderedDict(reversed(forth.items()))
     assert names(a=forth) == names(a=back)
-    assert find_states({"a": forth})["a/x/weights"].holder is one.weights
-    assert find_states({"a": back})["a/x/weights"].holder is one.weights
+    assert find_states({"a": forth})["a/x/weights"].owner is one.weights
+    assert find_states({"a": back})["a/x/weights"].owner is one.weights
 
 
 leaf = draw.sampled_from([None, 1, "text", "variable"])
@@ -148,7 +148,7 @@ nests = draw.recursive(
 def test_every_variable_of_a_nest_is_found_once(nested):
     made = nest.map_leaves(lambda each: Variable(0) if each == "variable" else each, nested)
     variables = [each for each in nest.leaves(made) if isinstance(each, Variable)]
-    found = [state.holder for state in find_states({"nest": [made]}).values()]
+    found = [state.owner for state in find_states({"nest": [made]}).values()]
     assert len(found) == len(variables)
     assert {id(each) for each in found} == {id(each) for each in variables}
 
@@ -158,7 +158,7 @@ def test_every_variable_of_a_nest_is_found_once(nested):
 
 @pytest.mark.parametrize("thing", [5, 2.5, "text", None, np.zeros(3), np.float32(1), len, Layer])
 def test_what_can_hold_no_state_is_refused(thing):
-    refusal(TypeError, "step is a .*: must be a Variable, or hold such", Checkpoint, step=thing)
+    refusal(TypeError, "step is a .*: must be a Variable, or contain one", Checkpoint, step=thing)
 
 
 def test_empty_nests_and_objects_are_allowed():
@@ -168,9 +168,9 @@ def test_empty_nests_and_objects_are_allowed():
 @pytest.mark.parametrize(
     ("thing", "error", "match"),
     [
-        ({1.5: Variable(1)}, TypeError, "a/ has the key 1.5: must be a text or an integer"),
+        ({1.5: Variable(1)}, TypeError, "a/ has the key 1.5: must be a string or an integer"),
         ({True: Variable(1)}, TypeError, "has the key True"),
-        ({1: Variable(1), "1": Variable(2)}, ValueError, "a/ has two keys that are '1' as text"),
+        ({1: Variable(1), "1": Variable(2)}, ValueError, "a/ has two keys that are '1' as strings"),
         ({Variable}, None, None),
     ],
 )
@@ -181,7 +181,7 @@ def test_keys_that_have_no_name(thing, error, match):
         refusal(error, match, find_states, {"a": thing})
 
 
-def test_keys_of_what_is_left_alone_are_free():
+def test_keys_of_ignored_objects_are_free():
     assert names(a={1.5: 3, ("x",): "text", "w": Variable(1)}) == ["a/w"]
 
 
@@ -190,8 +190,8 @@ def test_a_set_has_no_order():
     refusal(TypeError, "a is a set, which has no order", find_states, {"a": {hashable}})
 
 
-def test_the_name_of_the_formats_own_metadata_is_refused():
-    refusal(ValueError, "__metadata__ is a name", Checkpoint, __metadata__=Variable(1))
+def test_the_reserved_name_is_refused():
+    refusal(ValueError, "__metadata__ is reserved", Checkpoint, __metadata__=Variable(1))
     assert names(a={"__metadata__": Variable(1)}) == ["a/__metadata__"]
 
 

@@ -1,4 +1,4 @@
-"""`clipnorm` and `global_clipnorm`: limits of Keras in one process, on the sums over replicas."""
+"""`clipnorm` and `global_clipnorm`: Keras' clipping in one process, on sums over replicas."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_numbers_that_are_none_are_not_hidden():
     np.testing.assert_array_equal(clip([endless], 1.0, None)[0], [np.nan, 0.0])
     for each in clip([endless, ones], None, 1.0):
         np.testing.assert_array_equal(each, [np.nan] * 2)
-    # Squares that 16-bit floats can't hold.
+    # The squares overflow 16-bit floats.
     (large,) = clip([np.full(4, 60000, np.float16)], 2.0, None)
     np.testing.assert_allclose(large, [1.0] * 4)
     (small,) = clip([np.array([3j, 4.0], np.complex64)], 1.0, None)
@@ -131,7 +131,7 @@ def test_limits_that_differ_are_refused_on_all(comm, strategy):
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_replicas_that_train_alone_clip_their_own(comm):
-    """And the outer optimizer the difference that all of them agree on."""
+    """The outer optimizer clips the difference, which is the same on all replicas."""
     outer = optimizers.SGD(1.0, global_clipnorm=0.25)
     strategy = LocalSGDStrategy(sync_every=2, outer_optimizer=outer, communicator=comm)
     with strategy.scope():
@@ -141,7 +141,7 @@ def test_replicas_that_train_alone_clip_their_own(comm):
     strategy.run(optimizer.apply_gradients, step)
     np.testing.assert_allclose(variable.local, [-0.6, 0.8], rtol=1e-14)
     strategy.run(optimizer.apply_gradients, step)
-    # Two steps of length 1 in the same direction; then one of a quarter, from where it began.
+    # Two steps of length 1 in the same direction; then one of a quarter, from the initial value.
     np.testing.assert_allclose(variable, [-0.15, 0.2], rtol=1e-14)
     strategy.communicator.close()
 
@@ -149,7 +149,7 @@ def test_replicas_that_train_alone_clip_their_own(comm):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_workers_of_parameter_servers_clip_what_they_push(comm):
-    """All gradients of a step together, wherever their variables are kept; none is overwritten."""
+    """The norm includes all gradients of a step, on any server; none is overwritten."""
 
     def work(strategy):
         served = Variable(np.zeros(2))

@@ -1,4 +1,4 @@
-"""Where a cluster comes from: `TF_CONFIG`, the caller, or the ranks of a communicator."""
+"""The sources of a cluster: `TF_CONFIG`, the caller, or the ranks of a communicator."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ TWO = {"worker": ["a:1", "b:1"]}
 
 
 class FakeCommunicator:
-    """One rank of a world whose hosts are known beforehand."""
+    """One rank of a world with given hosts."""
 
     def __init__(self, rank, hosts):
         self.rank, self.size, self.hosts, self.sent = rank, len(hosts), hosts, []

@@ -1,4 +1,4 @@
-"""CommunicationOptions: what they hold, how they merge (§2.10), and where they arrive."""
+"""CommunicationOptions: their content, merging (§2.10) and effects."""
 
 import logging
 
@@ -9,7 +9,7 @@ from collectives import Communicator, DeadlineExceededError, OpMismatchError
 from collectives.transports.local import alone
 from strategies import MultiWorkerMirroredStrategy, get_replica_context
 from strategies.communication import with_options
-from strategies.communication.options import (
+from strategies.core.communication_options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,
@@ -90,7 +90,7 @@ def test_a_merge_takes_what_is_not_a_default():
     assert base.merge(CommunicationOptions(7)) == CommunicationOptions(7, 5, RING)
     assert base.merge(CommunicationOptions(timeout_seconds=9)) == CommunicationOptions(100, 9, RING)
     assert base.merge(CommunicationOptions(implementation=NCCL)).implementation is NCCL
-    # Zero seconds is no deadline, and not the default.
+    # Zero seconds means no deadline, not the default.
     assert base.merge(CommunicationOptions(0, 0, AUTO)) == CommunicationOptions(100, 0, RING)
     assert CommunicationOptions().merge(base) == base
     assert base == CommunicationOptions(100, 5, RING)
@@ -100,7 +100,7 @@ def test_a_merge_takes_what_is_not_a_default():
 
 
 def all_reduced(strategy, options=None, op="sum"):
-    """The calls of one all_reduce of 3, 3 and 2 numbers, of which the last are of another dtype."""
+    """The calls of one all_reduce of 3, 3 and 2 numbers, the last ones of another dtype."""
     rank = strategy.communicator.rank
 
     def replica():
@@ -122,8 +122,8 @@ def strategy_with(comm, *options):
     return MultiWorkerMirroredStrategy(None, CommunicationOptions(*options), communicator=comm)
 
 
-# The elements of the packs, the last array first: a pack is full that has more than the limit. The
-# mean of integers is float64: these two are joined with the others.
+# The elements of the packs, the last array first. A pack is full when it exceeds the limit. The
+# mean of integers is float64, so these two are packed with the others.
 SUMS = {0: [2, 6], 1: [2, 3, 3], 23: [2, 3, 3], 24: [2, 6], 48: [2, 6]}
 MEANS = {0: [8], 1: [2, 3, 3], 15: [2, 3, 3], 16: [5, 3], 39: [5, 3], 40: [8]}
 
@@ -133,7 +133,7 @@ MEANS = {0: [8], 1: [2, 3, 3], 15: [2, 3, 3], 16: [5, 3], 39: [5, 3], 40: [8]}
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("implementation", ["ring", "auto"])
 def test_packs_have_at_least_so_many_bytes(comm, by, op, implementation):
-    """As in TensorFlow; a limit of 0 leaves them to `collectives`, but for the ring."""
+    """As in TensorFlow; with a limit of 0 `collectives` packs, except for the ring."""
     algorithm = "ring" if implementation == "ring" else None
     for nbytes, packs in (SUMS if op == "sum" else MEANS).items():
         if not nbytes and implementation == "auto":
@@ -148,7 +148,7 @@ def test_packs_have_at_least_so_many_bytes(comm, by, op, implementation):
 
 @in_a_world
 def test_packs_of_tensorflows_own_test(comm):
-    """`group_by_size` of 128, 32, 800 and 4 bytes, of which gradients are the reverse."""
+    """`group_by_size` of 128, 32, 800 and 4 bytes, the gradients' sizes in reverse order."""
     lengths = [4, 800, 32, 128]
     strategy = strategy_with(comm, 200)
 
@@ -166,7 +166,7 @@ def test_packs_of_tensorflows_own_test(comm):
 
 @in_a_world
 @pytest.mark.parametrize("given", [(), (CommunicationOptions(),)])
-def test_auto_leaves_it_to_collectives(comm, given):
+def test_auto_lets_collectives_choose(comm, given):
     strategy = strategy_with(comm)
     calls = all_reduced(strategy, *given)
     assert calls == [Call("all_reduce_many", comm.size, None, 8)]
@@ -184,7 +184,7 @@ def test_the_ring_gathers_and_reduces_too(comm):
         assert strategy.reduce("mean", rows, axis=0)[0] == pytest.approx(np.mean(expected))
         inside = strategy.run(lambda: get_replica_context().all_gather([rows], axis=0))
         assert inside[0][:, 1].tolist() == expected
-    # The third call of all_reduce adds up the lengths that the mean is divided by.
+    # The third call of all_reduce sums the lengths that the mean is divided by.
     assert [call.algorithm for call in calls] == ["ring", "ring", "ring", None, "ring"]
     assert [call.name for call in calls] == ["all_gather", *["all_reduce"] * 3, "all_gather"]
     strategy.communicator.close()
@@ -239,7 +239,7 @@ def test_a_call_waits_no_longer_than_its_timeout(comm, implementation):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
-def test_who_decides_how_values_are_reduced(comm):
+def test_which_options_decide_the_reduction(comm):
     plain = {(): True, (0, 5): True, (9,): False, (0, None, "RING"): False, (9, 5, "NCCL"): False}
     for options, expected in plain.items():
         strategy = strategy_with(comm, *options)
@@ -253,7 +253,7 @@ def test_who_decides_how_values_are_reduced(comm):
 
 
 @in_a_world
-def test_nccl_falls_back_to_auto_and_says_so_once(comm, caplog):
+def test_nccl_falls_back_to_auto_with_one_warning(comm, caplog):
     with caplog.at_level(logging.INFO, "strategies"):
         strategy = strategy_with(comm, 0, None, "NCCL")
         for _ in range(2):
@@ -267,7 +267,7 @@ def test_nccl_falls_back_to_auto_and_says_so_once(comm, caplog):
 
 
 @in_a_world
-def test_a_call_that_asks_for_nccl_takes_auto_as_well(comm, caplog):
+def test_a_call_that_requests_nccl_falls_back_to_auto(comm, caplog):
     strategy = strategy_with(comm)
     with caplog.at_level(logging.INFO, "strategies"):
         for _ in range(2):
@@ -279,7 +279,7 @@ def test_a_call_that_asks_for_nccl_takes_auto_as_well(comm, caplog):
 
 @in_a_world
 def test_one_rank_without_nccl_is_enough(comm, monkeypatch):
-    """The other ranks have it, so they believe."""
+    """The other ranks assume that all ranks have NCCL."""
     problem = None if comm.rank == 0 else "no GPU here"
     monkeypatch.setattr(with_options, "nccl_problem", lambda: problem)
     strategy = strategy_with(comm, 0, None, "NCCL")
@@ -294,7 +294,7 @@ def test_where_all_have_nccl_the_hint_stays(monkeypatch):
 
 
 @in_a_world
-def test_auto_is_told_once(comm, caplog):
+def test_auto_warns_once(comm, caplog):
     with caplog.at_level(logging.DEBUG, "strategies"):
         strategy = strategy_with(comm)
         all_reduced(strategy)

@@ -1,4 +1,4 @@
-"""Scopes, `run` and the strategy in force: §2.3 of tf_semantics.md."""
+"""Scopes, `run` and the current strategy: §2.3 of tf_semantics.md."""
 
 import threading
 
@@ -31,7 +31,7 @@ def stack_is_left_clean():
 
 
 def here():
-    """What code can ask about the place where it runs."""
+    """The results of all functions that return the current context."""
     return get_strategy(), get_replica_context(), in_cross_replica_context(), has_strategy()
 
 
@@ -209,7 +209,7 @@ def test_a_merge_call_is_cross_replica(one):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, StopIteration])
-def test_exceptions_leave_the_stack_as_it_was(one, error):
+def test_exceptions_restore_the_stack(one, error):
     def fail(*_):
         raise error("inside")
 

@@ -19,7 +19,7 @@ from strategies.errors import CancelledError, OutOfRangeError, RemoteTracebackEr
 
 pytestmark = pytest.mark.mpi
 
-# By the functions below, which every rank has: its own.
+# Set by the functions below on every rank.
 HERE = {}
 
 
@@ -59,12 +59,12 @@ def coordinated(comm, chief):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_results_come_back(comm):
+def test_results_are_returned(comm):
     def chief(coordinator):
         data = np.arange(6.0).reshape(2, 3)
         results = [coordinator.schedule(np.multiply, (data, number)) for number in range(20)]
         results.append(coordinator.schedule(dict, kwargs={"pair": (data.T, "text")}))
-        data[:] = -1  # what is scheduled has its own copy
+        data[:] = -1  # the scheduled closure has its own copy
         coordinator.join()
         assert coordinator.done()
         wanted = np.arange(6.0).reshape(2, 3)
@@ -84,7 +84,7 @@ def own_rank(delay=0.0):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_functions_run_on_all_workers_and_on_them_alone(comm):
+def test_functions_run_on_all_workers_only(comm):
     def chief(coordinator):
         results = [coordinator.schedule(own_rank, (0.05,)) for _ in range(4 * comm.size)]
         assert set(coordinator.fetch(results)) == set(range(1, comm.size))
@@ -93,7 +93,7 @@ def test_functions_run_on_all_workers_and_on_them_alone(comm):
 
 
 def two_contexts():
-    """What a scheduled function sees, and what the function sees that it gives to `run`."""
+    """The contexts of a scheduled function, and of a function that it passes to `run`."""
     strategy, replica = strategies.get_strategy(), strategies.get_replica_context()
     seen = [strategy is HERE["strategy"], replica.num_replicas_in_sync]
 
@@ -170,7 +170,7 @@ def numbers(count):
 
 
 @pytest.mark.ranks(2, 3)
-def test_every_worker_has_a_dataset_of_its_own_made_once(comm):
+def test_every_worker_creates_its_own_dataset_once(comm):
     def chief(coordinator):
         dataset = coordinator.create_per_worker_dataset(partial(numbers, 4))
         unused = coordinator.create_per_worker_dataset(fail)
@@ -212,7 +212,7 @@ def test_the_end_of_a_dataset_is_an_ordinary_error(comm):
 
 
 @pytest.mark.ranks(2)
-def test_a_dataset_function_that_fails_is_called_anew(comm):
+def test_a_dataset_function_that_fails_is_called_again(comm):
     def chief(coordinator):
         iterator = iter(coordinator.create_per_worker_dataset(fail_at_first))
         coordinator.schedule(take, (iterator,))

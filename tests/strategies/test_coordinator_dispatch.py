@@ -58,7 +58,7 @@ class Cluster:
         return closure.result
 
     def give_up(self):
-        """Let nobody wait any longer."""
+        """Release all waiting threads."""
         self.queue.end(TimeoutError("the test takes too long"))
         self.dispatcher._drop_running()
 
@@ -83,7 +83,7 @@ def cluster(*deaths, **options):
 
 
 class Board:
-    """What the functions, which all run in this process, leave for the test to see."""
+    """Results that the functions, which all run in this process, store for the test."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -118,7 +118,7 @@ def wait_for_the_board():
     assert BOARD.open.wait(10)
 
 
-def test_results_come_back_and_every_worker_works():
+def test_results_are_returned_and_every_worker_works():
     with cluster({}, {}, {}) as made:
         results = [made.schedule(work, number) for number in range(50)]
         made.queue.join()
@@ -147,7 +147,7 @@ def test_what_a_dead_worker_ran_is_run_by_another(when):
 
 
 class LateBox(PostBox):
-    """What rank 1 says arrives while it is looked whether it lives, and after."""
+    """Rank 1's messages arrive during the check whether it is alive, and after it."""
 
     def receive(self, timeout=None):
         letter = super().receive(timeout)
@@ -167,14 +167,14 @@ class LateBox(PostBox):
 
 
 class LateChief(LateBox):
-    """Gives the late message its source back."""
+    """Restores the source of the late message."""
 
     def receive(self, timeout=None):
         letter = super().receive(timeout)
         return letter and letter._replace(source=abs(letter.source))
 
 
-def test_an_answer_that_came_before_the_death_was_seen_counts():
+def test_an_answer_before_the_detection_of_a_death_is_used():
     with cluster({}, {}, box_of_chief=LateChief) as made:
         results = [made.schedule(work, number) for number in range(5)]
         made.queue.join()
@@ -182,7 +182,7 @@ def test_an_answer_that_came_before_the_death_was_seen_counts():
         assert BOARD.runs == dict.fromkeys(range(5), 1)
 
 
-def test_an_answer_that_comes_after_the_death_was_seen_is_left_aside():
+def test_an_answer_after_the_detection_of_a_death_is_ignored():
     with cluster({}, {}) as made:
         lost = made.schedule(wait_for_the_board)
         made.post.kill(1)
@@ -195,7 +195,7 @@ def test_an_answer_that_comes_after_the_death_was_seen_is_left_aside():
         made.queue.join()
 
 
-def test_without_workers_every_call_says_so():
+def test_without_workers_every_call_raises():
     with cluster({"before_running": 2}, {"before_running": 1}) as made:
         results = [made.schedule(work, number) for number in range(5)]
         for call in (made.queue.join, made.queue.done, lambda: made.schedule(work, 9)):
@@ -218,7 +218,7 @@ def test_a_dead_server_ends_it_once_nothing_runs():
             made.schedule(work, 1)
 
 
-def test_an_error_comes_with_the_workers_traceback():
+def test_an_error_has_the_workers_traceback():
     with cluster({}) as made:
         result = made.schedule(work, 1, KeyError("wrong"))
         for call in (made.queue.join, result.get):
@@ -244,7 +244,7 @@ def test_the_end_cancels_what_did_not_run():
 
 
 class BrokenBox(PostBox):
-    """Fails at the second closure, as a mailbox does that is closed too early."""
+    """Fails at the second closure, as a mailbox that is closed too early."""
 
     def send(self, peer, header, arrays=()):
         if isinstance(header, Run) and header.number == 1:
@@ -266,7 +266,7 @@ def test_nothing_is_lost_where_the_chief_cannot_send():
 
 
 class WatchedBox:
-    """Gives a worker its messages; each answer must have gone before the next one is asked for."""
+    """A worker's messages; each answer must be sent before the next one is received."""
 
     def __init__(self, letters):
         self.letters, self.under_way, self.answers = letters, 0, []
@@ -285,7 +285,7 @@ class WatchedBox:
         self.under_way -= 1
 
 
-def test_an_answer_has_gone_before_the_next_function_may_change_its_arrays():
+def test_an_answer_is_sent_before_the_next_function_can_change_its_arrays():
     runs = [
         Letter(CHIEF, Run(number), pack((work, (number,), {}), REFERENCES)) for number in (4, 5)
     ]
@@ -318,7 +318,7 @@ class NumberedError(Exception):
 @settings(max_examples=60)
 @given(st.lists(deaths, min_size=1, max_size=3), actions)
 def test_whatever_fails_and_dies(workers, actions):
-    """Each closure runs at least once unless it is cancelled; what surfaces, surfaces once."""
+    """Each closure runs at least once unless it is cancelled; each error is raised once."""
     BOARD.__init__()
     with cluster(*workers) as made:
         results, surfaced, lost = [], [], False
@@ -336,12 +336,12 @@ def test_whatever_fails_and_dies(workers, actions):
             except NumberedError as error:
                 assert BOARD.running == 0
                 surfaced.append(error.args[0])
-                # Nothing more is to come of what was scheduled before.
+                # No more results of earlier closures may arrive.
                 assert lost or made.queue.done()
             except RankFailedError:
                 lost = True
         outcomes = [outcome_of(result) for _, result in results]
-    # All workers must be gone for that.
+    # All workers must have died for that.
     assert not lost or all(workers)
     assert len(surfaced) == len(set(surfaced))
     failed = {

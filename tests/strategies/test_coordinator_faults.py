@@ -1,4 +1,4 @@
-"""Chiefs, workers and servers that fail, end early or are killed: programs as users write them."""
+"""Chiefs, workers and servers that fail, end early or are killed: users' programs."""
 
 import sys
 import textwrap
@@ -71,7 +71,7 @@ LIMIT_SECONDS = 40
 
 
 def run(size, chief, directory, *, serve="pass", deaths=False):
-    """Run the chief's program; what the ranks have left, and how mpirun ended."""
+    """Run the chief's program; the files that the ranks have written, and mpirun's result."""
     body = textwrap.indent(textwrap.dedent(chief), "    ")
     text = START.replace("# before serving", serve).replace("    # the chief\n", body)
     line = launcher_line(size, [sys.executable, "-c", text], deaths=deaths)
@@ -99,7 +99,7 @@ strategy.shutdown()
     assert marks == ["0 served", "1 finished", "3 served"], ended.stderr
 
 
-def test_workers_that_never_serve_are_lost_and_hold_nobody_up(tmp_path):
+def test_workers_that_never_serve_are_lost_and_block_no_rank(tmp_path):
     chief = """
 future = coordinator.schedule(add, (0,))
 try:
@@ -127,7 +127,7 @@ WAYS = {"killed": "os.kill(os.getpid(), 9)", "interrupted": "raise KeyboardInter
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_worker_that_ends_inside_a_function_holds_nobody_up(way, tmp_path):
+def test_a_worker_that_ends_inside_a_function_blocks_no_rank(way, tmp_path):
     chief = f"""
 def fragile(number):
     import os, __main__
@@ -150,7 +150,7 @@ strategy.shutdown()
     assert "worker 0 (rank 2) is lost" in ended.stderr
 
 
-def test_without_workers_the_chief_is_told(tmp_path):
+def test_without_workers_the_chief_gets_an_error(tmp_path):
     chief = """
 results = [coordinator.schedule(add, (number, 0.01, 5, 2)) for number in range(40)]
 for call in (coordinator.join, coordinator.done, lambda: coordinator.schedule(add, (1,))):

@@ -1,4 +1,4 @@
-"""Functions, values and exceptions on their way between processes."""
+"""Functions, values and exceptions as messages between processes."""
 
 import pickle
 import subprocess
@@ -18,7 +18,7 @@ PLAIN = PlainReferences()
 
 
 class Places:
-    """The number 7.5 is a place's own."""
+    """The number 7.5 belongs to the rank."""
 
     def __init__(self, own):
         self.own = own
@@ -55,7 +55,7 @@ sys.stdout.buffer.write(pack(triple, PlainReferences())[0])
     assert unpack([np.frombuffer(ended.stdout, np.uint8)], PLAIN)(14) == 42
 
 
-def test_arrays_come_apart_uncopied_and_can_be_written():
+def test_arrays_are_unpacked_without_copies_and_writable():
     large, strided = np.arange(1000.0), np.arange(20)[::2]
     parts = pack({"large": large, "rest": (strided, "text")}, PLAIN)
     assert any(np.shares_memory(part, large) for part in parts)
@@ -68,7 +68,7 @@ def test_arrays_come_apart_uncopied_and_can_be_written():
     back["large"][0] = 5
 
 
-def test_what_a_place_has_of_its_own_travels_by_name():
+def test_objects_of_a_rank_are_sent_by_name():
     packed = pack([7.5, {"deep": (7.5, 8.5)}], Places("chief's"))
     assert unpack(packed, Places("mine")) == ["mine", {"deep": ("mine", 8.5)}]
 
@@ -80,14 +80,14 @@ def test_a_remote_value_does_not_travel(wrap):
 
 
 class OddError(Exception):
-    """Can be written, but not read back."""
+    """Can be pickled, but not unpickled."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
 
 
 class DetailedError(Exception):
-    """Has more than its arguments."""
+    """An exception with more state than its arguments."""
 
     def __init__(self, text):
         super().__init__(text)
@@ -112,7 +112,7 @@ def test_an_exception_is_rebuilt_as_what_it_is(error):
     assert "failure_of" in text
 
 
-def test_an_exception_that_cannot_be_read_back_is_told():
+def test_an_exception_that_cannot_be_unpickled_is_described():
     class LockedError(Exception):
         def __reduce__(self):
             raise TypeError("no")
@@ -127,8 +127,8 @@ def test_an_exception_that_cannot_be_read_back_is_told():
         assert str(back) == f"{type(error).__name__}: {error}"
 
 
-def test_an_exception_of_a_program_alone_is_told():
-    """Its class is known there alone, but cloudpickle takes it along."""
+def test_an_exception_of_the_main_program_is_described():
+    """Its class exists only there, but cloudpickle sends it by value."""
     program = """
 import sys, pickle
 from strategies.coordinator.failures import describe

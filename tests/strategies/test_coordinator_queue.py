@@ -154,7 +154,7 @@ def test_after_the_end_every_call_raises_its_error(call):
             closure.result.get()
 
 
-def test_what_another_thread_schedules_during_a_join_comes_after_it():
+def test_closures_of_another_thread_during_a_join_run_after_it():
     queue, (closure,) = filled(1)
     queue.take()
     joining, joined = in_thread(queue.join)

@@ -52,7 +52,7 @@ def test_all_that_functions_push_is_applied_when_join_returns(comm):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_updates_are_those_of_one_process(comm, momentum):
-    """Functions that run one after the other: each sees what the one before has done."""
+    """Functions that run one after the other: each reads the results of the one before."""
     start = np.linspace(-1, 1, 12).reshape(4, 3)
 
     def chief(strategy, coordinator):
@@ -83,7 +83,7 @@ def test_updates_are_those_of_one_process(comm, momentum):
     coordinated(comm, chief)
 
 
-def test_a_restored_optimizer_goes_on_where_it_was(comm):
+def test_a_restored_optimizer_continues(comm):
     def chief(strategy, coordinator):
         with strategy.scope():
             weights = Variable(np.zeros(3))
@@ -113,7 +113,7 @@ def test_a_restored_optimizer_goes_on_where_it_was(comm):
 
 
 def test_what_is_restored_travels_once(comm):
-    """Functions that are scheduled at once don't each take it along, nor each restore it."""
+    """Functions that are scheduled at once don't each send or restore the optimizer."""
 
     def chief(strategy, coordinator):
         with strategy.scope():
@@ -136,7 +136,7 @@ def test_what_is_restored_travels_once(comm):
     coordinated(comm, chief)
 
 
-def test_two_optimizers_keep_apart(comm):
+def test_two_optimizers_are_kept_separate(comm):
     def chief(strategy, coordinator):
         with strategy.scope():
             first, second = Variable(np.ones(2)), Variable(np.ones(2))
@@ -155,8 +155,8 @@ def test_two_optimizers_keep_apart(comm):
     coordinated(comm, chief)
 
 
-def test_the_chief_knows_whose_slots_are_whose(comm):
-    """Functions use the optimizers in another order than they travel in."""
+def test_the_chief_assigns_slots_to_their_variables(comm):
+    """Functions use the optimizers in another order than they are sent in."""
 
     def chief(strategy, coordinator):
         with strategy.scope():
@@ -226,7 +226,7 @@ def test_on_read_variables_are_shared_by_all_workers(comm):
     coordinated(comm, chief)
 
 
-def test_variables_come_back_as_the_chiefs(comm):
+def test_variables_are_returned_as_the_chiefs(comm):
     def chief(strategy, coordinator):
         with strategy.scope():
             one = Variable(np.arange(3.0))

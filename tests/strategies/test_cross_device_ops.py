@@ -1,4 +1,4 @@
-"""The ways to reduce that come with the package: numbers, paths, packs and refusals."""
+"""The cross-device ops of the package: numbers, paths, packs and refusals."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ every_way = pytest.mark.parametrize("way", WAYS)
 
 
 def check(result, *given, mean=False):
-    """A result against those of all ranks."""
+    """Compare a result with the expected one on all ranks."""
     wide = np.stack([np.asarray(each, np.complex128).real for each in given])
     dtype = np.asarray(given[0]).dtype
     if dtype.kind == "b" and not mean:
@@ -131,13 +131,13 @@ def test_what_is_gathered_does_not_depend_on_the_way(comm, way):
 
 
 def calls_of(comm, ops, *arrays):
-    """What this rank calls for arrays reduced as a replica, on a strategy that has done so once."""
+    """This rank's calls for arrays reduced in replica context, after a first reduction."""
     with mirrored(comm, None, ops) as strategy:
 
         def reduce():
             return get_replica_context().all_reduce("sum", list(arrays))
 
-        strategy.run(reduce)  # groups are made in the first call
+        strategy.run(reduce)  # groups are created in the first call
         with recorded() as calls:
             strategy.run(reduce)
     return calls
@@ -236,7 +236,7 @@ def packs_of(comm, num_packs, *arrays):
 def test_packs_are_equal_and_the_last_has_the_remainder(comm, num_packs, lengths):
     packs = packs_of(comm, num_packs, np.arange(7.0), np.array([[10.0], [20.0], [30.0]]))
     assert [len(elements) for _, elements in packs] == lengths
-    # The last array comes first.
+    # The last array is packed first.
     joined = [element for _, elements in packs for element in elements]
     assert joined == [10, 20, 30, 0, 1, 2, 3, 4, 5, 6]
 
@@ -259,13 +259,13 @@ def test_empty_arrays_make_no_pack(comm):
 # --- NCCL ----------------------------------------------------------------------------------------
 
 
-def test_nccl_says_what_is_missing(comm):
+def test_nccls_error_names_what_is_missing(comm):
     text = same_refusal(comm, BackendUnavailableError, "pip install 'mpi-coll", NcclAllReduce, 2)
     assert "RingAllReduce" in text
 
 
 def test_nccl_that_another_rank_lacks_is_refused_on_all(comm, monkeypatch):
-    """`tests/devices` has where all have it."""
+    """`tests/devices` tests the case where all ranks have it."""
     monkeypatch.setattr(ways, "nccl_problem", lambda: None)
     with mirrored(comm, None, NcclAllReduce(2)) as strategy:
         arguments = (strategy.reduce, "sum", np.ones(3), None)
@@ -309,7 +309,7 @@ def test_an_accumulation_function_that_fails_is_refused_everywhere(comm, wrong):
 
 
 @every_way
-def test_shapes_of_equal_length_are_told_apart(comm, way):
+def test_shapes_of_equal_length_are_distinguished(comm, way):
     shape = (2, 3) if comm.rank else (3, 2)
     with mirrored(comm, None, WAYS[way]()) as strategy:
 
@@ -321,7 +321,7 @@ def test_shapes_of_equal_length_are_told_apart(comm, way):
 
 
 @every_way
-def test_ops_that_differ_are_told_apart(comm, way):
+def test_different_ops_are_distinguished(comm, way):
     op = "sum" if comm.rank else "mean"
     with mirrored(comm, None, WAYS[way]()) as strategy:
 

@@ -1,4 +1,4 @@
-"""A rank that deals batches to those that train: tf_semantics.md §1, "Dedicated dataset worker"."""
+"""A rank that serves batches to training ranks: tf_semantics.md §1, "Dedicated dataset worker"."""
 
 import contextlib
 import sys
@@ -24,14 +24,14 @@ Example = namedtuple("Example", "image label")
 
 
 def numbered(count, length=4):
-    """A dataset whose batch i holds i alone; it counts how often it is iterated."""
+    """A dataset whose batch i contains only i; it counts its iterations."""
 
     class Numbered:
         epochs = 0
 
         def __iter__(self):
             self.epochs += 1
-            # One array for all batches, as some datasets have.
+            # One array for all batches, as some datasets do.
             batch = np.empty(length, np.int64)
             for number in range(count):
                 batch[:] = number
@@ -66,7 +66,7 @@ def on_threads(size, body):
 
 
 def numbers_dealt(comm, count, *, epochs=1, slow=0.0, length=4, **options):
-    """What each rank took of each epoch, in rank order, and the dataset of the data rank."""
+    """The batches that each rank got in each epoch, in rank order, and the data rank's dataset."""
     dataset = numbered(count, length)
     taken = []
     with worker_of(comm, lambda context: dataset, agreed=False, **options) as data:
@@ -94,7 +94,7 @@ def test_every_batch_is_delivered_once(comm, count, length):
     for epoch in range(2):
         numbers = [each[epoch] for each in training]
         assert sorted(chain(*numbers)) == list(range(count))
-        # Each rank gets them in the order of the dataset.
+        # Each rank gets its batches in the order of the dataset.
         assert all(each == sorted(each) for each in numbers)
 
 
@@ -111,7 +111,7 @@ def test_a_slow_rank_gets_fewer(comm):
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 5)
 def test_a_rank_holds_no_more_than_its_credits(comm):
-    """One who takes nothing keeps so many batches from the others, no more."""
+    """A rank that takes no batches keeps at most `credits` batches from the others."""
     for credits in (1, 3):
         taken = []
         with worker_of(comm, lambda context: numbered(30), agreed=False, credits=credits) as data:
@@ -199,7 +199,7 @@ def test_an_error_of_the_dataset_is_raised_on_every_rank(comm, agreed):
             told = f"the dataset of rank {last} raised KeyError: 'no such file'"
             for _ in range(2):
                 assert refusal(DatasetError, None, list, data) == told
-        # The data rank goes on before the others close.
+        # The data rank continues before the others close.
         comm.barrier()
 
 
@@ -239,7 +239,7 @@ def test_what_a_rank_that_stops_gives_back_goes_to_the_others(comm):
                 taken.append(number_of(batch))
                 if comm.rank == 0 and len(taken) == 2:
                     break
-                # The others are not through before rank 0 has stopped.
+                # The others can't end before rank 0 has stopped.
                 time.sleep(0.01 if comm.rank else 0)
             taken.append([number_of(batch) for batch in data])
     *training, _ = comm.all_gather_object(taken)
@@ -284,7 +284,7 @@ def test_a_loop_too_many(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 5)
-def test_several_data_tasks_deal_from_datasets_of_their_own(comm):
+def test_several_data_tasks_serve_their_own_datasets(comm):
     def dataset(context):
         assert (context.num_input_pipelines, context.num_replicas_in_sync) == (2, comm.size - 2)
         return [np.full(2, 100 * context.input_pipeline_id + i) for i in range(10)]
@@ -394,7 +394,7 @@ def test_the_resolver_takes_the_cluster_of_tf_config(monkeypatch):
 
 
 @pytest.mark.parametrize("data_tasks", [0, 2, 5])
-def test_somebody_must_train(data_tasks):
+def test_at_least_one_rank_must_train(data_tasks):
     def body(comm):
         match = f"data_tasks={data_tasks}: must be from 1 to 1, so that one of 2 ranks trains"
         refusal(ValueError, match, DatasetWorker.resolver, data_tasks, comm)
@@ -415,7 +415,7 @@ def test_wrong_arguments(error, match, options):
     refusal(TypeError, "make_dataset is a list: must be", DatasetWorker, lone_strategy(), [])
 
 
-def test_who_serves_does_not_iterate():
+def test_a_serving_rank_can_not_iterate():
     def body(comm):
         with worker_of(comm, lambda context: numbered(1), agreed=False) as data:
             if data.serves:
@@ -462,7 +462,7 @@ else:
 def test_one_script_for_all_ranks_without_close(size, launch):
     ended = launch(size, [sys.executable, "-c", PROGRAM], timeout=60)
     assert (ended.returncode, errors_of(ended)) == (0, "")
-    # What ranks print may be mixed.
+    # The output of ranks may be interleaved.
     assert ended.stdout.count("1305.0") == max(1, size - 1)
     assert ended.stdout.count("dealt 1") == min(1, size - 1)
 
@@ -511,10 +511,10 @@ except collectives.RankFailedError as error:
 """
 
 
-def test_a_training_rank_that_dies_takes_with_it_what_it_held(tmp_path):
+def test_batches_of_a_training_rank_that_dies_are_lost(tmp_path):
     ended = run_dying(3, DYING + TRAINING_RANK_DIES, tmp_path)
     marks = sorted(path.name for path in tmp_path.iterdir())
-    # Rank 0 took three, and was dealt two more at most; a third may have been on its way.
+    # Rank 0 took three, and received at most two more; a third may have been sent.
     assert marks[1:] == ["2 dealt 1"], ended.stderr
     assert int(marks[0].removeprefix("1 took ")) in (34, 35, 36, 37)
 

@@ -1,4 +1,4 @@
-"""A dataset rank beside parameter servers: nobody's end waits for another's."""
+"""A dataset rank and parameter servers: ranks end independently of each other."""
 
 import itertools
 import sys
@@ -15,7 +15,7 @@ DEADLINE = 15
 
 
 def resolver_of(rank, size, data_tasks=1):
-    """The ps first, then the workers, the data tasks last."""
+    """The ps first, then the workers, then the data tasks."""
     workers = size - 1 - data_tasks
     cluster = {"ps": ["s"], "worker": ["w"] * workers, "data": ["d"] * data_tasks}
     roles = [(job, index) for job, tasks in cluster.items() for index in range(len(tasks))]
@@ -29,7 +29,7 @@ def dataset(context):
 
 
 def train(strategy, data, limit=100):
-    """The numbers of the batches that this worker took; no more than `limit`."""
+    """The numbers of the batches that this worker took; at most `limit`."""
     with strategy.scope():
         total, optimizer = Variable(0.0), optimizers.SGD(1.0)
     taken = []
@@ -71,7 +71,7 @@ def close_after_shutdown(strategy, data):
 
 
 def the_servers_outside_of_the_block(strategy, data):
-    """As a script does that branches on its role first."""
+    """As a script that branches on its role first."""
     if strategy.cluster_resolver.task_type == "ps":
         strategy.serve()
         return []
@@ -79,7 +79,7 @@ def the_servers_outside_of_the_block(strategy, data):
 
 
 def one_worker_leaves_early(strategy, data):
-    """By `break`; the others get what it gives back."""
+    """The loop ends by `break`; the others get the batches that it returns."""
     limit = 1 if strategy.is_chief else 100
     with data:
         taken = serve_or(strategy, data, lambda: train(strategy, data, limit))
@@ -88,7 +88,7 @@ def one_worker_leaves_early(strategy, data):
 
 
 def an_error_ends_the_block(strategy, data):
-    """One worker's, which it catches: its dataset ends there, and the others' goes on."""
+    """One worker's error, which it catches: its dataset ends there, the others' continue."""
     taken = []
 
     def fail():
@@ -107,7 +107,7 @@ def an_error_ends_the_block(strategy, data):
 
 
 def serve_or(strategy, data, work):
-    """What this rank's role does until the workers have no more for it."""
+    """Do what this rank's role requires until the workers have finished."""
     if strategy.cluster_resolver.task_type == "ps":
         strategy.serve()
         return []
@@ -130,7 +130,7 @@ FORMS = [
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4, 5)
-def test_every_order_of_ends_comes_to_an_end(comm):
+def test_ranks_may_end_in_every_order(comm):
     before, comm.deadline = comm.deadline, DEADLINE
     for data_tasks, form in itertools.product(range(1, min(2, comm.size - 2) + 1), FORMS):
         resolver = resolver_of(comm.rank, comm.size, data_tasks)
@@ -140,7 +140,7 @@ def test_every_order_of_ends_comes_to_an_end(comm):
         numbers = sorted(itertools.chain(*comm.all_gather_object(taken)))
         wanted = [100 * task + number for task in range(data_tasks) for number in range(BATCHES)]
         if form in (one_worker_leaves_early, an_error_ends_the_block):
-            # What it held is nobody's, where the others have been told the end before.
+            # Its batches are dropped where the others had ended before.
             assert set(numbers) <= set(wanted), (data_tasks, form.__name__)
             assert len(numbers) == len(set(numbers)), (data_tasks, form.__name__)
         else:
@@ -164,7 +164,7 @@ print("ended", flush=True)
 """
 
 
-def test_nobody_has_to_close_or_to_shut_down(launch):
+def test_close_and_shutdown_are_optional(launch):
     """One worker ends in the middle of its data, the other one after it."""
     ended = launch(4, [sys.executable, "-c", PROGRAM], timeout=60)
     assert (ended.returncode, errors_of(ended)) == (0, "")

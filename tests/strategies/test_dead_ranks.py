@@ -1,4 +1,4 @@
-"""A rank that dies, fails or stays away in the middle of training, under each strategy."""
+"""A rank that dies, fails or is absent in the middle of training, under each strategy."""
 
 import sys
 import textwrap

@@ -1,4 +1,4 @@
-"""Ranks that would not take the same step: shapes alone would tell nothing."""
+"""Ranks whose steps differ although all shapes are equal."""
 
 import numpy as np
 import pytest
@@ -12,10 +12,10 @@ from strategies import (
     metrics,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.synchronous.central_storage import CentralStorageStrategy
 from strategies.synchronous.mirrored import MirroredStrategy
 from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
@@ -60,7 +60,7 @@ def another_number_of_steps(optimizer, gradients, first, second):
 
 
 def all_ranks(optimizer, gradients, first, second):
-    """What the other ranks do, so that shapes alone tell nothing."""
+    """The other ranks' step, which has the same shapes."""
     return zip(gradients, (first, second), strict=True)
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_would_take_another_step_is_refused_on_all(trained, last):
 
 @pytest.mark.parametrize("kind", [*IN_STEP, LocalSGDStrategy], ids=lambda kind: kind.__name__)
 def test_variables_of_other_names_are_refused(comm, kind):
-    """Those of one shape would be taken for each other."""
+    """Nests of one shape could be confused."""
     strategy = (
         kind(sync_every=1, communicator=comm)
         if kind is LocalSGDStrategy
@@ -168,8 +168,8 @@ def test_a_change_that_fails_fails_on_all_ranks(comm, kind):
     strategy.communicator.close()
 
 
-def test_the_users_own_calls_are_named(comm, tmp_path):
-    """Not only the collectives that they are made of."""
+def test_users_calls_are_named(comm, tmp_path):
+    """The check covers more than the collectives that the calls consist of."""
     strategy = MultiWorkerMirroredStrategy(communicator=comm)
     with strategy.scope():
         mean = metrics.Mean()

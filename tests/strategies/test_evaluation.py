@@ -1,4 +1,4 @@
-"""Evaluating checkpoints while others train: each once, in order, until training has ended."""
+"""Evaluation of checkpoints while others train: each once, in order, until training has ended."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.strategies.support import refusal, same_refusal, tf_config
 
 
 def model_fn(strategy):
-    """The evaluated number is ten times the one in the checkpoint."""
+    """The evaluation returns ten times the number in the checkpoint."""
     variable = Variable(0.0)
     return Checkpoint(v=variable), lambda: 10 * float(variable)
 
@@ -41,13 +41,13 @@ def end(directory, run=None, ended=None):
 
 
 def training_has_ended(directory, run=None):
-    """As who looks for the first time."""
-    return EndOfTraining(directory, run).has_come()
+    """The first poll of a new process."""
+    return EndOfTraining(directory, run).poll()
 
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """Let the given things happen, one each time that the evaluator waits for `seconds`."""
+    """Run one of the given functions each time that the evaluator sleeps for `seconds`."""
 
     def prepare(*happenings, seconds=1.0):
         waiting = list(happenings)
@@ -56,7 +56,7 @@ def meanwhile(monkeypatch):
             assert duration == seconds
             waiting.pop(0)()
 
-        # Not in the module `time` itself, by which other threads sleep.
+        # The module `time` itself isn't patched, since other threads sleep, too.
         clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
         monkeypatch.setattr(evaluation, "time", clock)
         return waiting
@@ -68,7 +68,7 @@ def seen(evaluations):
     return [(each.step, each.result) for each in evaluations]
 
 
-# --- one process, the trainer's doings in between ------------------------------------------------
+# --- one process, with a trainer's actions during sleeps -----------------------------------------
 
 
 def test_each_checkpoint_is_evaluated_once_and_in_order(tmp_path, meanwhile):
@@ -93,7 +93,7 @@ def test_each_checkpoint_is_evaluated_once_and_in_order(tmp_path, meanwhile):
     assert not waiting
 
 
-def test_a_checkpoint_that_comes_while_another_is_evaluated(tmp_path, meanwhile):
+def test_a_checkpoint_that_appears_while_another_is_evaluated(tmp_path, meanwhile):
     save(tmp_path, 1)
 
     def slow_model(strategy):
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_comes_while_another_is_evaluated(tmp_path, meanwhile)
     assert seen(evaluate_checkpoints(slow_model, tmp_path)) == [(1, 1.0), (2, 2.0)]
 
 
-def test_one_that_is_deleted_before_its_turn_is_left_out(tmp_path):
+def test_one_that_is_deleted_before_its_turn_is_skipped(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     end(tmp_path)
@@ -122,7 +122,7 @@ def test_one_that_is_deleted_before_its_turn_is_left_out(tmp_path):
     assert seen(evaluate_checkpoints(model_fn, tmp_path, on_result=delete)) == [(1, 10), (3, 30)]
 
 
-def test_one_that_is_deleted_just_before_it_is_read_is_left_out(tmp_path, monkeypatch):
+def test_one_that_is_deleted_just_before_it_is_read_is_skipped(tmp_path, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step)
     end(tmp_path)
@@ -152,12 +152,12 @@ def test_one_that_is_replaced_within_a_tick_of_the_clock_is_a_new_one(tmp_path, 
         os.utime(path, (1, 1))
 
     write(1)
-    with open(tmp_path / "ckpt-1.safetensors", "rb"):  # so that the inode isn't taken again
+    with open(tmp_path / "ckpt-1.safetensors", "rb"):  # so that the inode isn't reused
         meanwhile(lambda: write(2), lambda: end(tmp_path))
         assert seen(evaluate_checkpoints(model_fn, tmp_path)) == [(1, 10.0), (1, 20.0)]
 
 
-def test_the_directory_may_come_later(tmp_path, meanwhile):
+def test_the_directory_may_be_created_later(tmp_path, meanwhile):
     meanwhile(lambda: save(tmp_path / "new", 1), lambda: end(tmp_path / "new"))
     assert seen(evaluate_checkpoints(model_fn, tmp_path / "new")) == [(1, 10.0)]
 
@@ -177,7 +177,7 @@ def test_another_run_that_ends_now_ends_no_named_one(tmp_path, meanwhile):
     assert not waiting
 
 
-def test_it_waits_as_long_as_it_is_told_between_two_looks(tmp_path, meanwhile):
+def test_it_sleeps_for_poll_seconds_between_two_polls(tmp_path, meanwhile):
     save(tmp_path, 1)
     waiting = meanwhile(lambda: None, lambda: end(tmp_path), seconds=0.125)
     assert seen(evaluate_checkpoints(model_fn, tmp_path, poll_seconds=0.125)) == [(1, 10.0)]
@@ -185,9 +185,9 @@ def test_it_waits_as_long_as_it_is_told_between_two_looks(tmp_path, meanwhile):
 
 
 def test_an_end_without_any_checkpoint_is_warned_of(tmp_path):
-    """As it is seen where the directory is another than the trainer's."""
+    """As where the directory is not the trainer's."""
     end(tmp_path)
-    with pytest.warns(RuntimeWarning, match="training has ended, and no checkpoint was ever seen"):
+    with pytest.warns(RuntimeWarning, match="training has ended without any checkpoint in"):
         assert evaluate_checkpoints(model_fn, tmp_path) == []
 
 
@@ -207,7 +207,7 @@ def test_after_the_idle_limit_it_warns_and_ends(tmp_path):
     assert time.monotonic() - began >= 0.1
 
 
-def test_what_an_evaluation_raises_comes_through(tmp_path):
+def test_an_evaluations_exception_is_raised(tmp_path):
     save(tmp_path, 1)
     end(tmp_path)
 
@@ -216,7 +216,7 @@ def test_what_an_evaluation_raises_comes_through(tmp_path):
 
     refusal(IndexError, "out of range", evaluate_checkpoints, broken, tmp_path)
     (tmp_path / "ckpt-1.safetensors").write_bytes(b"half")
-    refusal(CheckpointError, "half-written", evaluate_checkpoints, model_fn, tmp_path)
+    refusal(CheckpointError, "incomplete", evaluate_checkpoints, model_fn, tmp_path)
 
 
 # --- the marker ----------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_the_marker_is_written_at_the_end_and_when_training_fails(tmp_path):
 
     @training_ends(tmp_path / "new", run="b")
     def fail():
-        # The earlier run's is gone.
+        # The earlier run's marker is removed.
         assert not training_has_ended(tmp_path / "new", "a")
         raise KeyError("lost")
 
@@ -242,14 +242,14 @@ def test_the_marker_is_written_at_the_end_and_when_training_fails(tmp_path):
     assert os.listdir(tmp_path / "new") == [END_MARKER]
 
 
-def test_only_who_writes_touches_the_marker(tmp_path):
+def test_only_the_writing_rank_touches_the_marker(tmp_path):
     end(tmp_path, "earlier")
     with training_ends(tmp_path, run="mine", writes=False):
         assert training_has_ended(tmp_path, "earlier")
     assert training_has_ended(tmp_path, "earlier")
 
 
-def test_without_a_name_the_time_counts_of_an_end_before_the_first_look(tmp_path):
+def test_without_a_name_the_time_decides_about_an_end_before_the_first_poll(tmp_path):
     end(tmp_path, ended=time.time() + 1)
     assert training_has_ended(tmp_path)
     end(tmp_path, ended=time.time() - 3600)
@@ -259,16 +259,16 @@ def test_without_a_name_the_time_counts_of_an_end_before_the_first_look(tmp_path
 def test_the_clock_of_the_training_host_may_be_late(tmp_path):
     end(tmp_path, ended=100.0)
     watch = EndOfTraining(tmp_path, None)
-    assert not watch.has_come()
+    assert not watch.poll()
     end(tmp_path, ended=200.0)
-    assert watch.has_come()
-    assert watch.has_come()
+    assert watch.poll()
+    assert watch.poll()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"ended": "now"}', '{"ended": null}'])
 def test_a_foreign_marker_is_refused(tmp_path, text):
     (tmp_path / END_MARKER).write_text(text)
-    refusal(ValueError, "says nothing about the end of training", training_has_ended, tmp_path)
+    refusal(ValueError, "is not a marker of the end of training", training_has_ended, tmp_path)
 
 
 # --- between ranks -------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_a_foreign_marker_is_refused(tmp_path, text):
 
 @pytest.fixture
 def directory(comm, tmp_path):
-    """A directory that all ranks have in common."""
+    """A directory that is the same on all ranks."""
     return comm.broadcast_object(str(tmp_path))
 
 
@@ -293,7 +293,7 @@ def roles_of(size, *, inside):
 
 
 def trainer(comm, directory, steps, *, together):
-    """Save at each step what depends on the ranks; together: wait until it is evaluated."""
+    """Save a value that depends on the ranks at each step; together: wait for its evaluation."""
 
     def train(strategy):
         with strategy.scope():
@@ -393,8 +393,8 @@ def test_a_cluster_without_a_chief_is_refused_on_every_rank(comm, monkeypatch, d
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("unused", [None, {"worker": ["a", "b"]}])
-def test_roles_can_come_from_a_resolver(comm, monkeypatch, directory, unused):
-    """A TF_CONFIG that nobody asks for may then name another cluster."""
+def test_a_resolver_can_give_the_roles(comm, monkeypatch, directory, unused):
+    """A TF_CONFIG that isn't used may name another cluster."""
     if unused and comm.rank == 0:
         monkeypatch.setenv("TF_CONFIG", tf_config(unused, "worker", 0))
     cluster, tasks = roles_of(comm.size, inside=True)
@@ -416,7 +416,7 @@ def test_roles_can_come_from_a_resolver(comm, monkeypatch, directory, unused):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_an_evaluator_by_hand(comm, monkeypatch, directory):
-    """As a script does that branches on its role itself."""
+    """As a script that branches on its role itself."""
     cluster, tasks = roles_of(comm.size, inside=True)
     monkeypatch.setenv("TF_CONFIG", tf_config(cluster, *tasks[comm.rank]))
     strategy = MultiWorkerMirroredStrategy(communicator=comm)
@@ -432,7 +432,7 @@ def test_an_evaluator_by_hand(comm, monkeypatch, directory):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_a_parameter_server_serves_who_trains(comm, monkeypatch, directory):
+def test_a_parameter_server_serves_training_ranks(comm, monkeypatch, directory):
     """Chief and ps; of three ranks the last one evaluates."""
     roles = ["chief", "ps", "evaluator"][: comm.size]
     role = roles[comm.rank]

@@ -1,4 +1,4 @@
-"""Evaluation beside asynchronous training: of the values of one checkpoint."""
+"""Evaluation during asynchronous training: all values are those of one checkpoint."""
 
 import os
 import time
@@ -23,13 +23,13 @@ CHECKPOINTS = 4
 
 @pytest.fixture
 def directory(comm, tmp_path):
-    """A directory that all ranks have in common."""
+    """A directory that is the same on all ranks."""
     return comm.broadcast_object(str(tmp_path))
 
 
 @pytest.fixture
 def servers(comm, monkeypatch):
-    """Give each rank its task: of three ranks one is a ps, of more two are; there is a chief."""
+    """Give each rank its task: one ps of three ranks, two of more; there is a chief."""
     count = 1 if comm.size == 3 else 2
     jobs = ["ps"] * count + ["worker"] * (comm.size - count - 1) + ["chief"]
     cluster = {job: ["a"] * jobs.count(job) for job in jobs}
@@ -38,12 +38,12 @@ def servers(comm, monkeypatch):
 
 
 def make(strategy=None):
-    """A count of steps, and weights all elements of which are to be that number."""
+    """A step counter, and weights whose elements all equal that number."""
     return Variable(0, name="step"), Variable(np.zeros(SIZE), name="weights")
 
 
 def model_fn(strategy):
-    """The evaluated: step and weights, read apart from each other."""
+    """Evaluate step and weights, which are read at different times."""
     step, weights = make()
     mean = metrics.Mean()
 
@@ -59,13 +59,13 @@ def model_fn(strategy):
 
 
 def parts(context):
-    """All row numbers, of which a pipeline among several would get its part."""
+    """All row numbers; one of several pipelines would get a part of them."""
     share = np.array_split(np.arange(SIZE), context.num_input_pipelines)[context.input_pipeline_id]
     return np.array_split(share, 3)
 
 
 def train(directory, steps):
-    """Each worker counts by itself; the chief saves now and then."""
+    """Each worker counts its steps; the chief saves sometimes."""
 
     def train_fn(strategy):
         with strategy.scope():
@@ -84,7 +84,7 @@ def train(directory, steps):
 
 
 def held(path):
-    """What a checkpoint's file says, of which an evaluation must give all."""
+    """The content of a checkpoint's file, all of which an evaluation must return."""
     step, weights = make()
     Checkpoint(step=step, weights=weights).restore(path)
     number, values = int(step), weights.numpy()
@@ -111,7 +111,7 @@ def test_without_an_evaluator_every_worker_evaluates_what_each_checkpoint_holds(
 
 
 def test_a_worker_evaluates_while_the_others_train(comm, directory):
-    """The servers' variables stay as training left them; they are refused where they are used."""
+    """The servers' variables keep training's values; access to them is refused."""
     if comm.rank == 0:
         with training_ends(directory):
             for number in (1, 2):

@@ -1,4 +1,4 @@
-"""`strategy.extended`, and what the replica context shares with it."""
+"""`strategy.extended`, and the methods that it shares with the replica context."""
 
 from collections import namedtuple
 
@@ -7,7 +7,7 @@ import pytest
 
 from collectives import OpMismatchError, ShapeMismatchError
 from strategies import Variable, get_replica_context, get_strategy, in_cross_replica_context
-from strategies.communication.options import CommunicationOptions
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.values import PerReplica
 from tests.strategies.support import lone_strategy, mirrored, recorded, refusal, same_refusal
 
@@ -186,10 +186,10 @@ def test_update_of_something_else():
     assert (kept, result) == ([5], (None,))
 
 
-# --- variables and questions ---------------------------------------------------------------------
+# --- variables and properties --------------------------------------------------------------------
 
 
-def test_variables_know_their_strategy():
+def test_variables_have_their_strategy():
     strategy, other = lone_strategy(), lone_strategy()
     with strategy.scope():
         variable = Variable(1.0)

@@ -1,4 +1,4 @@
-"""Models of frameworks are refused where several ranks would train them apart."""
+"""Models of frameworks are refused where several ranks would train them independently."""
 
 import functools
 import gc
@@ -24,7 +24,7 @@ from strategies import (
     optimizers,
 )
 from strategies.coordinator import ClusterCoordinator
-from strategies.foreign.reach import training_within
+from strategies.foreign.reach import find_trainable
 from tests.strategies.imagined_framework import Model, Optimizer, imagined, load, unloaded
 from tests.strategies.parameter_servers import run_workers, strategy_on
 from tests.strategies.support import (
@@ -38,10 +38,11 @@ from tests.strategies.support import (
 __all__ = ["imagined", "unloaded"]
 
 MADE = (
-    "(?s)the Imagined Model 'net' was made in the scope of {}: it would train apart.*do it by hand"
+    "(?s)the Imagined Model 'net' was created in the scope of {}: it would train independently"
+    ".*do it by hand"
 )
-REACHED = "(?s)the Imagined Model 'net' is reached by what run of {} calls: .*do it by hand"
-STEPPED = "the Imagined Optimizer 'Descent' was to change variables inside the {}: "
+REACHED = "(?s)the Imagined Model 'net' is used in run of {}: .*do it by hand"
+STEPPED = "the Imagined Optimizer 'Descent' would change variables inside the {}: "
 
 
 def local_sgd(communicator):
@@ -128,11 +129,11 @@ def test_the_default_strategy_and_one_device_are_one_replica(imagined):
 
 
 def in_scopes(function):
-    """Call it with a strategy of two replicas, both of them threads."""
+    """Call it with a strategy of two replicas, both threads."""
     return on_ranks(2, function)
 
 
-def test_what_is_frozen_when_the_scope_is_left_may_be_made_in_it(imagined):
+def test_a_model_that_is_frozen_at_the_end_of_the_scope_is_allowed(imagined):
     def body(strategy):
         with strategy.scope():
             net = Model("net")
@@ -142,8 +143,8 @@ def test_what_is_frozen_when_the_scope_is_left_may_be_made_in_it(imagined):
     assert in_scopes(body) == ["net", "net"]
 
 
-def test_what_is_gone_when_the_scope_is_left_may_have_been_made_in_it(imagined):
-    """Though the garbage collector hasn't yet come to it."""
+def test_a_model_that_no_longer_exists_at_the_end_of_the_scope_is_allowed(imagined):
+    """Although the garbage collector hasn't collected it yet."""
 
     def body(strategy):
         gc.disable()
@@ -212,7 +213,7 @@ def test_another_threads_models_are_not_the_scopes(imagined):
 
 
 def test_a_framework_imported_inside_counts(unloaded):
-    """Its objects are found though nothing told of them when they were made."""
+    """Its objects are found although no hook recorded their creation."""
     kept = []
 
     def body(strategy):
@@ -222,7 +223,7 @@ def test_a_framework_imported_inside_counts(unloaded):
 
     strategy = lone_strategy()
     strategy.trains_alone = False
-    refusal(TypeError, "Model 'net with a long name' was made in", body, strategy)
+    refusal(TypeError, "Model 'net with a long name' was created in", body, strategy)
 
 
 def test_a_strategy_put_in_force_without_a_scope(imagined):
@@ -350,8 +351,8 @@ REACHING = {
 @pytest.mark.parametrize("way", REACHING)
 def test_what_is_reached(imagined, way):
     name, function, arguments = REACHING[way]
-    assert training_within(function, arguments, {}).name == name
-    assert training_within(lambda **named: named, [0], {"a": [function, *arguments]}).name == name
+    assert find_trainable(function, arguments, {}).name == name
+    assert find_trainable(lambda **named: named, [0], {"a": [function, *arguments]}).name == name
 
 
 def test_what_is_not_reached(imagined):
@@ -370,12 +371,12 @@ def test_what_is_not_reached(imagined):
     circle = []
     circle.append(circle)
     arguments = [numbers, circle, [0] * 100_000 + [Model("far")], lone_strategy(), Model, {1, 2}]
-    assert training_within(step, arguments, {"x": Variable(1.0)}) is None
-    assert training_within(waits, [], {}) is None
+    assert find_trainable(step, arguments, {"x": Variable(1.0)}) is None
+    assert find_trainable(waits, [], {}) is None
     never = 0
 
 
-# Their names are attributes of other objects in the functions below.
+# The functions below use these names as attributes of other objects.
 net, elements = Model("unrelated"), [Model("unrelated")]
 
 
@@ -386,9 +387,9 @@ def attributes(given):
 
 
 def test_names_of_attributes_are_no_globals(imagined):
-    assert training_within(attributes, [np.ones(3)], {}) is None
+    assert find_trainable(attributes, [np.ones(3)], {}) is None
     # Methods that the function doesn't call.
-    assert training_within(lambda given: given, [Uncalled()], {}) is None
+    assert find_trainable(lambda given: given, [Uncalled()], {}) is None
 
 
 class Uncalled:
@@ -397,19 +398,19 @@ class Uncalled:
 
 
 def test_large_data_costs_little(imagined):
-    """Of what is too far away nothing is looked at, in whichever order a set gives it."""
+    """Nothing beyond the limit is searched, in whichever order a set is iterated."""
     data = [[Slotted(number) for number in range(64)] for _ in range(64)]
-    seconds = min(timeit.repeat(lambda: training_within(lambda: data, [], {}), number=1, repeat=50))
-    assert seconds < 1e-3  # about 50 µs, and more than 10 ms if all were looked at
+    seconds = min(timeit.repeat(lambda: find_trainable(lambda: data, [], {}), number=1, repeat=50))
+    assert seconds < 1e-3  # about 50 µs, and more than 10 ms if all were searched
     far = {Slotted(Slotted(number)) for number in range(63)} | {Slotted(Slotted(Model("far")))}
     wide = [far, *({Slotted(Slotted(number)) for number in range(64)} for _ in range(9))]
-    large = {Model(str(number)) for number in range(65)}  # ranks would see other ones first
+    large = {Model(str(number)) for number in range(65)}  # the first elements differ by rank
     for too_much in (wide, large):
-        assert training_within(lambda given=too_much: given, [], {}) is None
-    assert training_within(lambda: far, [], {}).name == "far"
+        assert find_trainable(lambda given=too_much: given, [], {}) is None
+    assert find_trainable(lambda: far, [], {}).name == "far"
 
 
-def test_run_says_nothing_of_what_it_may_call(imagined):
+def test_run_accepts_allowed_objects(imagined):
     frozen = Model("frozen", frozen=True)
 
     def one_replica(strategy, number):
@@ -435,14 +436,16 @@ def test_variables_that_are_none(comm, imagined):
     def pairs(other):
         return lambda: [(np.ones(3), own), (np.ones(3), other())]
 
-    foreign = "the Imagined Model 'net' at position 1 of apply_gradients is no strategies.Variable"
+    foreign = (
+        "the Imagined Model 'net' at position 1 of apply_gradients is not a strategies.Variable"
+    )
     refused = functools.partial(same_refusal, comm, TypeError)
     refused(foreign, applied, strategy, pairs(lambda: Model("net")))
     array = "the variable at position 1 is a ndarray: must be a strategies.Variable"
     refused(array, applied, strategy, pairs(lambda: np.ones(3)))
     views = optimizers.SGD(1.0).gradient_views
     refused("at position 1", strategy.run, lambda: views([own, np.ones(3)]))
-    # One rank alone: the same error on all, at once, and the next step works.
+    # On one rank only: the same error on all ranks at once, and the next step works.
     last = comm.rank == comm.size - 1
     same_refusal(
         comm,
@@ -458,7 +461,7 @@ def test_variables_that_are_none(comm, imagined):
 
 
 class Differentiated:
-    """An array that can't be read, as a tensor of torch that requires a gradient."""
+    """An array that can't be read, as a torch tensor that requires a gradient."""
 
     def __array__(self, dtype=None, copy=None):
         raise RuntimeError("use detach()")
@@ -498,7 +501,7 @@ def test_gradients_that_are_absent_or_unreadable(comm):
 
 
 class Saved(Model):
-    """Speaks the protocol of checkpoints."""
+    """Has the protocol Saveable."""
 
     def saved_tensors(self):
         return {"": np.ones(2)}
@@ -507,10 +510,10 @@ class Saved(Model):
         pass
 
 
-def test_checkpoints_refuse_what_they_would_leave_out(imagined, tmp_path):
+def test_checkpoints_refuse_models_that_they_cannot_save(imagined, tmp_path):
     step = Variable(3)
     frozen = Model("net", frozen=True)
-    match = "(?s){} is the Imagined Model 'net', of which a Checkpoint saves nothing.*saved_tensors"
+    match = "(?s){} is the Imagined Model 'net', which a Checkpoint can't save.*saved_tensors"
     refusal(TypeError, match.format("model"), Checkpoint, model=Model("net"))
     refusal(TypeError, match.format("model"), Checkpoint, model=frozen)
     holder = {"step": step, "models": [0, Model("net")]}

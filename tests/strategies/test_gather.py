@@ -1,4 +1,4 @@
-"""`gather` for all replicas, and what a replica may do with its peers inside `run`."""
+"""`gather` for all replicas, and collective calls of replicas inside `run`."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.mpi
 
 
 def rows_of(rank):
-    """Rank r has r + 1 rows of two columns, which tell where they come from."""
+    """Rank r has r + 1 rows of two columns; values depend on rank and row."""
     return np.array([[10.0 * rank + row, -row] for row in range(rank + 1)])
 
 
@@ -34,7 +34,7 @@ in_both_ways = pytest.mark.parametrize("gather", WAYS.values(), ids=WAYS)
 
 
 @in_both_ways
-def test_rows_come_in_the_order_of_the_replicas(strategy, gather):
+def test_rows_are_in_the_order_of_the_replicas(strategy, gather):
     rank, size = strategy.communicator.rank, strategy.num_replicas_in_sync
     result = gather(strategy, {"x": rows_of(rank), "y": (np.int16([rank]),)}, 0)
     np.testing.assert_array_equal(result["x"], all_rows(size))
@@ -53,7 +53,7 @@ def test_along_another_axis(strategy, gather, axis):
 
 @in_both_ways
 def test_the_truth_about_all_gather_of_0_and_1(strategy, gather):
-    # TensorFlow's own documentation says [1, 2]: §2.14.
+    # TensorFlow's own documentation has [1, 2]: §2.14.
     rank, size = strategy.communicator.rank, strategy.num_replicas_in_sync
     np.testing.assert_array_equal(gather(strategy, np.array([rank]), 0), np.arange(size))
 

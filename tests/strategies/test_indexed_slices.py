@@ -1,4 +1,4 @@
-"""Sparse gradients: joined over the replicas, applied as Keras 3 does; rows looked up."""
+"""Sparse gradients: concatenated over the replicas, applied as in Keras 3; sparse reads."""
 
 import ml_dtypes
 import numpy as np
@@ -13,14 +13,14 @@ from strategies import (
     get_replica_context,
     optimizers,
 )
-from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup, reduce_slices
+from strategies.core.indexed_slices import IndexedSlices, embedding_lookup, reduce_slices
 from tests.strategies.support import on_ranks, refusal
 
 ROWS = 6
 
 
 def slices_of(rank, step=0):
-    """Some rows of a (6, 2) array, row 1 twice; as many as the rank's number and two more."""
+    """Rows of a (6, 2) array, row 1 twice; two more than the rank's number."""
     chance = np.random.default_rng([rank, step])
     indices = [1, 1, *chance.integers(0, ROWS, rank)]
     return IndexedSlices(chance.normal(size=(len(indices), 2)), indices, (ROWS, 2))
@@ -95,7 +95,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_they_count_as_their_sum_made_dense(size, rule):
-    """Beside a dense gradient, and in several steps, in which other rows have gradients."""
+    """Together with a dense gradient, in several steps with gradients of different rows."""
 
     def body(strategy):
         rank = strategy.communicator.rank
@@ -118,7 +118,7 @@ def test_they_count_as_their_sum_made_dense(size, rule):
 
 def test_descent_touches_only_the_rows_that_have_a_gradient():
     variable, optimizer = Variable(np.array([[1.0], [2.0], [3.0]])), optimizers.SGD(np.inf)
-    # Of a gradient of zero an infinite step would make NaN.
+    # An infinite step with a gradient of zero would give NaN.
     optimizer.apply_gradients([(IndexedSlices([[1.0], [2.0]], [2, 2]), variable)])
     assert variable.numpy().tolist() == [[1.0], [2.0], [-np.inf]]
 
@@ -171,13 +171,13 @@ def test_ranks_of_which_one_has_a_dense_gradient_all_raise():
     assert on_ranks(3, body) == [(MismatchError, -3.0)] * 3
 
 
-# --- rows looked up ------------------------------------------------------------------------------
+# --- sparse reads --------------------------------------------------------------------------------
 
 TABLE = np.arange(12.0).reshape(ROWS, 2)
 
 
 @pytest.mark.parametrize("ids", [[4, 0, 4], [[1], [2]], 3, [], np.array([5], np.uint8)])
-def test_rows_are_looked_up(ids):
+def test_rows_are_read(ids):
     rows = embedding_lookup(Variable(TABLE), ids)
     np.testing.assert_array_equal(rows, TABLE[np.asarray(ids, int)])
     rows[...] = 99
@@ -226,7 +226,7 @@ def test_rows_of_what_is_aggregated_on_read(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_all_reduce_joins_rows_beside_arrays(size, op):
+def test_all_reduce_concatenates_rows_and_sums_arrays(size, op):
     def body(strategy):
         rank = strategy.communicator.rank
         value = {"dense": np.full(2, rank + 1.0), "rows": slices_of(rank)}

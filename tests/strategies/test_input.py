@@ -1,4 +1,4 @@
-"""Datasets between ranks: §2.4 and §2.5 of tf_semantics.md."""
+"""Distributed datasets: §2.4 and §2.5 of tf_semantics.md."""
 
 from collections import namedtuple
 
@@ -14,7 +14,7 @@ Example = namedtuple("Example", "image label")
 
 
 def distributed(size, batches_of):
-    """What each rank gets of its `batches_of(rank)`, as a list, twice over."""
+    """Each rank's batches of its `batches_of(rank)`, as a list; two iterations."""
 
     def body(strategy):
         dataset = strategy.experimental_distribute_dataset(batches_of(strategy.communicator.rank))
@@ -41,7 +41,7 @@ def test_the_batch_size_of_a_replica(replicas, batch, expected):
 
 
 @pytest.mark.parametrize(("replicas", "batch"), [(2, 5), (3, 4), (4, 2), (2, -3)])
-def test_a_batch_size_that_leaves_a_rest(replicas, batch):
+def test_a_batch_size_that_leaves_a_remainder(replicas, batch):
     context = InputContext(num_replicas_in_sync=replicas)
     text = refusal(ValueError, "global_batch_size", context.get_per_replica_batch_size, batch)
     expected = f"global_batch_size={batch}: must be a multiple of the {replicas} replicas"
@@ -96,7 +96,7 @@ def test_batches_keep_structure_dtype_and_trailing_shape():
         assert (part["b"][0].shape, part["b"][0].dtype) == ((rows, 0), np.bool_)
 
 
-def test_a_dataset_is_iterated_anew_each_time():
+def test_a_dataset_can_be_iterated_again():
     class Counting:
         epochs = 0
 
@@ -132,7 +132,7 @@ def test_what_has_no_axis_is_no_batch(leaf):
     refusal(ValueError, "a batch has .* must be arrays with an axis 0", list, dataset)
 
 
-# --- an end that all agree on --------------------------------------------------------------------
+# --- one end on all ranks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 3], [0, 2], [2, 0], [0, 0], [1, 0, 2], [0, 0, 1]])

@@ -1,4 +1,4 @@
-"""Ranks that cut parts from global batches which aren't the same are warned; the end as a value."""
+"""A warning where ranks take parts of different global batches; the end as an optional."""
 
 import logging
 
@@ -12,7 +12,7 @@ WARNING = "the ranks' first global batches differ"
 
 
 class Shuffled:
-    """Ten examples in batches of four, in an order that the seed gives; names beside them."""
+    """Ten examples in batches of four, in an order given by the seed; with names."""
 
     def __init__(self, seed):
         self._seed = seed
@@ -25,7 +25,7 @@ class Shuffled:
 
 
 def rows_seen(strategy, seed, policy=None):
-    """What this rank gets in two epochs."""
+    """This rank's examples in two epochs."""
     data = strategy.experimental_distribute_dataset(
         Shuffled(seed), InputOptions(auto_shard_policy=policy)
     )
@@ -40,7 +40,7 @@ def test_ranks_that_shuffle_each_by_itself_are_warned_once(size, policy, caplog)
 
     with caplog.at_level(logging.WARNING, "strategies"):
         seen = np.concatenate(on_ranks(size, body)).tolist()
-    assert sorted(seen) != sorted(2 * list(range(10)))  # some are lost, and some come twice
+    assert sorted(seen) != sorted(2 * list(range(10)))  # some are lost, and some are repeated
     assert [WARNING in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -65,7 +65,7 @@ def test_ranks_that_read_each_for_itself_are_not_warned(size, policy, caplog):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_end_as_a_value_comes_on_all_ranks_at_once(size):
+def test_the_end_as_an_optional_is_at_the_same_step_on_all_ranks(size):
     def body(strategy):
         rank = strategy.communicator.rank
         data = strategy.distribute_datasets_from_function(

@@ -1,4 +1,4 @@
-"""Datasets of arrays: batch, shuffle and repeat as in `tf.data`, and orders that ranks share."""
+"""Datasets of arrays: batch, shuffle and repeat as in `tf.data`, and the same order on ranks."""
 
 from collections import namedtuple
 
@@ -75,7 +75,7 @@ def test_arrays_without_rows_in_common(arrays, match):
     refusal(ValueError, match, lone_strategy().experimental_make_numpy_dataset, arrays)
 
 
-def test_repeat_before_batch_leaves_no_short_batch():
+def test_repeat_before_batch_gives_no_short_batch():
     assert lists(numbers(3).repeat(2).batch(2)) == [[0, 1], [2, 0], [1, 2]]
     assert lists(numbers(3).batch(2).repeat(2)) == [[0, 1], [2], [0, 1], [2]]
     assert lists(numbers(3).repeat(0).batch(2)) == []
@@ -99,7 +99,7 @@ def test_nothing_repeated_without_end_is_nothing():
         (lambda: numbers(3).repeat().batch(2).shuffle(), "buffer_size=None: must be a number"),
     ],
 )
-def test_numbers_that_make_no_sense(call, match):
+def test_invalid_numbers(call, match):
     refusal(ValueError, match, call)
 
 
@@ -113,7 +113,7 @@ def test_elements_of_files_are_stacked():
 
 
 @given(st.integers(0, 40), st.one_of(st.none(), st.integers(1, 50)), st.integers(-3, 3))
-def test_a_shuffle_loses_nothing_and_looks_no_further_than_its_buffer(count, size, seed):
+def test_a_shuffle_is_a_permutation_within_its_buffer(count, size, seed):
     order = [int(row) for row in numbers(count).shuffle(size, seed=seed)]
     assert sorted(order) == list(range(count))
     assert all(row <= place + (size or count) - 1 for place, row in enumerate(order))
@@ -140,12 +140,12 @@ def test_without_a_seed_the_order_is_by_chance():
 
 
 def distributed(size, make, **options):
-    """What each rank gets in two epochs, after one that was left early."""
+    """Each rank's batches in two epochs, after one that ended early."""
 
     def body(strategy):
         given = InputOptions(**options)
         dataset = strategy.experimental_distribute_dataset(make(), given)
-        next(iter(dataset))  # left early: read-ahead threads are then at different places
+        next(iter(dataset))  # ended early: read-ahead threads have then read differently far
         return [lists(dataset), lists(dataset)]
 
     return on_ranks(size, body)
@@ -154,7 +154,7 @@ def distributed(size, make, **options):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_ranks_that_cut_batches_shuffle_alike_without_a_seed(size, depth, repeats):
+def test_ranks_that_split_batches_shuffle_equally_without_a_seed(size, depth, repeats):
     def make():
         return numbers(20).shuffle().repeat(repeats).batch(5)
 
@@ -166,7 +166,7 @@ def test_ranks_that_cut_batches_shuffle_alike_without_a_seed(size, depth, repeat
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-def test_seed_offsets_give_every_rank_an_order_of_its_own(seed):
+def test_seed_offsets_give_every_rank_a_different_order(seed):
     def make():
         return numbers(12).shuffle(seed=seed).batch(6)
 
@@ -181,7 +181,7 @@ def test_seed_offsets_give_every_rank_an_order_of_its_own(seed):
 def test_a_seed_offset_is_the_rank():
     ranks = distributed(2, lambda: numbers(12).shuffle(seed=5).batch(2), sharding="seed_offset")
     alone = numbers(12).shuffle(seed=6).batch(1)
-    lists(alone)  # the iteration that was left early
+    lists(alone)  # the iteration that ended early
     assert ranks[1][0] == lists(alone)
 
 
@@ -206,7 +206,7 @@ def test_any_dataset_may_take_a_seed():
     assert ranks == [[[[0], [1]]] * 2, [[[100], [101]]] * 2]
 
 
-def test_whole_pipelines_of_their_own_are_shuffled_each_by_itself():
+def test_separate_pipelines_are_shuffled_independently():
     ranks = distributed(2, lambda: numbers(30).shuffle().batch(30), auto_shard_policy="OFF")
     first, second = (rows(rank[0]) for rank in ranks)
     assert sorted(first) == sorted(second) == list(range(30))

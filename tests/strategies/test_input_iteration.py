@@ -1,4 +1,4 @@
-"""Iterating together: failures on one rank, endless data, element_spec, read-ahead."""
+"""Distributed iteration: failures on one rank, infinite data, element_spec, read-ahead."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ with_and_without_a_thread = pytest.mark.parametrize("depth", DEPTHS)
 
 
 class Failing:
-    """Yields `count` batches and raises, until it is mended."""
+    """Yields `count` batches and raises, until its error is None."""
 
     def __init__(self, count, error):
         self.count, self.error = count, error
@@ -51,7 +51,7 @@ def wait_for_readers_to_end():
 @with_and_without_a_thread
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("bad", [0, 2])
-def test_the_other_ranks_learn_of_an_exception_at_its_step(depth, count, bad):
+def test_the_other_ranks_get_an_exception_at_its_step(depth, count, bad):
     def body(strategy):
         rank = strategy.communicator.rank
         source = Failing(count, KeyError("lost") if rank == bad else None)
@@ -76,7 +76,7 @@ def test_the_other_ranks_learn_of_an_exception_at_its_step(depth, count, bad):
     wait_for_readers_to_end()
 
 
-def test_ranks_whose_iterations_come_apart():
+def test_ranks_whose_iterations_are_at_different_steps():
     def body(strategy):
         batches = [np.full(2, step) for step in range(6)]
         dataset = strategy.experimental_distribute_dataset(batches)
@@ -131,7 +131,7 @@ def test_exceptions_of_several_ranks():
     )
 
 
-def test_what_ranks_were_told_of_a_third_one_is_passed_on_once():
+def test_an_error_received_from_another_rank_is_forwarded_once():
     told = "the dataset of rank 7 raised OSError: no head"
 
     def body(strategy):
@@ -183,7 +183,7 @@ def test_a_function_that_raises_on_one_rank():
     assert first == third == f"the dataset of rank 1 raised ValueError: {second}"
 
 
-def test_a_step_that_met_a_deadline_is_made_again():
+def test_a_step_that_exceeded_a_deadline_is_repeated():
     def one_rank(transport):
         communicator = Communicator(transport, deadline=0.2)
         iterator = iter(distribute(communicator, [np.arange(2), np.arange(2, 4)]))
@@ -225,7 +225,7 @@ def test_an_iterator_that_ended_stays_ended():
         iterator = iter(strategy.experimental_distribute_dataset([np.arange(2)] * rank))
         taken = [iterator.get_next().tolist() for _ in range(2)]
         refusal(StopIteration, None, next, iterator)
-        if rank == 0:  # asks again, alone
+        if rank == 0:  # calls again, alone
             refusal(StopIteration, None, iterator.get_next)
         return taken
 
@@ -266,10 +266,10 @@ def test_the_spec_of_the_batches(size, early):
     }
     for specs in on_ranks(size, body):
         assert specs == [expected] * (2 + early)
-    assert sorted(read) == [0] * size + [1] * size  # asking took no batch from anybody
+    assert sorted(read) == [0] * size + [1] * size  # reading the spec consumed no batch
 
 
-def test_an_iterator_knows_the_spec_before_its_first_batch():
+def test_an_iterator_has_the_spec_before_its_first_batch():
     class Counting(list):
         begun = 0
 
@@ -333,7 +333,7 @@ def test_without_any_batch_there_is_no_spec():
     assert on_ranks(2, body) == [(1, spec(None))] * 2
 
 
-def test_a_source_that_raises_when_its_spec_is_asked_for():
+def test_a_source_that_raises_when_its_spec_is_read():
     def body(strategy):
         source = Failing(0, OSError("not yet"))
         dataset = strategy.experimental_distribute_dataset(source)
@@ -348,7 +348,7 @@ def test_a_source_that_raises_when_its_spec_is_asked_for():
 
 
 def counting(read, count=None):
-    """A generator of numbers that notes what it was asked for, and when it is closed."""
+    """A generator of numbers that records which were read, and when it is closed."""
     try:
         number = 0
         while count is None or number < count:
@@ -360,7 +360,7 @@ def counting(read, count=None):
 
 
 def until(condition):
-    """Wait for another thread to get there."""
+    """Wait for a condition that another thread makes true."""
     ending = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < ending
@@ -375,7 +375,7 @@ def test_what_is_read_ahead_is_the_same(count, depth):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_reading_goes_no_further_ahead_than_asked_for(depth):
+def test_reading_ahead_is_limited_to_the_depth(depth):
     read = []
     ahead = read_ahead(counting(read), depth)
     assert not readers()
@@ -389,9 +389,9 @@ def test_reading_goes_no_further_ahead_than_asked_for(depth):
     assert read[-1] == "closed"
 
 
-def test_the_reader_ends_with_the_iterator_that_is_let_go():
+def test_the_reader_ends_when_the_iterator_is_deleted():
     read = []
-    source = counting(read)  # held on to here: nobody else would close it
+    source = counting(read)  # referenced here, so that only the reader can close it
     ahead = read_ahead(source, 2)
     next(ahead)
     assert len(readers()) == 1
@@ -401,7 +401,7 @@ def test_the_reader_ends_with_the_iterator_that_is_let_go():
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_what_the_source_raises_comes_in_its_place_with_its_traceback(error):
+def test_an_exception_of_the_source_is_raised_in_its_place_with_its_traceback(error):
     def source():
         yield 1
         raise error("broken")
@@ -414,7 +414,7 @@ def test_what_the_source_raises_comes_in_its_place_with_its_traceback(error):
     wait_for_readers_to_end()
 
 
-def test_a_distributed_iteration_left_early_leaves_no_reader():
+def test_a_distributed_iteration_that_ends_early_ends_its_reader():
     options = InputOptions(experimental_per_replica_buffer_size=2)
     endless = make_numpy_dataset(np.arange(3)).batch(2).repeat()
     dataset = lone_strategy().experimental_distribute_dataset(endless, options)
@@ -424,7 +424,7 @@ def test_a_distributed_iteration_left_early_leaves_no_reader():
     assert dataset.element_spec == spec(None, dtype="int64")
 
 
-def test_reading_ahead_happens_beside_the_step():
+def test_reading_ahead_runs_during_the_step():
     reading, go_on = threading.Event(), threading.Event()
 
     class Source:
@@ -437,7 +437,7 @@ def test_reading_ahead_happens_beside_the_step():
     options = InputOptions(experimental_per_replica_buffer_size=1)
     iterator = iter(lone_strategy().experimental_distribute_dataset(Source(), options))
     next(iterator)
-    assert reading.wait(20)  # while nobody asks
+    assert reading.wait(20)  # without a request
     go_on.set()
     assert next(iterator) == 1
     refusal(StopIteration, None, next, iterator)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from strategies import get_strategy
-from strategies.communication.options import CommunicationOptions
-from strategies.core.run_options import RunOptions
+from strategies.base.run_options import RunOptions
+from strategies.core.communication_options import CommunicationOptions
 from strategies.input import (
     AutoShardPolicy,
     InputOptions,
@@ -48,7 +48,7 @@ def test_options_in_tensorflows_order():
 
 
 def test_subclasses_of_options():
-    """They have what their base has, and the attributes that they declare themselves."""
+    """They have their base's attributes, and those that they declare themselves."""
     for base in (InputOptions, DistributeOptions, Options, CommunicationOptions, RunOptions):
 
         class Plain(base):
@@ -76,7 +76,7 @@ def test_subclasses_of_options():
 
 
 def test_attributes_that_there_are_not():
-    """A policy that is assigned a level too high is not left out in silence."""
+    """A policy that is assigned one level too high isn't silently ignored."""
     options = Options()
     refusal(
         AttributeError,
@@ -109,13 +109,13 @@ def test_options_that_can_not_be_changed(kind):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"experimental_per_replica_buffer_size": -1}, "=-1: must be an int from 0 on"),
-        ({"experimental_per_replica_buffer_size": 0.5}, "=0.5: must be an int from 0 on"),
+        ({"experimental_per_replica_buffer_size": -1}, "=-1: must be an int of at least 0"),
+        ({"experimental_per_replica_buffer_size": 0.5}, "=0.5: must be an int of at least 0"),
         ({"sharding": "seeds"}, "sharding='seeds': must be None or 'seed_offset'"),
-        ({"sharding": "seed_offset", "auto_shard_policy": "OFF"}, "goes with no auto_shard_pol"),
+        ({"sharding": "seed_offset", "auto_shard_policy": "OFF"}, "must be only one of them"),
     ],
 )
-def test_options_that_make_no_sense(given, text):
+def test_invalid_options(given, text):
     refusal(ValueError, text, InputOptions, **given)
 
 
@@ -128,7 +128,7 @@ def test_a_dataset_function_shards_by_itself(given):
         )
 
     (text,) = set(on_ranks(2, body))
-    assert text.startswith("options ask for sharding, but distribute_datasets_from_function")
+    assert text.startswith("options request sharding, but distribute_datasets_from_function")
 
 
 @pytest.mark.parametrize("older", ["", "experimental_"])
@@ -163,7 +163,7 @@ def test_values_from_a_function(size):
     ]
 
 
-def test_the_default_strategy_has_one_replica_and_leaves_datasets_alone():
+def test_the_default_strategy_has_one_replica_and_returns_datasets_unchanged():
     strategy, dataset = get_strategy(), [np.zeros(1)]
     assert strategy.experimental_distribute_values_from_function(lambda c: c) == ValueContext(0, 1)
     options = InputOptions(experimental_per_replica_buffer_size=2)

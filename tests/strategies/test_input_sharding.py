@@ -24,7 +24,7 @@ OWN_PIPELINE = ["OFF", "HINT"]
 
 
 def shares(size, make, **options):
-    """What each rank gets of its `make(rank)`, as lists."""
+    """Each rank's batches of its `make(rank)`, as lists."""
 
     def body(strategy):
         dataset = make(strategy.communicator.rank)
@@ -117,7 +117,7 @@ def test_rebatching_crosses_the_limits_of_batches():
     assert own == [[[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]], [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]]
 
 
-def test_a_batch_smaller_than_the_world_leaves_ranks_without_rows_in_turn():
+def test_with_a_batch_smaller_than_the_world_ranks_have_no_rows_in_turn():
     assert shares(3, lambda rank: [np.array([7])], auto_shard_policy="off") == [
         [[7], [], []],
         [[], [], [7]],
@@ -135,7 +135,7 @@ def test_the_declared_batch_size_counts_not_the_first_batch():
     assert own == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_a_rank_whose_own_data_end_early_takes_part_with_empty_batches():
+def test_a_rank_whose_data_end_early_gets_empty_batches():
     own = shares(2, lambda rank: eight_rows()[rank:], auto_shard_policy="off")
     assert own == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[4, 5], [6, 7], [], []]]
 
@@ -195,7 +195,7 @@ def test_every_row_of_every_file_goes_to_exactly_one_rank(size, more, rows):
 
 def test_too_few_files_are_the_same_error_on_every_rank():
     (text,) = set(refusals(3, ValueError, lambda rank: files(2), auto_shard_policy="FILE"))
-    expected = "auto_shard_policy=FILE: 2 files can't be dealt to 3 ranks, one each at least"
+    expected = "auto_shard_policy=FILE: 2 files for 3 ranks: each rank needs at least one file"
     assert text == expected
 
 
@@ -225,11 +225,13 @@ def test_the_folder_of_a_file_may_differ():
 
 
 def test_a_file_dataset_takes_paths_and_a_function():
-    refusal(TypeError, "files='a.txt' is one path: must be a list", FileDataset, "a.txt", list)
+    refusal(
+        TypeError, "files='a.txt' is one path: must be a list of paths", FileDataset, "a.txt", list
+    )
     refusal(TypeError, "read=5: must be a function of a path", FileDataset, ["a.txt"], 5)
 
 
-def test_files_are_still_known_behind_transformations():
+def test_transformations_keep_the_files():
     def make(rank):
         rows = FileDataset(["a0", "a1", "a2"], lambda name: int(name[1]) * 10 + np.arange(3))
         return rows.repeat(2).batch(3)
@@ -244,7 +246,7 @@ def records_of(caplog):
     return [(r.levelno, r.getMessage()) for r in caplog.records if r.name == "strategies"]
 
 
-def test_auto_deals_out_files(caplog):
+def test_auto_splits_files(caplog):
     caplog.set_level(logging.INFO, "strategies")
     assert shares(2, lambda rank: files(2)) == [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]
     text = "AutoShardPolicy.AUTO chose FILE: there is at least one file for each rank"
@@ -255,8 +257,8 @@ def test_auto_falls_back_where_files_are_too_few(caplog):
     ranks = shares(3, lambda rank: files(2))
     assert ranks == [[[0, 1], [10, 11]], [[2, 3], [12, 13]], [[], []]]
     text = (
-        "AutoShardPolicy.AUTO chose DATA, every rank reads everything: 2 files can't be dealt"
-        " to 3 ranks, one each at least"
+        "AutoShardPolicy.AUTO chose DATA, every rank reads everything: 2 files for 3 ranks:"
+        " each rank needs at least one file"
     )
     assert records_of(caplog) == [(logging.WARNING, text)]
 
@@ -276,7 +278,7 @@ def test_auto_falls_back_where_the_ranks_files_differ():
     assert [len(batches) for batches in ranks] == [3, 3]
 
 
-# --- where the policy comes from -----------------------------------------------------------------
+# --- sources of the policy -----------------------------------------------------------------------
 
 
 def with_policy(dataset, policy):
@@ -285,7 +287,7 @@ def with_policy(dataset, policy):
     return dataset.with_options(options)
 
 
-def test_the_datasets_own_options_are_honoured():
+def test_the_datasets_own_options_are_used():
     def make(rank):
         return with_policy(make_numpy_dataset(np.arange(4)).batch(4), AutoShardPolicy.OFF)
 
@@ -294,12 +296,12 @@ def test_the_datasets_own_options_are_honoured():
     assert shares(2, make, auto_shard_policy="DATA") == [[[0, 1]], [[2, 3]]]
 
 
-def test_data_can_be_asked_for_where_there_are_files():
+def test_data_can_be_requested_where_there_are_files():
     assert shares(2, lambda rank: files(2), auto_shard_policy="DATA")[1] == [[2, 3], [12, 13]]
 
 
 class AsTensorFlow:
-    """Looks as a `tf.data.Dataset` does from outside; its own iterator would give tensors."""
+    """Has the attributes of a `tf.data.Dataset`, whose own iterator would yield tensors."""
 
     element_spec = "TensorSpec(shape=(None,), dtype=tf.int64)"
 
@@ -313,7 +315,7 @@ class AsTensorFlow:
         return iter(eight_rows())
 
     def options(self):
-        # The members of TensorFlow's enum are not this project's.
+        # The members of TensorFlow's enum aren't of this project's class.
         distribute = SimpleNamespace(auto_shard_policy=SimpleNamespace(value=self.policy))
         return SimpleNamespace(experimental_distribute=distribute)
 
@@ -326,18 +328,18 @@ def test_a_dataset_of_tensorflows(policy, expected):
     assert shares(2, lambda rank: AsTensorFlow(policy))[1] == expected
 
 
-def test_a_dataset_of_tensorflows_has_no_files_that_could_be_dealt_out():
+def test_a_tensorflow_dataset_has_no_files_to_split():
     (text,) = set(refusals(2, ValueError, lambda rank: AsTensorFlow(1)))
     assert text.endswith("the dataset of rank 0, a AsTensorFlow, isn't made of files")
 
 
-def test_ranks_that_ask_for_different_policies():
+def test_ranks_that_request_different_policies():
     def body(strategy):
         options = InputOptions(auto_shard_policy=["OFF", "DATA"][strategy.communicator.rank])
         distribute = strategy.experimental_distribute_dataset
         return refusal(ValueError, None, distribute, eight_rows(), options)
 
-    expected = "the ranks ask for different sharding: rank 0: OFF, rank 1: DATA"
+    expected = "the ranks request different sharding: rank 0: OFF, rank 1: DATA"
     assert on_ranks(2, body) == [expected] * 2
 
 
@@ -354,7 +356,7 @@ def test_options_must_be_input_options():
     refusal(TypeError, "options is a dict: must be None or InputOp", distribute, [], {})
 
 
-def test_a_dataset_that_cant_be_split_on_one_rank_alone():
+def test_a_dataset_that_cant_be_split_on_one_rank():
     class Broken(FileDataset):
         def auto_shard(self, num_shards, index):
             if index == 1:

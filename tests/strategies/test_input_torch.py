@@ -1,4 +1,4 @@
-"""Batches of torch: a `DataLoader` is a dataset like any other, and tensors stay tensors."""
+"""Batches of torch: a `DataLoader` is a dataset, and tensors stay tensors."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_a_loader_is_cut_into_parts():
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_every_epoch_is_shuffled_anew_and_alike(depth):
+def test_every_epoch_is_reshuffled_equally(depth):
     def make():
         chance = torch.Generator().manual_seed(3)
         return data.DataLoader(examples(9), batch_size=4, shuffle=True, generator=chance)
@@ -49,7 +49,7 @@ def test_every_epoch_is_shuffled_anew_and_alike(depth):
     assert ranks[0][1][0] != ranks[0][1][1]
 
 
-def test_whole_loaders_are_cut_anew_across_batches():
+def test_whole_loaders_are_rebatched():
     ranks = distributed(3, lambda: data.DataLoader(examples(7), batch_size=4), auto_shard_policy=-1)
     assert [epochs[0] for _, epochs in ranks] == [
         [[0, 1], [2], [3], [4, 5], [6], []],

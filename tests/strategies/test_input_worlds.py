@@ -1,4 +1,4 @@
-"""The input side between MPI ranks: the numbers of §2.4 and §2.5 at two and three ranks."""
+"""Distributed datasets between MPI ranks: the numbers of §2.4 and §2.5 at two and three ranks."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ several_ranks = pytest.mark.ranks(2, 3)
 
 
 def ranks_lists(comm, strategy, dataset, policy=None, **options):
-    """What every rank gets of its dataset, on all of them."""
+    """Every rank's batches, on all ranks."""
     given = InputOptions(auto_shard_policy=policy, **options)
     distributed = strategy.experimental_distribute_dataset(dataset, given)
     return comm.all_gather_object([batch.tolist() for batch in distributed])
@@ -29,7 +29,7 @@ def ranks_lists(comm, strategy, dataset, policy=None, **options):
 
 @pytest.fixture
 def files(tmp_path):
-    """Three files of two rows: on this rank's own disk, so to speak."""
+    """Three files of two rows, in a directory of this rank."""
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", 10 * number + np.arange(2))
     return FileDataset(sorted(tmp_path.glob("*.npy")), lambda path: [np.load(path)])
@@ -67,7 +67,7 @@ def test_own_pipelines_of_two_ranks(comm, strategy):
 
 @several_ranks
 @pytest.mark.parametrize("policy", [None, "FILE"])
-def test_files_are_dealt_out(comm, strategy, files, policy):
+def test_files_are_split_between_ranks(comm, strategy, files, policy):
     expected = {
         2: [[[0], [1], [20], [21]], [[10], [11], [], []]],
         3: [[[0], [1], []], [[10], [], [11]], [[], [20], [21]]],
@@ -80,14 +80,14 @@ def test_too_few_files(comm, strategy, files):
     few = FileDataset(files.files[:2], np.load)
     options = InputOptions(auto_shard_policy="FILE")
     distribute = strategy.experimental_distribute_dataset
-    same_refusal(comm, ValueError, "2 files can't be dealt to 3 ranks", distribute, few, options)
+    same_refusal(comm, ValueError, "2 files for 3 ranks", distribute, few, options)
     few = FileDataset(files.files[:2], lambda path: [np.load(path)])
     expected = [[[0], [10]], [[1], [11]], [[], []]]
     assert ranks_lists(comm, strategy, few) == expected
 
 
 @several_ranks
-def test_files_asked_for_where_there_are_none(comm, strategy):
+def test_file_sharding_of_a_dataset_without_files(comm, strategy):
     options = InputOptions(auto_shard_policy="FILE")
     distribute = strategy.experimental_distribute_dataset
     match = "the dataset of rank 0, a list, isn't made of files"

@@ -10,7 +10,7 @@ from tests.strategies.support import lone_strategy, refusal
 
 
 class Schedule:
-    """Notes the steps that it is asked for."""
+    """Records the steps that it is called with."""
 
     def __init__(self, scale=1.0):
         self.scale, self.steps = scale, []
@@ -32,7 +32,7 @@ def test_it_gets_the_step_from_0_and_is_called_once_for_each():
     steps_of(strategy, optimizer, variable, 3)
     assert schedule.steps == [0, 1, 2]
     np.testing.assert_allclose(variable, [-(1 + 1 / 2 + 1 / 3)], rtol=1e-7)
-    # As in Keras, the attribute is the number of now.
+    # As in Keras, the attribute is the current number.
     assert optimizer.learning_rate == optimizer.learning_rate == pytest.approx(1 / 4)
     assert schedule.steps == [0, 1, 2, 3]
     optimizer.learning_rate = 0.5
@@ -67,7 +67,7 @@ def test_ranks_compare_its_value_and_not_its_address(comm, strategy):
         schedule.scale = 1.0 + min(comm.rank, 1)
         text = refusal(MismatchError, None, steps_of, strategy, optimizer, variable, 1)
         assert "step 3 of DescentRule(learning_rate=0.3333" in text.splitlines()[1]
-        assert "rank 1: barrier(step 3 of DescentRule(learning_rate=0.6666" in text
+        assert "rank 1: step 3 of DescentRule(learning_rate=0.6666" in text
         assert set(comm.all_gather_object(text)) == {text}
         schedule.scale = "x" if comm.rank == 1 else 1.0
         text = refusal(MismatchError, None, steps_of, strategy, optimizer, variable, 1)
@@ -88,7 +88,7 @@ def test_what_is_no_number_is_refused():
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_restored_checkpoint_goes_on_from_its_step(strategy, tmp_path):
+def test_a_restored_checkpoint_continues_from_its_step(strategy, tmp_path):
     path = strategy.communicator.broadcast_object(str(tmp_path / "saved"))
 
     def made(rate):
@@ -106,7 +106,7 @@ def test_a_restored_checkpoint_goes_on_from_its_step(strategy, tmp_path):
     steps_of(strategy, other, again, 1)
     assert schedule.steps[-1] == 2
     np.testing.assert_allclose(again, variable.numpy() - 2 * 1.0, rtol=1e-6)
-    # A number takes the rate that the step had.
+    # A number is the rate that the step had.
     _, number, restored = made(7.0)
     restored.restore(written)
     assert number.learning_rate == pytest.approx(1 / 3)

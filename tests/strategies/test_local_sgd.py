@@ -1,4 +1,4 @@
-"""LocalSGDStrategy against a simulation in NumPy with float64; who averages what, and when."""
+"""LocalSGDStrategy against a simulation in NumPy with float64; what is averaged, and when."""
 
 import itertools
 import threading
@@ -24,8 +24,8 @@ from strategies import (
     get_replica_context,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.synchronous.local_sgd import averaging
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import limited, refusal, same_refusal
 
 SHAPES = [(3, 2), (), (4,)]
@@ -33,7 +33,7 @@ STEPS = 7
 
 
 def on_ranks(size, function, *arguments, **named):
-    """Call `function(strategy)` on so many threads, each a rank of a LocalSGDStrategy."""
+    """Call `function(strategy)` on `size` threads, each a rank of a LocalSGDStrategy."""
 
     def one_rank(transport):
         with limited(transport):
@@ -124,7 +124,7 @@ OUTER = {
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("outer", OUTER)
 def test_every_rank_has_the_simulations_values_after_every_step(size, every, inner, outer):
-    """Its own ones in between, and the same bits on all ranks after an averaging."""
+    """Local values between averagings, and the same bits on all ranks after one."""
     make, expected_inner = INNER[inner]
     make_outer, expected_outer = OUTER[outer]
 
@@ -175,8 +175,8 @@ def test_between_mpi_ranks(comm):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_no_optimizer_changed_is_left_alone(size):
-    """The mean of equal numbers may be another one, and integers have none."""
+def test_variables_without_updates_are_not_averaged(size):
+    """The mean of equal numbers may be another number, and integers have none."""
 
     def body(strategy):
         rank = strategy.communicator.rank
@@ -192,7 +192,7 @@ def test_what_no_optimizer_changed_is_left_alone(size):
 
 
 @pytest.mark.parametrize("outer", OUTER)
-def test_a_variable_that_one_rank_alone_changed_is_averaged_on_all(outer):
+def test_a_variable_that_only_one_rank_changed_is_averaged_on_all(outer):
     def body(strategy):
         with strategy.scope():
             first, second, optimizer = Variable(0.0), Variable(0.0), optimizers.SGD(1.0)
@@ -211,7 +211,7 @@ def test_a_variable_that_one_rank_alone_changed_is_averaged_on_all(outer):
     assert local.run(3, one_rank) == [expected] * 3
 
 
-def test_a_variable_that_one_rank_forgot_is_left_to_the_others():
+def test_a_variable_without_an_update_on_one_rank_is_averaged_by_the_others():
     def body(strategy):
         with strategy.scope():
             kept, dropped, optimizer = Variable(0.0), Variable(0.0), optimizers.SGD(1.0)
@@ -231,7 +231,7 @@ def test_a_variable_that_one_rank_forgot_is_left_to_the_others():
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_assignment_for_all_moves_what_was_agreed_on_too(size, outer):
-    """A restored checkpoint, in the middle of a round, is no outer gradient."""
+    """A checkpoint that is restored in the middle of a round isn't an outer gradient."""
 
     def body(transport):
         with limited(transport):
@@ -320,7 +320,7 @@ def test_ranks_with_unequal_steps_agree_again_after_synchronize():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_about_every_so_many_seconds_all_ranks_average_at_the_same_steps(size, monkeypatch):
-    """By the slowest rank's rate, on clocks that the test moves on; rounds at most double."""
+    """Follows the slowest rank's rate, on simulated clocks; rounds at most double."""
     clock = threading.local()
     monkeypatch.setattr(averaging, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
@@ -347,7 +347,7 @@ def test_about_every_so_many_seconds_all_ranks_average_at_the_same_steps(size, m
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
-def test_with_a_slow_rank_nobody_waits_but_when_they_average(comm):
+def test_with_a_slow_rank_ranks_wait_only_to_average(comm):
     strategy = LocalSGDStrategy(sync_seconds=0.2, communicator=comm)
     with strategy.scope():
         variable, optimizer = Variable(0.0), optimizers.SGD(1.0)
@@ -362,19 +362,19 @@ def test_with_a_slow_rank_nobody_waits_but_when_they_average(comm):
             value = float(variable)
     strategy.communicator.close()
     assert [steps] * comm.size == comm.all_gather_object(steps)
-    # At most 20 steps in a round; a machine that is busy takes more time for each.
+    # At most 20 steps in a round; a busy machine needs more time for each.
     assert all(0 < later - earlier <= 20 for earlier, later in itertools.pairwise(steps))
     assert len(steps) >= 4
 
 
 def test_a_step_without_seconds_is_still_a_step():
-    """A round of no time at all, and one that took far longer than wanted."""
+    """A round of zero seconds, and one that took far longer than planned."""
     rounds = averaging.Rounds(None, 1e-9)
     assert rounds.step()
     rounds.begin([rounds.proposal(), 0])
     assert rounds.step()
     assert averaging.Rounds(4, None).proposal() == 4
-    # Nobody took a step: the round stays as long as it was.
+    # No rank did a step: the round keeps its length.
     waiting = averaging.Rounds(None, 5.0)
     assert waiting.proposal() == 0
     waiting.begin([0, 0])
@@ -392,7 +392,7 @@ def batches(count, length):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_script_for_another_strategy_gets_the_mean_over_its_own_batch(size):
-    """As the tutorial on custom training loops divides: by batch size times replicas in sync."""
+    """As in the tutorial on custom training loops: by batch size times replicas in sync."""
 
     def body(strategy):
         assert strategy.num_replicas_in_sync == 1
@@ -418,7 +418,7 @@ def test_a_script_for_another_strategy_gets_the_mean_over_its_own_batch(size):
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 3), (3, 4), (3, 5), (2, 1)])
-def test_all_ranks_take_as_many_steps_where_batches_do_not_come_out_even(size, count):
+def test_all_ranks_do_equally_many_steps_with_unequal_batches(size, count):
     def body(strategy):
         with strategy.scope():
             variable, optimizer = Variable(0.0), optimizers.SGD(1.0)
@@ -476,8 +476,8 @@ def test_what_can_be_iterated_only_once_is_refused():
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["AUTO", "DATA", "OFF"])
-def test_a_shuffled_dataset_is_dealt_by_its_policy(size, policy):
-    """One order on all ranks where batches are dealt to them; under OFF each goes through all."""
+def test_a_shuffled_dataset_is_split_by_its_policy(size, policy):
+    """The same order on all ranks where they share batches; under OFF each rank reads all."""
     numbers = np.arange(12 * size)
 
     def body(strategy):
@@ -539,7 +539,7 @@ def test_what_is_refused(arguments, error, match):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("what", ["sync_every", "outer_optimizer", "nothing"])
 def test_ranks_that_were_given_different_ones_all_raise(comm, what):
-    """Also where one of them would be refused wherever it is given."""
+    """Also where one of the arguments would be refused on its own."""
     rate = 0.5 if what == "outer_optimizer" and comm.rank == 1 else 0.7
     every = {"sync_every": 5, "nothing": None}.get(what, 3) if comm.rank == 1 else 3
     arguments = (every, None, optimizers.SGD(rate))

@@ -1,4 +1,4 @@
-"""Checkpoints under LocalSGDStrategy: of what the replicas agree on, also within a round."""
+"""Checkpoints under LocalSGDStrategy: of the averaged values, also within a round."""
 
 import functools
 
@@ -19,7 +19,7 @@ ARGUMENTS = {
 
 
 class Program:
-    """A model with what its checkpoint holds: an inner optimizer, the outer one, and a metric."""
+    """A model and its checkpoint's objects: an inner optimizer, the outer one, and a metric."""
 
     def __init__(self, comm, kind):
         arguments = ARGUMENTS[kind]()
@@ -43,13 +43,13 @@ class Program:
 
     @property
     def own(self):
-        """What this rank holds, to the bit."""
+        """The bits of this rank's state."""
         slots = self.inner.saved_tensors().values()
         return [each.tobytes() for each in (self.value.numpy(), self.still.numpy(), *slots)]
 
     @property
     def rounds(self):
-        """How far the round has come."""
+        """The position in the round."""
         return vars(self.strategy._rounds).copy()
 
 
@@ -64,7 +64,7 @@ def on_ranks(size, body, kind):
 
 
 def restored(path):
-    """The values that a file holds."""
+    """The values in a file."""
     value, still = Variable(np.zeros(2)), Variable(0.0)
     Checkpoint(value=value, still=still).restore(path, expect_partial=True)
     return value.numpy(), float(still)
@@ -73,7 +73,7 @@ def restored(path):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_within_a_round_the_replicas_are_averaged_first(tmp_path, size, kind):
-    """As if `synchronize` had been called, which begins a new round."""
+    """As by `synchronize`, which begins a new round."""
 
     def body(program, save):
         # Seconds: the first round has one step, the second one two.
@@ -101,7 +101,7 @@ def test_within_a_round_the_replicas_are_averaged_first(tmp_path, size, kind):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_at_the_end_of_a_round_a_save_changes_nothing(tmp_path, size, kind):
-    """Neither a value nor when the next round ends; nor does a second save."""
+    """Neither a value nor the end of the round changes; nor after a second save."""
 
     def body(program):
         program.take(1 if kind == "seconds" else EVERY)
@@ -118,7 +118,7 @@ def test_at_the_end_of_a_round_a_save_changes_nothing(tmp_path, size, kind):
 
 @pytest.mark.parametrize("kind", ["plain", "DiLoCo"])
 def test_one_rank_alone_within_a_round_is_enough(tmp_path, kind):
-    """The others don't know of it before they save."""
+    """The other ranks have no information about it before they save."""
 
     def body(program):
         program.take(3 if program.strategy.communicator.rank == 1 else 0)
@@ -133,8 +133,8 @@ def test_one_rank_alone_within_a_round_is_enough(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_restored_within_a_round_the_replicas_agree_and_the_round_goes_on(tmp_path, kind):
-    """What is saved at once is what was restored: no outer step comes in between."""
+def test_restored_within_a_round_the_replicas_agree_and_the_round_continues(tmp_path, kind):
+    """A save right after a restore has the same values: there is no outer step between them."""
 
     def body(program):
         program.take(2 * EVERY)
@@ -154,8 +154,8 @@ def test_restored_within_a_round_the_replicas_agree_and_the_round_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["plain", "DiLoCo"])
-def test_another_program_goes_on_from_a_checkpoint_within_a_round(tmp_path, kind):
-    """The outer optimizer's state too; slots of the inner one are the chief's on all ranks."""
+def test_another_program_continues_from_a_checkpoint_within_a_round(tmp_path, kind):
+    """Includes the outer optimizer's state; all ranks get the chief's slots of the inner one."""
 
     def first(program):
         program.take(EVERY + 2)

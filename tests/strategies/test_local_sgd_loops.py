@@ -1,4 +1,4 @@
-"""Loops over unequal numbers of batches under LocalSGDStrategy: they end together, and agree."""
+"""Loops over unequal numbers of batches under LocalSGDStrategy: they end at the same step."""
 
 import itertools
 import sys
@@ -19,7 +19,7 @@ DEADLINE = 15
 
 
 class Numbered:
-    """A dataset whose batch i holds i, the first number of each data task a multiple of 1,000."""
+    """A dataset whose batch i contains i; the first number of each data task is k · 1,000."""
 
     def __init__(self, count, context, fails=False):
         self.count, self.first, self.fails = count, 1000 * context.input_pipeline_id, fails
@@ -33,7 +33,7 @@ class Numbered:
 
 @contextmanager
 def training(comm, count, *arguments, data_tasks=1, fails=False):
-    """A LocalSGDStrategy and a dataset of so many batches, dealt to the ranks as they ask."""
+    """A LocalSGDStrategy and a dataset of so many batches, which the ranks request."""
     before, comm.deadline = comm.deadline, DEADLINE
     resolver = DatasetWorker.resolver(data_tasks, communicator=comm)
     strategy = LocalSGDStrategy(*arguments, cluster_resolver=resolver, communicator=comm)
@@ -45,7 +45,7 @@ def training(comm, count, *arguments, data_tasks=1, fails=False):
 
 
 class Model:
-    """A variable that counts batches, and a metric of their numbers."""
+    """A variable that counts batches, and a metric over their numbers."""
 
     def __init__(self, strategy):
         self.strategy = strategy
@@ -64,7 +64,7 @@ class Model:
         self.strategy.run(self.step, (batch,))
 
     def check(self, numbers):
-        """All training ranks hold the same bits, and together took each of the numbers once."""
+        """All training ranks have the same bits, and together took each number once."""
         comm = self.strategy.communicator
         assert len(set(comm.all_gather_object(self.total.numpy().tobytes()))) == 1
         assert sorted(itertools.chain(*comm.all_gather_object(self.taken))) == sorted(numbers)
@@ -74,7 +74,7 @@ class Model:
 @pytest.mark.ranks(3, 4, 5)
 @pytest.mark.parametrize("arguments", [(4,), (None, 0.02), (3, None, optimizers.SGD(0.7, 0.9))])
 def test_every_batch_once_and_equal_parameters_after_each_loop(comm, arguments):
-    """Whether the ranks are alike, or one is slow; whatever follows the loop matches up."""
+    """Whether ranks are equally fast or one is slow, calls after the loop match."""
     for count, slow in ((23, 0), (24, 0.003), (1, 0), (0, 0)):
         with training(comm, count, *arguments) as (strategy, data):
             if data.serves:
@@ -133,7 +133,7 @@ AFTER = [
 @pytest.mark.ranks(3, 4, 5)
 @pytest.mark.parametrize("where", ["the same step", "a step of its own", "its end"])
 def test_breaking_out_of_the_loop(comm, where):
-    """Some ranks may have come to the end before; whatever follows the loop comes next on all."""
+    """Some ranks may have reached the end before; the next call after the loop is the same."""
     workers = comm.size - 1
     for after in AFTER:
         with training(comm, 10 * workers, 3) as (strategy, data):
@@ -158,7 +158,7 @@ def test_breaking_out_of_the_loop(comm, where):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4, 5)
-def test_an_endless_dataset_that_every_rank_leaves_at_a_step_of_its_own(comm):
+def test_an_infinite_dataset_that_ranks_stop_at_different_steps(comm):
     with training(comm, 1 << 60, 5) as (strategy, data):
         if data.serves:
             assert data.serve(2) == 2
@@ -188,7 +188,7 @@ def test_several_data_tasks(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4, 5)
-def test_an_error_of_the_dataset_is_raised_on_all_ranks_which_go_on_together(comm):
+def test_an_error_of_the_dataset_is_raised_on_all_ranks_which_continue(comm):
     with training(comm, 7, 2, fails=True) as (strategy, data):
         if data.serves:
             refusal(OSError, "the disk is gone", data.serve)
@@ -212,7 +212,7 @@ def test_an_error_of_the_dataset_is_raised_on_all_ranks_which_go_on_together(com
 @pytest.mark.mpi
 @pytest.mark.ranks(3)
 def test_a_call_that_only_a_training_rank_makes_is_refused_on_both(comm):
-    """Within the loop, where the other one has no batch; what comes after the loop works."""
+    """Within the loop, where the other rank has no batch; calls after the loop work."""
     with training(comm, 1, 9) as (strategy, data):
         if data.serves:
             data.serve()
@@ -265,7 +265,7 @@ def simulated(counts, every, outer):
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("counts", [(5, 9), (0, 7), (4, 0, 13), (0, 0), (3, 3, 3)])
 def test_a_rank_without_batches_neither_counts_nor_holds_up_the_others(counts, outer):
-    """What is averaged is the mean of those that took steps."""
+    """The average is the mean over the ranks that did steps."""
     every = 4
 
     def body(comm):
@@ -285,7 +285,7 @@ def test_a_rank_without_batches_neither_counts_nor_holds_up_the_others(counts, o
         assert narrow == pytest.approx(wanted, rel=3e-3)
 
 
-def test_an_error_on_one_rank_alone_is_raised_in_the_others_loops():
+def test_an_error_on_one_rank_is_raised_in_the_others_loops():
     def body(comm):
         strategy = LocalSGDStrategy(2, communicator=comm)
         model = Model(strategy)
@@ -297,7 +297,7 @@ def test_an_error_on_one_rank_alone_is_raised_in_the_others_loops():
                     raise OSError("rank 1 can't read")
                 yield from [np.zeros(1)] * 9
 
-        # Without a data task each takes every third batch of its own dataset.
+        # Without a data task each rank takes every third batch of its own dataset.
         data = DatasetWorker(strategy, lambda context: Failing(), agreed=False)
 
         def train():
@@ -313,8 +313,8 @@ def test_an_error_on_one_rank_alone_is_raised_in_the_others_loops():
     assert len({tuple(values) for _, values in results}) == 1
 
 
-def test_loops_that_have_come_apart_raise_on_all_ranks():
-    """Rank 0 is through with a loop within the loop in which rank 1 is through."""
+def test_loops_at_different_steps_raise_on_all_ranks():
+    """Rank 0 has ended an inner loop of a loop that rank 1 has ended."""
 
     def body(comm):
         strategy = LocalSGDStrategy(2, communicator=comm)
@@ -330,7 +330,7 @@ def test_loops_that_have_come_apart_raise_on_all_ranks():
     assert on_threads(2, body) == [3.0] * 2
 
 
-def test_loops_within_loops_that_are_alike():
+def test_equal_nested_loops():
     def body(comm):
         strategy = LocalSGDStrategy(3, communicator=comm)
         model, seen = Model(strategy), []
@@ -344,7 +344,7 @@ def test_loops_within_loops_that_are_alike():
     assert others == [first] * 2
 
 
-# --- loops that ranks leave in other ways --------------------------------------------------------
+# --- loops that ranks end early ------------------------------------------------------------------
 
 
 def none_taken(data, model):
@@ -354,7 +354,7 @@ def none_taken(data, model):
 
 
 def kept(data, model):
-    """The iterator is kept in a variable."""
+    """A variable refers to the iterator."""
     batches = model.kept = iter(data)
     for step, batch in enumerate(batches):
         model.run(batch)
@@ -381,8 +381,8 @@ def save_after(model):
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("leave", [none_taken, kept, left])
-def test_one_rank_leaves_its_loop_and_all_go_on_together(comm, leave):
-    """The strategy's calls, another loop, and a call of the communicator that it was made from."""
+def test_one_rank_ends_its_loop_and_all_continue(comm, leave):
+    """The strategy's calls, another loop, and a call of the original communicator."""
 
     def parent_after(model):
         comm.barrier()
@@ -393,7 +393,7 @@ def test_one_rank_leaves_its_loop_and_all_go_on_together(comm, leave):
     before, comm.deadline = comm.deadline, DEADLINE
     for after in (synchronize_after, save_after, loop_after, parent_after):
         if leave is kept and after is parent_after:
-            continue  # nothing says that the loop was left
+            continue  # nothing signals the end of the loop
         strategy = LocalSGDStrategy(2, communicator=comm)
         model = Model(strategy)
         make = lambda context: [np.full(2, i) for i in range(6 * comm.size)]  # noqa: E731
@@ -413,7 +413,7 @@ def test_one_rank_leaves_its_loop_and_all_go_on_together(comm, leave):
 
 
 def test_ranks_that_synchronize_in_their_loops_stay_in_them():
-    """After the same number of steps; one whose batches have ended takes part."""
+    """After the same number of steps; a rank whose batches have ended takes part."""
     counts = (2, 4, 6)
 
     def body(comm):
@@ -457,8 +457,8 @@ if world.rank == 0 and sys.argv[1] == "raises":
 
 
 @pytest.mark.parametrize("how", ["left", "kept", "raises"])
-def test_a_program_that_ends_after_a_loop_that_one_rank_has_left(how, launch):
-    """The others train to their ends, unless an exception that nobody caught ended it."""
+def test_a_program_that_ends_after_a_loop_that_one_rank_ended_early(how, launch):
+    """The others train to the end, unless an uncaught exception ended the loop."""
     ended = launch(3, [sys.executable, "-c", ENDING, how], timeout=60)
     if how == "raises":
         assert ended.returncode != 0

@@ -13,7 +13,7 @@ PARTIAL = ([0.0, 1.0, 2.0, 3.0], [4.0, 5.0])
 
 
 def total_of(size, function):
-    """The sum over the replicas of what the function gives for each."""
+    """The sum over the replicas of the function's results."""
 
     def replica(strategy, rank):
         return function(rank)

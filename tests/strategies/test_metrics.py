@@ -1,4 +1,4 @@
-"""Metrics: the numbers of Keras, and the same ones on every rank."""
+"""Metrics: Keras' numbers, and the same ones on every rank."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def updated(metric, *batches):
     return float(metric.result())
 
 
-# --- alone: what Keras 3 gives -------------------------------------------------------------------
+# --- one process: Keras 3's numbers --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(metric, arguments, mat
 
 
 @pytest.mark.parametrize("reset", ["reset_state", "reset_states"])
-def test_reset_begins_anew(reset):
+def test_reset_clears_the_state(reset):
     metric = metrics.Mean()
     assert metric([2, 4]) == 3.0
     getattr(metric, reset)()
@@ -232,7 +232,7 @@ def test_accuracies_over_uneven_batches(comm, strategy, inside_the_scope):
             seen = results()
     else:
         seen = results()
-    # Each rank is right once, out of 1, 2, 3, …
+    # Each rank has one correct example, out of 1, 2, 3, …
     expected = comm.size / (comm.size * (comm.size + 1) / 2)
     assert seen == pytest.approx((expected, expected))
 
@@ -260,7 +260,7 @@ def test_an_update_outside_of_run_is_refused_on_every_rank(comm, strategy):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_made_outside_of_every_scope_a_metric_is_the_process_own(size):
+def test_a_metric_outside_of_every_scope_belongs_to_the_process(size):
     def body(strategy, rank):
         with pytest.raises(RuntimeError, match="create it in that strategy's scope"):
             mean_of[rank](rank + 1.0)

@@ -1,4 +1,4 @@
-"""MirroredStrategy: the ranks of one node, their devices, and what is refused."""
+"""MirroredStrategy: the ranks of one node, their devices, and refusals."""
 
 import numpy as np
 import pytest
@@ -50,12 +50,12 @@ def test_the_world_is_all_ranks_by_default(comm):
     strategy.communicator.close()
 
 
-def test_its_traffic_is_its_own(comm):
+def test_its_traffic_is_separate(comm):
     with mirrored_strategy(comm) as strategy:
         assert strategy.communicator is not comm
 
 
-def test_tf_config_is_not_looked_at(comm, monkeypatch):
+def test_tf_config_is_ignored(comm, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "no JSON")
     assert_usable(comm)
 

@@ -62,7 +62,7 @@ def place(comm, monkeypatch):
     return take
 
 
-# --- ids follow the cluster ----------------------------------------------------------------------
+# --- ids are those of the cluster ----------------------------------------------------------------
 
 
 @in_any_cluster
@@ -115,7 +115,7 @@ def test_sums_have_the_same_bits_in_every_order_of_launch(comm, place):
     assert len({each for ranks in comm.all_gather_object(sums) for each in ranks}) == 1
 
 
-# --- groups of their own -------------------------------------------------------------------------
+# --- separate groups -----------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -153,7 +153,7 @@ def test_training_evaluation_and_data_are_apart(comm, place):
         assert strategy.is_chief is (role in ("chief", "evaluator"))
 
 
-# --- where the cluster comes from ----------------------------------------------------------------
+# --- sources of the cluster ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"task": {"type": "ps", "index": 5}}'])

@@ -1,4 +1,4 @@
-"""A wrong TF_CONFIG on any rank is the same error on every rank, and does no harm: §2.6, §2.7."""
+"""A wrong TF_CONFIG on any rank is the same error on all ranks, without effects: §2.6, §2.7."""
 
 import json
 
@@ -21,12 +21,12 @@ def right(rank, size):
 
 
 def only_rank_1(text):
-    """Wrong on rank 1 alone."""
+    """Wrong on rank 1 only."""
     return lambda rank, size: text if rank == 1 else right(rank, size)
 
 
 def every_rank(cluster_of, task_type="worker", index=None):
-    """Wrong on all: another cluster, or another task in it."""
+    """Wrong on all ranks: another cluster, or another task in it."""
     return lambda rank, size: tf_config(
         cluster_of(size), task_type, rank if index is None else index
     )
@@ -134,7 +134,7 @@ def assert_usable(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_every_rank_raises_the_same_error_and_may_go_on(comm, monkeypatch, case):
+def test_every_rank_raises_the_same_error_and_can_continue(comm, monkeypatch, case):
     text_of, parts = WRONG[case]
     text = text_of(comm.rank, comm.size)
     if text is not None:

@@ -1,4 +1,4 @@
-"""Nests: their leaves, and nests made of others."""
+"""Nests: their leaves, and nests with replaced leaves."""
 
 from collections import OrderedDict, namedtuple
 from types import MappingProxyType

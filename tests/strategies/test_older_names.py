@@ -1,4 +1,4 @@
-"""The older names of the source documents work as the newer ones."""
+"""Older names of TensorFlow's API are equivalent to the newer ones."""
 
 import importlib
 
@@ -7,8 +7,8 @@ import pytest
 
 import strategies
 from strategies import InputContext, MultiWorkerMirroredStrategy, experimental, get_strategy
-from strategies.communication.options import CommunicationImplementation, CommunicationOptions
-from strategies.core.run_options import RunOptions
+from strategies.base.run_options import RunOptions
+from strategies.core.communication_options import CommunicationImplementation, CommunicationOptions
 from strategies.core.values import PerReplica
 from tests.strategies.support import Call, lone_strategy, recorded, refusal
 
@@ -20,7 +20,7 @@ RING = CommunicationImplementation.RING
 @pytest.mark.parametrize(
     "given", [(RING,), ("ring",), (experimental.CollectiveCommunication.RING,)]
 )
-def test_the_communication_comes_first(comm, given):
+def test_the_communication_is_the_first_argument(comm, given):
     strategy = experimental.MultiWorkerMirroredStrategy(*given, communicator=comm)
     assert isinstance(strategy, MultiWorkerMirroredStrategy)
     with recorded() as calls:
@@ -31,7 +31,7 @@ def test_the_communication_comes_first(comm, given):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_resolver_comes_second(comm):
+def test_a_resolver_is_the_second_argument(comm):
     cluster = strategies.ClusterSpec({"worker": ["a", "b"]})
     resolver = strategies.cluster_resolver.SimpleClusterResolver(
         cluster, task_type="worker", task_id=1 - comm.rank
@@ -72,13 +72,13 @@ def test_names_of_other_modules():
         assert isinstance(value, strategies.coordinator.PerWorkerValue)
 
 
-def test_distributed_datasets_are_known_by_their_class():
+def test_distributed_datasets_have_their_class():
     dataset = lone_strategy().experimental_distribute_dataset([np.zeros(2)])
     assert isinstance(dataset, strategies.DistributedDataset)
     assert isinstance(iter(dataset), strategies.DistributedIterator)
 
 
-def test_a_replica_knows_its_devices():
+def test_a_replica_has_its_devices():
     assert strategies.get_replica_context().devices == ("/device:CPU:0",)
     for device in ("CPU:0", "/job:worker/task:0/device:CPU:1"):
         strategy = strategies.OneDeviceStrategy(device)

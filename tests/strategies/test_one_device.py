@@ -1,4 +1,4 @@
-"""OneDeviceStrategy, and TPUStrategy, which says what to use."""
+"""OneDeviceStrategy, and TPUStrategy, whose error names the alternative."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Optimizers against the published update rules, written anew in NumPy with float64."""
+"""Optimizers against the published update rules in NumPy with float64."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SHAPES = [(3, 2), (), (4,)]
 
 
 class Descent:
-    """Gradient descent with momentum, as the Keras documentation writes it."""
+    """Gradient descent with momentum, as in the Keras documentation."""
 
     def __init__(self, learning_rate, momentum=0.0, nesterov=False):
         self.learning_rate, self.momentum, self.nesterov = learning_rate, momentum, nesterov
@@ -28,7 +28,7 @@ class Descent:
 
 
 class AdaptiveMoments:
-    """Adam, in the form before section 2.1 of the paper, which is also Keras's."""
+    """Adam, in the form before section 2.1 of the paper, which Keras uses."""
 
     def __init__(self, learning_rate=0.001, beta_1=0.9, beta_2=0.999, epsilon=1e-7):
         self.learning_rate, self.epsilon = learning_rate, epsilon
@@ -73,7 +73,7 @@ def gradients_of(step, rank, dtype):
 
 
 def train(strategy, make, named, dtype):
-    """The weights after a few steps, in which each replica has gradients of its own."""
+    """The weights after a few steps with gradients that differ by replica."""
     with strategy.scope():
         variables = [Variable(value) for value in initial(dtype)]
         optimizer = make(**named)
@@ -113,7 +113,7 @@ def test_gradients_are_summed_and_the_rule_is_followed(size, dtype, tolerance, r
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_large_variable_is_updated_to_its_last_element(rule, order):
-    """It is updated block by block, its last block being a short one."""
+    """The variable is updated in blocks, the last of which is shorter."""
     make, reference, named = RULES[rule]
     chance = np.random.default_rng(3)
     start = np.asarray(chance.normal(size=(300, 701)), order=order)
@@ -153,7 +153,7 @@ def test_what_a_momentum_may_be(momentum):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_variable_without_a_gradient_is_left_alone(size):
+def test_a_variable_without_a_gradient_is_not_changed(size):
     def body(strategy):
         with strategy.scope():
             first, second, optimizer = Variable(1.0), Variable(2.0), optimizers.Adam()
@@ -187,7 +187,7 @@ def test_the_callers_gradient_is_not_changed(make):
     assert variable.numpy().tolist() != [1.0, 1.0]
 
 
-def test_integers_are_refused_rather_than_left_as_they_are():
+def test_integers_are_refused():
     arguments = (optimizers.SGD(0.5).apply_gradients, [(1.0, Variable(3))])
     refusal(TypeError, r"<Variable int32\[\]> holds integers", *arguments)
 
@@ -204,13 +204,13 @@ def test_for_all_replicas_nothing_is_applied():
     assert float(variable) == 1.0
 
 
-def test_without_a_strategy_it_works_alike():
+def test_without_a_strategy_it_works_equally():
     variable, optimizer = Variable([1.0, 2.0]), optimizers.SGD(0.5)
     optimizer.apply_gradients([([1.0, 2.0], variable)])
     assert variable.numpy().tolist() == [0.5, 1.0]
 
 
-def test_variables_of_another_strategy_are_refused_before_they_drift_apart():
+def test_variables_of_another_strategy_are_refused():
     def body(strategy):
         with strategy.scope():
             mirrored = Variable(1.0)
@@ -260,7 +260,7 @@ def test_gradients_that_differ_by_rank_are_refused_before_any_copy_drifts():
     on_ranks(3, one_rank)
 
 
-# --- gradients that lie where they are summed ----------------------------------------------------
+# --- gradients in their reduction buffers --------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -290,7 +290,7 @@ def test_gradient_views_give_the_same_weights(size, given):
     assert on_ranks(size, body) == [[1.0 - sums[0], 1.0 - sums[1], -sums[2]]] * size
 
 
-def test_gradient_views_of_other_variables_are_left_alone():
+def test_gradient_views_of_other_variables_are_not_changed():
     first, second, optimizer = Variable(1.0), Variable(1.0), optimizers.SGD(1.0)
     views = optimizer.gradient_views([first, second])
     optimizer.apply_gradients([(2.0, second), (1.0, first)])

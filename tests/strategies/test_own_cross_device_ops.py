@@ -1,10 +1,10 @@
-"""Ways to reduce that users write: which methods they define, and who calls them."""
+"""Users' own cross-device ops: which methods they define, and who calls them."""
 
 import numpy as np
 import pytest
 
 from strategies import Variable, VariableAggregation, get_replica_context, optimizers
-from strategies.communication.options import CommunicationOptions
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.values import PerReplica
 from strategies.cross_device_ops import CrossDeviceOps, RingAllReduce
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 
 class Recording(CrossDeviceOps):
-    """Ops that note what they were called with."""
+    """Ops that record their calls."""
 
     def __init__(self):
         self.calls = []
@@ -60,7 +60,7 @@ every_own = pytest.mark.parametrize("own", OWN)
 
 
 def name_of(own, called):
-    """The method that is noted where the strategy calls `called`."""
+    """The method that is recorded where the strategy calls `called`."""
     if own is Both:
         return called
     return "reduce" if own in (Reduces, ReducesImplementation) else "batch"
@@ -121,7 +121,7 @@ def test_they_can_be_called_by_hand_in_a_scope(comm, own):
         assert first == 7.0
 
 
-def test_a_wrapper_of_ours_sees_what_it_reduces(comm):
+def test_a_wrapper_gets_the_values_that_it_reduces(comm):
     seen = []
 
     class Wrapper(RingAllReduce):
@@ -135,7 +135,7 @@ def test_a_wrapper_of_ours_sees_what_it_reduces(comm):
     assert seen == [3, 1]
 
 
-def test_options_reach_them(comm):
+def test_options_are_passed_to_them(comm):
     seen = []
 
     class Looking(CrossDeviceOps):
@@ -152,7 +152,7 @@ def test_options_reach_them(comm):
     assert seen == [(40, 7), (0, before)]
 
 
-def test_a_result_never_lies_in_what_was_given(comm):
+def test_a_result_never_shares_memory_with_the_input(comm):
     class Lazy(CrossDeviceOps):
         def reduce(self, reduce_op, per_replica_value, destinations, options=None):
             return PerReplica([per_replica_value[:]])
@@ -180,7 +180,7 @@ def test_wrong_results_are_refused(comm, wrong):
     assert "(3,)" in text
 
 
-def test_a_class_must_say_how_it_reduces(comm):
+def test_a_class_must_define_a_reduction(comm):
     class Nothing(CrossDeviceOps):
         def broadcast(self, tensor, destinations):
             return tensor

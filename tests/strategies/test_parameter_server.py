@@ -33,12 +33,12 @@ servers_of = pytest.mark.parametrize("servers", [1, 2])
 
 
 def fitting(comm, servers):
-    """As many servers as leave a worker."""
+    """The largest number of servers that leaves a worker."""
     return min(servers, comm.size - 1)
 
 
 def ramp(number, shape=(5, 3), dtype=np.float32):
-    """Values that tell whose they are."""
+    """Values that identify their owner."""
     return (np.arange(np.prod(shape)).reshape(shape) + 100 * number).astype(dtype)
 
 
@@ -64,7 +64,7 @@ def test_the_chiefs_initial_values_count(comm, servers, chief):
 
 @pytest.mark.parametrize("first", ["chief", "others"])
 def test_creation_is_no_collective(comm, first):
-    """Whoever comes first has no need of the others; who comes later finds what is there."""
+    """The first worker needs no other; a later one finds the existing variables."""
 
     def work(strategy):
         if strategy.is_chief and first == "chief":
@@ -87,7 +87,7 @@ def test_creation_is_no_collective(comm, first):
 
 
 def test_workers_send_each_other_nothing(comm, monkeypatch):
-    """As under TensorFlow's device filters: a worker needs the servers alone."""
+    """As with TensorFlow's device filters: a worker needs only the servers."""
     peers, send = set(), Mailbox.send
 
     def recorded(mailbox, peer, *message):
@@ -182,7 +182,7 @@ def test_what_all_workers_assign_arrives(comm, servers):
         np.testing.assert_array_equal(result[1], taken)
 
 
-def test_a_worker_sees_its_own_pushes(comm):
+def test_a_worker_reads_its_own_pushes(comm):
     def work(strategy):
         number = number_of(strategy)
         variables = [Variable(np.zeros(1000)) for _ in strategy.cast.workers]
@@ -241,7 +241,7 @@ def summed():
 @servers_of
 @pytest.mark.parametrize("shards", [None, 2])
 def test_gradients_of_all_workers_are_applied(comm, servers, shards):
-    """Of SGD the order doesn't matter: these numbers add up without rounding."""
+    """The order of SGD's steps is irrelevant: these numbers add up without rounding."""
     servers = fitting(comm, servers)
     partitioner = shards and FixedShardsPartitioner(shards)
 
@@ -274,7 +274,7 @@ OPTIMIZERS = {
 
 
 def train(run, make, steps=7):
-    """A small problem, whose numbers depend on every bit; what the variables end with."""
+    """A small problem, whose numbers depend on every bit; returns the final values."""
     generator = np.random.default_rng(5)
     target = generator.normal(size=(6, 4)).astype(np.float32)
     weights = Variable(generator.normal(size=(6, 4)).astype(np.float32))
@@ -293,7 +293,7 @@ def train(run, make, steps=7):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("shards", [None, 4])
-def test_one_worker_alone_gives_the_numbers_of_the_default_strategy(comm, name, shards):
+def test_one_worker_has_the_numbers_of_the_default_strategy(comm, name, shards):
     right = train(strategies.get_strategy().run, OPTIMIZERS[name])
 
     def work(strategy):
@@ -334,8 +334,8 @@ def test_adam_counts_the_updates_of_all_workers(comm):
 
 
 @pytest.mark.parametrize("server", ["near", "far"])
-def test_reads_never_see_half_of_a_change(comm, server):
-    """The chief writes arrays of one number each; nobody may see two numbers in one."""
+def test_reads_never_return_half_of_a_change(comm, server):
+    """The chief writes arrays of one number each; no rank may read two numbers in one array."""
     length = 60_000
 
     def work(strategy):
@@ -362,7 +362,7 @@ def test_reads_never_see_half_of_a_change(comm, server):
 
 @pytest.mark.ranks(2)
 def test_servers_of_other_nodes_are_read_by_messages():
-    """Threads, two of whose nodes are imitated: the server of the worker's own is read in place."""
+    """Threads with two simulated nodes: a worker reads the memory of its own node's server."""
 
     def work(strategy):
         variables = [Variable(ramp(number)) for number in range(4)]
@@ -418,7 +418,7 @@ def divide(array, divisor):
 
 
 @pytest.mark.parametrize("server", ["near", "far"])
-def test_errors_on_the_server_come_back_and_it_goes_on(comm, server):
+def test_errors_on_the_server_are_returned_and_it_continues(comm, server):
     def work(strategy):
         if server == "far":
             strategy.worker.client._same_node = lambda number: False
@@ -440,7 +440,7 @@ def test_errors_on_the_server_come_back_and_it_goes_on(comm, server):
         np.testing.assert_array_equal(value, np.full(4, 32.0))
 
 
-def test_the_chief_acts_and_all_hear_of_it(comm):
+def test_the_chief_acts_and_all_get_the_result(comm):
     def work(strategy):
         number = number_of(strategy)
         acted = []
@@ -502,8 +502,8 @@ def test_wrong_arguments(comm, named, error):
 
 
 @pytest.mark.ranks(2)
-def test_nothing_is_left_open(comm):
-    """A strategy that ends gives its memory back."""
+def test_all_resources_are_closed(comm):
+    """The end of a strategy frees its memory."""
 
     def work(strategy):
         variable = Variable(np.ones(5_000_000))

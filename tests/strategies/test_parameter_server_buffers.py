@@ -1,4 +1,4 @@
-"""Memory that is used again."""
+"""The pool of buffers."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Workers and servers that fail, end early or are killed: programs as users write them."""
+"""Workers and servers that fail, end early or are killed: users' programs."""
 
 import sys
 import textwrap
@@ -55,7 +55,7 @@ else:
 
 
 class Ending:
-    """How a program ended, and what its ranks have left."""
+    """The program's result, and the files that its ranks have written."""
 
     def __init__(self, ended, seconds, directory):
         self.returncode, self.output, self.errors = ended.returncode, ended.stdout, ended.stderr
@@ -93,7 +93,7 @@ ENDS = {
 
 @SIZES
 @pytest.mark.parametrize("kind", ENDS)
-def test_a_worker_that_ends_early_leaves_the_others_running(size, servers, kind, tmp_path):
+def test_a_worker_that_ends_early_does_not_end_the_others(size, servers, kind, tmp_path):
     ending, code = ENDS[kind]
     body = f"""
 if rank == size - 1:
@@ -117,7 +117,7 @@ else:
 
 
 @SIZES
-def test_a_killed_worker_leaves_the_others_running(size, servers, tmp_path):
+def test_a_killed_worker_does_not_end_the_others(size, servers, tmp_path):
     body = """
 if rank == size - 1:
     train(3)
@@ -179,7 +179,7 @@ strategy.shutdown()
 
 
 @SIZES
-def test_a_killed_worker_holds_nobody_up_who_waits_for_it(size, servers, tmp_path):
+def test_a_killed_worker_ends_the_wait_for_it(size, servers, tmp_path):
     body = """
 if rank == size - 1:
     train(1)

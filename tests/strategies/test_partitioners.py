@@ -1,4 +1,4 @@
-"""Into how many parts variables are split, and who gets them."""
+"""The number of parts of a variable, and their servers."""
 
 import math
 
@@ -73,7 +73,7 @@ def test_min_size(shape, dtype, least, most):
     (first, *_) = MinSizePartitioner(least, most)(shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     assert 1 <= first <= min(shape[0], most)
-    # One part fewer would do with the minimum on average; one more would not.
+    # One part fewer would satisfy the minimum on average; one more would not.
     assert first == 1 or (first - 1) * least < nbytes
     assert first in (shape[0], most) or first * least >= nbytes
 
@@ -130,7 +130,7 @@ def test_what_is_split():
 
 
 @pytest.mark.parametrize("parts", [[1, 2], [0, 1], [2], [], None, 3])
-def test_a_partitioner_that_asks_for_what_cannot_be(parts):
+def test_a_partitioner_with_an_impossible_result(parts):
     with pytest.raises(ValueError, match="variable_partitioner gave"):
         lengths_of_parts(lambda shape, dtype: parts, (4, 4), np.float32)
 

@@ -1,4 +1,4 @@
-"""What comes of the pushes that follow one which failed on its server."""
+"""The effects of pushes after one that failed on its server."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ def divide(array, divisor):
 
 
 class ErrorsLater:
-    """Lets no error arrive before so many pushes have gone, and two then."""
+    """Delays errors until so many pushes were sent, then delivers two."""
 
     def __init__(self, mail, monkeypatch, pushes):
         self.left, self.take_in, self.send = pushes, mail._take_in, mail._send
@@ -45,8 +45,8 @@ class ErrorsLater:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("kind", ["step", "assign", "creation"])
-def test_an_old_error_does_not_divide_what_comes_after_it(comm, monkeypatch, kind):
-    """All parts of it go, and then the error is raised; or the error before any of them."""
+def test_an_old_error_does_not_divide_later_pushes(comm, monkeypatch, kind):
+    """Either all parts are sent before the error is raised, or none."""
 
     def work(strategy):
         variable, other = Variable(np.full(8, 64.0)), Variable(np.full(2, 1.0))
@@ -93,8 +93,8 @@ def wait_for_the_error(strategy):
 
 
 @pytest.mark.ranks(2, 3)
-def test_answers_that_an_error_comes_before_are_not_kept(comm):
-    """They may be as large as a variable."""
+def test_answers_after_an_error_are_not_stored(comm):
+    """Errors may be as large as a variable."""
 
     def work(strategy):
         strategy.worker.client._same_node = lambda number: False
@@ -134,7 +134,7 @@ def test_an_old_error_does_not_keep_the_chief_from_telling_of_a_new_one(comm):
 
 @dataclass(frozen=True)
 class PickyRule(UpdateRule):
-    """Takes no negative gradients, which it finds out in the middle."""
+    """Refuses negative gradients after some updates."""
 
     slots = ()
 
@@ -145,7 +145,7 @@ class PickyRule(UpdateRule):
 
 
 class Picky(optimizers.SGD):
-    """Has that rule."""
+    """An optimizer with that rule."""
 
     @property
     def rule(self):
@@ -153,8 +153,8 @@ class Picky(optimizers.SGD):
 
 
 @pytest.mark.ranks(3)
-def test_a_step_that_fails_holds_nobody_up_later(comm):
-    """Who goes on after the error is not a step late for ever."""
+def test_a_step_that_fails_blocks_no_worker_later(comm):
+    """A worker that continues after the error isn't a step late from then on."""
 
     def work(strategy):
         number, optimizer = number_of(strategy), Picky()
@@ -177,7 +177,7 @@ def test_a_step_that_fails_holds_nobody_up_later(comm):
 
 
 @pytest.mark.ranks(3)
-def test_an_error_tells_which_parts_failed(comm):
+def test_an_error_names_the_failed_parts(comm):
     def work(strategy):
         optimizer = Picky()
         first, second = Variable(np.zeros(4), name="first"), Variable(np.zeros(4), name="second")

@@ -1,4 +1,4 @@
-"""Which rank takes which task, and what is said where the ranks don't agree (§2.7)."""
+"""Which rank has which task, and the errors where the ranks don't agree (§2.7)."""
 
 import json
 import os
@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from strategies.cluster.ranks import (
     RankReport,
     assign_ranks,
-    global_id,
-    is_chief,
     ordered_tasks,
     worker_cluster,
 )
@@ -44,6 +42,20 @@ def worker(index, cluster=TWO, host=None):
     return report(cluster, Task("worker", index), host or f"host{index}")
 
 
+def places_of(cluster, *others):
+    """The place of each task of a cluster, and of others."""
+    tasks = [*ordered_tasks(cluster), *others]
+    return dict(zip(tasks, assign_ranks([report(cluster, task) for task in tasks]), strict=True))
+
+
+def ids_of(cluster, *others):
+    return [place.id for place in places_of(cluster, *others).values()]
+
+
+def chiefs_of(cluster, *others):
+    return [str(task) for task, place in places_of(cluster, *others).items() if place.is_chief]
+
+
 def refusal(*reports):
     with pytest.raises(ValueError, match="TF_CONFIG") as caught:
         assign_ranks(reports)
@@ -56,34 +68,34 @@ def refusal(*reports):
 def test_the_order_is_chief_workers_ps_evaluator_then_other_jobs():
     ids = ["chief 0", "worker 0", "worker 1", "ps 0", "ps 1", "evaluator 0", "data 0"]
     assert [str(task) for task in ordered_tasks(FULL)] == ids
-    assert [global_id(task, FULL) for task in ordered_tasks(FULL)] == list(range(7))
+    assert ids_of(FULL) == list(range(7))
 
 
 def test_workers_go_by_index_and_gaps_give_no_ids():
     cluster = ClusterSpec({"worker": {"10": "c", "9": "b", "2": "a"}})
     assert [task.index for task in ordered_tasks(cluster)] == [2, 9, 10]
-    assert global_id(Task("worker", 10), cluster) == 2
+    assert places_of(cluster)[Task("worker", 10)].id == 2
 
 
 def test_without_a_chief_worker_i_has_id_i():
-    assert [global_id(Task("worker", index), TWO) for index in (0, 1)] == [0, 1]
+    assert ids_of(TWO) == [0, 1]
 
 
 def test_an_evaluator_outside_of_the_cluster_comes_last():
-    assert global_id(Task("evaluator", 0), TWO) == 2
-    assert is_chief(Task("evaluator", 0), TWO)
+    evaluator = Task("evaluator", 0)
+    assert ids_of(TWO, evaluator) == [0, 1, 2]
+    assert chiefs_of(TWO, evaluator) == ["worker 0", "evaluator 0"]
 
 
 def test_a_task_outside_of_the_cluster_has_no_id():
     with pytest.raises(ValueError, match=r'\["index"\] is 2; job \'worker\' has .* \[0, 1\]'):
-        global_id(Task("worker", 2), TWO)
+        assign_ranks([worker(0), worker(2)])
     with pytest.raises(ValueError, match=r"\[\"type\"\] is 'ps'"):
-        is_chief(Task("ps", 0), TWO)
+        assign_ranks([worker(0), report(TWO, Task("ps", 0))])
 
 
 def test_the_chief_is_the_chief_and_so_is_the_evaluator():
-    chiefs = [str(task) for task in ordered_tasks(FULL) if is_chief(task, FULL)]
-    assert chiefs == ["chief 0", "evaluator 0"]
+    assert chiefs_of(FULL) == ["chief 0", "evaluator 0"]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +107,7 @@ def test_the_chief_is_the_chief_and_so_is_the_evaluator():
     ],
 )
 def test_without_a_chief_the_first_worker_is_it(jobs, expected):
-    cluster = ClusterSpec(jobs)
-    assert [str(task) for task in ordered_tasks(cluster) if is_chief(task, cluster)] == [expected]
+    assert chiefs_of(ClusterSpec(jobs)) == [expected]
 
 
 # --- assignments ---------------------------------------------------------------------------------
@@ -121,8 +132,9 @@ def test_places_follow_the_cluster_and_not_the_launch():
     tasks = ordered_tasks(FULL)[::-1]
     places = assign_ranks([report(FULL, task) for task in tasks])
     assert [place.task for place in places] == tasks
-    assert [place.id for place in places] == [global_id(task, FULL) for task in tasks]
-    assert [place.is_chief for place in places] == [is_chief(task, FULL) for task in tasks]
+    assert [place.id for place in places] == list(range(7))[::-1]
+    chiefs = [str(place.task) for place in places if place.is_chief]
+    assert chiefs == ["evaluator 0", "chief 0"]
     assert [place.role for place in places] == [task.type for task in tasks]
     assert all(place.cluster == FULL and place.key == place.id for place in places)
 
@@ -163,7 +175,7 @@ def test_any_order_of_launch_gives_the_same_ids(cluster, lone_evaluator, chance)
     places = assign_ranks(reports)
     assert sorted(place.id for place in places) == list(range(len(tasks)))
     assert {place.task: place.id for place in places} == {
-        task: global_id(task, cluster) for task in tasks
+        task: number for number, task in enumerate(tasks)
     }
 
 
@@ -256,7 +268,7 @@ def test_the_size_and_single_offenders_are_reported_together():
     assert "rank 3 on host5: ValueError" in message
 
 
-def test_processes_with_other_hash_seeds_say_the_same():
+def test_processes_with_other_hash_seeds_have_the_same_result():
     other = ClusterSpec({"worker": ["a:1", "z:1"], "ps": ["p:1"]})
     reports = [worker(0), worker(1, other), (None, "x"), ("[", "y"), report(TWO, None, "z")]
     reports = [tuple(each) for each in [*reports, worker(1), worker(0, other)]]

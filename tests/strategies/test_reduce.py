@@ -175,8 +175,8 @@ def on_rank_1(strategy, there, elsewhere):
 
 
 @several_ranks
-def test_ranks_that_agree_exchange_arrays_alone(strategy, monkeypatch):
-    """Texts are gathered only where something differs, and one array is reduced in one call."""
+def test_ranks_that_agree_exchange_only_arrays(strategy, monkeypatch):
+    """Texts are gathered only where something differs, and one array needs one call."""
     rank, size = strategy.communicator.rank, strategy.communicator.size
     made = []
     for name in ("all_gather_object", "barrier", "all_reduce", "all_reduce_many"):
@@ -209,7 +209,7 @@ def test_ranks_that_agree_exchange_arrays_alone(strategy, monkeypatch):
 
 @two_ranks
 def test_a_reduction_takes_few_steps(strategy):
-    """In Python's own calls, which a machine's load doesn't change: today 10 and 11."""
+    """Counted in Python calls, which the machine's load doesn't change: currently 10 and 11."""
     array = np.ones(256, np.float32)
     cases = {
         "1 KB": (lambda: strategy.reduce("sum", array, axis=None), 20),
@@ -217,7 +217,7 @@ def test_a_reduction_takes_few_steps(strategy):
         "nest": (lambda: strategy.reduce("sum", {"a": array}, axis=None), 80),
     }
     for name, (reduce, limit) in cases.items():
-        # A rank that waits for the other one looks for it again and again.
+        # A waiting rank polls repeatedly.
         fewest = min(calls_of(reduce) for _ in range(100))
         assert fewest <= limit, name
 
@@ -239,7 +239,7 @@ def calls_of(function):
 
 
 class Torchlike:
-    """An array of another library, which speaks DLPack."""
+    """An array of another library, with DLPack."""
 
     def __init__(self, array):
         self._array = array
@@ -284,7 +284,7 @@ def test_values_that_do_not_fit_together(comm, strategy, op, axis, there, elsewh
     value = on_rank_1(strategy, there, elsewhere)
     match = "reduce: the ranks' (shapes|dtypes|nests) differ"
     text = same_refusal(comm, error, match, strategy.reduce, op, value, axis)
-    if axis is None:  # over an axis, only what is left of the shapes must agree
+    if axis is None:  # over an axis, only the other axes must be equal
         assert shown in text.splitlines()[2]
     assert_usable(strategy)
 
@@ -311,7 +311,7 @@ def test_an_axis_that_one_rank_lacks(comm, strategy, there, axis, shown):
 @pytest.mark.parametrize(
     ("there", "elsewhere"), [(("sum", 0), ("mean", 0)), (("sum", 0), ("sum", None))]
 )
-def test_ranks_that_ask_for_different_reductions(comm, strategy, there, elsewhere):
+def test_ranks_that_request_different_reductions(comm, strategy, there, elsewhere):
     op, axis = on_rank_1(strategy, there, elsewhere)
     value = on_rank_1(strategy, np.ones(1), 1.0) if elsewhere[1] is None else np.ones(1)
     arguments = (strategy.reduce, op, value, axis)

@@ -1,4 +1,4 @@
-"""`reduce` and `gather` against NumPy on the joined values, for any shapes, on threads."""
+"""`reduce` and `gather` against NumPy on the concatenated values, for any shapes, on threads."""
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +13,7 @@ DTYPES += [np.complex64, ml_dtypes.bfloat16]
 
 @st.composite
 def parts(draw, longest=3):
-    """An axis, and an array per rank whose lengths along that axis differ."""
+    """An axis, and an array for each rank; lengths along that axis differ."""
     shape = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
     axis = draw(st.integers(-len(shape), len(shape) - 1))
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
@@ -31,7 +31,7 @@ def result_dtype(op, dtype):
 
 
 def exact_sum(array, axes, op):
-    """The sum, which for booleans is `or`, unless their mean is wanted."""
+    """The sum, which is `or` for booleans, unless it is for a mean."""
     if array.dtype.kind == "b" and op == "sum":
         return np.any(array, axis=axes)
     wide = np.complex128 if array.dtype.kind == "c" else np.float64

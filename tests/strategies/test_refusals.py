@@ -1,4 +1,4 @@
-"""What one rank alone does wrong is the same error on all ranks, at once; the next call works."""
+"""An error of one rank is the same error on all ranks, at once; the next call works."""
 
 import time
 
@@ -19,14 +19,14 @@ from strategies import (
     metrics,
     optimizers,
 )
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.cross_device_ops import HierarchicalCopyAllReduce
-from strategies.variables.indexed_slices import IndexedSlices
 
 pytestmark = pytest.mark.mpi
 
 ROWS = IndexedSlices(np.ones((1, 2)), [0], (3, 2))
 
-# Of another kind than three numbers; none of them can be sent.
+# Not three numbers; none of them can be sent.
 WRONG = [None, "x", np.array([None] * 3), len, [[1, 2], [3]], np.array(["2020-01-01"], "M8[D]")]
 
 
@@ -130,7 +130,7 @@ def same_error_at_once(strategy, function, *arguments):
 
 
 def same_error_at_once_of(errors, strategy, function, *arguments):
-    """The class and text of the error that all ranks raise, long before the deadline."""
+    """The class and text of the error that all ranks raise, well before the deadline."""
     began = time.monotonic()
     with pytest.raises(errors) as caught:
         function(*arguments)
@@ -155,7 +155,7 @@ def test_one_ranks_wrong_argument(strategy, call, right, wrong):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_others_are_told_what_was_wrong(strategy):
+def test_the_others_get_the_cause_of_the_error(strategy):
     op = "MAX" if last(strategy) else "SUM"
     kind, text = same_error_at_once(strategy, by_op, strategy, op)
     size = strategy.communicator.size
@@ -210,7 +210,7 @@ def test_one_ranks_wrong_operand_for_the_copy_of_a_node(comm):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_copy_that_nobody_waits_for_is_refused_by_itself(strategy):
+def test_a_copy_without_waiting_ranks_is_refused_locally(strategy):
     with strategy.scope():
         plain = Variable(np.arange(3.0))
         own = Variable(
@@ -272,7 +272,7 @@ def refuse_by_itself(message):
 
 @pytest.mark.ranks(2, 3)
 def test_one_ranks_own_runtime_error(strategy):
-    """As torch raises them, or a schedule that reads a file; nobody steps without that rank."""
+    """As torch raises them, or a schedule that reads a file; no rank does the step."""
     size = strategy.communicator.size
     with strategy.scope():
         variable, optimizer = Variable(np.zeros(1)), optimizers.SGD(1.0)
@@ -297,7 +297,7 @@ def test_one_ranks_own_runtime_error(strategy):
 
 
 @pytest.mark.ranks(2)
-def test_what_all_ranks_raise_or_cannot_be_told_is_raised_as_it_is(comm):
+def test_errors_of_all_ranks_and_unsendable_ones_are_raised_unchanged(comm):
     strategy = MultiWorkerMirroredStrategy(communicator=comm)
 
     def in_a_scope():
@@ -367,11 +367,11 @@ def test_one_ranks_wrong_checkpoint(strategy, tmp_path):
         checkpoint = Checkpoint(variable=variable, more=held)
     path = strategy.communicator.broadcast_object(str(tmp_path / "saved"))
     _, text = same_error_at_once(strategy, checkpoint.save, path)
-    assert "more is a Stateless that holds no Variable" in text
+    assert "more is a Stateless without state" in text
 
 
 @pytest.mark.ranks(2, 3)
-def test_of_a_path_rank_0s_alone_is_looked_at(strategy, tmp_path):
+def test_only_rank_0s_path_is_used(strategy, tmp_path):
     with strategy.scope():
         checkpoint = Checkpoint(variable=Variable(2.0))
     rank = strategy.communicator.rank

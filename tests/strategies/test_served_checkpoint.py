@@ -1,4 +1,4 @@
-"""Checkpoints of what parameter servers hold: into other shards, and in and out of strategies."""
+"""Checkpoints of parameter servers' variables: with other shards, with and without strategies."""
 
 import os
 from functools import partial
@@ -47,7 +47,7 @@ def steps(strategy, variables, optimizer, numbers):
 
 
 def expected(numbers):
-    """The values where one process takes all these steps."""
+    """The values where one process does all these steps."""
     table, scale, optimizer, _ = make()
     steps(None, (table, scale), optimizer, numbers)
     return table.numpy(), scale.numpy()
@@ -60,7 +60,7 @@ def check(found, numbers):
 
 @pytest.fixture
 def path(comm, tmp_path):
-    """The same one on every rank."""
+    """A path that is the same on every rank."""
     return os.path.join(comm.broadcast_object(str(tmp_path)), "state")
 
 
@@ -102,7 +102,7 @@ def test_what_servers_hold_is_restored_without_a_strategy(comm, path):
 @pytest.mark.ranks(3, 4, 5)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_other_servers_and_shards_take_it_over(comm, path, shards):
-    """All workers see the chief's restored values, and its next steps go on with the slots."""
+    """All workers read the chief's restored values, and its next steps use the restored slots."""
     split = FixedShardsPartitioner(2)
     run_workers(comm, 2, trained_and_saved(path, [1, 2]), variable_partitioner=split)
     other = FixedShardsPartitioner(shards)
@@ -114,7 +114,7 @@ def test_other_servers_and_shards_take_it_over(comm, path, shards):
 
 
 @pytest.mark.ranks(3, 4)
-def test_what_a_lone_process_saved_is_restored_on_servers(comm, path):
+def test_a_checkpoint_of_one_process_is_restored_on_servers(comm, path):
     if comm.rank == 0:
         table, scale, optimizer, checkpoint = make()
         steps(None, (table, scale), optimizer, [1])
@@ -144,8 +144,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_worker(comm, path):
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("call", ["save", "restore"])
 @pytest.mark.parametrize("wrong", ["chief", "last"])
-def test_what_one_worker_cannot_find(comm, path, call, wrong):
-    """The chief's error is everybody's at once; another one's is its own, and it stays in step."""
+def test_an_error_while_one_worker_finds_states(comm, path, call, wrong):
+    """The chief's error is raised on all ranks; another rank's error on that rank only."""
 
     def work(strategy):
         number = number_of(strategy)
@@ -168,8 +168,8 @@ def test_what_one_worker_cannot_find(comm, path, call, wrong):
 
 
 @pytest.mark.ranks(3, 4)
-def test_managers_begin_with_what_the_chief_found(comm, path):
-    """A worker that comes late neither restores what was saved since, nor sweeps it away."""
+def test_managers_start_with_the_chiefs_list(comm, path):
+    """A late worker neither restores a newer checkpoint nor deletes it."""
     directory = os.path.dirname(path)
 
     def work(strategy):
@@ -181,7 +181,7 @@ def test_managers_begin_with_what_the_chief_found(comm, path):
         began = manager.restore_or_initialize()
         saved = manager.save()
         if not late:
-            # As while the next one is being written.
+            # As while the next checkpoint is being written.
             half = Path(directory, f".ckpt-2.safetensors.1{PARTIAL}")
             half.touch()
             strategy.membership.group.barrier()

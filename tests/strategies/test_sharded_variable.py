@@ -1,12 +1,12 @@
-"""Variables in parts, and rows moved alone."""
+"""Sharded variables, and sparse reads and updates."""
 
 import numpy as np
 import pytest
 
 import strategies
 from strategies import Variable, optimizers
+from strategies.core.indexed_slices import IndexedSlices, embedding_lookup
 from strategies.parameter_server import FixedShardsPartitioner, MinSizePartitioner, ShardedVariable
-from strategies.variables.indexed_slices import IndexedSlices, embedding_lookup
 from tests.strategies.parameter_servers import number_of, run_workers, together, worlds
 from tests.strategies.support import refusal
 
@@ -22,7 +22,7 @@ def servers_in(comm):
 
 
 def on_far_servers(strategy):
-    """Let all be read by messages, as from another node."""
+    """Force reads by messages, as from another node."""
     strategy.worker.client._same_node = lambda number: False
 
 
@@ -30,7 +30,7 @@ places = pytest.mark.parametrize("server", ["near", "far"])
 
 
 def test_placement_and_lengths(comm):
-    """Shards are dealt one by one, over all variables; numbers and companions stay whole."""
+    """Shards are placed one by one, over all variables; scalars and slots aren't split."""
     servers = servers_in(comm)
 
     def work(strategy):
@@ -124,14 +124,14 @@ def test_it_is_assigned_as_a_whole_and_in_parts(comm, server):
 
 
 def together_after(strategy):
-    """Let the workers meet once their pushes are applied."""
+    """Synchronize the workers when their pushes are applied."""
     strategy.worker.client.fence()
     together(strategy)
 
 
 @places
 @pytest.mark.parametrize("shards", [1, 4])
-def test_only_the_rows_asked_for_are_moved(comm, server, shards):
+def test_only_the_requested_rows_are_sent(comm, server, shards):
     def work(strategy):
         if server == "far":
             on_far_servers(strategy)
@@ -217,7 +217,7 @@ def test_sparse_gradients_give_the_numbers_of_the_default_strategy(comm, make, s
 
 @pytest.mark.parametrize("shards", [None, 4])
 def test_optimizers_are_saved_and_restored_whole(comm, shards):
-    """Slots live on the servers: the chief pulls them, and what it restores counts for all."""
+    """Slots are stored on the servers: the chief pulls them, and restores them for all workers."""
     kept = Variable(table())
     reference = optimizers.Adam(0.1)
     for step in range(5):
@@ -238,7 +238,7 @@ def test_optimizers_are_saved_and_restored_whole(comm, shards):
             together_after(strategy)
         ended, tensors = variable.numpy(), fresh.saved_tensors()
         together(strategy)
-        # What is there already is replaced.
+        # Existing slots are replaced.
         fresh.restore_tensors(saved)
         together_after(strategy)
         return ended, tensors, fresh.saved_tensors()

@@ -1,4 +1,4 @@
-"""Clusters from Slurm's environment: host lists, task counts, and who runs where."""
+"""Clusters from Slurm's environment: host lists, task counts, and tasks of hosts."""
 
 import pytest
 from hypothesis import given
@@ -77,7 +77,7 @@ def step(monkeypatch):
 
 @pytest.mark.parametrize("rank", range(3))
 def test_all_tasks_are_workers_where_slurm_runs_them(step, rank):
-    """TensorFlow sorts the hosts: there task 0, which runs on b, would be told that it is on a."""
+    """TensorFlow sorts the hosts: task 0, which runs on b, would get the address of a."""
     step(rank)
     resolver = SlurmClusterResolver()
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["b:8888", "b:8889", "a:8888"]})
@@ -94,7 +94,7 @@ def test_the_distribution_of_the_step_counts(step, monkeypatch):
 @pytest.mark.parametrize(
     ("rank", "task"), [(0, ("chief", 0)), (1, ("worker", 0)), (2, ("worker", 1)), (3, ("ps", 0))]
 )
-def test_jobs_come_in_the_order_of_ids(step, rank, task):
+def test_jobs_are_in_the_order_of_ids(step, rank, task):
     step(rank, nodes="n[1-2]", per_node="2(x2)", tasks=4)
     resolver = SlurmClusterResolver({"worker": 2, "ps": 1, "chief": 1}, port_base=100)
     assert (resolver.task_type, resolver.task_id) == task
@@ -102,7 +102,7 @@ def test_jobs_come_in_the_order_of_ids(step, rank, task):
     assert resolver.cluster_spec() == ClusterSpec(cluster)
 
 
-def test_tasks_per_node_can_be_told(step, monkeypatch):
+def test_tasks_per_node_can_be_given(step, monkeypatch):
     step(1, nodes="n[1-2]", per_node="", tasks=2)
     refusal(ValueError, "SLURM_STEP_TASKS_PER_NODE isn't set", SlurmClusterResolver)
     spec = SlurmClusterResolver(tasks_per_node=1).cluster_spec()

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel training: nobody runs too far ahead."""
+"""Stale synchronous parallel training: the limit of a worker's lead."""
 
 import time
 
@@ -46,7 +46,7 @@ def steps_of(strategy, pause, steps=STEPS):
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_nobody_is_further_ahead_than_allowed(comm, staleness):
+def test_no_worker_is_further_ahead_than_allowed(comm, staleness):
     def work(strategy):
         slow = number_of(strategy) == 1
         return steps_of(strategy, 0.02 if slow else 0.0)
@@ -56,14 +56,14 @@ def test_nobody_is_further_ahead_than_allowed(comm, staleness):
     for number, seen in enumerate(results):
         for step, counts in enumerate(seen, 1):
             assert counts[number] == step
-            # Others may have come to their last step, and left.
+            # Others may have finished their last step.
             ahead.append(step - min(counts))
     assert max(ahead) == staleness
 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3)
-def test_without_a_bound_nobody_waits(comm):
+def test_without_a_bound_no_worker_waits(comm):
     def work(strategy):
         if number_of(strategy) == 1:
             return steps_of(strategy, 0.05)
@@ -75,7 +75,7 @@ def test_without_a_bound_nobody_waits(comm):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(3, 4)
-def test_who_has_left_holds_nobody_up(comm):
+def test_a_worker_that_has_finished_blocks_no_other(comm):
     def work(strategy):
         if number_of(strategy) == 1:
             steps_of(strategy, 0.0, steps=2)

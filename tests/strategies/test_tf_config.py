@@ -38,7 +38,7 @@ def test_nothing_set_is_a_single_worker(text):
     assert parse_tf_config(text) == TFConfig(cluster=None, task=None)
 
 
-def test_a_task_alone_names_no_cluster():
+def test_a_task_without_a_cluster():
     config = parse_tf_config(text_of(task={"type": "worker", "index": 7}))
     assert config == TFConfig(None, Task("worker", 7))
 

@@ -1,7 +1,7 @@
-"""Training in step: any number of ranks ends where one process in plain NumPy does.
+"""Synchronous training: any number of ranks gets the result of one process in plain NumPy.
 
-Also of the mirroring and mismatches of variables, whose other tests run on threads, the essence
-between MPI ranks.
+Includes the mirroring and mismatches of variables between MPI ranks; their other tests run on
+threads.
 """
 
 import numpy as np
@@ -67,7 +67,7 @@ class AdaptiveMoments:
         self.mean = 0.9 * self.mean + 0.1 * gradient
         self.square = 0.999 * self.square + 0.001 * gradient**2
         mean, square = self.mean / (1 - 0.9**self.steps), self.square / (1 - 0.999**self.steps)
-        # Adam as the paper's algorithm 1 has it, with epsilon in the place that Keras gives it.
+        # Adam as in the paper's algorithm 1, with epsilon placed as in Keras.
         return weight - 0.02 * mean / (np.sqrt(square) + 1e-7 / np.sqrt(1 - 0.999**self.steps))
 
 
@@ -92,7 +92,7 @@ def train_alone(make, batch_size):
 
 def train_together(strategy, make, batch_size):
     with strategy.scope():
-        # Only the chief's values count.
+        # Only the chief's values are used.
         variables = [Variable(value + strategy.communicator.rank) for value in initial()]
         optimizer = make()
     lengths = [len(inputs) for inputs, _ in batches(batch_size)]

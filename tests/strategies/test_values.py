@@ -1,4 +1,4 @@
-"""Containers of one value: made by users, unwrapped on the way in."""
+"""Containers of one value: created by users, unwrapped by the strategy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Variables as arrays: how they begin, how they are read, and what they can't be used for."""
+"""Variables as arrays: initial values, reads, and refused uses."""
 
 import operator
 

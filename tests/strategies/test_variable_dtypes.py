@@ -1,4 +1,4 @@
-"""Which dtype a variable has; the first table was tried with TensorFlow 2.21."""
+"""The dtype of a variable; the first table was verified with TensorFlow 2.21."""
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,7 @@ CHOSEN = [
     (lambda: np.ones(2), "float64"),
 ]
 
-# Here TensorFlow goes by the first number of a list, and so loses what the others have.
+# TensorFlow uses the dtype of a list's first number, and so loses that of the others.
 KEPT = [([1.0, np.float64(2)], "float64"), ([np.int64(1 << 20)], "int64")]
 
 GIVEN = [
@@ -75,7 +75,7 @@ def test_a_dtype_may_be_given():
 
 
 def test_what_a_dtype_would_lose_is_refused():
-    """TensorFlow refuses numbers of Python, and cuts arrays off; integers wrap there."""
+    """TensorFlow refuses Python numbers, and truncates arrays; integers wrap there."""
     for value, dtype in ((1.5, np.int32), (np.array([1.5]), np.int32), (1j, np.float32)):
         refusal(
             TypeError, "initial_value has dtype .*: convert it first", Variable, value, dtype=dtype
@@ -115,7 +115,7 @@ def test_ranks_agree_on_the_dtype(comm, strategy):
 
 
 def test_a_sharded_variable_is_not_made_of_variables():
-    """TensorFlow's constructor: here a strategy makes it."""
+    """TensorFlow's constructor: here a strategy creates the variable."""
     parts = [Variable([[1.0], [2.0]]), Variable([[3.0]])]
     for given in ((parts,), (), (np.ones(3),)):
         text = refusal(

@@ -1,4 +1,4 @@
-"""What assignments and reads do on every replica, rule by rule: §2.9 of tf_semantics.md.
+"""Assignments and reads on every replica, rule by rule: §2.9 of tf_semantics.md.
 
 Every variable begins at 10, replica r has the value r + 1, and for all replicas 7 is assigned.
 """
@@ -11,7 +11,7 @@ from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 METHODS = {"assign": lambda old, new: new, "assign_add": np.add, "assign_sub": np.subtract}
 NO_WAY_IN = "can't be assigned inside `run` with aggregation NONE"
-NO_WAY_OUT = "aggregation NONE says no way to read it outside of `run`"
+NO_WAY_OUT = "with aggregation NONE it can't be read outside of `run`"
 NO_MEANING = "outside of `run` has no meaning for a sum of replicas"
 
 
@@ -25,7 +25,7 @@ def variable_of(strategy, synchronization, aggregation, dtype=np.float32):
 
 
 def folded(aggregation, values):
-    """What the replicas' values become."""
+    """The replicas' values afterwards."""
     folds = {"SUM": np.sum, "MEAN": np.mean, "ONLY_FIRST_REPLICA": lambda each: each[0]}
     return float(folds[aggregation](values))
 
@@ -243,8 +243,8 @@ def test_without_a_strategy_a_variable_is_plain(synchronization, aggregation, me
 @aggregated
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_nobody_aggregates_what_was_made_outside_of_every_scope(size, synchronization, aggregation):
-    """So several replicas can't change it, unless it asks for no aggregation."""
+def test_variables_outside_of_every_scope_are_not_aggregated(size, synchronization, aggregation):
+    """So several replicas can't change it, unless it requests no aggregation."""
 
     def plain(chosen):
         return Variable(10.0, True, None, VariableSynchronization[synchronization], chosen)

@@ -1,6 +1,6 @@
 """Scatter methods, rule by rule: §2.9 of tf_semantics.md.
 
-Every variable begins at [[10, 20], [30, 40], [50, 60]]; replica r gives rows 0 and 2 of value
+Every variable begins at [[10, 20], [30, 40], [50, 60]]; replica r updates rows 0 and 2 with
 r + 1, and rows 0, 2, 0 are scattered for all replicas.
 """
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from strategies import Variable, VariableAggregation, VariableSynchronization
+from strategies.core.indexed_slices import IndexedSlices
 from strategies.variables import scatter
-from strategies.variables.indexed_slices import IndexedSlices
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 START = np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
@@ -41,7 +41,7 @@ def variable_of(strategy, aggregation="NONE", synchronization="ON_WRITE", dtype=
 
 
 def changed(method, slices):
-    """What the rows become, one change after the other."""
+    """The rows after one change after the other."""
     expected = START.copy()
     for row, value in zip(slices.indices, slices.values, strict=True):
         expected[row] = FOLDS[method](expected[row], value)
@@ -90,7 +90,7 @@ def test_replicas_rows_are_joined_and_for_a_mean_divided(size, aggregation, meth
 @on_sizes
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
 @pytest.mark.parametrize("method", UNSUMMED)
-def test_a_sum_of_rows_says_nothing_of_the_least_the_greatest_or_the_new(size, aggregation, method):
+def test_a_sum_of_rows_does_not_give_min_max_or_update(size, aggregation, method):
     def body(strategy):
         variable = variable_of(strategy, aggregation)
         match = f"{method} inside `run` needs aggregation ONLY_FIRST_REPLICA, not {aggregation}"
@@ -181,7 +181,7 @@ def test_integers(method):
 
 @with_methods
 def test_a_change_can_be_sent(method):
-    """By name, to whoever holds the array."""
+    """By name, for any owner of the array."""
     change = pickle.loads(pickle.dumps(getattr(scatter, method)))
     array = START.copy()
     change(array, FOR_ALL.indices, FOR_ALL.values)

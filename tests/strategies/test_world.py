@@ -1,4 +1,4 @@
-"""`communicator=`: what every strategy takes, and what it says of anything else."""
+"""`communicator=`: what every strategy accepts, and the error for anything else."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_other_types_are_named():
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_a_communicator_of_mpi4py_is_to_be_wrapped(comm):
-    """In a call that no rank waits for: each says it by itself."""
+    """In a call that no rank waits for: each rank raises it locally."""
     from mpi4py import MPI
 
     for name, take in TAKERS.items():

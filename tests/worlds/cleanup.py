@@ -1,4 +1,4 @@
-"""Removing what a killed MPI job leaves behind: processes and shared memory."""
+"""Remove the processes and shared memory of a killed MPI job."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ GRACE_SECONDS = 5
 
 
 def end_group(process):
-    """End a process and its group: first so that mpirun can clean up, then by force."""
+    """End a process and its group: by SIGTERM, so that mpirun can clean up, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -22,17 +22,17 @@ def end_group(process):
 
 
 def kill_tagged(variable, value):
-    """Kill every process that has an environment variable: ranks may leave mpirun's group."""
+    """Kill every process with an environment variable: ranks may not be in mpirun's group."""
     tag = f"{variable}={value}".encode()
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        # Processes end while this looks at them, and others' may not be looked at.
+        # Processes end during the search, and others' can't be read.
         with contextlib.suppress(OSError):
             if tag in environment.read_bytes().split(b"\0"):
                 kill_and_wait(int(environment.parent.name))
 
 
 def kill_and_wait(process_id):
-    """Kill a process that need not be a child, and wait until it has let go of its memory."""
+    """Kill a process that need not be a child, and wait until its memory is unmapped."""
     descriptor = os.pidfd_open(process_id)
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -42,18 +42,18 @@ def kill_and_wait(process_id):
 
 
 def find_segments(directory=SHARED_MEMORY):
-    """Return the files of shared memory that MPI jobs made."""
+    """Return the shared memory files of MPI jobs."""
     return {path for pattern in SEGMENT_PATTERNS for path in directory.glob(pattern)}
 
 
 def remove_segments(known, directory=SHARED_MEMORY):
-    """Remove the shared memory made since `known` was found, unless a live process maps it."""
+    """Remove the shared memory created since `known` was found, unless a live process maps it."""
     for path in find_segments(directory) - known - mapped_files():
         path.unlink(missing_ok=True)
 
 
 def mapped_files():
-    """Return the files that live processes map into their memory."""
+    """Return the files that live processes map."""
     paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

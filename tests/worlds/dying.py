@@ -1,4 +1,4 @@
-"""Programs some ranks of which die, while the others go on."""
+"""Programs of which some ranks die while the others continue."""
 
 import sys
 import tempfile
@@ -6,8 +6,8 @@ import tempfile
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import run_launcher
 
-# Hydra ends a job one of whose processes was killed, most times even where it is told not to: its
-# process is this one, which stays until the others are through.
+# Hydra ends a job when one of its processes was killed, usually even with the option against it:
+# its process is this one, which waits for the end of the others.
 _KEEPER = """
 "$@"
 echo $? > "$CODES/code $$"
@@ -19,9 +19,9 @@ done
 
 
 def launcher_line(size, program, *, deaths):
-    """The command that starts the program on so many ranks, of which some may die.
+    """The command that starts the program on so many ranks, some of which may die.
 
-    Where they may, it wants the variables CODES, a directory where each rank's exit code is left,
+    Where they may, it needs the variables CODES, a directory for each rank's exit code,
     and SIZE.
     """
     mpirun, options = find_mpirun(), []
@@ -33,9 +33,9 @@ def launcher_line(size, program, *, deaths):
 
 
 def run_dying(size, program, directory):
-    """Run the text of a program of which ranks die.
+    """Run a program's text of which some ranks die.
 
-    The others leave files as marks in the directory, whose path is MARKS in their environment.
+    The others write files as marks into the directory of the environment variable MARKS.
     """
     line = launcher_line(size, [sys.executable, "-c", program], deaths=True)
     with tempfile.TemporaryDirectory() as codes:

@@ -1,4 +1,4 @@
-"""Suites on which the harness shows what it does: the texts of their files."""
+"""Suites that demonstrate the harness: the texts of their files."""
 
 CONFTEST = """
 import pytest

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import run_launcher
 
-# A network for documentation (RFC 5737), which leads nowhere.
+# A documentation network (RFC 5737), which isn't routed.
 _PREFIX = "198.51.100"
 _ROOT_ADDRESS = f"{_PREFIX}.254"
 _TOOLS = ("ip", "nsenter", "unshare")
@@ -28,7 +28,7 @@ exec ip netns exec "$name" nsenter --uts="{directory}/$name" /bin/sh -c "$*"
 
 
 def why_not():
-    """Why hosts can't be made here; None where they can."""
+    """Why hosts can't be simulated here; None where they can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} is not installed"
@@ -42,7 +42,7 @@ def _run(*command):
 
 @contextmanager
 def hosts(count):
-    """Make so many hosts; yields their addresses and the path of an agent that stands for ssh."""
+    """Create so many hosts; yields their addresses and the path of an agent in place of ssh."""
     name = f"c{os.getpid()}h"
     bridge = f"{name}b"
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
@@ -68,7 +68,7 @@ def _make(stack, name, address, bridge, directory):
     _run("ip", "-n", name, "address", "add", address, "dev", inside)
     for device in ("lo", inside):
         _run("ip", "-n", name, "link", "set", device, "up")
-    # A name that outlives the process that sets it is kept where a file stands for it.
+    # A namespace's name outlives the process that sets it where a file is bound to it.
     place = directory / name
     place.touch()
     _run("unshare", f"--uts={place}", "hostname", name)
@@ -86,7 +86,7 @@ def run_on_hosts(addresses, agent, ranks, program, *, timeout):
     else:
         options = ["-localhost", _ROOT_ADDRESS, "-launcher", "ssh", "-launcher-exec", str(agent)]
         options += ["-hosts", places]
-        # Without it, what UCX finds on this machine would be shared memory between the hosts.
+        # Without it, UCX would use this machine's shared memory between the hosts.
         environment = {"UCX_TLS": "tcp,self"}
     line = [mpirun, *options, "-n", str(size), sys.executable, "-c", program]
     return run_launcher(line, environment, timeout=timeout)

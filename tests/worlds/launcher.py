@@ -1,4 +1,4 @@
-"""Starting pytest on a world of ranks under mpirun, and ending it whatever happens."""
+"""Start pytest on a world of ranks under mpirun, and end it in every case."""
 
 import os
 import shutil
@@ -25,14 +25,14 @@ NO_MPIRUN = (
 
 @dataclass
 class Ending:
-    """How a launch ended."""
+    """The result of a launch."""
 
     description: str
     succeeded: bool
     output: str
 
     def tail(self):
-        """Return the last lines of what mpirun and the ranks printed."""
+        """Return the last lines of the output of mpirun and the ranks."""
         return "\n".join(self.output.splitlines()[-TAIL_LINES:])
 
 
@@ -45,20 +45,20 @@ def find_mpirun():
 
 @cache
 def is_open_mpi(mpirun):
-    """Tell whether an mpirun is Open MPI's."""
+    """Return whether an mpirun is Open MPI's."""
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
     return "Open MPI" in version.stdout
 
 
 def mpirun_command(mpirun, size):
-    """Return the command that starts `size` ranks, whose output lines name their ranks."""
+    """Return the command that starts `size` ranks, whose output lines are prefixed."""
     if is_open_mpi(mpirun):
         return [mpirun, "-n", str(size), "--oversubscribe", "--output", "tag"]
     return [mpirun, "-n", str(size), "-prepend-rank"]
 
 
 def pytest_command(config, paths):
-    """Return the command of a rank: pytest on some files, told to show failures as it is here."""
+    """Return the command of a rank: pytest on some files, with this run's options of failures."""
     option = config.option
     command = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "--only-mpi", "-x"]
     command += [
@@ -79,18 +79,18 @@ def pytest_command(config, paths):
 
 
 def world_environment(directory):
-    """Return the environment of a launch: this one without the traces of any MPI around it."""
+    """Return the environment of a launch: this one without the variables of any MPI around it."""
     environment = {
         name: value
         for name, value in os.environ.items()
-        # mpi4py's own variables choose the MPI library: they belong to the user.
+        # mpi4py's own variables choose the MPI library: the user sets them.
         if name.startswith("MPI4PY_")
         or not (name.startswith(SCRUBBED_PREFIXES) or name in SCRUBBED_NAMES)
     }
     return environment | {
         DIRECTORY_VARIABLE: str(directory),
         "TMPDIR": str(directory),
-        # Figures that the developer's own runs have saved would change what is chosen.
+        # The developer's saved cost parameters would change what is chosen.
         "COLLECTIVES_CACHE": str(Path(directory) / "cache"),
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Making one pytest report of what the ranks of a world told about a test."""
+"""Merge the records of a world's ranks to one pytest report per test."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class CrashLine:
 
 
 class WorldFailure:
-    """A failure in a world, shown as pytest shows its own: a headline, then titled parts."""
+    """A failure in a world, shown in pytest's form: a headline, then titled parts."""
 
     def __init__(self, headline, parts=()):
         self.reprcrash = CrashLine(headline)
@@ -31,7 +31,7 @@ class WorldFailure:
         return "\n".join([str(self.reprcrash), *(f"{title}\n{part}" for title, part in self.parts)])
 
     def toterminal(self, writer):
-        """Write the failure the way pytest asks its own representations to."""
+        """Write the failure in the way that pytest requires of its representations."""
         writer.line(str(self.reprcrash), red=True)
         for title, part in self.parts:
             writer.sep("- ", title)
@@ -42,7 +42,7 @@ class WorldFailure:
 
 
 def merge_reports(items, size, records, ending, directory):
-    """Return the reports of the tests that a launch decided, by node id."""
+    """Return the reports of the tests that a launch completed, by node id."""
     merge = Merge(size, ending, directory)
     reports = {
         item.nodeid: merge.reports_of(item, records.tests[item.nodeid])
@@ -100,13 +100,13 @@ class Merge:
         return failed_reports(item, WorldFailure(headline, [*self.stacks(), self.output()]))
 
     def nothing_ran(self, item, problems):
-        """Return the reports of a test that was never reached, nor any other of its launch."""
+        """Return the reports of a test that was never started, nor any other of its launch."""
         headline = f"no test began on {self.size} ranks: {self.ending.description}"
         parts = [(self.title(rank), problem) for rank, problem in problems.items()]
         return failed_reports(item, WorldFailure(headline, parts or [self.output()]))
 
     def bad_ending(self, item):
-        """Return the reports of the last test before a world ended badly, though all was well."""
+        """Return the reports of the last test before a world ended badly, without a failure."""
         headline = f"every rank finished its tests, but {self.ending.description}"
         return failed_reports(item, WorldFailure(headline, [*self.stacks(), self.output()]))
 
@@ -115,19 +115,19 @@ class Merge:
         return f"rank {rank} of {self.size}"
 
     def stacks(self):
-        """Return the parts that show where the watchdogs found the ranks."""
+        """Return the parts with the ranks' stacks at the watchdogs' alarms."""
         return [
             (f"{self.title(rank)} was here", read_stacks(stacks_path(self.directory, rank)))
             for rank in range(self.size)
         ]
 
     def output(self):
-        """Return the part that shows what was printed last."""
+        """Return the part with the last output."""
         return "the end of the output", self.ending.tail()
 
 
 def agreed_reports(item, tests):
-    """Return the reports of a test that went the same way on all ranks."""
+    """Return the reports of a test with the same outcome on all ranks."""
     reports = []
     for when in PHASES:
         phase = {rank: tests[rank].reports[when] for rank in tests if when in tests[rank].reports}
@@ -145,7 +145,7 @@ def agreed_reports(item, tests):
 
 
 def failed_reports(item, failure, when="call", sections=(), duration=0.0):
-    """Return the reports of a test that failed in one phase: pytest awaits the others too."""
+    """Return the reports of a test that failed in one phase: pytest expects the others too."""
     before = [make_report(item, earlier, "passed") for earlier in PHASES[: PHASES.index(when)]]
     after = [make_report(item, "teardown", "passed")] if when != "teardown" else []
     if isinstance(failure, str):
@@ -184,7 +184,7 @@ def has_failure(reports):
 
 
 def first_line(report):
-    """Return what went wrong, in a line."""
+    """Return the cause of a failure, in a line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else report.longreprtext).strip().splitlines()
     return lines[0] if lines else "no message"
@@ -196,7 +196,7 @@ def name_ranks(ranks):
 
 
 def verdicts(tests):
-    """Return what came out on which ranks."""
+    """Return the outcomes by rank."""
     ranks = {}
     for rank, test in sorted(tests.items()):
         ranks.setdefault(test.verdict(), []).append(rank)

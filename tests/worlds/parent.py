@@ -1,4 +1,4 @@
-"""The plugin of the pytest that a person starts: launches worlds and reports their tests."""
+"""The plugin of the user's pytest: launches worlds and reports their tests."""
 
 import json
 import tempfile
@@ -23,7 +23,7 @@ START_AND_STOP_SECONDS = 60
 
 
 class Parent:
-    """Runs ordinary tests as ever, and those of a world size together, at the first of them."""
+    """Runs ordinary tests as usual, and those of a world size together, at the first of them."""
 
     def __init__(self, config):
         self.config = config
@@ -39,7 +39,7 @@ class Parent:
         if not world_size_of(item):
             if nextitem is None or not world_size_of(nextitem):
                 return None
-            # World tests set up nothing here, so what is set up must be torn down by now.
+            # World tests set up nothing here, so all fixtures must be torn down by now.
             return item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self.worlds[world_size_of(item)].reports_of(item):
@@ -49,7 +49,7 @@ class Parent:
 
 
 class World:
-    """The tests of one world size, and what is known about them."""
+    """The tests of one world size, and their state."""
 
     def __init__(self, config, size):
         self.config = config
@@ -65,7 +65,7 @@ class World:
         return self.reports[item.nodeid]
 
     def launch(self, items):
-        """Run tests in one launch; return the reports of those it decided, at least one."""
+        """Run tests in one launch; return the reports of those it completed, at least one."""
         mpirun = find_mpirun()
         if mpirun is None:
             return {item.nodeid: failed_reports(item, NO_MPIRUN) for item in items}
@@ -81,11 +81,11 @@ class World:
             return merge_reports(items, self.size, records, ending, directory)
 
     def quiet_limit(self, items):
-        """Return how long the ranks may record nothing.
+        """Return the time for which the ranks may record nothing.
 
-        The ranks' watchdogs see to hanging tests, so this limit is for what they cannot see (a
+        The ranks' watchdogs end hanging tests. This limit is for what they cannot detect (a
         frozen rank, a start or an end that hangs) and must be longer than any of theirs. It counts
-        from the last progress: a total would blame an innocent test on a slow machine.
+        from the last progress: a total would fail an innocent test on a slow machine.
         """
         given = self.config.getoption("world_timeout")
         return given or START_AND_STOP_SECONDS + max(time_limit(item) for item in items)

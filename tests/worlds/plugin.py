@@ -1,4 +1,4 @@
-"""The entry of the harness: pytest loads this module, alone and in every rank of a world."""
+"""The entry of the harness: pytest loads this module, in the parent and in every rank."""
 
 import os
 from pathlib import Path

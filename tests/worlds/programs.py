@@ -1,4 +1,4 @@
-"""Running an ordinary program on a world of ranks, as a user does."""
+"""Run an ordinary program on a world of ranks, as a user does."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def errors_of(ended):
-    """What a program wrote on stderr, without the reports of slow ranks of a busy machine."""
+    """A program's stderr, without the reports of slow ranks of a busy machine."""
     return re.sub(r"^.* has waited .* for .*\n", "", ended.stderr, flags=re.MULTILINE)
 
 
@@ -41,7 +41,7 @@ def run_programs(parts, *, timeout, options=(), prefix=()):
 
 
 def run_launcher(line, environment, *, timeout):
-    """Run mpirun's command line, with more environment variables, and end what it leaves behind."""
+    """Run mpirun's command line, with more environment variables, and clean up after it."""
     segments = find_segments()
     with tempfile.TemporaryDirectory() as directory:
         variables = world_environment(directory) | {"PYTHONPATH": str(ROOT)} | environment

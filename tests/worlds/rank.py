@@ -21,14 +21,14 @@ LONGEST_POLL_SECONDS = 2e-3
 
 
 class Rank:
-    """One rank; `directory` is None where a person typed mpirun, without a parent to report to."""
+    """One rank; `directory` is None without a parent to report to, under the user's own mpirun."""
 
     def __init__(self, config, directory):
         # The parent, which imports this module too, must not initialise MPI.
         from mpi4py import MPI
 
         wait_for_all(MPI.COMM_WORLD)
-        # A communicator of its own, which messages that a test forgot cannot reach.
+        # A separate communicator, which leftover messages of a test cannot reach.
         self.communicator = MPI.COMM_WORLD.Dup()
         self.config = config
         self.directory = directory
@@ -39,17 +39,17 @@ class Rank:
         self.watchdog = Watchdog(stacks_path(directory, rank) if directory else None)
 
     def record(self, event, **details):
-        """Tell the parent, if there is one."""
+        """Send an event to the parent, if there is one."""
         if self.recorder:
             self.recorder.write(event, **details)
 
     def record_report(self, report):
-        """Tell the parent about a phase of a test."""
+        """Record a phase of a test for the parent."""
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.record("report", nodeid=report.nodeid, report=data)
 
     def abort(self):
-        """End the world, so that no rank waits for ever for this one."""
+        """End the world, so that no rank waits for this one."""
         self.communicator.Abort(1)
 
     def pytest_collectreport(self, report):
@@ -68,9 +68,9 @@ class Rank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        """Make sure that all ranks are about to run the same tests, before anything can hang."""
+        """Check that all ranks are about to run the same tests, before anything can hang."""
         if session.testsfailed:
-            # Not collected: pytest will say so, and the other ranks must not wait for this one.
+            # Not collected: pytest will report it, and the other ranks must not wait for this one.
             return
         wait_for_all(self.communicator)
         nodeids = [item.nodeid for item in session.items]
@@ -81,7 +81,7 @@ class Rank:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        # In step: a rank that fails now cannot cut short another that still records the last test.
+        # In step: a rank that fails now cannot end another that still records the last test.
         wait_for_all(self.communicator)
         self.plain = {}
         self.record("start", nodeid=item.nodeid)
@@ -103,7 +103,7 @@ class Rank:
             test.inner_test = body
 
     def abort_at_first_failure(self, item, function):
-        """Wrap the body of a Hypothesis test, which would be tried again while others wait."""
+        """Wrap the body of a Hypothesis test, which would be repeated while others wait."""
         from hypothesis.errors import HypothesisException
 
         @functools.wraps(function)
@@ -133,14 +133,14 @@ class Rank:
 
 
 def separate_temporary_files(rank):
-    """Give the rank a root of its own for tmp_path: pytests that share one clean up for others."""
+    """Give the rank its own root of tmp_path: pytests that share one delete others' files."""
     root = Path(tempfile.gettempdir(), f"pytest-of-{os.getuid()}-rank-{rank}")
     root.mkdir(exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 
 
 def wait_for_all(communicator):
-    """Wait for the other ranks, and leave the few cores of the machine to those still at work."""
+    """Wait for the other ranks without using the few cores of those that still work."""
     request = communicator.Ibarrier()
     for number in itertools.count():
         if request.Test():
@@ -150,7 +150,7 @@ def wait_for_all(communicator):
 
 
 def failure_report(item, example):
-    """Return the report of the exception being handled, with the example that led to it."""
+    """Return the report of the current exception, with the example that led to it."""
     lines = [f"{name}={value!r}" for name, value in example.items()]
     return pytest.TestReport(
         nodeid=item.nodeid,

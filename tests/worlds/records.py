@@ -1,4 +1,4 @@
-"""What a rank writes about its tests while they run, and how the parent reads it."""
+"""A rank's records of its tests while they run, and how the parent reads them."""
 
 import json
 from collections import defaultdict
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class Recorder:
-    """A rank's own file of events, one JSON object a line, safe on disk before the rank may die."""
+    """A rank's own file of events, one JSON object a line, flushed before the rank may die."""
 
     def __init__(self, directory, rank):
         self.file = record_path(directory, rank).open("a", encoding="utf-8")
@@ -36,7 +36,7 @@ class PlainReport:
 
 @dataclass
 class RankTest:
-    """What one rank told about one test."""
+    """The events of one rank about one test."""
 
     reports: dict = field(default_factory=dict)
     """The latest report of each phase (setup, call, teardown)."""
@@ -45,7 +45,7 @@ class RankTest:
     finished: bool = False
 
     def add(self, report):
-        """Take in one more report."""
+        """Add one more report."""
         self.reports[report.when] = report
         if report.failed and self.failure is None:
             self.failure = report
@@ -62,7 +62,7 @@ class RankTest:
 
 @dataclass
 class Records:
-    """What all the ranks of one launch told."""
+    """The events of all ranks of one launch."""
 
     tests: dict
     """By node id, then by rank, a RankTest."""
@@ -76,12 +76,12 @@ def record_path(directory, rank):
 
 
 def stacks_path(directory, rank):
-    """Return the file to which a rank's watchdog dumps the stacks."""
+    """Return the file for the stacks that a rank's watchdog dumps."""
     return directory / f"rank-{rank}.stacks"
 
 
 def read_records(config, directory, size):
-    """Read what the ranks of a launch told, however they ended."""
+    """Read the records of a launch's ranks, however they ended."""
     records = Records(tests=defaultdict(dict), problems={})
     for rank in range(size):
         for event in read_events(record_path(directory, rank)):
@@ -99,7 +99,7 @@ def read_records(config, directory, size):
 
 
 def read_events(path):
-    """Return a rank's events, without a line that its death cut short."""
+    """Return a rank's events, without a line that its death truncated."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -107,9 +107,9 @@ def read_events(path):
 
 
 def restore_report(config, data):
-    """Return the pytest report that a rank wrote down."""
+    """Return the pytest report in a rank's record."""
     report = config.hook.pytest_report_from_serializable(config=config, data=data)
     if isinstance(report.longrepr, list):
-        # JSON knows no tuples, and pytest insists on one where a skip was.
+        # JSON has no tuples, and pytest requires one for a skip.
         report.longrepr = tuple(report.longrepr)
     return report

@@ -1,4 +1,4 @@
-"""Which tests need a world of ranks, of which sizes, and which of them are offered here."""
+"""Which tests need a world of ranks, the world's sizes, and which are available here."""
 
 import argparse
 
@@ -9,7 +9,7 @@ SLOW_SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 
 def parse_sizes(text):
-    """Return the world sizes that a text like `2,3` lists."""
+    """Return the world sizes in a text such as `2,3`."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -20,7 +20,7 @@ def parse_sizes(text):
 
 
 def is_world_test(node):
-    """Tell whether a test needs a world of ranks."""
+    """Return whether a test needs a world of ranks."""
     return node.get_closest_marker("mpi") is not None
 
 
@@ -56,7 +56,7 @@ def sizes_to_generate(node, offered, slow):
 
 
 class Selection:
-    """The plugin that generates a test per world size, orders them, and says what it left out."""
+    """The plugin that generates a test per world size, orders them, and reports deselected ones."""
 
     def __init__(self, offered, only_world_tests, slow):
         self.offered = offered
@@ -103,7 +103,7 @@ class Selection:
 
 
 def deselect(config, items, unwanted):
-    """Take tests out of a collection, as pytest's own -k does."""
+    """Deselect tests of a collection, as pytest's own -k does."""
     if unwanted:
         config.hook.pytest_deselected(items=[item for item in items if item in unwanted])
         items[:] = [item for item in items if item not in unwanted]

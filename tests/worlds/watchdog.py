@@ -1,4 +1,4 @@
-"""Ending a rank whose test takes too long, after it has shown where it hangs."""
+"""End a rank whose test takes too long, after it has dumped its stacks."""
 
 import contextlib
 import faulthandler
@@ -26,17 +26,17 @@ def time_limit(item):
 
 
 class Watchdog:
-    """A timer that works even where a C function holds Python's lock, as MPI_Finalize does."""
+    """A timer that works even while a C function holds Python's lock, as MPI_Finalize does."""
 
     def __init__(self, path=None):
-        """Show the stacks in a file, else on the standard error that pytest has not captured."""
+        """Dump the stacks to a file, else to the standard error that pytest has not captured."""
         self.path = path
         self.file = open(path or os.dup(2), "w", encoding="utf-8")  # noqa: SIM115 (kept open)
-        # The alarm shows the stacks of every rank; then faulthandler's own timer exits.
+        # The alarm dumps the stacks of every rank; then faulthandler's own timer exits.
         faulthandler.register(signal.SIGALRM, file=self.file, all_threads=True)
 
     def start(self, seconds):
-        """Give the process so long from now."""
+        """Limit the process to so many seconds from now."""
         if self.path:
             # The last test may have ended between its alarm and its exit.
             self.file.truncate(0)
@@ -45,13 +45,13 @@ class Watchdog:
         faulthandler.dump_traceback_later(seconds + EXIT_DELAY, exit=True, file=self.file)
 
     def stop(self):
-        """Let the process take its time."""
+        """Remove the limit."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
 
     @contextlib.contextmanager
     def limit(self, seconds):
-        """Give the body of a `with` statement so long."""
+        """Limit the body of a `with` statement."""
         self.start(seconds)
         try:
             yield
@@ -60,9 +60,9 @@ class Watchdog:
 
 
 def read_stacks(path):
-    """Return the stacks that a watchdog has shown, without the frames of the test runners."""
+    """Return the stacks that a watchdog has dumped, without the frames of the test runners."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    # The timer that exits shows the stacks again, unless the alarm could not.
+    # The timer that exits dumps the stacks again, unless the alarm could not.
     text = text.partition("Timeout (")[0] or text
     own = [line for line in text.splitlines() if not any(runner in line for runner in RUNNERS)]
     return "\n".join(own) if any(line.startswith("  File") for line in own) else text

@@ -1,4 +1,4 @@
-"""The parts of local SGD: when the replicas average, and what."""
+"""The length of rounds, the replicas' values, and their averages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.core.refusals import RefusedTogether
+from strategies.core.same_error import PropagatedErrors
+from strategies.core.storage import Change, LocalStorage, assign
 from strategies.optimizers import Optimizer
-from strategies.variables.storage import Change, LocalStorage, assign
 
 Array = NDArray[Any]
 
@@ -41,7 +41,7 @@ class Rounds:
         if self._seconds is None or not self._taken:
             return self._every or 0
         rate = self._taken / max(time.perf_counter() - self._began, 1e-9)
-        # Few steps tell little about the rate: the first ones are slow, or lucky.
+        # A rate of few steps is not reliable.
         return max(1, int(min(self._seconds * rate, _GROWTH * self._length)))
 
     def begin(self, proposals: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class ReplicaStorage(LocalStorage):
         self._agreed: Array | None = None
 
     def begin_step(self, *, keep: bool) -> None:
-        """From now on the replicas' values differ; `keep` the one that they agreed on."""
+        """From now on the replicas' values differ; `keep`: store the agreed one."""
         if keep and not self.touched:
             self._agreed = self._array.copy()
         self.touched = True
@@ -90,15 +90,15 @@ class ReplicaStorage(LocalStorage):
         self.touched, self._agreed = False, None
 
 
-class Told(NamedTuple):
-    """What the ranks tell each other before they average."""
+class RankStates(NamedTuple):
+    """What the ranks exchange before they average."""
 
     numbers: list[list[int]]
     """Each rank's numbers."""
     flags: Array
-    """Of each rank and value, in the order of `held`, what is known of it there."""
+    """The state of each value on each rank: shape (ranks, values), in the order of `held`."""
     held: list[ReplicaStorage | None]
-    """This rank's values; None where it has forgotten one."""
+    """This rank's values; None for one that no longer exists."""
 
     @property
     def touched(self) -> list[bool]:
@@ -109,7 +109,7 @@ class Told(NamedTuple):
 
 def _agree_on_step(communicator: Communicator, outer: Optimizer) -> None:
     """A MismatchError on every rank where the outer optimizers would take different steps."""
-    with RefusedTogether(communicator, "outer_optimizer"):
+    with PropagatedErrors(communicator, "outer_optimizer"):
         step = f"outer step {outer.iterations + 1} of {outer.settings}"
     communicator.barrier(step)
 
@@ -125,28 +125,28 @@ class Averaging:
         """Average this one as well, as long as every replica has it. All ranks add it."""
         self._known.append(weakref.ref(value))
 
-    def tell(self, *numbers: int) -> Told:
-        """What every rank tells: so many numbers, and what is to be averaged. Collective."""
+    def exchange(self, *numbers: int) -> RankStates:
+        """Gather every rank's numbers, and the state of each of its values. Collective."""
         held = [known() for known in self._known]
         flags = [_UNKNOWN if each is None else _UNTOUCHED + each.touched for each in held]
         row = np.array([[*numbers, *flags]], np.int64)
-        told = self._communicator.all_gather(row)
-        return Told(told[:, : len(numbers)].tolist(), told[:, len(numbers) :], held)
+        table = self._communicator.all_gather(row)
+        return RankStates(table[:, : len(numbers)].tolist(), table[:, len(numbers) :], held)
 
-    def average(self, told: Told, counted: Sequence[bool]) -> None:
+    def average(self, states: RankStates, counted: Sequence[bool]) -> None:
         """Average what any replica's optimizer changed, over the ranks that count. Collective."""
-        everywhere = told.flags.min(axis=0) > _UNKNOWN
-        changed = everywhere & (told.flags.max(axis=0) == _TOUCHED)
+        everywhere = states.flags.min(axis=0) > _UNKNOWN
+        changed = everywhere & (states.flags.max(axis=0) == _TOUCHED)
         values = [
             each
-            for each, wanted in zip(told.held, changed, strict=True)
+            for each, wanted in zip(states.held, changed, strict=True)
             if wanted and each is not None
         ]
         if values:
-            self._bring_together(values, counted)
+            self._average_values(values, counted)
         self._known = [known for known, there in zip(self._known, everywhere, strict=True) if there]
 
-    def _bring_together(self, values: list[ReplicaStorage], counted: Sequence[bool]) -> None:
+    def _average_values(self, values: list[ReplicaStorage], counted: Sequence[bool]) -> None:
         arrays = [value.view() for value in values]
         if self._outer is not None:
             _agree_on_step(self._communicator, self._outer)

@@ -1,30 +1,27 @@
-"""Loops of ranks that have unequal numbers of batches: who is through goes on averaging.
+"""Loops of ranks that have unequal numbers of batches, and the averagings at their ends.
 
-Every averaging needs all ranks, and a rank whose batches have ended, or which has broken out of its
-loop, doesn't know whether another one still trains. So it takes part in averagings, in which each
-rank tells whether its loop is over, until all ranks have told so in the same one. The call that it
-takes part in is the one that a training rank makes at the end of its round: no rank has to guess
-which comes next.
+Every averaging needs all ranks. A rank whose batches have ended, or that has left its loop, can't
+see whether another rank still trains. So it takes part in averagings, in which each rank reports
+whether its loop is over, until all ranks report so in the same one. An averaging is the same call
+at the end of a round and after a loop.
 
-Where its batches have ended a rank does so before its loop ends. Where it leaves the loop before,
-by `break` or an exception, it can't know whether the program goes on; it does so as its next call
-of the strategy's communicator, or of the one that the strategy was made from, begins, whatever that
-is for, or at the end of the program. A loop begins with `iter`, so that one that is left before its
-first batch counts on all ranks.
+A rank whose batches have ended takes part before its loop ends. After `break` or an exception it
+does so when its next call over the strategy's communicator, or the one that the strategy was made
+from, begins, or at the end of the program. A loop begins with `iter`, so that one that ends before
+its first batch counts on all ranks.
 
-A loop whose iterator is kept in a variable isn't seen to be left. It is over once another loop over
-the same dataset begins; and where this rank synchronizes or saves while others end a round: a rank
-in the same loop would end it, too. Then the averaging counts as one that this rank took part in
-after its loop, and its own comes after those of the others' loops. The program's end ends every
-loop.
+The end of a loop whose iterator is kept in a variable can't be detected. Such a loop is over once
+another loop over the same dataset begins, and where this rank synchronizes or saves while others
+end a round: a rank in the same loop would end it, too. Then the averaging counts as one after this
+rank's loop, and its own follows those of the others' loops. The program's end ends every loop.
 
-Nobody waits for ever: a rank that isn't in an averaging trains, waits for a batch, or runs the
-program after its loop. A step ends, and the steps of a round are counted. Batches come from the
-rank itself or from a dataset rank, which waits for no training rank but for its credits: a batch
-comes, or the end, or an error. After the loop a rank comes to its next call, or to its program's
-end, and takes part before it; an exception that nobody catches raises on those that wait. Only a
-call of another communicator than those two, or a message, isn't seen: where the others make it
-after their loops, all wait for the deadline.
+There is no deadlock: a rank outside of an averaging trains, waits for a batch, or runs the program
+after its loop. A step ends, and the steps of a round are counted. Batches are read by the rank
+itself or sent by a dataset rank, which waits only for credits of training ranks: a batch, the end
+or an error arrives. After the loop a rank makes its next call, or ends its program, and takes part
+before it; an uncaught exception is raised on the ranks that wait. Only a call over a third
+communicator, or a message, is not detected: where the other ranks make it after their loops, all
+wait for the deadline.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _ENDED = (
 
 
 class Reason(enum.IntEnum):
-    """Why a rank takes part in an averaging."""
+    """The reason why a rank takes part in an averaging."""
 
     ROUND_ENDS = 0
     SYNCHRONIZE = 1
@@ -58,12 +55,12 @@ class Reason(enum.IntEnum):
 
     @property
     def in_loop(self) -> bool:
-        """Whether the rank called for the averaging, and doesn't only take part in it."""
+        """Whether the rank is in a loop, or began the averaging itself."""
         return self not in (Reason.LOOP_IS_OVER, Reason.LOOP_FAILED)
 
 
 class Part(NamedTuple):
-    """What a rank tells in an averaging: why it takes part, and of which loop, from 1."""
+    """A rank's part in an averaging: the reason, and the number of the loop, from 1."""
 
     reason: Reason
     loop: int = 0
@@ -95,9 +92,9 @@ class Loops:
         communicator.at_end(self.leave_all)
         self._begun = 0
         self._open: dict[int, Batches] = {}
-        """Those that this rank has begun and not left, as far as it knows."""
+        """Those that began and did not end on this rank."""
         self._shared: set[int] = set()
-        """Those that aren't over on all ranks, as far as this one knows."""
+        """Those that have not ended on all ranks, by the last averaging."""
         self._left: list[int] = []
         self._finishing = False
         self._failed: set[int] = set()
@@ -161,16 +158,16 @@ class Loops:
 
     @property
     def current(self) -> int:
-        """The loop that this rank is in, as far as it knows; 0 for none."""
+        """The loop that this rank is in; 0 for none."""
         return max(self._open, default=0)
 
     def leave_all(self) -> None:
-        """Leave the loops that this rank is in, whoever has their iterators. Not collective."""
+        """End the loops of this rank, also those with kept iterators. Not collective."""
         for number in sorted(self._open, reverse=True):
             self._leave(number)
 
     def finish(self) -> None:
-        """Average with those that are still in loops that this rank has left. Collective."""
+        """Average with the ranks that are still in loops that this rank has left. Collective."""
         if self._finishing:
             return  # the averaging's own calls are next ones, too
         self._finishing = True
@@ -178,14 +175,14 @@ class Loops:
             while self._left:
                 self._average(Part(Reason.LOOP_IS_OVER, self._left[0]))
         except CollectiveError:
-            # The call counts as not made: the others go on to wait for this rank.
+            # The call counts as not made: the others still wait for this rank.
             self._make_due()
             raise
         finally:
             self._finishing = False
 
     def note(self, parts: Sequence[Part]) -> None:
-        """Learn from an averaging which loops are over on all ranks. Collective.
+        """Take from an averaging which loops are over on all ranks. Collective.
 
         Raises DatasetError on all ranks where each waits for the others, in different loops.
         """
@@ -194,8 +191,8 @@ class Loops:
             own, self._failure = self._failure, None
             texts = self._communicator.all_gather_object(own)
             self._failure = "; ".join(dict.fromkeys(text for text in texts if text is not None))
-            told = {part.loop for part in parts if part.loop and not part.reason.in_loop}
-            self._failed |= self._shared | told
+            ended = {part.loop for part in parts if part.loop and not part.reason.in_loop}
+            self._failed |= self._shared | ended
             self._shared.clear()
             self._left.clear()
         elif all(part.reason is Reason.LOOP_IS_OVER for part in parts):

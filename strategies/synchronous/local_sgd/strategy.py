@@ -1,4 +1,4 @@
-"""LocalSGDStrategy: the ranks train on their own, and average their parameters now and then.
+"""LocalSGDStrategy: ranks train independently, and average their parameters periodically.
 
 Local SGD (Stich 2019, arXiv:1805.09767); with an outer optimizer DiLoCo (Douillard et al. 2023,
 arXiv:2311.08105). `tf.distribute` has no such strategy.
@@ -11,29 +11,27 @@ import math
 import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.consistency.uncaught import raised_on_all
 from collectives.scope import named_scope
+from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
+from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.cluster_resolver import ClusterResolver
 from strategies.core.contexts import require_cross_replica
-from strategies.core.strategy import Strategy
+from strategies.core.indexed_slices import Gradient
+from strategies.core.same_error import refuse_differences
+from strategies.core.storage import Storage
 from strategies.input import InputContext, InputOptions
-from strategies.input.joining import join_batches
+from strategies.input.rebatching import join_batches
 from strategies.optimizers import Optimizer
-from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage, Rounds, Told
+from strategies.synchronous.local_sgd.averaging import Averaging, RankStates, ReplicaStorage, Rounds
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
-from strategies.variables.indexed_slices import Gradient
-from strategies.variables.storage import Storage
-
-if TYPE_CHECKING:
-    from strategies.variables.variable import Variable
+from strategies.variables.variable import Variable
 
 _TEXTS = {
     Reason.ROUND_ENDS: "the end of a round",
@@ -55,32 +53,35 @@ class LocalSGDStrategy(Strategy):
 
     Each replica is in sync with itself alone: `num_replicas_in_sync` is 1, so that a loss that is
     divided by `batch size × num_replicas_in_sync` is the mean over the replica's own batch, and
-    `replica_id_in_sync_group` is 0: `communicator.rank` and `InputContext` tell the ranks apart. A
-    distributed dataset's batches are meant for one replica: W of them are joined and dealt to the
-    W ranks in each step, the last ones of an epoch in equal parts. It agrees on its end at each
-    step as under every strategy. A loop over a `DatasetWorker` with `agreed=False` is independent:
-    each rank takes the batches that it gets, be they none. Before the loop ends, a rank whose
-    batches have ended takes part in the others' averagings, in which it counts only where it has
-    taken steps since the last one; when all ranks are through they average once more and leave the
-    loop with equal values. A rank that leaves the loop by `break` does so in its next call of any
-    kind over `communicator` or the one that it was made from, or when its program ends. A loop
-    whose iterator is kept in a variable is over where the rank synchronizes or saves while others
-    end a round; taking its next batch raises RuntimeError then. Within such a loop no rank may make
-    a collective call that another one, whose batches have ended, doesn't make
-    (CollectiveMismatchError on every rank). Whatever else makes the numbers of steps unequal makes
-    averaging fail (a MismatchError or DeadlineExceededError).
+    `replica_id_in_sync_group` is 0: use `communicator.rank` or `InputContext` to number the ranks.
+    A distributed dataset's batches are for one replica each: W of them are joined and distributed
+    over the W ranks in each step, the last ones of an epoch in equal parts. All ranks reach its end
+    at the same step, as under every strategy. A loop over a `DatasetWorker` with `agreed=False` is
+    independent: a rank may receive any number of batches. A rank whose batches have ended takes
+    part in the others' averagings before its loop ends. It counts in them only if it has taken
+    steps since the last one. When the batches of all ranks have ended they average once more, and
+    the loop ends with equal values. After a `break` the rank does so in its next call over
+    `communicator` or the one that it was made from, or when its program ends. A loop whose iterator
+    is kept in a variable is over where the rank synchronizes or saves while others end a round; its
+    next batch raises RuntimeError then. Within such a loop all ranks must make the same collective
+    calls, which a rank whose batches have ended can't (CollectiveMismatchError on every rank). Any
+    other difference in the number of steps makes averaging fail (a MismatchError or
+    DeadlineExceededError).
 
     Read outside of `run`, a variable has this rank's own value: call `synchronize` at the end of
-    training. `reduce` and `gather` work over all ranks. Assignments by or for all replicas change
-    every replica's value, and what was last agreed on, alike. `Checkpoint.save` averages first
-    where any replica has taken steps since the last averaging, as `synchronize` does, and changes
-    nothing where none has; an optimizer's slots are the chief's. Name `outer_optimizer` in the
-    checkpoint as well. A restored value is what all replicas have agreed on, and the round goes on.
+    training. `reduce` and `gather` are over all ranks. Assignments by or for all replicas change
+    every replica's value and the last agreed value alike. `Checkpoint.save` averages first, as
+    `synchronize` does, where any replica has taken steps since the last averaging; an optimizer's
+    slots are the chief's. Name `outer_optimizer` in the checkpoint as well. A restored value is an
+    agreed value, and the round continues.
 
     Raises ValueError unless one of `sync_every` (an integer from 1) and `sync_seconds` (above 0)
     is given, and on every rank where ranks give different ones; TypeError for an outer optimizer
     that is none. The cluster is found as by MultiWorkerMirroredStrategy. Making one is collective.
     """
+
+    steps_together = False
+    """A replica whose step fails raises by itself, and the others go on."""
 
     def __init__(
         self,
@@ -100,9 +101,10 @@ class LocalSGDStrategy(Strategy):
             is_chief=self.membership.place.is_chief,
         )
         outer = getattr(outer_optimizer, "settings", outer_optimizer)
-        # Before they are checked, so that what one rank alone gave wrong is told to all.
-        _refuse_differences(
+        # Before they are checked, so that all ranks raise where one has a wrong argument.
+        refuse_differences(
             self.communicator,
+            "LocalSGDStrategy: the ranks' arguments differ",
             f"sync_every={sync_every!r}, sync_seconds={sync_seconds!r}, outer_optimizer={outer!r}",
         )
         every, seconds = _checked(sync_every, sync_seconds)
@@ -116,17 +118,12 @@ class LocalSGDStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """1: between two averagings no replica's gradients meet another's."""
+        """1: between two averagings gradients are not aggregated."""
         return 1
-
-    @property
-    def steps_together(self) -> bool:
-        """No: a replica that is refused a step raises by itself, and the others go on."""
-        return False
 
     def store(self, value: NDArray[Any], what: str) -> Storage:
         """A value of this replica's own, beginning with the chief's. Collective."""
-        stored = ReplicaStorage(self.mirrored(value, what))
+        stored = ReplicaStorage(self.mirror(value, what))
         self._averaging.add(stored)
         return stored
 
@@ -156,38 +153,38 @@ class LocalSGDStrategy(Strategy):
 
         A rank whose loop is over may take part in any, and counts where it has taken steps.
         """
-        told, parts = self._told_by_all(part)
+        state, parts = self._exchange(part)
         counts = [
             each.reason.in_loop or touched
-            for each, touched in zip(parts, told.touched, strict=True)
+            for each, touched in zip(parts, state.touched, strict=True)
         ]
-        # A save changes nothing where nothing has to be brought together.
-        if any(told.touched) or all(each.reason is not Reason.SAVE for each in parts):
-            self._averaging.average(told, counts)
-            self._rounds.begin([proposal for _, _, proposal in told.numbers])
+        # A save changes nothing where all values are equal already.
+        if any(state.touched) or all(each.reason is not Reason.SAVE for each in parts):
+            self._averaging.average(state, counts)
+            self._rounds.begin([proposal for _, _, proposal in state.numbers])
         self._loops.note(parts)
         if parts[self.communicator.rank].reason is not part.reason:
             self._loops.leave_all()
             self._average(Part(part.reason))
 
-    def _told_by_all(self, part: Part) -> tuple[Told, list[Part]]:
+    def _exchange(self, part: Part) -> tuple[RankStates, list[Part]]:
         waits = not part.reason.in_loop
         text = "the other ranks' averagings, after the end of this rank's batches"
         with named_scope(self.communicator, text) if waits else nullcontext():
-            self.meet("averaging")
-            told = self._averaging.tell(*part, self._rounds.proposal())
-            given = [Part(Reason(reason), loop) for reason, loop, _ in told.numbers]
+            self.barrier("averaging")
+            state = self._averaging.exchange(*part, self._rounds.proposal())
+            given = [Part(Reason(reason), loop) for reason, loop, _ in state.numbers]
             parts = without_left(given)
             if len({each.reason for each in parts if each.reason.in_loop}) > 1:
-                self.meet(_TEXTS.get(part.reason, "the end of a loop"))
-        return told, parts
+                self.barrier(_TEXTS.get(part.reason, "the end of a loop"))
+        return state, parts
 
     def loop_over(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """As they are; a rank without batches averages with the others until all have none."""
+        """The batches; a rank without batches averages with the others until all have ended."""
         return self._loops.over(batches)
 
     def leave_loops(self) -> None:
-        """Average with the others until they are through with loops that this rank has left."""
+        """Average with the others until the loops that this rank has left end on all ranks."""
         self._loops.finish()
 
     def experimental_distribute_dataset(
@@ -195,7 +192,7 @@ class LocalSGDStrategy(Strategy):
     ) -> Iterable[Any]:
         """As under every strategy, of a dataset whose batches are meant for one replica each.
 
-        W of them at a time are joined before they are dealt to the W ranks.
+        W of them at a time are joined, then distributed over the W ranks.
         """
         joined = join_batches(dataset, self.communicator.size)
         return super().experimental_distribute_dataset(joined, options)
@@ -225,12 +222,3 @@ def _checked(every: Any, seconds: Any) -> tuple[int | None, float | None]:
     if (steps := operator.index(every)) < 1:
         raise ValueError(f"sync_every={every!r}: must be at least 1")
     return steps, None
-
-
-def _refuse_differences(communicator: Communicator, given: str) -> None:
-    """The same ValueError on every rank where they weren't given the same. Collective."""
-    texts = communicator.all_gather_object(given)
-    if len(set(texts)) > 1:
-        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-        error = ValueError("\n".join(["LocalSGDStrategy: the ranks' arguments differ", *lines]))
-        raise raised_on_all(error, communicator.rank)

@@ -1,4 +1,4 @@
-"""The faults that are injected, and what must come of each."""
+"""The injected faults, and the required result of each."""
 
 from tests.fuzz.faults import arguments, concurrent, interrupted, memory, waiting
 from tests.fuzz.faults.registry import FAULTS

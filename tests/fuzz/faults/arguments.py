@@ -82,10 +82,10 @@ def _draw_turn(rng, size):
 
 @fault(30)
 def other_arguments(world):
-    """A burst of calls: some ranks make other ones, or such as are refused at once.
+    """A burst of calls: some ranks make different ones, or invalid ones.
 
-    Other calls give the same MismatchError on all ranks. A refusal is a ValueError or TypeError on
-    its rank, which then makes the call. The next call is right.
+    Different calls give the same MismatchError on all ranks. An invalid one is a ValueError or
+    TypeError on its rank, which then makes the valid call. The next call succeeds.
     """
     group = world.group()
     turns = [_draw_turn(world.rng, world.size) for _ in range(world.rng.randrange(1, 9))]

@@ -13,7 +13,7 @@ from tests.fuzz.world import Outcome
 
 @fault(8)
 def dropped_handles(world):
-    """Asynchronous calls that nobody waits for: they are made, and the next ones are right."""
+    """Asynchronous calls without a wait: they are run, and the next ones are right."""
     group, rng = world.group(), world.rng
     count = rng.randrange(1, 6)
     for index in range(count):
@@ -27,7 +27,7 @@ def dropped_handles(world):
 
 @fault(5)
 def threads(world):
-    """Two threads, each with a communicator of its own, at the same time."""
+    """Two threads, each with its own communicator, at the same time."""
     groups = [world.group("world"), world.group("nodes")]
     plans = [[draw(world.rng, world.size) for _ in range(3)] for _ in groups]
     results = [[], []]
@@ -53,7 +53,7 @@ def threads(world):
 
 @fault(3)
 def shared_by_threads(world):
-    """Two threads that make the same call on one communicator: one after the other."""
+    """Two threads that make the same call on one communicator: calls are serialized."""
     group = world.group()
     plan = replace(world.small(draw(world.rng, world.size)), layout="plain", place="new")
     if plan.collective == "all_reduce_many":
@@ -76,7 +76,7 @@ def shared_by_threads(world):
 
 @fault(1)
 def fork(world):
-    """A forked child is refused; the parent goes on."""
+    """A forked child is refused; the parent continues."""
     group = world.group()
     plan = draw(world.rng, world.size)
     call = world.ready(group, plan)

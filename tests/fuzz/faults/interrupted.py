@@ -10,7 +10,7 @@ from tests.fuzz.world import SHORT
 
 
 def _interrupted(world, interrupt, what):
-    """One rank's call is interrupted by an exception, and made again: never a wrong result.
+    """One rank's call is interrupted by an exception, and repeated: never a wrong result.
 
     Either it had not begun, so that the second attempt is the call itself; or the communicator is
     broken, and every rank gets an error by its deadline.
@@ -24,9 +24,9 @@ def _interrupted(world, interrupt, what):
     call = world.ready(group, plan)
     attempt = call if world.rank != odd else lambda: interrupt(call)
     first = second = world.attempt(group, plan, attempt)
-    # What it raised while the root's array was looked at is raised on every rank: all try again.
+    # An error while the root's array is read is raised on every rank: all try again.
     if first.is_a(*ALARMS):
-        # Of an asynchronous call that has begun it is waited for again.
+        # An asynchronous call that has begun is waited for again.
         repeated = call if plan.asynchronous else world.ready(group, plan)
         second = world.attempt(group, plan, repeated)
     outcomes = world.gather((first, second, group.broken))
@@ -43,7 +43,7 @@ def _interrupted(world, interrupt, what):
 
 
 def _refuses(world, group, text):
-    """A broken communicator gives no rank a result any more."""
+    """A broken communicator gives no rank a result."""
     plan = Plan("all_reduce", (5,), np.dtype("f8"), salt=world.step % 1000)
     outcomes = world.gather(world.attempt(group, plan, world.ready(group, plan)))
     world.expect(not any(each.right for each in outcomes), f"a result after {text}", outcomes)
@@ -54,7 +54,7 @@ def _refuses(world, group, text):
 
 @fault(8, least=2)
 def exception_at_a_line(world):
-    """An exception at any line of the product."""
+    """An exception at any line of the package."""
     line, kind = int(2 ** world.rng.uniform(0, 9)), world.rng.choice(ALARMS)
 
     def interrupt(call):
@@ -78,7 +78,7 @@ def exception_from_a_signal(world):
 
 @fault(8)
 def harmless_signal(world):
-    """A signal whose handler returns: nothing."""
+    """A signal whose handler returns has no effect."""
     group = world.group()
     plan = draw(world.rng, world.size)
     call = world.ready(group, plan)

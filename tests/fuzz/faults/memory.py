@@ -1,4 +1,4 @@
-"""Arrays that change, overlap, or are given back."""
+"""Arrays that change, overlap, or are freed."""
 
 import gc
 
@@ -12,7 +12,7 @@ from tests.fuzz.world import Outcome
 
 @fault(6)
 def freed(world):
-    """Registered arrays that the ranks let go of at different times, and that outlive calls."""
+    """Registered arrays that the ranks free at different times, and that outlive calls."""
     group, rng = world.group(), world.rng
     length = rng.choice((10, 5000, 70_000, 600_000))
     arrays = [group.comm.empty(length, "f8") for _ in range(rng.randrange(1, 4))]
@@ -45,7 +45,7 @@ def freed(world):
 
 @fault(5)
 def read_only_later(world):
-    """Known arrays whose `out` becomes read-only on one rank, which makes the call after all."""
+    """Known arrays whose `out` becomes read-only on one rank, which then makes a valid call."""
     group, rng = world.group(), world.rng
     odd, before = rng.randrange(world.size), rng.randrange(12)
     many = rng.random() < 0.6
@@ -114,7 +114,7 @@ def empty_slices(world):
 
 @fault(3)
 def registered_and_ordinary(world):
-    """Some ranks give registered arrays, the others ordinary ones, of the same values."""
+    """Some ranks use registered arrays, the others ordinary ones, of the same values."""
     group, rng = world.group(), world.rng
     collective = rng.choice([each for each in REDUCING if each == "all_reduce"] + ["broadcast"])
     plan = Plan(

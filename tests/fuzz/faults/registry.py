@@ -1,14 +1,14 @@
 """The table of the kinds of faults.
 
 Each is a function of the world. It returns how many faults it injected, and raises DeviationError
-where something else came than must come.
+where the result isn't the required one.
 """
 
 FAULTS = {}
 
 
 def fault(weight, *, least=1):
-    """Register a kind of fault: how often it is drawn, and the fewest ranks it makes sense on."""
+    """Register a kind of fault: its weight, and the smallest number of ranks."""
 
     def register(function):
         FAULTS[function.__name__] = (function, weight, least)

@@ -1,4 +1,4 @@
-"""Ranks that skip a call, come late, are stopped, or make another number of calls."""
+"""Ranks that skip a call, are late, are stopped, or make another number of calls."""
 
 import time
 from dataclasses import replace
@@ -16,7 +16,7 @@ STOP_SECONDS = 0.05
 
 @fault(5, least=2)
 def skipped(world):
-    """Some ranks skip a call: the others' error names them; the next call is right."""
+    """Some ranks skip a call: the others' error names them; the next call succeeds."""
     group, rng = world.group(), world.rng
     plan = draw(rng, world.size)
     odd = rng.sample(range(world.size), rng.randrange(1, world.size))
@@ -31,7 +31,7 @@ def skipped(world):
     absent = {group.numbers[rank] for rank in odd}
     named = all(set(each.absent) == absent or not each.absent for each in waited)
     some = any(each.absent for each in waited)
-    # Between nodes a rank may know no more than that its leader waits for another node.
+    # Between nodes a rank may know only that its leader waits for another node.
     waits = "which waits for other nodes"
     covered = all(set(each.absent) & absent or waits in each.text for each in waited)
     exact = group.comm.nodes == 1
@@ -43,7 +43,7 @@ def skipped(world):
 
 @fault(5, least=2)
 def late(world):
-    """One rank comes late, but before the deadline: nothing but a delay."""
+    """One rank is late, but before the deadline: only a delay."""
     group, rng = world.group(), world.rng
     plan, odd = draw(rng, world.size), rng.randrange(world.size)
     call = world.ready(group, plan)
@@ -56,9 +56,9 @@ def late(world):
 
 @fault(2, least=2)
 def too_late(world):
-    """One rank comes after the others' deadline, and they make the call again: it is right."""
+    """One rank is later than the others' deadline, and they repeat the call: it succeeds."""
     group, rng = world.group(), world.rng
-    # Without MPI's own collectives, which aren't there for every dtype and op.
+    # Without MPI's own collectives, which don't exist for every dtype and op.
     plan, odd = world.any_but_native(draw(rng, world.size)), rng.randrange(world.size)
     group.comm.deadline = SHORT
     call = world.ready(group, plan)
@@ -68,7 +68,7 @@ def too_late(world):
     else:
         first = world.attempt(group, plan, call)
     group.comm.deadline = PATIENT
-    # A rank that was held up may have made the call with the late one at the first attempt.
+    # A delayed rank may have made the call with the late one at the first attempt.
     again = first.text != "" or world.rank == odd
     second = world.attempt(group, plan, world.ready(group, plan)) if again else first
     outcomes = world.gather((first, second))
@@ -102,7 +102,7 @@ def doubled(world):
 
 @fault(2, least=2)
 def stop(world):
-    """A rank is stopped for a while: nothing but a delay."""
+    """A rank is stopped for a while: only a delay."""
     group, rng = world.group(), world.rng
     stopped, after = rng.randrange(world.size), rng.random() * 2e-3
     plan = draw(rng, world.size)
@@ -121,7 +121,7 @@ def stop(world):
 
 @fault(4, least=2)
 def late_message(world):
-    """A recv that exceeds its deadline takes nothing from the next one."""
+    """A recv that exceeds its deadline doesn't consume the message of the next one."""
     group, rng = world.group(), world.rng
     source, target = rng.sample(range(world.size), 2)
     comm, tag = group.comm, rng.randrange(3)
@@ -171,7 +171,7 @@ def skipped_asynchronous(world):
 
 @fault(2, least=2)
 def close_against_a_call(world):
-    """One rank closes while the others call: a mismatch on all, and nothing is closed."""
+    """One rank closes while the others call: a mismatch on all, and no rank closes."""
     group, odd = world.group(), world.rng.randrange(world.size)
     plan = Plan("all_reduce", (3,), np.dtype("f8"), salt=world.rng.randrange(999))
     call = world.ready(group, plan)

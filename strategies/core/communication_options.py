@@ -1,4 +1,4 @@
-"""How replicas communicate: the options of `tf.distribute.experimental.CommunicationOptions`."""
+"""Options of collectives, as `tf.distribute.experimental.CommunicationOptions`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from strategies.core.declared import CheckedAttributes, Checks
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which way collectives go, as `tf.distribute.experimental.CommunicationImplementation`.
+    """The algorithm of collectives, as `tf.distribute.experimental.CommunicationImplementation`.
 
-    AUTO leaves it to `collectives`: each call goes the way that is expected to be the quickest for
-    its bytes, ranks, nodes and dtype (`communicator.explain` tells), the same on every rank. RING
-    is the ring of Patarasuk and Yuan (2009). NCCL reduces on the ranks' GPUs, to which packs are
-    copied, and from which they return; what is gathered goes as under AUTO. It is a hint: where a
-    rank lacks NCCL, or a GPU of its own, all take AUTO.
+    AUTO: `collectives` selects what it expects to be fastest for the bytes, ranks, nodes and dtype
+    of a call, the same on every rank (see `communicator.explain`). RING: the ring of Patarasuk and
+    Yuan (2009). NCCL: packs are copied to the ranks' GPUs, reduced there and copied back; gathers
+    are as under AUTO. It is a hint: all ranks use AUTO where a rank lacks NCCL or a GPU of its own.
 
-    They are for arrays of the host. An array on a GPU stays there, and goes over NCCL where the
-    ranks have it, whatever is chosen here.
+    The choice is for arrays on the host. Arrays on GPUs stay there, and are reduced by NCCL where
+    all ranks have it.
     """
 
     AUTO = "AUTO"
@@ -62,11 +61,11 @@ def _checked_implementation(given: Any) -> CommunicationImplementation:
 class CommunicationOptions(CheckedAttributes):
     """Options of collectives, for a strategy or for a single call.
 
-    bytes_per_pack: how many bytes are sent as one message, at least: arrays are packed per dtype,
-    the last one first, and a pack that has more than that is full. 0: no pack is ever full, and
-    under AUTO it is left to `collectives`.
-    timeout_seconds: how long a call waits for ranks that don't come, before it raises
-    DeadlineExceededError; None leaves the communicator's deadline, 0 is no deadline.
+    bytes_per_pack: the least number of bytes of a message. Arrays are packed per dtype, the last
+    one first, and a pack with more bytes is full. 0: no pack is ever full; under AUTO `collectives`
+    decides.
+    timeout_seconds: how long a call waits for other ranks before it raises DeadlineExceededError;
+    None keeps the communicator's deadline, 0 is no deadline.
     implementation: a `CommunicationImplementation` or its name in any case.
 
     Raises ValueError for anything else, also where it is assigned, AttributeError for other
@@ -94,14 +93,14 @@ class CommunicationOptions(CheckedAttributes):
 
     @property
     def leave_it_to_collectives(self) -> bool:
-        """Whether they say nothing about the way and the size of messages."""
+        """Whether they set neither the algorithm nor the size of messages."""
         auto = self.implementation is CommunicationImplementation.AUTO
         return auto and not self.bytes_per_pack
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """New options: the given ones where they aren't the defaults, these elsewhere.
 
-        AUTO, 0 bytes and None can't be restored by a merge, therefore.
+        So a merge can't restore AUTO, 0 bytes or None.
         """
         if options is None:
             return self

@@ -1,22 +1,19 @@
-"""Where a strategy keeps the value of a variable."""
+"""Storage: the memory of a variable's value."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from strategies.optimizers import Optimizer
 
 Array = NDArray[Any]
 
 Change: TypeAlias = Callable[..., None]
 """`change(array, *operands)` changes the array in place. A function of a module, so that it can be
-sent to whoever holds the array."""
+sent to the process that holds the array."""
 
 
 class Storage(ABC):
@@ -30,7 +27,7 @@ class Storage(ABC):
 
     @abstractmethod
     def view(self) -> Array:
-        """The value; not to be changed, nor kept beyond the next change."""
+        """The value, read-only for the caller and valid until the next change."""
 
     def read(self) -> Array:
         """A copy of the value."""
@@ -58,26 +55,27 @@ class Storage(ABC):
 
     @abstractmethod
     def own_part(self) -> Array:
-        """`part_of` the value, to be changed in place. Who changes it makes the ranks meet."""
+        """`part_of` the value, to be changed in place; ranks synchronize before it is read."""
 
     @abstractmethod
     def zeros(self) -> Storage:
         """A second value, kept as this one is: zeros of the same shape. Collective."""
 
-    def slot(self, optimizer: Optimizer, name: str, initial: Array | None) -> Storage:
-        """An array that an optimizer keeps beside the value; None: of zeros. Collective."""
+    def slot(self, optimizer: Any, name: str, initial: Array | None) -> Storage:
+        """An array that an optimizer keeps for the value; None: of zeros. Collective."""
         made = self.zeros()
         if initial is not None:
             made.change(assign, initial)
         return made
 
-    def updates_by(self, optimizer: Optimizer) -> int:
-        """How many steps of the optimizer have changed the value, or other values with it."""
-        return optimizer.iterations
+    def updates_by(self, optimizer: Any) -> int:
+        """The number of the optimizer's steps that have changed the value, or others with it."""
+        steps: int = optimizer.iterations
+        return steps
 
 
 class LocalStorage(Storage):
-    """An array of this process's own. Mirrored: every replica changes its own alike."""
+    """An array in this process; if mirrored, every replica applies the same changes to its own."""
 
     def __init__(self, array: Array) -> None:
         self._array = array

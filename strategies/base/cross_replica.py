@@ -1,4 +1,4 @@
-"""Reductions and gathers of nests for all replicas, agreed on before anything is sent."""
+"""`Strategy.reduce` and `gather` of nests, which the ranks compare before they send arrays."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from collectives.arrays.kinds import to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.cuda.runtime import on_gpu
 from strategies.core import nest, values
-from strategies.core.consensus import Report, agree, explained
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
-from strategies.core.refusals import RefusedTogether
-from strategies.variables.indexed_slices import (
+from strategies.core.communication_options import CommunicationOptions
+from strategies.core.indexed_slices import (
     IndexedSlices,
     map_apart,
     reduce_slices,
     refuse_slices,
 )
+from strategies.core.reduce_op import ReduceOp, as_reduce_op
+from strategies.core.replication import Replication
+from strategies.core.reports import Report, agree, explained
+from strategies.core.same_error import PropagatedErrors
 
 Array = NDArray[Any]
 
@@ -38,23 +40,26 @@ _BARE_REPORTS = {op.value: Report(f"reduce({op.value}, axis=None)", "*") for op 
 
 
 def reduce_nest(
-    communicator: Communicator,
+    strategy: Replication,
     reduce_op: ReduceOp | str,
     value: Any,
     axis: Any,
-    all_reduce: AllReduce,
+    options: CommunicationOptions | None = None,
     *,
-    plainly: bool,
+    batch: bool = False,
 ) -> Any:
-    """`Strategy.reduce`, between the ranks of the communicator, by the strategy's `all_reduce`.
-
-    `plainly`: a single array may be reduced by the communicator itself, on all ranks alike.
-    """
+    """`Strategy.reduce` of a nest; `batch`: cross-device ops get even a single array as a batch."""
+    communicator, plainly = strategy.communicator, not batch
+    plainly &= options is None and strategy.reduces_plainly
     if plainly and axis is None and type(value) in _BARE and isinstance(reduce_op, str | ReduceOp):
         name, array = _NAMES.get(reduce_op), np.asarray(value)
         if name is not None and array.dtype.kind in _NUMBERS:
             return _fold_at_once(communicator, array, name, _BARE_REPORTS[name])
-    with RefusedTogether(communicator, "reduce"):
+
+    def all_reduce(arrays: Sequence[Any], op: ReduceOp) -> list[Any]:
+        return strategy.all_reduce_arrays(arrays, op, options, batch=batch)
+
+    with PropagatedErrors(communicator, "reduce"):
         op, value = as_reduce_op(reduce_op), values.local(value)
         given = _own_values(nest.leaves(value))
         axes = None if axis is None else _check_axis(axis)
@@ -82,7 +87,7 @@ def reduce_nest(
 def _fold_at_once(communicator: Communicator, array: Any, op: str, report: Report) -> Any:
     """The total of one array, whose shape and dtype every all_reduce compares. Collective.
 
-    The rest of the report travels with it as a text, so that there is no call before it.
+    The rest of the report is a text that this call compares, so that none precedes it.
     """
     try:
         return communicator.all_reduce(array, op, what=report.text)
@@ -127,15 +132,14 @@ def _structure(value: Any, given: Sequence[Any]) -> str:
 
 
 def _rows_alone(leaf: Any, array: Array) -> Array:
-    """What must be equal of a leaf: the number of rows need not be."""
+    """The part of a leaf that must be equal: the number of rows may differ."""
     return array[:0] if isinstance(leaf, IndexedSlices) else array
 
 
-def gather_nest(
-    communicator: Communicator, value: Any, axis: int, all_gather: Callable[[Any, int], Any]
-) -> Any:
-    """`Strategy.gather`, between the ranks of the communicator, by the strategy's `all_gather`."""
-    with RefusedTogether(communicator, "gather"):
+def gather_nest(strategy: Replication, value: Any, axis: int) -> Any:
+    """`Strategy.gather` of a nest."""
+    communicator = strategy.communicator
+    with PropagatedErrors(communicator, "gather"):
         given = _own_values(nest.leaves(value))
         (place,) = _check_axis((axis,))
         refuse_slices(given, "gather")
@@ -147,8 +151,8 @@ def gather_nest(
         problem = f"no axis {place} in arrays of shapes {shapes}"
     report = Report(f"gather(axis={place})", nest.structure(value), problem=problem)
     agree(communicator, report, "gather")
-    with RefusedTogether(communicator, "gather"):
-        return nest.pack_like(value, [all_gather(leaf, place) for leaf in given])
+    with PropagatedErrors(communicator, "gather"):
+        return nest.pack_like(value, [strategy.all_gather(leaf, place) for leaf in given])
 
 
 def _own_values(given: Sequence[Any]) -> list[Any]:
@@ -157,7 +161,7 @@ def _own_values(given: Sequence[Any]) -> list[Any]:
 
 
 def _own_value(variable: Any) -> Any:
-    # What an ON_READ variable reads as here is the replicas' aggregate already.
+    # Here an ON_READ variable's read_value is the replicas' aggregate already.
     own = getattr(variable, "on_read", False)
     return variable.storage.read() if own else variable.read_value()
 

@@ -26,7 +26,7 @@ Groups: TypeAlias = list[list[int]]
 
 
 def by_bytes(inputs: Sequence[ReduceInput], bytes_per_pack: int) -> Groups:
-    """Arrays of one dtype joined, the last one first: gradients come in that order.
+    """Group arrays of one dtype, the last one first: gradients are computed in that order.
 
     A group that has more than `bytes_per_pack` bytes takes no further array; 0: all of a dtype are
     one group.
@@ -93,7 +93,7 @@ def reduce_packed(
 
 
 def _cuts(length: int, num_packs: int) -> Iterator[tuple[int, int]]:
-    """Packs of equal length, the last one with the remainder; empty ones are left out."""
+    """Packs of equal length, the last one with the remainder, without empty ones."""
     each = length // num_packs
     for number in range(num_packs):
         start, stop = number * each, length if number == num_packs - 1 else (number + 1) * each

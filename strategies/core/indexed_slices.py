@@ -19,7 +19,7 @@ class IndexedSlices:
     """Rows of a larger array: `values[i]` belongs to row `indices[i]`, and duplicates add up.
 
     As `tf.IndexedSlices`. values: an array (n, …) whose rows are those of the larger array;
-    indices: n integers. dense_shape is the larger array's shape, where it is known. Raises
+    indices: n integers. dense_shape: the larger array's shape, or None. Raises
     TypeError for indices that aren't integers, ValueError for shapes that don't fit together.
     """
 
@@ -58,9 +58,9 @@ class IndexedSlices:
         return IndexedSlices(values, rows, self.dense_shape)
 
     def to_dense(self) -> Array:
-        """The whole array, zeros elsewhere; ValueError where dense_shape isn't known."""
+        """The whole array, zeros elsewhere; ValueError without dense_shape."""
         if self.dense_shape is None:
-            raise ValueError("the slices know no dense_shape: give one")
+            raise ValueError("the slices have no dense_shape: give one")
         dense = np.zeros(self.dense_shape, self.values.dtype)
         np.add.at(dense, self.indices, self.values)
         return dense
@@ -90,7 +90,7 @@ def _integers(indices: Any, name: str) -> Array:
 
 
 def reduce_slices(communicator: Communicator, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
-    """The ranks' slices one after the other, duplicates kept; MEAN divides them by the ranks.
+    """The ranks' slices concatenated, duplicates kept; MEAN divides them by the number of ranks.
 
     Collective. As `tf.distribute` does it (`cross_device_utils.aggregate_tensors_or_indexed_slices`
     and the division after it).
@@ -107,14 +107,14 @@ def map_apart(
     of_arrays: Callable[[list[Any]], Iterable[Any]],
     of_slices: Callable[[IndexedSlices], Any],
 ) -> list[Any]:
-    """What is made of all arrays together, and then of each slices, in the order of the leaves."""
+    """Map all arrays together and each slices by itself; results in the order of the leaves."""
     arrays = [leaf for leaf in leaves if not isinstance(leaf, IndexedSlices)]
     made = iter(of_arrays(arrays) if arrays else ())
     return [of_slices(leaf) if isinstance(leaf, IndexedSlices) else next(made) for leaf in leaves]
 
 
 def refuse_slices(leaves: Sequence[Any], what: str) -> None:
-    """NotImplementedError where a leaf is none of the arrays that `what` takes."""
+    """NotImplementedError where a leaf is an `IndexedSlices`."""
     for leaf in leaves:
         if isinstance(leaf, IndexedSlices):
             raise NotImplementedError(f"{what} takes arrays, not {leaf}: use its to_dense()")
@@ -130,8 +130,8 @@ def first_slices(communicator: Communicator, slices: IndexedSlices) -> IndexedSl
 def embedding_lookup(params: Any, ids: Any) -> Array:
     """Rows of a variable, as `tf.nn.embedding_lookup`: an array of shape (*ids.shape, *row shape).
 
-    `params` is a variable, or anything with its `sparse_read`: of a sharded one only the rows asked
-    for are moved. `ids` are integers of any shape. Raises ValueError for rows that don't exist,
+    `params` is a variable, or anything with its `sparse_read`: of a sharded one only these rows
+    are moved. `ids` are integers of any shape. Raises ValueError for rows that don't exist,
     TypeError for ids that aren't integers.
     """
     rows: Array = params.sparse_read(_integers(ids, "ids"))

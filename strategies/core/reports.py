@@ -1,9 +1,4 @@
-"""What all ranks must hold alike: compared by fingerprint, told in full only where it differs.
-
-TensorFlow's collectives stay broken for the rest of the process after one mismatch. Here the ranks
-compare a text before anything is sent, which costs as much as a barrier. Where the texts differ,
-the ranks gather reports, raise the same error, and the next call works.
-"""
+"""Reports of nests of arrays, which the ranks compare before they send any array."""
 
 from __future__ import annotations
 
@@ -18,16 +13,14 @@ from collectives import (
     ShapeMismatchError,
 )
 from collectives.consistency.uncaught import raised_on_all
-from collectives.scope import named_scope
+from strategies.core.same_error import compare, reports_after
 
 AGREEING = "agreeing on "
-"""How the text begins by which ranks compare a report: all that have one can gather reports."""
+"""The prefix of the texts of all ranks that can gather reports."""
 
 
 class Report(NamedTuple):
-    """What a rank asks for, the nest it holds, the shapes and dtypes of its arrays; or what is
-    wrong.
-    """
+    """A rank's call, its nest's structure, its arrays' shapes and dtypes; or a problem."""
 
     call: str = ""
     structure: str = ""
@@ -46,7 +39,7 @@ class Report(NamedTuple):
         )
 
     def of(self, arrays: Sequence[Any]) -> Report:
-        """The same of these arrays."""
+        """The same report, of these arrays."""
         shapes = tuple(array.shape for array in arrays)
         return self._replace(shapes=shapes, dtypes=tuple(array.dtype.name for array in arrays))
 
@@ -57,45 +50,39 @@ class Report(NamedTuple):
 
 
 def agree(communicator: Communicator, report: Report, what: str) -> None:
-    """The same error on every rank where the reports differ, or tell a problem. Collective.
+    """The same error on every rank where the reports differ, or one has a problem. Collective.
 
     Raises OpMismatchError where calls differ, ValueError where a rank has a problem,
-    ShapeMismatchError where nests or shapes differ, DtypeMismatchError where dtypes do.
+    ShapeMismatchError where structures or shapes differ, DtypeMismatchError where dtypes do.
     """
-    try:
-        communicator.barrier(f"{report.text}: {report}")
-    except MismatchError as error:
-        raise explained(communicator, report, what, error) from None
-    if report.problem:
-        found = _difference(_gathered(communicator, report, what), what) or ValueError(report)
+    text = f"{report.call} of {report.structure}: {report}"
+    reports = compare(communicator, AGREEING, text, report, what)
+    if reports is None and report.problem:
+        reports = [report] * communicator.size
+    found = None if reports is None else _difference(reports, what)
+    if found is not None:
         raise raised_on_all(found, communicator.rank)
 
 
 def explained(
     communicator: Communicator, report: Report, what: str, error: MismatchError
 ) -> Exception:
-    """What to raise for ranks that came with different texts, the same on all of them.
+    """The error to raise after a call with different `Report.text`, the same on all ranks.
 
-    Collective between ranks of which each has a report; the very error where some have none.
+    Collective. Raises the given error where not every rank compares a report.
     """
-    if not all(AGREEING in call for call in error.calls):
-        return error
-    found = _difference(_gathered(communicator, report, what), what)
+    reports = reports_after(error, communicator, AGREEING, report, what)
+    found = _difference(reports, what)
     return error if found is None else raised_on_all(found, communicator.rank)
-
-
-def _gathered(communicator: Communicator, report: Report, what: str) -> list[Report]:
-    with named_scope(communicator, what):
-        return communicator.all_gather_object(report)
 
 
 def _difference(reports: Sequence[Report], what: str) -> Exception | None:
     """The error for these reports; None where they don't differ."""
     if len({report.call for report in reports}) > 1:
-        asked = tuple(report.call for report in reports)
-        same = len({call.partition("(")[0] for call in asked}) == 1
+        given = tuple(report.call for report in reports)
+        same = len({call.partition("(")[0] for call in given}) == 1
         differ = f"{what}: the ranks' arguments differ" if same else "the ranks' calls differ"
-        return OpMismatchError(differ, asked)
+        return OpMismatchError(differ, given)
     calls = tuple(str(report) for report in reports)
     if any(report.problem for report in reports):
         lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]

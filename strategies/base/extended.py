@@ -1,34 +1,30 @@
-"""`strategy.extended`: the methods for those who write libraries.
+"""`strategy.extended`: methods for authors of libraries, as `tf.distribute.StrategyExtended`.
 
-As `tf.distribute.StrategyExtended`, for one process per replica: what TensorFlow does for each of a
-process's devices is done once.
+One process is one replica: what TensorFlow does for each device of a process is done once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from strategies.base.cross_replica import reduce_nest
 from strategies.core import contexts, values
-from strategies.core.cross_replica import reduce_nest
+from strategies.core.communication_options import CommunicationOptions
 from strategies.core.reduce_op import ReduceOp
-from strategies.core.refusals import RefusedTogether
-
-if TYPE_CHECKING:
-    from strategies.communication.options import CommunicationOptions
-    from strategies.core.strategy import Strategy
+from strategies.core.replication import Replication
+from strategies.core.same_error import PropagatedErrors
 
 
 class StrategyExtended:
-    """One strategy's further methods. All but the questions need a cross-replica context.
+    """One strategy's further methods. All but the properties need a cross-replica context.
 
     RuntimeError inside `run` and inside the scope of another strategy. `destinations` are a
     variable, an array or the name of a device, as in TensorFlow; results are on every replica.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Replication) -> None:
         self._strategy = strategy
 
     def call_for_each_replica(
@@ -49,9 +45,7 @@ class StrategyExtended:
         Raises as `Strategy.reduce` without an axis, on every rank alike.
         """
         self._require("reduce_to")
-        by = partial(self._strategy.totals_of, options=options, batch=False)
-        strategy, plainly = self._strategy, options is None and self._strategy.reduces_plainly
-        return reduce_nest(strategy.communicator, reduce_op, value, None, by, plainly=plainly)
+        return reduce_nest(self._strategy, reduce_op, value, None, options)
 
     def batch_reduce_to(
         self,
@@ -62,16 +56,16 @@ class StrategyExtended:
         """As `reduce_to`, of many values in few messages; the results in their order."""
         self._require("batch_reduce_to")
         given = [values.local(value) for value, _ in value_destination_pairs]
-        by = partial(self._strategy.totals_of, options=options)
-        communicator = self._strategy.communicator
-        reduced: list[Any] = reduce_nest(communicator, reduce_op, given, None, by, plainly=False)
+        reduced: list[Any] = reduce_nest(
+            self._strategy, reduce_op, given, None, options, batch=True
+        )
         return reduced
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The first replica's array, of equal shape and dtype on all, for all. Collective."""
         self._require("broadcast_to")
-        with RefusedTogether(self._strategy.communicator, "broadcast_to"):
-            return self._strategy.first_of(values.as_array(values.local(tensor), "tensor"))
+        with PropagatedErrors(self._strategy.communicator, "broadcast_to"):
+            return self._strategy.broadcast_first(values.as_array(values.local(tensor), "tensor"))
 
     def update(
         self,
@@ -105,7 +99,7 @@ class StrategyExtended:
         return result if group else (result,)
 
     def value_container(self, value: Any) -> Any:
-        """What holds a replica's value: the value itself, since a process is one replica."""
+        """The container of a replica's value: the value itself, since a process is one replica."""
         return value
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -114,7 +108,7 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Create variables where the given one lies: in this process's memory, or on its server.
+        """Create variables where the given one is stored: in this process, or on its server.
 
         Raises ValueError for a variable of another strategy.
         """

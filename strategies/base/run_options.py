@@ -8,7 +8,7 @@ from strategies.core.declared import declared, refuse_change
 
 
 class RunOptions(NamedTuple):
-    """What TensorFlow tells its compiler for TPUs. Nothing is compiled here.
+    """Options of TensorFlow's compiler for TPUs. Nothing is compiled here.
 
     Raises AttributeError where an attribute is assigned.
     """

@@ -1,0 +1,180 @@
+"""The methods that users call on every strategy: scope, run, reduce, gather, datasets.
+
+One process is one replica, so a value "per replica" is simply this process's value. Names and
+semantics are those of `tf.distribute.Strategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from strategies.base.collective_replication import CollectiveReplication
+from strategies.base.cross_replica import gather_nest, reduce_nest
+from strategies.base.extended import StrategyExtended
+from strategies.base.run_options import RunOptions
+from strategies.cluster.resolvers import ClusterResolver
+from strategies.core import contexts, values
+from strategies.core.reduce_op import ReduceOp
+from strategies.input import (
+    ArraysDataset,
+    InputContext,
+    InputOptions,
+    ValueContext,
+    distribute,
+    distribute_from_function,
+    make_numpy_dataset,
+)
+
+
+class Strategy(CollectiveReplication):
+    """Base of the strategies, as `tf.distribute.Strategy`: the replicas are ranks.
+
+    A strategy of one's own overrides methods of this class, or hooks (`core.replication`).
+    """
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver of the cluster and this process's task; None on a single worker."""
+        return self._cluster_resolver
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes what is written once (checkpoints, logs)."""
+        return self._is_chief
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The methods for those who write libraries, as `tf.distribute.Strategy.extended`."""
+        return StrategyExtended(self)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """A context in which the strategy is in force and variables are mirrored when created.
+
+        Raises RuntimeError inside `run` and another strategy's scope. Where several ranks train,
+        leaving it raises TypeError for a trainable model of torch, Keras or TensorFlow made in it.
+        """
+        contexts.require_scope_allowed(self)
+        return contexts.scope_of(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call `fn(*args, **kwargs)` as one replica, and return its result.
+
+        Raises ValueError where args is neither a tuple nor a list, RuntimeError inside `run` and
+        another strategy's scope. Where several ranks train, TypeError for a trainable model of
+        torch, Keras or TensorFlow that the function reaches, and for a step of its optimizer.
+        """
+        contexts.require_cross_replica("Strategy.run", self)
+        if not isinstance(args, list | tuple):
+            raise ValueError(f"args={args!r}: must be a tuple or list of positional arguments")
+        args = values.local(args) if args else ()
+        kwargs = values.local(kwargs) if kwargs else {}
+        return contexts.call_as_replica(contexts.ReplicaContext(self), fn, args, kwargs)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+        """Fold each replica's value, a nest of arrays, into one result that every replica gets.
+
+        axis None: element by element; shapes must be equal. Otherwise every replica first sums over
+        `axis`, an int or a tuple; the lengths along it may differ, and MEAN divides by their sum.
+        MEAN of integers is float64. Of `IndexedSlices` (axis None) the rows are joined, duplicates
+        kept, and divided for MEAN. Raises, on every rank alike and before anything is reduced,
+        ShapeMismatchError (also of nests), DtypeMismatchError or OpMismatchError (also of axes)
+        where the replicas don't fit together, ValueError where an axis doesn't exist; TypeError for
+        a list as axis, ValueError for an op that is neither SUM nor MEAN (MismatchError where not
+        all ranks give these); RuntimeError inside `run` or another strategy's scope.
+        """
+        contexts.require_cross_replica("Strategy.reduce", self)
+        return reduce_nest(self, reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Join each array of a nest along the axis, in the order of the replicas, for all of them.
+
+        Raises as `Communicator.all_gather`, on every rank alike (MismatchError where not all ranks
+        would), ValueError for a number, which has no axis, NotImplementedError for `IndexedSlices`;
+        RuntimeError inside `run` and inside the scope of another strategy.
+        """
+        contexts.require_cross_replica("Strategy.gather", self)
+        return gather_nest(self, values.local(value), axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of this process's replicas: a tuple of one."""
+        return (values.local(value),)
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> Iterable[Any]:
+        """This replica's share of a re-iterable of global batches, the same one on every rank.
+
+        Batches are nests of arrays of equal length on axis 0. How they are shared out says the
+        AutoShardPolicy in `options`, else the one in the dataset's own `options()`, else AUTO: a
+        dataset of files by file where there are enough, any other by cutting each batch into
+        contiguous parts of ⌈n/W⌉, the last of which may be shorter or empty. Collective, as is
+        iteration: the end is agreed on at every step, and a rank whose data ends early gets empty
+        batches until all have ended. Raises, on every rank alike, TypeError where the dataset can
+        be iterated only once, ValueError where the policy doesn't fit it.
+        """
+        return distribute(self.communicator, dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: InputOptions | None = None,
+    ) -> Iterable[Any]:
+        """The dataset that `dataset_fn` makes for this rank, whose batches are taken as they are.
+
+        The end is agreed on as in `experimental_distribute_dataset`. Where the function raises
+        on a rank, the others raise DatasetError; ValueError for options that ask for sharding.
+        """
+        return distribute_from_function(self.communicator, dataset_fn, options)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """What `value_fn` gives for this replica: it is called once on every rank."""
+        replicas = self.num_replicas_in_sync
+        return value_fn(ValueContext(self.communicator.rank % replicas, replicas))
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> ArraysDataset:
+        """The slices of a nest of arrays along axis 0, to be shuffled, batched and distributed.
+
+        `session` is ignored. ValueError where the arrays lack an axis 0 or their lengths differ.
+        """
+        return make_numpy_dataset(numpy_input)
+
+    def experimental_run_v2(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """As `run`; TensorFlow's older name."""
+        return self.run(fn, args, kwargs, options)
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: InputOptions | None = None,
+    ) -> Iterable[Any]:
+        """As `distribute_datasets_from_function`; TensorFlow's older name."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def __repr__(self) -> str:
+        rank, size = self.communicator.rank, self.communicator.size
+        return f"<{type(self).__name__} replica {rank} of {size}>"
+
+
+def get_strategy() -> Strategy:
+    """The strategy in force: the default one outside of every scope."""
+    strategy = contexts.get_strategy()
+    assert isinstance(strategy, Strategy)
+    return strategy

@@ -1,0 +1,205 @@
+"""The same error on every rank.
+
+TensorFlow's collectives stay broken for the rest of the process after one rank has failed. Here all
+ranks raise an error where one fails, and the next call works. Ranks compare fingerprints of texts,
+which costs a barrier; reports are gathered only where the texts differ.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from collectives import BackendUnavailableError, CollectiveError, Communicator, MismatchError
+from collectives.consistency.uncaught import raised_on_all
+from collectives.errors import UnusableError, in_step, is_in_step
+from collectives.scope import named_scope
+
+Error = TypeVar("Error", bound=BaseException)
+Report = TypeVar("Report")
+Result = TypeVar("Result")
+
+
+def wrong_context(message: str) -> RuntimeError:
+    """The error of a call in a wrong context: all ranks run the same program, and raise it."""
+    return in_step(RuntimeError(message))
+
+
+def portable(error: Error) -> Error | RuntimeError:
+    """The error if it can be pickled and keeps its class thereby, else its text."""
+    try:
+        same = type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # an exception's own way of being pickled may raise anything
+        same = False
+    return error if same else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def propagate(communicator: Communicator | None, error: Exception, *what: object) -> None:
+    """Raise an error on the other ranks where this one fails before a collective call.
+
+    This rank makes another call than the others, so that all ranks raise the same MismatchError,
+    with the error's text. Where all ranks have the same error this returns, and the caller raises
+    it. The call's name is joined from the parts of `what`. communicator None: no rank waits.
+    """
+    if communicator is None or _is_shared(error):
+        return
+    name = ".".join(map(str, what))
+    try:
+        communicator.barrier(f"{name} refused by {type(error).__name__}: {error}")
+    except UnusableError:
+        return  # The error itself ended the communicator, and so the others' calls.
+    raised_on_all(error, communicator.rank)
+
+
+class PropagatedErrors:
+    """A context for checks before a collective call: `propagate` what they raise."""
+
+    __slots__ = ("_communicator", "_what")
+
+    def __init__(self, communicator: Communicator | None, *what: object) -> None:
+        self._communicator, self._what = communicator, what
+
+    def __enter__(self) -> None:
+        """Begin the checks."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Propagate an error; interruptions of this rank are not errors of the call."""
+        if isinstance(error, Exception):
+            propagate(self._communicator, error, *self._what)
+
+
+def _is_shared(error: Exception) -> bool:
+    """Whether all ranks raise the error, or the communicator has ended.
+
+    A missing library for GPUs is the only error of collectives that one rank finds by itself.
+    """
+    if is_in_step(error) or isinstance(error, UnusableError):
+        return True
+    return isinstance(error, CollectiveError) and not isinstance(error, BackendUnavailableError)
+
+
+def compare(
+    communicator: Communicator, kind: str, text: str, report: Report, scope: str | None = None
+) -> list[Report] | None:
+    """None where the ranks' texts are equal, else every rank's report. Collective.
+
+    `kind` is the prefix of the texts of all ranks that gather such reports, and `scope` the name of
+    the gathering call in errors. Raises MismatchError where a rank makes another call.
+    """
+    try:
+        communicator.barrier(kind + text)
+    except MismatchError as error:
+        return reports_after(error, communicator, kind, report, scope)
+    return None
+
+
+def reports_after(
+    error: MismatchError,
+    communicator: Communicator,
+    kind: str,
+    report: Report,
+    scope: str | None = None,
+) -> list[Report]:
+    """Every rank's report, after calls whose texts differed; else the error is raised. Collective.
+
+    All ranks have to compare the same kind: a rank in another call gathers nothing.
+    """
+    if not all(kind in call for call in error.calls):
+        raise error
+    with named_scope(communicator, scope or kind.rstrip(": ")):
+        return communicator.all_gather_object(report)
+
+
+def refuse_differences(communicator: Communicator, what: str, text: str) -> None:
+    """The same ValueError on every rank where the ranks' texts differ. Collective."""
+    texts = compare(communicator, f"{what}: ", text, text)
+    if texts is not None:
+        lines = [f"  rank {rank}: {each}" for rank, each in enumerate(texts)]
+        raise raised_on_all(ValueError("\n".join([what, *lines])), communicator.rank)
+
+
+Errors = Sequence[Exception | None]
+"""The error of each rank, None where it has none."""
+
+
+def lowest_error(errors: Errors, rank: int) -> Exception:
+    """The lowest rank's error, to be raised on all."""
+    for shown_by, error in enumerate(errors):
+        if error is not None:
+            return raised_on_all(error, rank, shown_by)
+    raise AssertionError("no rank has an error")
+
+
+def call_on_all(
+    communicator: Communicator,
+    what: str,
+    action: Callable[[], Result],
+    chosen: Callable[[Errors, int], Exception] = lowest_error,
+    sent: Callable[[Exception], Exception] = portable,
+) -> Result:
+    """The action's result on this rank; an error on every rank where it fails on any. Collective.
+
+    `chosen` gives the error that a rank raises, of all ranks' and its own number; the others' are
+    as they were `sent`. The action may itself be collective: errors that all ranks have already are
+    raised as they are.
+    """
+    try:
+        result = action()
+    except Exception as error:
+        if not _is_shared(error):
+            # Here, so that this rank's error is the context of one that the comparison raises.
+            raise_on_all(communicator, what, error, chosen, sent)
+        raise
+    raise_on_all(communicator, what, None, chosen, sent)
+    return result
+
+
+def raise_on_all(
+    communicator: Communicator,
+    what: str,
+    error: Exception | None,
+    chosen: Callable[[Errors, int], Exception] = lowest_error,
+    sent: Callable[[Exception], Exception] = portable,
+) -> None:
+    """Raise an error on every rank where any rank has one. Collective; see `call_on_all`."""
+    text = "done" if error is None else f"{type(error).__name__}: {error}"
+    found: Any = compare(communicator, f"{what}: ", text, error and sent(error), what)
+    if found is None and error is not None:
+        found = [error] * communicator.size
+    if found is not None:
+        found[communicator.rank] = error
+        raised = chosen(found, communicator.rank)
+        if raised is error:
+            raise error
+        raise raised from None
+
+
+def call_on_first(communicator: Communicator, action: Callable[[], Result]) -> Result:
+    """The action's result on rank 0, for every rank; its error likewise. Collective.
+
+    The result should be small: it is pickled. An error that can't be pickled, and what interrupts
+    rank 0 (KeyboardInterrupt, SystemExit), is a RuntimeError on the others.
+    """
+    if communicator.rank:
+        result, error = communicator.broadcast_object()
+        if error is not None:
+            raise raised_on_all(error, communicator.rank)
+        return result  # type: ignore[no-any-return]
+    try:
+        done = action()
+    except Exception as error:
+        communicator.broadcast_object((None, portable(error)))
+        raise
+    except BaseException as error:
+        text = f"rank 0 was interrupted by {type(error).__name__}"
+        communicator.broadcast_object((None, RuntimeError(text)))
+        raise
+    communicator.broadcast_object((done, None))
+    return done
