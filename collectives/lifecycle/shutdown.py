@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 from collectives.lifecycle.futures import complete_all
+from collectives.lifecycle.process_exit import ExitCode, exit_code
 
 # A rank that ends in step with the others meets them at once. One that ends alone goes round its
 # communicators, since it can't know in which the others wait for it.
@@ -57,6 +58,19 @@ def forget(group: Closable) -> None:
 def before_closing(action: Callable[[], None]) -> None:
     """Do it when the program ends, before every attempt to close, and once more before MPI ends."""
     _before.append(action)
+
+
+def survive_deaths(all_alive: Callable[[], bool]) -> None:
+    """End this process at its end even if a rank has died: then `all_alive()` is false."""
+    code = exit_code()
+
+    def end_without_mpi() -> None:
+        # MPI_Finalize, and with MPICH even calls between the living, may wait for the dead one for
+        # ever, holding Python's lock.
+        if not all_alive():
+            code.end_process()
+
+    before_closing(end_without_mpi)
 
 
 def _prepare() -> None:
@@ -109,32 +123,8 @@ def _begin_child() -> None:
         group.forbid()
     _open.clear()
     _before.clear()
-    code = _remember_exit_code()
-    atexit.register(_end_child, code)
-
-
-def _remember_exit_code() -> list[int]:
-    """The code with which this process ends, as far as can be known before it does."""
-    code = [0]
-    leave, show = sys.exit, sys.__excepthook__
-
-    def leave_with(status: Any = None) -> NoReturn:
-        code[0] = status if isinstance(status, int) else int(status is not None)
-        leave(status)
-
-    def show_error(*error: Any) -> None:
-        code[0] = 1
-        show(*error)
-
-    # The parent's hook would end the whole job.
-    sys.exit, sys.excepthook = leave_with, show_error
-    return code
-
-
-def _end_child(code: list[int]) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code[0] & 0xFF)
+    # The parent's hook for exceptions would end the whole job.
+    atexit.register(ExitCode(sys.__excepthook__).end_process)
 
 
 if hasattr(os, "register_at_fork"):

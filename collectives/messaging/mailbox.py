@@ -98,7 +98,7 @@ class Mailbox:
         came: list[IncomingMessage] = []
 
         def arrived() -> bool:
-            # Patience asks again where this was true: a second letter would be lost.
+            # The wait polls again after True: a second letter would be lost.
             letter = None if came else self._take()
             if letter is not None:
                 came.append(letter)
@@ -108,7 +108,7 @@ class Mailbox:
             if timeout is None and self._nobody_left() and not arrived():
                 raise RankFailedError(f"receive: nobody is left to send: {self._gone()}")
 
-        wait_policy = self._new_patience("receive", None)
+        wait_policy = self._new_wait("receive", None)
         wait_policy.check_alive = check_senders
         try:
             with wait_policy.no_longer_than(timeout):
@@ -129,7 +129,7 @@ class Mailbox:
         def absent() -> dict[int, str]:
             return {sent.peer: "" for sent in waiting if not sent.done()}
 
-        self.wait(lambda: all(sent.done() for sent in waiting), "flush", absent)
+        self.wait(lambda: all(sent.done() for sent in waiting), "mailbox: flush", absent)
         for sent in waiting:
             sent.wait()
 
@@ -140,6 +140,10 @@ class Mailbox:
         """
         peer = check_index("peer", peer, self.size)
         return not (self._post_knows(peer) or self._processes.died(peer))
+
+    def all_alive(self) -> bool:
+        """False once the process of any rank is known to have died."""
+        return all(map(self.alive, range(self.size)))
 
     @property
     def closed(self) -> bool:
@@ -166,9 +170,8 @@ class Mailbox:
         if self._refusal is not None:
             return
         self.tell_end()
-        self.wait(
-            self._drained, "close of a mailbox", lambda: dict.fromkeys(self._unfinished(), "")
-        )
+        what = "mailbox: close of a mailbox"
+        self.wait(self._drained, what, lambda: dict.fromkeys(self._unfinished(), ""))
         self._end(together=not any(map(self._died, self._peers)))
 
     def tell_end(self) -> None:
@@ -184,7 +187,7 @@ class Mailbox:
         if self._refusal is not None:
             return
         self.tell_end()
-        wait_policy = self._new_patience("end", None)
+        wait_policy = self._new_wait("end", None)
         try:
             with wait_policy.no_longer_than(seconds):
                 wait_policy.until(self._drained, dict)
@@ -282,16 +285,23 @@ class Mailbox:
         return peer in self._post.failed
 
     def wait(
-        self, ready: Callable[[], bool], what: str, absent: Callable[[], dict[int, str]]
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        absent: Callable[[], dict[int, str]],
+        check_alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Return when `ready()`, within the communicator's deadline."""
-        if not ready():
-            self._new_patience(f"mailbox: {what}", self._wait_policy.deadline).spin_until(
-                ready, absent
-            )
+        """Return when `ready()`, within the communicator's deadline; poll `check_alive` meanwhile.
 
-    def _new_patience(self, what: str, deadline: float | None) -> WaitPolicy:
-        """That of one wait: several threads may wait at once."""
+        Raises DeadlineExceededError, which names `what` and the ranks in `absent()`.
+        """
+        if not ready():
+            wait_policy = self._new_wait(what, self._wait_policy.deadline)
+            wait_policy.check_alive = check_alive
+            wait_policy.spin_until(ready, absent)
+
+    def _new_wait(self, what: str, deadline: float | None) -> WaitPolicy:
+        """The policy of a single wait: several threads may wait at the same time."""
         wait_policy = self._wait_policy.another(what, deadline)
         if threading.current_thread() is not threading.main_thread():
             wait_policy.sleep_early()

@@ -45,7 +45,8 @@ class SendRequest:
         died, DeadlineExceededError where it doesn't take the message within the communicator's
         deadline (the message is on its way all the same).
         """
-        self._sender.wait(self.done, f"send(to rank {self.peer})", lambda: {self.peer: ""})
+        what = f"mailbox: send(to rank {self.peer})"
+        self._sender.wait(self.done, what, lambda: {self.peer: ""})
         if self._error is not None:
             raise self._error
 

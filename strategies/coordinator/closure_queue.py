@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from strategies.coordinator.messages import Packed
+from strategies.coordinator.packing import Packed
 from strategies.coordinator.remote_value import RemoteValue
 from strategies.errors import CancelledError
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
+from numpy.typing import NDArray
 
-from strategies.coordinator.messages import Packed
+Packed: TypeAlias = list[NDArray[np.uint8]]
+"""An object in arrays of bytes."""
 
 
 class References(Protocol):

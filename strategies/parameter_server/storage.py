@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.parameter_server.buffers import ReusedArray
+from collectives.messaging.buffers import ReusedArray
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
 from strategies.variables import scatter

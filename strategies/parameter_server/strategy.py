@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from collectives import Communicator, RankFailedError
+from collectives.lifecycle.process_exit import leave_at_exit
+from collectives.lifecycle.shutdown import survive_deaths
 from collectives.transports.local import alone
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
 from strategies.cluster_resolver import ClusterResolver
-from strategies.coordinator.link import open_link
-from strategies.coordinator.scheduled import across_replicas
+from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.run_options import RunOptions
 from strategies.core.strategy import Strategy
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
+from strategies.parameter_server.references import open_link
 from strategies.parameter_server.roles import Roles
 from strategies.parameter_server.server import Server
 from strategies.parameter_server.sharded_variable import ShardedVariable
-from strategies.parameter_server.shutdown import leave_at_exit, survive_deaths
 from strategies.parameter_server.storage import ServedStorage, SplitStorage
 from strategies.parameter_server.worker import Worker
 from strategies.variables.indexed_slices import Gradient
@@ -70,7 +71,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         _check_arguments(variable_partitioner, staleness)
         self.membership = join_cluster(communicator, cluster_resolver, _validate)
-        self.cast = Roles.of(self.membership)
+        self.roles = Roles.of(self.membership)
         self.staleness = staleness
         world = self.membership.world
         self._mailbox = world.mailbox()
@@ -78,13 +79,13 @@ class ParameterServerStrategy(Strategy):
         self._server: Server | None = None
         self._worker: Worker | None = None
         self._serves_chief = self._evaluates = False
-        self.link = open_link(self.membership)
+        self.link = open_link(self.membership, self.roles)
         """Between the chief, where the cluster has that job, and the workers that serve it."""
-        survive_deaths(self._mailbox)
-        if world.rank in self.cast.servers:
-            self._server = Server(self._mailbox, self.cast, staleness)
-        elif world.rank in self.cast.workers:
-            self._worker = Worker(self._mailbox, self.cast, world, nodes, variable_partitioner)
+        survive_deaths(self._mailbox.all_alive)
+        if world.rank in self.roles.servers:
+            self._server = Server(self._mailbox, self.roles, staleness)
+        elif world.rank in self.roles.workers:
+            self._worker = Worker(self._mailbox, self.roles, world, nodes, variable_partitioner)
             leave_at_exit(self._worker)
         super().__init__(
             Communicator(alone()),
@@ -95,7 +96,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def _name(self) -> str:
-        return self.cast.name(self.membership.world.rank)
+        return self.roles.name(self.membership.world.rank)
 
     @property
     def worker(self) -> Worker:
@@ -128,9 +129,6 @@ class ParameterServerStrategy(Strategy):
             self._mailbox.flush()
 
     def _serve_chief(self) -> None:
-        # Here, since the coordinator's modules need those of this package.
-        from strategies.coordinator.serving import serve_chief
-
         if self.link is None or self.link.is_chief or self._worker is None:
             raise RuntimeError(
                 f"{self._name} can't serve: only tasks of the job ps do, and workers of a cluster"
@@ -262,12 +260,12 @@ class ParameterServerStrategy(Strategy):
         """
         if self._serves_chief or self._keeps_its_own:
             return super().distribute_datasets_from_function(dataset_fn, *options)
-        workers = self.cast.workers
+        workers = self.roles.workers
         own = InputContext(len(workers), workers.index(self.membership.world.rank), 1)
         return super().distribute_datasets_from_function(lambda _: dataset_fn(own), *options)
 
     def __repr__(self) -> str:
-        workers, servers = len(self.cast.workers), len(self.cast.servers)
+        workers, servers = len(self.roles.workers), len(self.roles.servers)
         return f"<{type(self).__name__} {self._name} of {workers} workers and {servers} ps>"
 
 

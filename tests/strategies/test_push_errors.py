@@ -24,22 +24,22 @@ def divide(array, divisor):
 class ErrorsLater:
     """Lets no error arrive before so many pushes have gone, and two then."""
 
-    def __init__(self, mail, monkeypatch, pushes):
-        self.left, self.take_in, self.send = pushes, mail._take_in, mail._send
-        self.mail = mail
-        monkeypatch.setattr(mail, "_take_in", self.take_in_later)
-        monkeypatch.setattr(mail, "_send", self.count)
+    def __init__(self, rpc, monkeypatch, pushes):
+        self.left, self.drain, self.send = pushes, rpc.endpoint.drain, rpc.endpoint._send
+        self.rpc = rpc
+        monkeypatch.setattr(rpc.endpoint, "drain", self.drain_later)
+        monkeypatch.setattr(rpc.endpoint, "_send", self.count)
 
-    def take_in_later(self):
+    def drain_later(self):
         if not self.left:
-            self.take_in()
+            self.drain()
 
     def count(self, *arguments):
         sent = self.send(*arguments)
         self.left = max(0, self.left - 1)
         if not self.left:
-            while len(self.mail._errors) < 2:
-                self.take_in()
+            while len(self.rpc._errors) < 2:
+                self.drain()
         return sent
 
 
@@ -54,7 +54,7 @@ def test_an_old_error_does_not_divide_what_comes_after_it(comm, monkeypatch, kin
         strategy.worker.client.fence()
         other.storage.change(divide, np.zeros(2))
         with monkeypatch.context() as patch:
-            ErrorsLater(strategy.worker._mail, patch, 1)
+            ErrorsLater(strategy.worker._rpc, patch, 1)
             if kind == "step":
                 strategy.run(optimizer.apply_gradients, args=([(np.ones(8), variable)],))
             elif kind == "assign":
@@ -87,9 +87,9 @@ def test_restored_slots_outlive_an_old_error(comm):
 
 
 def wait_for_the_error(strategy):
-    mail = strategy.worker._mail
-    while not mail._errors:
-        mail._take_in()
+    rpc = strategy.worker._rpc
+    while not rpc._errors:
+        rpc.endpoint.drain()
 
 
 @pytest.mark.ranks(2, 3)
@@ -100,14 +100,12 @@ def test_answers_that_an_error_comes_before_are_not_kept(comm):
         strategy.worker.client._same_node = lambda number: False
         variable = Variable(np.full(8, 1.0))
         together(strategy)
-        mail = strategy.worker._mail
         for read in (variable.numpy, strategy.worker.client.fence):
             variable.storage.change(divide, np.zeros(8))
             refusal(ZeroDivisionError, "by", read)
         variable.numpy()
         strategy.worker.client.fence()
-        assert not mail._answers
-        assert not mail._expected
+        assert not strategy.worker._rpc.endpoint.outstanding
         return True
 
     assert all(run_workers(comm, 1, work, variable_partitioner=FixedShardsPartitioner(4)))

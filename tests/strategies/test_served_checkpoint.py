@@ -149,7 +149,7 @@ def test_what_one_worker_cannot_find(comm, path, call, wrong):
 
     def work(strategy):
         number = number_of(strategy)
-        told = 0 if wrong == "chief" else len(strategy.cast.workers) - 1
+        told = 0 if wrong == "chief" else len(strategy.roles.workers) - 1
         things = {"table": Variable(np.ones((ROWS, 2)))}
         checkpoint = Checkpoint(things=things)
         checkpoint.save(path)
