@@ -100,7 +100,7 @@ class DatasetWorker:
         self._in_sync = len(training) if self._strategy.steps_together else 1
         self._box = membership.world.mailbox()
         self._dealer = DatasetServer(self._box, training, self._dataset)
-        self._dealt = DatasetClient(self._box, self._servers, credits, membership.world)
+        self._dealt = DatasetClient(self._box, self._servers, credits)
 
     @staticmethod
     def resolver(data_tasks: int = 1, communicator: Communicator | None = None) -> ClusterResolver:
