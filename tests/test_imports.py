@@ -87,15 +87,7 @@ STRATEGIES = {
         "core",
         "cross_device_ops",
     },
-    "coordinator": {
-        "cluster",
-        "collectives.errors",
-        "core",
-        "errors",
-        "optimizers",
-        "parameter_server",
-        "variables",
-    },
+    "coordinator": {"collectives.errors", "collectives.messaging", "core", "errors", "variables"},
     "core": {
         "cluster_resolver",
         "collectives",
@@ -120,7 +112,14 @@ STRATEGIES = {
         "communication",
         "core",
     },
-    "data_service": {"cluster", "cluster_resolver", "collectives", "core", "input"},
+    "data_service": {
+        "cluster",
+        "cluster_resolver",
+        "collectives",
+        "collectives.messaging",
+        "core",
+        "input",
+    },
     "evaluation": {
         "checkpoint",
         "cluster",
@@ -153,12 +152,10 @@ STRATEGIES = {
         "cluster",
         "cluster_resolver",
         "collectives",
-        "collectives.consistency",
         "collectives.lifecycle",
         "collectives.messaging",
         "collectives.shm",
         "collectives.transports",
-        "collectives.waiting",
         "coordinator",
         "core",
         "input",
@@ -180,7 +177,7 @@ STRATEGIES = {
         "variables",
     },
     "variables": {"collectives", "core", "optimizers"},
-    "errors": set(),
+    "errors": {"collectives.messaging"},
 }
 LAZY = {
     "mpi4py": {
