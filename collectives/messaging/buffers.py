@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.messaging.rpc import Sent
+from collectives.messaging.send_request import SendRequest
 
 Array = NDArray[Any]
 Kind = tuple[tuple[int, ...], np.dtype[Any]]
@@ -89,16 +89,16 @@ class SendWindow:
     def __init__(self, most_messages: int, most_bytes: int) -> None:
         self._most_messages, self._most_bytes = most_messages, most_bytes
         self._pool = BufferPool()
-        self._under_way: deque[tuple[Sent, list[Array]]] = deque()
+        self._under_way: deque[tuple[SendRequest, list[Array]]] = deque()
         self._bytes = 0
 
-    def send(self, send: Callable[[list[Array]], Sent], arrays: Iterable[Any]) -> None:
+    def send(self, send: Callable[[list[Array]], SendRequest], arrays: Iterable[Any]) -> None:
         """Call `send` with copies of the arrays, which may be changed afterwards."""
         copies = [self._pool.copy(np.asarray(array)) for array in arrays]
         self._under_way.append((send(copies), copies))
         self._bytes += sum(array.nbytes for array in copies)
 
-    def make_room(self, wait: Callable[[Sent], None]) -> None:
+    def make_room(self, wait: Callable[[SendRequest], None]) -> None:
         """Release what has been sent; call `wait` for the oldest while too much is under way."""
         while self._under_way and self._under_way[0][0].done():
             self._release_oldest()

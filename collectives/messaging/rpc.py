@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from collectives.errors import RankFailedError
+from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import Failure, rebuild
+from collectives.messaging.send_request import SendRequest
 from collectives.reductions.reduction import Array
 
 POLL_SECONDS = 0.1
@@ -21,47 +23,6 @@ POLL_SECONDS = 0.1
 
 Result: TypeAlias = tuple[Any, Sequence[Array]]
 """What an answer carries: a value, and arrays that belong to the receiver."""
-
-
-class Sent(Protocol):
-    """A message on its way."""
-
-    @property
-    def peer(self) -> int:
-        """The rank that it was sent to."""
-
-    def done(self) -> bool:
-        """Whether the arrays may be changed."""
-
-    def wait(self) -> None:
-        """Return when the arrays may be changed."""
-
-
-class Channel(Protocol):
-    """What this layer needs of a mailbox."""
-
-    rank: int
-
-    def send(self, peer: int, header: Any, arrays: Iterable[Any] = ()) -> Sent:
-        """Send a message; RankFailedError where the peer has died or closed its mailbox."""
-
-    def receive(self, timeout: float | None = None) -> Any:
-        """The next `Message`; None where none arrives in time."""
-
-    def alive(self, peer: int) -> bool:
-        """False once a rank is known to have died."""
-
-    def present(self, peer: int) -> bool:
-        """False once a rank has closed its mailbox or died."""
-
-    def wait(
-        self,
-        ready: Callable[[], bool],
-        what: str,
-        absent: Callable[[], dict[int, str]],
-        check_alive: Callable[[], None] = ...,
-    ) -> None:
-        """Return when `ready()`; DeadlineExceededError names `what` and the ranks in `absent()`."""
 
 
 class Call(NamedTuple):
@@ -126,13 +87,13 @@ class Endpoint:
 
     def __init__(
         self,
-        channel: Channel,
+        mailbox: Mailbox,
         handle: Callable[[Call], None],
         name: Callable[[int], str] = "rank {}".format,
         ended: str = "has ended",
     ) -> None:
         """`name` names a rank in errors, `ended` says there why a living one doesn't answer."""
-        self._channel, self._handle = channel, handle
+        self._mailbox, self._handle = mailbox, handle
         self._name, self._ended = name, ended
         self._numbers = itertools.count()
         self.outstanding: dict[int, PendingAnswer] = {}
@@ -165,35 +126,37 @@ class Endpoint:
         """Throw the answer away when it arrives, if it has not."""
         self.outstanding.pop(pending.number, None)
 
-    def notify(self, peer: int, body: Any, arrays: Iterable[Any] = ()) -> Sent:
+    def notify(self, peer: int, body: Any, arrays: Iterable[Any] = ()) -> SendRequest:
         """Send what has no answer. Raises RankFailedError as `request`."""
         return self._send(peer, _Question(None, body), arrays)
 
-    def answer(self, call: Call, value: Any = None, arrays: Iterable[Any] = ()) -> Sent | None:
+    def answer(
+        self, call: Call, value: Any = None, arrays: Iterable[Any] = ()
+    ) -> SendRequest | None:
         """Answer a request; None where the peer has ended and needs no answer."""
         assert call.number is not None, "a notification has no answer"
         return self._answer(call.source, _Answer(call.number, value, None), arrays)
 
-    def fail(self, call: Call, failure: Failure) -> Sent | None:
+    def fail(self, call: Call, failure: Failure) -> SendRequest | None:
         """Answer a request with an error, which `PendingAnswer.result` raises there."""
         assert call.number is not None, "a notification has no answer"
         return self._answer(call.source, _Answer(call.number, None, failure), ())
 
-    def _answer(self, peer: int, answer: _Answer, arrays: Iterable[Any]) -> Sent | None:
+    def _answer(self, peer: int, answer: _Answer, arrays: Iterable[Any]) -> SendRequest | None:
         try:
-            return self._channel.send(peer, answer, arrays)
+            return self._mailbox.send(peer, answer, arrays)
         except RankFailedError:
             return None
 
-    def _send(self, peer: int, question: _Question, arrays: Iterable[Any]) -> Sent:
+    def _send(self, peer: int, question: _Question, arrays: Iterable[Any]) -> SendRequest:
         try:
-            return self._channel.send(peer, question, arrays)
+            return self._mailbox.send(peer, question, arrays)
         except RankFailedError as error:
             raise RankFailedError(f"nothing can be sent to {self._name(peer)}: {error}") from error
 
     def step(self, timeout: float | None = 0.0) -> bool:
         """Receive and handle one message; False where none arrives in time."""
-        message = self._channel.receive(timeout)
+        message = self._mailbox.receive(timeout)
         if message is None:
             return False
         header = message.header
@@ -212,7 +175,7 @@ class Endpoint:
 
     def alive(self, peer: int) -> bool:
         """False once a rank is known to have died."""
-        return self._channel.alive(peer)
+        return self._mailbox.alive(peer)
 
     def departed(self, peers: Iterable[int]) -> list[int]:
         """Those of the peers that have died or closed their mailbox; polled every 0.1 s.
@@ -223,19 +186,19 @@ class Endpoint:
         if now < self._next_poll:
             return []
         self._next_poll = now + POLL_SECONDS
-        return [peer for peer in peers if not self._channel.present(peer)]
+        return [peer for peer in peers if not self._mailbox.present(peer)]
 
     def check_present(self, peer: int) -> None:
         """RankFailedError where a peer has died or closed its mailbox; polled every 0.1 s."""
         now = time.monotonic()
         if now >= self._next_check.get(peer, 0.0):
-            if not self._channel.present(peer):
+            if not self._mailbox.present(peer):
                 raise RankFailedError(self.absence(peer))
             self._next_check[peer] = now + POLL_SECONDS
 
     def absence(self, peer: int) -> str:
         """The reason why a peer that isn't present doesn't answer."""
-        state = self._ended if self._channel.alive(peer) else "has died"
+        state = self._ended if self._mailbox.alive(peer) else "has died"
         return f"{self._name(peer)} {state}"
 
     def wait(
@@ -257,12 +220,12 @@ class Endpoint:
 
         def check_alive() -> None:
             for peer in peers:
-                if not self._channel.present(peer) and not arrived():
+                if not self._mailbox.present(peer) and not arrived():
                     raise RankFailedError(f"{self.absence(peer)}: {what} waited for it")
 
         if not arrived():
             waited_for = absent or (lambda: dict.fromkeys(peers, ""))
-            self._channel.wait(arrived, what, waited_for, check_alive)
+            self._mailbox.wait(arrived, what, waited_for, check_alive)
 
     def results(
         self,

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from collectives.errors import RankFailedError
-from collectives.messaging.rpc import Channel, Endpoint
+from collectives.messaging.mailbox import Mailbox
+from collectives.messaging.rpc import Endpoint
 from strategies.coordinator.references import MakeReferences
 
 
@@ -47,7 +48,7 @@ class Link:
 
     def __init__(
         self,
-        box: Channel,
+        box: Mailbox,
         chief: int,
         workers: Mapping[int, str],
         servers: Mapping[int, str],

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from collectives import Mailbox, RankFailedError
-from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint, Sent
+from collectives import Mailbox, RankFailedError, SendRequest
+from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
 from strategies.input import messages
 from strategies.input.failures import as_told
 from strategies.input.sources import iterate
@@ -72,7 +72,7 @@ class DatasetServer:
         self._epoch = 0
         self._source: Iterator[tuple[int, Any]] | None = None
         self._ready: deque[tuple[int, Any]] = deque()
-        self._under_way: list[tuple[int, int, Sent]] = []
+        self._under_way: list[tuple[int, int, SendRequest]] = []
 
     def deal(self, epochs: int | None, deadline: float | None) -> int:
         """Deal so many epochs, or until no training rank is left; how many were dealt.

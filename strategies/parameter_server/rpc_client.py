@@ -14,7 +14,8 @@ from collectives import RankFailedError
 from collectives.messaging.buffers import SendWindow
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import RemoteTracebackError, rebuild
-from collectives.messaging.rpc import Call, Endpoint, PendingAnswer, Sent
+from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
+from collectives.messaging.send_request import SendRequest
 from strategies.parameter_server.requests import Leave, PushFailed
 from strategies.parameter_server.roles import Roles
 
@@ -79,7 +80,7 @@ class RpcClient:
     def prepare(self) -> None:
         """Before pushes: as `poll`; waits while too much is under way."""
 
-        def wait(sent: Sent) -> None:
+        def wait(sent: SendRequest) -> None:
             self._wait(sent.done, sent.peer, "a push")
 
         self.poll()
