@@ -1,7 +1,7 @@
-"""Messages that nobody has to ask for: from any rank to any other, at any time.
+"""One-sided messages from any rank to any other, at any time, without a posted receive.
 
-Collectives need all ranks at once. A server that answers whoever asks, or a worker that reports
-when it is ready, has no such moments: it sends what it has and takes what comes.
+Collectives need all ranks at the same time. A server that answers requests, or a worker that
+reports results, sends and receives at any time instead.
 """
 
 from __future__ import annotations
@@ -86,20 +86,20 @@ class Mailbox:
         """
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout={timeout!r}: must be a number of seconds from 0, or None")
-        came = self._take()
-        if came is None and timeout != 0:
-            came = self._await_message(timeout)
-        return None if came is None else read(came)
+        incoming = self._take()
+        if incoming is None and timeout != 0:
+            incoming = self._await_message(timeout)
+        return None if incoming is None else read(incoming)
 
     def _await_message(self, timeout: float | None) -> IncomingMessage | None:
-        came: list[IncomingMessage] = []
+        incoming: list[IncomingMessage] = []
 
         def arrived() -> bool:
             # The wait polls again after True: a second message would be lost.
-            message = None if came else self._take()
+            message = None if incoming else self._take()
             if message is not None:
-                came.append(message)
-            return bool(came)
+                incoming.append(message)
+            return bool(incoming)
 
         def check_senders() -> None:
             if timeout is None and self._no_sender_left() and not arrived():
@@ -113,7 +113,7 @@ class Mailbox:
                 wait_policy.spin_until(arrived, dict)
         except DeadlineExceededError:
             return None
-        return came[0]
+        return incoming[0]
 
     def flush(self) -> None:
         """Return when all that this rank has sent is done.
@@ -220,8 +220,8 @@ class Mailbox:
         self._advance()
         if self._own:
             return self._own.popleft()
-        while (came := self._post.poll()) is not None:
-            source, buffers = came
+        while (incoming := self._post.poll()) is not None:
+            source, buffers = incoming
             if buffers:
                 return IncomingMessage(source, buffers)
             (self._finished if source in self._ended else self._ended).add(source)
@@ -244,7 +244,7 @@ class Mailbox:
             if not self._died(peer):
                 self._post_to(peer, [])
 
-    def look(self, sent: SendRequest) -> bool:
+    def advance(self, sent: SendRequest) -> bool:
         """Advance a message; whether it is done or has failed."""
         with self._fair_lock:
             return self._refusal is not None or sent.advance(self._processes)

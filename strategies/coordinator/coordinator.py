@@ -62,7 +62,7 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let some worker call `fn(*args, **kwargs)`, and return at once; waits where 262,144 wait.
+        """Schedule `fn(*args, **kwargs)` on some worker; return at once, unless 262,144 are queued.
 
         The function and all that it refers to are copied as they are now, by `cloudpickle`: large
         data belong into a dataset. Variables of the strategy, the strategy itself and per-worker

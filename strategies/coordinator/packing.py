@@ -47,7 +47,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(thing: Any, references: References) -> Packed:
-    """What can be sent; the thing's contiguous arrays come uncopied after the first one.
+    """What can be sent; after the first array follow the contiguous ones, uncopied.
 
     Raises what pickle raises, and TypeError for most of what can't be packed.
     """

@@ -79,14 +79,16 @@ class Client:
         with self._rpc.lock:
             self._rpc.poll()
             # Requests first, so that the servers work meanwhile.
-            asked = [(each, self._request(*each)) for each in wanted if self._map(each[0]) is None]
+            pending = [
+                (each, self._request(*each)) for each in wanted if self._map(each[0]) is None
+            ]
             for each in wanted:
                 mapped = self._map(each[0])
                 if mapped is not None and not self._copy(mapped, *each):
-                    asked.append((each, self._request(*each)))
-            found = self._rpc.endpoint.results([pending for _, pending in asked], "a pull")
+                    pending.append((each, self._request(*each)))
+            found = self._rpc.endpoint.results([each for _, each in pending], "a pull")
             self._rpc.poll()
-            for ((_, out, _), _), (_, arrays) in zip(asked, found, strict=True):
+            for ((_, out, _), _), (_, arrays) in zip(pending, found, strict=True):
                 out[...] = arrays[0]
 
     def _request(self, info: ShardInfo, out: Array, rows: Array | None) -> PendingAnswer:
@@ -184,11 +186,11 @@ class Client:
     ) -> list[tuple[dict[str, Array], int]]:
         """What an optimizer keeps of each shard: the slots by name, and the count of updates."""
         with self._rpc.lock:
-            asked = [
+            pending = [
                 self._rpc.request(info.server, requests.ReadSlots(info.number, optimizer))
                 for info in infos
             ]
-            found = self._rpc.endpoint.results(asked, "reading slots")
+            found = self._rpc.endpoint.results(pending, "reading slots")
             self._rpc.poll()
         return [
             (dict(zip(names, slots, strict=True)), iteration) for (names, iteration), slots in found
@@ -197,7 +199,7 @@ class Client:
     def end_step(self) -> None:
         """Return when all that was pushed is applied and the next step may begin.
 
-        Raises errors of pushes afterwards: a step that fails counts for those who wait for it.
+        Raises errors of pushes afterwards: a failed step counts for other workers' waits.
         """
         with self._rpc.lock:
             self._await_pushes()
@@ -220,8 +222,8 @@ class Client:
 
     def _await_pushes(self) -> None:
         servers = sorted(self._unfenced)
-        asked = [self._rpc.request(server, requests.Fence()) for server in servers]
-        self._rpc.endpoint.results(asked, "waiting for pushes")
+        pending = [self._rpc.request(server, requests.Fence()) for server in servers]
+        self._rpc.endpoint.results(pending, "waiting for pushes")
         self._unfenced.difference_update(servers)
 
 

@@ -47,11 +47,11 @@ class Registry:
         places = [(next(self._shards), self._placement.next()) for _ in parts]
         with self._rpc.lock:
             self._rpc.poll()
-            asked = [
+            pending = [
                 self._rpc.request(server, requests.Create(shard, name), [part])
                 for (shard, server), part, name in zip(places, parts, names, strict=True)
             ]
-            made = self._rpc.endpoint.results(asked, f"creating {what}")
+            made = self._rpc.endpoint.results(pending, f"creating {what}")
             shards = tuple(
                 ShardInfo(shard, server, part.shape, part.dtype, address)
                 for (shard, server), part, (address, _) in zip(places, parts, made, strict=True)
@@ -94,9 +94,9 @@ class Registry:
             raise RuntimeError(f"{what}: this worker serves the chief, which alone makes variables")
         key = (kind, self._counts.get(kind, 0))
         with self._rpc.lock:
-            asked = [self._rpc.request(_HOME, requests.Find(key))]
+            pending = [self._rpc.request(_HOME, requests.Find(key))]
             chief = {self._roles.chief: ", the chief"}
-            [(found, _)] = self._rpc.endpoint.results(asked, what, lambda: chief)
+            [(found, _)] = self._rpc.endpoint.results(pending, what, lambda: chief)
         # A call that wasn't made in time is made again.
         self._counts[kind] = key[1] + 1
         return pickle.loads(found)

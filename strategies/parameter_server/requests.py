@@ -16,7 +16,7 @@ from collectives.shm.seqlock import ArrayAddress
 
 
 class ShardInfo(NamedTuple):
-    """One shard, as workers know it."""
+    """What a worker needs to read and change a shard."""
 
     number: int
     server: int
@@ -38,7 +38,7 @@ class VariableInfo(NamedTuple):
 
 
 class Create(NamedTuple):
-    """Make a shard of the array that comes with it; the answer is its address, or None."""
+    """Make a shard of the array that is sent along; the answer is its address, or None."""
 
     shard: int
     what: str
@@ -62,7 +62,7 @@ class Serve(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The shard's value; where an array of row numbers comes with it, these rows."""
+    """The shard's value; with an array of row numbers, these rows."""
 
     shard: int
 
@@ -77,7 +77,7 @@ class Change(NamedTuple):
 class Update(NamedTuple):
     """Apply an optimizer's rule, given as a pickle, to several shards. A push.
 
-    Of each shard come the gradient or, where it is sparse, row numbers and their gradients.
+    For each shard the gradient is sent along, or row numbers and their gradients if sparse.
     """
 
     optimizer: int

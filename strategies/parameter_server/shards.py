@@ -127,8 +127,9 @@ class Shards:
 
     def __getitem__(self, number: int) -> Shard:
         if number not in self._shards:
-            known = sorted(self._shards)
-            raise RuntimeError(f"shard {number} doesn't exist here: the shards are {known}")
+            raise RuntimeError(
+                f"shard {number} doesn't exist here: must be one of {sorted(self._shards)}"
+            )
         return self._shards[number]
 
 

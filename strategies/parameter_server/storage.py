@@ -1,4 +1,4 @@
-"""Where a variable is kept: in one shard on one server, or in several by rows."""
+"""Storages of variables on servers: in one shard on one server, or in several by rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ServedStorage(Storage):
         return self.read()
 
     def read(self) -> Array:
-        """Pull the value. Its memory is used by the next pull, unless somebody refers to it."""
+        """Pull the value. Its memory is used by the next pull, unless it is still referenced."""
         if self._buffer is None:
             self._buffer = ReusedArray(self.shape, self.dtype)
         return self.read_into(self._buffer.take())
@@ -79,7 +79,7 @@ class ServedStorage(Storage):
         return list(zip(self.info.shards, parts, strict=True))
 
     def change(self, change: Change, *operands: Any) -> None:
-        """Let the servers change it."""
+        """Push the change to the servers."""
         if change in _BY_ROWS:
             indices, values = operands
             slices = self.slices_of(IndexedSlices(values, indices))
@@ -102,7 +102,7 @@ class ServedStorage(Storage):
     def slot(self, optimizer: Optimizer, name: str, initial: Array | None) -> ServedSlot:
         """An optimizer's array, which the servers keep beside the value.
 
-        It begins with `initial` unless another worker has come first.
+        It begins with `initial` unless another worker set it before.
         """
         made = ServedSlot(self, optimizer, name)
         if initial is not None:

@@ -142,7 +142,7 @@ class ParameterServerStrategy(Strategy):
     def shutdown(self) -> None:
         """As a worker: wait until all that was pushed is applied, and leave. The others go on.
 
-        As a chief let the workers go, before, that serve it. Raises what went wrong with the last
+        A chief first ends the service of its workers. Raises what went wrong with the last
         pushes. On a server, and a second time, it does nothing. A worker that ends without it
         leaves, too.
         """
@@ -220,7 +220,7 @@ class ParameterServerStrategy(Strategy):
         """What the chief gets from the action, on every worker that calls this; small, picklable.
 
         The chief alone acts, without waiting for the others; they wait for it. Workers call it in
-        the same order. What the action raises is raised on all of them. Who evaluates acts alone.
+        the same order. What the action raises is raised on all of them. An evaluator acts alone.
         """
         if self._keeps_its_own:
             return action()
@@ -252,11 +252,11 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], *options: Any
     ) -> Iterable[Any]:
-        """The dataset that `dataset_fn` makes for this worker, which is told its number.
+        """The dataset that `dataset_fn` makes of an InputContext with this worker's number.
 
         As in TensorFlow 1 its context has a pipeline for each worker, and one replica in sync. On
         workers that serve a chief there is one pipeline, as in TensorFlow 2: none gets a part. So
-        it is for who evaluates.
+        it is for evaluation.
         """
         if self._serves_chief or self._keeps_its_own:
             return super().distribute_datasets_from_function(dataset_fn, *options)
@@ -281,7 +281,7 @@ def _check_arguments(partitioner: PartitionFunction | None, staleness: int | Non
 
 
 def _validate(config: TFConfig) -> None:
-    """ValueError where the cluster has no servers or nobody to train."""
+    """ValueError where the cluster has no servers or no ranks that train."""
     validate_for_parameter_servers(config)
     jobs = config.cluster.as_dict() if config.cluster else {}
     if not jobs.get("ps"):
