@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from strategies import Variable, optimizers
+from strategies.errors import RemoteTracebackError
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import FixedShardsPartitioner
 from tests.strategies.parameter_servers import number_of, run_workers, together
@@ -121,9 +122,14 @@ def test_an_old_error_does_not_keep_the_chief_from_telling_of_a_new_one(comm):
             wait_for_the_error(strategy)
             raise FileNotFoundError("nothing there")
 
-        refusal(FileNotFoundError, "nothing there", strategy.chief_first, fail)
+        with pytest.raises(FileNotFoundError, match="nothing there") as raised:
+            strategy.chief_first(fail)
         if strategy.is_chief:
+            assert raised.value.__cause__ is None
             refusal(ZeroDivisionError, "by", variable.numpy)
+        else:
+            assert isinstance(raised.value.__cause__, RemoteTracebackError)
+            assert "in fail" in raised.value.__cause__.text
         return True
 
     comm.deadline = 5
