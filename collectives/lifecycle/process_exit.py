@@ -9,16 +9,9 @@ import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from collectives.consistency.uncaught import end_alone
-
-
-class Departing(Protocol):
-    """An object that other ranks must be notified by at the end of the process."""
-
-    def leave(self) -> None:
-        """Notify them; a second call does nothing."""
 
 
 class ExitCode:
@@ -55,14 +48,14 @@ def exit_code() -> ExitCode:
     return ExitCode(sys.excepthook)
 
 
-def leave_at_exit(departing: Departing) -> None:
-    """Call `departing.leave()` at exit; an uncaught exception ends this process alone."""
+def leave_at_exit(leave: Callable[[], None]) -> None:
+    """Call a method at exit if its object lives; an uncaught exception ends this process alone."""
     end_alone()
-    reference = weakref.ref(departing)
+    reference = weakref.WeakMethod(leave)
 
-    def leave() -> None:
+    def leave_if_alive() -> None:
         alive = reference()
         if alive is not None:
-            alive.leave()
+            alive()
 
-    atexit.register(leave)
+    atexit.register(leave_if_alive)

@@ -67,15 +67,8 @@ class Client:
 
     # Pulls
 
-    def pull(self, wanted: Sequence[tuple[ShardInfo, Array]]) -> None:
-        """Copy the shards' values into the arrays."""
-        self._pull([(info, out, None) for info, out in wanted])
-
-    def pull_rows(self, wanted: Sequence[tuple[ShardInfo, Array, Array]]) -> None:
-        """Copy the rows, numbered from 0 in each shard, into the arrays."""
-        self._pull(wanted)
-
-    def _pull(self, wanted: Sequence[tuple[ShardInfo, Array, Array | None]]) -> None:
+    def pull(self, wanted: Sequence[tuple[ShardInfo, Array, Array | None]]) -> None:
+        """Copy the shards' values into the arrays, or some rows, numbered from 0 in each shard."""
         with self._rpc.lock:
             self._rpc.poll()
             # Requests first, so that the servers work meanwhile.

@@ -65,10 +65,7 @@ class RpcClient:
 
     def wait(self, ready: Callable[[], bool], server: int, what: str) -> None:
         """Return when `ready()`, which depends on the server; raise errors of pushes."""
-        self._wait(ready, self._ranks[server], what)
-
-    def _wait(self, ready: Callable[[], bool], rank: int, what: str) -> None:
-        self.endpoint.wait(ready, [rank], what)
+        self.endpoint.wait(ready, [self._ranks[server]], what)
         self._raise_errors()
 
     def poll(self) -> None:
@@ -79,12 +76,11 @@ class RpcClient:
 
     def prepare(self) -> None:
         """Before pushes: as `poll`; waits while too much is under way."""
-
-        def wait(sent: SendRequest) -> None:
-            self._wait(sent.done, sent.peer, "a push")
-
         self.poll()
-        self._window.make_room(wait)
+        self._window.make_room(self._wait_until_sent)
+
+    def _wait_until_sent(self, push: SendRequest) -> None:
+        self.wait(push.done, self._ranks.index(push.peer), "a push")
 
     def check_present(self, server: int) -> None:
         """RankFailedError where a server has ended, as polled a short while ago."""

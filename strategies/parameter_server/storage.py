@@ -47,7 +47,8 @@ class ServedStorage(Storage):
 
     def read_into(self, out: Array) -> Array:
         """Pull the value into an array of the same shape and dtype, and return it."""
-        self.client.pull(list(zip(self.info.shards, self.parts_of(out), strict=True)))
+        parts = zip(self.info.shards, self.parts_of(out), strict=True)
+        self.client.pull([(shard, part, None) for shard, part in parts])
         return out
 
     def rows(self, indices: Array) -> Array:
@@ -128,7 +129,7 @@ class WholeStorage(ServedStorage):
         return [slices]
 
     def _pull_rows(self, rows: Array, out: Array) -> None:
-        self.client.pull_rows([(self.info.shards[0], out, rows)])
+        self.client.pull([(self.info.shards[0], out, rows)])
 
 
 class SplitStorage(ServedStorage):
@@ -161,14 +162,14 @@ class SplitStorage(ServedStorage):
         ]
 
     def _pull_rows(self, rows: Array, out: Array) -> None:
-        wanted: list[tuple[ShardInfo, Array, Array]] = []
+        wanted: list[tuple[ShardInfo, Array, Array | None]] = []
         goals: list[Array] = []
         for shard, (first, places) in zip(self.info.shards, self._owners(rows), strict=True):
             if len(places):
                 part = np.empty((len(places), *self.shape[1:]), self.dtype)
                 wanted.append((shard, part, rows[places] - first))
                 goals.append(places)
-        self.client.pull_rows(wanted)
+        self.client.pull(wanted)
         for (_, part, _), places in zip(wanted, goals, strict=True):
             out[places] = part
 

@@ -86,7 +86,7 @@ class ParameterServerStrategy(Strategy):
             self._server = Server(self._mailbox, self.roles, staleness)
         elif world.rank in self.roles.workers:
             self._worker = Worker(self._mailbox, self.roles, world, nodes, variable_partitioner)
-            leave_at_exit(self._worker)
+            leave_at_exit(self._worker.leave)
         super().__init__(
             Communicator(alone()),
             cluster_resolver=self.membership.resolver,
@@ -214,7 +214,7 @@ class ParameterServerStrategy(Strategy):
         else:
             optimizer.iterations += 1
         if self.staleness is not None:
-            self.worker.end_step()
+            self.worker.client.end_step()
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """What the chief gets from the action, on every worker that calls this; small, picklable.

@@ -76,10 +76,6 @@ class Worker:
         parts = [part for gradient, value in pairs for part in value.gradients_of(gradient)]
         self.client.update(self.client.number_of(optimizer), rule, parts)
 
-    def end_step(self) -> None:
-        """Wait until all that was pushed is applied, and for workers too far behind."""
-        self.client.end_step()
-
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """The outcome of the chief's action, on every worker."""
         if not self._is_chief:

@@ -137,8 +137,8 @@ def test_only_the_rows_asked_for_are_moved(comm, server, shards):
             on_far_servers(strategy)
         variable = Variable(table(1000, 5))
         moved = []
-        pull = strategy.worker.client._pull
-        strategy.worker.client._pull = lambda wanted: (
+        pull = strategy.worker.client.pull
+        strategy.worker.client.pull = lambda wanted: (
             moved.extend(out.nbytes for _, out, _ in wanted) or pull(wanted)
         )
         ids = np.array([[3, 999, 3], [500, 250, 0]])
