@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 
+from collectives.messaging.remote_error import RemoteError, RemoteTracebackError
+
+__all__ = ["CancelledError", "OutOfRangeError", "RemoteError", "RemoteTracebackError"]
+
 
 class CancelledError(concurrent.futures.CancelledError):
     """A scheduled function was not run, since another one failed before, or since all ended.
@@ -23,19 +27,3 @@ class OutOfRangeError(Exception):
     As `tf.errors.OutOfRangeError`. On the worker, inside the function, it is StopIteration, so that
     loops end; it becomes this error where the function doesn't catch it.
     """
-
-
-class RemoteError(RuntimeError):
-    """A function failed on a worker with an exception that can't be sent; the text is its own."""
-
-
-class RemoteTracebackError(Exception):
-    """The traceback of an exception on a worker: the cause of the one raised here."""
-
-    def __init__(self, place: str, text: str) -> None:
-        """`place` names the worker and its rank, `text` is the traceback there."""
-        super().__init__(place, text)
-        self.place, self.text = place, text
-
-    def __str__(self) -> str:
-        return f"on {self.place}:\n{self.text}"

@@ -14,32 +14,26 @@ COLLECTIVES = {
     "__init__": {"algorithms", "analysis", "communicator", "errors", "fusion", "lifecycle"}
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
-    "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports", "world"},
+    "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports"} | {"world"},
     "world": {"communicator", "consistency", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"calls", "consistency", "gpu", "group", "lifecycle", "messaging"}
     | {"reductions", "schedules"},
     "scope": {"group"},
-    "group": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle", "messaging"}
-    | {"transports", "waiting"},
-    "gpu": {"algorithms", "arrays", "calls", "consistency", "cuda", "errors", "execution"}
-    | {"lifecycle", "reductions", "schedules", "shm", "transports", "waiting"},
+    "group": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
+    | {"messaging", "transports", "waiting"},
+    "gpu": {"algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
+    | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
+    | {"waiting"},
     "lifecycle": {"calls", "consistency", "errors", "execution", "reductions", "shm"}
     | {"transports", "waiting"},
-    "calls": {
-        "algorithms",
-        "arrays",
-        "caching",
-        "consistency",
-        "cuda",
-        "errors",
-        "execution",
-        "messaging",
-    }
-    | {"reductions", "schedules", "shm", "transports", "waiting"},
-    "execution": {"algorithms", "analysis", "arrays", "caching", "consistency", "cuda", "errors"}
-    | {"reductions", "schedules", "shm", "transports", "waiting"},
-    "messaging": {"arrays", "consistency", "errors", "reductions", "shm", "transports", "waiting"},
+    "calls": {"algorithms", "arrays", "caching", "consistency", "cuda", "errors"}
+    | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
+    | {"waiting"},
+    "execution": {"algorithms", "analysis", "arrays", "caching", "consistency", "cuda"}
+    | {"errors", "reductions", "schedules", "shm", "transports", "waiting"},
+    "messaging": {"arrays", "consistency", "errors", "reductions", "shm", "transports"}
+    | {"waiting"},
     "consistency": {"errors", "shm", "transports", "waiting"},
     "shm": {"caching", "errors", "reductions", "schedules", "transports", "waiting"},
     "transports": {"errors", "waiting"},
@@ -57,28 +51,28 @@ COLLECTIVES = {
 
 # The same of `strategies`; "collectives" is its public face.
 STRATEGIES = {
-    "__init__": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator", "core"}
-    | {"cross_device_ops", "data_service", "errors", "evaluation", "experimental", "input"}
-    | {"metrics", "optimizers", "parameter_server", "synchronous", "variables"},
+    "__init__": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator"}
+    | {"core", "cross_device_ops", "data_service", "errors", "evaluation"}
+    | {"experimental", "input", "metrics", "optimizers", "parameter_server"}
+    | {"synchronous", "variables"},
     "experimental": {"cluster_resolver", "coordinator", "core", "parameter_server"}
     | {"synchronous", "collectives"},
     "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
     | {"synchronous", "collectives"},
     "checkpoint": {"base", "core", "foreign", "optimizers", "synchronous", "variables"}
     | {"collectives", "collectives.consistency", "collectives.scope"},
-    "data_service": {"base", "cluster", "core", "input", "collectives"},
-    "coordinator": {"base", "cluster", "core", "errors", "optimizers", "parameter_server"}
-    | {"variables", "collectives.errors"},
+    "data_service": {"base", "cluster", "core", "input", "collectives"} | {"collectives.messaging"},
+    "coordinator": {"base", "core", "errors", "variables", "collectives.errors"}
+    | {"collectives.messaging"},
     "parameter_server": {"base", "cluster", "coordinator", "core", "input", "optimizers"}
-    | {"variables", "collectives", "collectives.consistency", "collectives.lifecycle"}
-    | {"collectives.messaging", "collectives.shm", "collectives.transports"}
-    | {"collectives.waiting"},
+    | {"variables", "collectives", "collectives.lifecycle"}
+    | {"collectives.messaging", "collectives.shm", "collectives.transports"},
     "synchronous": {"base", "cluster", "communication", "core", "cross_device_ops", "input"}
-    | {"optimizers", "variables", "collectives", "collectives.consistency", "collectives.scope"}
-    | {"collectives.transports"},
-    "base": {"cluster", "communication", "core", "cross_device_ops", "input", "optimizers"}
-    | {"variables", "collectives", "collectives.arrays", "collectives.consistency"}
-    | {"collectives.cuda"},
+    | {"optimizers", "variables", "collectives", "collectives.consistency"}
+    | {"collectives.scope", "collectives.transports"},
+    "base": {"cluster", "communication", "core", "cross_device_ops", "input"}
+    | {"optimizers", "variables", "collectives", "collectives.arrays"}
+    | {"collectives.consistency", "collectives.cuda"},
     "metrics": {"core", "variables", "collectives.scope"},
     "optimizers": {"core", "foreign", "variables", "collectives"},
     "variables": {"core"},
@@ -91,9 +85,10 @@ STRATEGIES = {
     "cluster_resolver": {"cluster"},
     "cluster": {"core", "collectives", "collectives.consistency"},
     "core": {"foreign", "collectives", "collectives.arrays", "collectives.consistency"}
-    | {"collectives.cuda", "collectives.errors", "collectives.gpu", "collectives.scope"},
+    | {"collectives.cuda", "collectives.errors", "collectives.gpu"}
+    | {"collectives.scope"},
     "foreign": {"collectives.consistency"},
-    "errors": set(),
+    "errors": {"collectives.messaging"},
 }
 LAZY = {
     "mpi4py": {

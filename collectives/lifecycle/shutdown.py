@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 from collectives.lifecycle.futures import complete_all
+from collectives.lifecycle.process_exit import ExitCode, exit_code
 
 # A rank that ends in step with the others synchronizes with them at once. A rank that ends alone
 # cycles through its communicators, because it can't know in which one the others wait for it.
@@ -57,6 +58,19 @@ def forget(group: Closable) -> None:
 def before_closing(action: Callable[[], None]) -> None:
     """Run an action at the program's end, before every attempt to close, and before MPI ends."""
     _before.append(action)
+
+
+def survive_deaths(all_alive: Callable[[], bool]) -> None:
+    """End this process at its end even if a rank has died: then `all_alive()` is false."""
+    code = exit_code()
+
+    def end_without_mpi() -> None:
+        # MPI_Finalize, and with MPICH even calls between the living, may wait for the dead one for
+        # ever, holding Python's lock.
+        if not all_alive():
+            code.end_process()
+
+    before_closing(end_without_mpi)
 
 
 def _prepare() -> None:
@@ -110,36 +124,8 @@ def _begin_child() -> None:
         group.forbid()
     _open.clear()
     _before.clear()
-    # The parent's hook would end the whole job.
-    atexit.register(_end_child, ExitCode(sys.__excepthook__))
-
-
-class ExitCode:
-    """The exit code of this process, as far as it can be determined before the exit."""
-
-    def __init__(self, show: Callable[..., Any]) -> None:
-        """`show` prints uncaught exceptions. Replaces `sys.exit` and `sys.excepthook`."""
-        self._code = 0
-        self._exit, self._show = sys.exit, show
-        sys.exit, sys.excepthook = self._exit_with, self._show_error
-
-    def _exit_with(self, status: Any = None, /) -> NoReturn:
-        self._code = status if isinstance(status, int) else int(status is not None)
-        self._exit(status)
-
-    def _show_error(self, *error: Any) -> None:
-        self._code = 1
-        self._show(*error)
-
-    def end_process(self) -> NoReturn:
-        """End this process with that code, without finalizing MPI."""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(self._code & 0xFF)
-
-
-def _end_child(code: ExitCode) -> None:
-    code.end_process()
+    # The parent's hook for exceptions would end the whole job.
+    atexit.register(ExitCode(sys.__excepthook__).end_process)
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,7 +14,7 @@ from collectives.transports.base import Bytes
 
 
 class Message(NamedTuple):
-    """What came from a rank: copies of its object and its arrays, which can be written."""
+    """A message that has arrived: copies of its object and its arrays, which can be written."""
 
     source: int
     header: Any
@@ -44,19 +44,19 @@ def write(header: Any, arrays: Iterable[Any]) -> list[Bytes]:
     return [memoryview(content), *(flat(array).view(np.uint8).data for array in given)]
 
 
-def read(letter: IncomingMessage) -> Message:
+def read(incoming: IncomingMessage) -> Message:
     """The arrays lie in the buffers' memory."""
-    content, *buffers = letter.buffers
+    content, *buffers = incoming.buffers
     header, kinds = pickle.loads(content.data)
     arrays: list[Array] = [
         np.ndarray(shape, dtype, buffer.data)
         for (dtype, shape), buffer in zip(kinds, buffers, strict=True)
     ]
-    return Message(letter.source, header, arrays)
+    return Message(incoming.source, header, arrays)
 
 
 def _named(dtype: np.dtype[Any]) -> str | np.dtype[Any]:
-    """By its name, which pickles in a tenth of the time, where that tells it."""
+    """The name, which pickles in a tenth of the time, for dtypes that it determines."""
     return dtype if dtype.kind == "V" else dtype.str
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 
 class FairLock:
-    """A context that one thread at a time is in; whoever waits comes before whoever left."""
+    """A lock as a context: a thread that waits precedes the one that released it."""
 
     def __init__(self) -> None:
         self._next, self._lock = threading.Lock(), threading.Lock()

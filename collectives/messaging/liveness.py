@@ -1,4 +1,4 @@
-"""Which process each rank is, and whether it still runs, as far as this one can see."""
+"""The process of each rank, and whether it still runs, as far as this process can find out."""
 
 from __future__ import annotations
 

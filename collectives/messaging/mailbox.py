@@ -1,7 +1,7 @@
-"""Messages that nobody has to ask for: from any rank to any other, at any time.
+"""One-sided messages from any rank to any other, at any time, without a posted receive.
 
-Collectives need all ranks at once. A server that answers whoever asks, or a worker that reports
-when it is ready, has no such moments: it sends what it has and takes what comes.
+Collectives need all ranks at the same time. A server that answers requests, or a worker that
+reports results, sends and receives at any time instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collectives.waiting.wait_policy import WaitPolicy
 
 
 class Mailbox:
-    """One rank's end of a way for messages, made by `Communicator.mailbox`.
+    """One rank's end of a channel for messages, made by `Communicator.mailbox`.
 
     It may be used by several threads at once, beside calls of the communicator, where the MPI
     library allows threads. Messages move while some rank's thread is in a call of its mailbox: a
@@ -32,7 +32,7 @@ class Mailbox:
     def __init__(
         self, post: MessageChannel, processes: Processes, rank: int, wait_policy: WaitPolicy
     ) -> None:
-        """`patience` is the communicator's."""
+        """`wait_policy` is the communicator's."""
         self.rank, self.size = rank, processes.count
         self._post, self._processes, self._wait_policy = post, processes, wait_policy
         self._peers = [peer for peer in range(self.size) if peer != rank]
@@ -42,7 +42,7 @@ class Mailbox:
         self._outstanding: dict[int, deque[SendRequest]] = {}
         self._ended: set[int] = set()
         self._finished: set[int] = set()
-        self._end_told = self._finish_told = False
+        self._end_sent = self._finish_sent = False
         self._refusal: str | None = None
 
     def send(self, peer: int, header: Any, arrays: Iterable[Any] = ()) -> SendRequest:
@@ -67,10 +67,8 @@ class Mailbox:
             self._writes_to_itself = True
             self._own.append(IncomingMessage.copied(peer, buffers))
             return SendRequest(self, peer, Done(), ())
-        if self._died(peer):
-            raise RankFailedError(f"rank {peer} has died: nothing can be sent to it")
-        if peer in self._ended:
-            raise RankFailedError(f"rank {peer} has closed its mailbox: nothing can be sent to it")
+        if self._died(peer) or peer in self._ended:
+            raise RankFailedError(f"{self._end_of(peer)}: nothing can be sent to it")
         return self._post_to(peer, buffers)
 
     def _post_to(self, peer: int, buffers: list[Bytes]) -> SendRequest:
@@ -82,40 +80,40 @@ class Mailbox:
     def receive(self, timeout: float | None = None) -> Message | None:
         """The next message, of any rank, in the order of arrival.
 
-        None where none comes within `timeout` seconds (0: only what is here; None: wait for ever).
-        A rank that waits long leaves its core to others. Raises RankFailedError where it would wait
-        for ever, since all other ranks have died or closed their mailboxes; RuntimeError after
-        `close`; ValueError for a negative `timeout`.
+        None where none arrives in `timeout` seconds (0: only what is here; None: no limit). A long
+        wait yields the core. Raises RankFailedError where no rank is left that could send,
+        RuntimeError after `close`, ValueError for a negative `timeout`.
         """
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout={timeout!r}: must be a number of seconds from 0, or None")
-        came = self._take()
-        if came is None and timeout != 0:
-            came = self._await_letter(timeout)
-        return None if came is None else read(came)
+        incoming = self._take()
+        if incoming is None and timeout != 0:
+            incoming = self._await_message(timeout)
+        return None if incoming is None else read(incoming)
 
-    def _await_letter(self, timeout: float | None) -> IncomingMessage | None:
-        came: list[IncomingMessage] = []
+    def _await_message(self, timeout: float | None) -> IncomingMessage | None:
+        incoming: list[IncomingMessage] = []
 
         def arrived() -> bool:
-            # Patience asks again where this was true: a second letter would be lost.
-            letter = None if came else self._take()
-            if letter is not None:
-                came.append(letter)
-            return bool(came)
+            # The wait polls again after True: a second message would be lost.
+            message = None if incoming else self._take()
+            if message is not None:
+                incoming.append(message)
+            return bool(incoming)
 
         def check_senders() -> None:
-            if timeout is None and self._nobody_left() and not arrived():
-                raise RankFailedError(f"receive: nobody is left to send: {self._gone()}")
+            if timeout is None and self._no_sender_left() and not arrived():
+                ends = ", ".join(map(self._end_of, self._peers))
+                raise RankFailedError(f"receive: no rank is left that could send: {ends}")
 
-        wait_policy = self._new_patience("receive", None)
+        wait_policy = self._new_wait("receive", None)
         wait_policy.check_alive = check_senders
         try:
             with wait_policy.no_longer_than(timeout):
                 wait_policy.spin_until(arrived, dict)
         except DeadlineExceededError:
             return None
-        return came[0]
+        return incoming[0]
 
     def flush(self) -> None:
         """Return when all that this rank has sent is done.
@@ -129,62 +127,65 @@ class Mailbox:
         def absent() -> dict[int, str]:
             return {sent.peer: "" for sent in waiting if not sent.done()}
 
-        self.wait(lambda: all(sent.done() for sent in waiting), "flush", absent)
+        self.wait(lambda: all(sent.done() for sent in waiting), "mailbox: flush", absent)
         for sent in waiting:
             sent.wait()
 
     def alive(self, peer: int) -> bool:
         """False once the process of a rank is known to have died.
 
-        Of another machine's ranks nothing is known but what the MPI library tells.
+        For a rank of another machine, only the MPI library may report that.
         """
         peer = check_index("peer", peer, self.size)
         return not (self._post_knows(peer) or self._processes.died(peer))
 
+    def all_alive(self) -> bool:
+        """False once the process of any rank is known to have died."""
+        return all(map(self.alive, range(self.size)))
+
     @property
     def closed(self) -> bool:
         """Whether nothing can be sent any more."""
-        return self._refusal is not None or self._end_told
+        return self._refusal is not None or self._end_sent
 
     @property
     def given_back(self) -> bool:
-        """Whether `close` came to its end."""
+        """Whether `close` has finished."""
         return self._refusal is not None
 
     def present(self, peer: int) -> bool:
-        """Whether more may come from a rank: False once it has closed its mailbox or died."""
+        """False once a rank has closed its mailbox or died: no more messages follow."""
         peer = check_index("peer", peer, self.size)
         return peer not in self._ended and self.alive(peer)
 
     def close(self) -> None:
-        """Give everything back. A second call does nothing.
+        """Release everything. A second call does nothing.
 
-        Collective between the ranks that live: what is sent arrives, or is thrown away where nobody
-        takes it. Raises DeadlineExceededError where another rank doesn't close its end within the
+        Collective between the living ranks: what was sent arrives, or is dropped if no rank takes
+        it. Raises DeadlineExceededError where another rank doesn't close its end within the
         communicator's deadline; `close` may be called again then.
         """
         if self._refusal is not None:
             return
         self.tell_end()
-        self.wait(
-            self._drained, "close of a mailbox", lambda: dict.fromkeys(self._unfinished(), "")
-        )
+        what = "mailbox: close of a mailbox"
+        self.wait(self._drained, what, lambda: dict.fromkeys(self._unfinished(), ""))
         self._end(together=not any(map(self._died, self._peers)))
 
     def tell_end(self) -> None:
-        """Let the others know that this rank takes part no more; throw away what has come."""
+        """Notify the others that this rank takes part no more; drop what has arrived."""
         with self._fair_lock:
-            if self._refusal is None and not self._end_told:
-                self._tell_all()
-                self._end_told = True
+            if self._refusal is None and not self._end_sent:
+                self._notify_all()
+                self._end_sent = True
         self._drained()
 
     def abandon(self, seconds: float) -> None:
-        """End without those that don't end within `seconds`."""
+        """End, without waiting longer than `seconds` for the other ranks."""
         if self._refusal is not None:
             return
         self.tell_end()
-        wait_policy = self._new_patience("end", None)
+        wait_policy = self._new_wait("end", None)
         try:
             with wait_policy.no_longer_than(seconds):
                 wait_policy.until(self._drained, dict)
@@ -206,11 +207,11 @@ class Mailbox:
     def _check_open(self) -> None:
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
-        if self._end_told:
+        if self._end_sent:
             raise RuntimeError("the mailbox is being closed")
 
     def _take(self) -> IncomingMessage | None:
-        """The next message that is here, if there is one."""
+        """The next message that has arrived, if any."""
         with self._fair_lock:
             self._check_open()
             return self._poll()
@@ -219,40 +220,37 @@ class Mailbox:
         self._advance()
         if self._own:
             return self._own.popleft()
-        while (came := self._post.poll()) is not None:
-            source, buffers = came
+        while (incoming := self._post.poll()) is not None:
+            source, buffers = incoming
             if buffers:
                 return IncomingMessage(source, buffers)
             (self._finished if source in self._ended else self._ended).add(source)
         return None
 
     def _advance(self) -> None:
-        # Only the first to each rank: one that takes none may have thousands to come.
+        # Only the first to each rank: thousands may wait for one that receives none.
         for peer, line in list(self._outstanding.items()):
             while line and line[0].advance(self._processes):
                 line.popleft()
             if not line:
                 del self._outstanding[peer]
-        if self._end_told and not self._finish_told and not self._outstanding:
-            self._finish_told = True
-            self._tell_all()
+        if self._end_sent and not self._finish_sent and not self._outstanding:
+            self._finish_sent = True
+            self._notify_all()
 
-    def _tell_all(self) -> None:
-        """First that this rank sends nothing more, then that all it sent has been taken.
-
-        Between the two the receivers go on: an MPI library may need them for a message to be done.
-        """
+    def _notify_all(self) -> None:
+        """Twice: first no message follows, then all were received (receivers poll in between)."""
         for peer in self._peers:
             if not self._died(peer):
                 self._post_to(peer, [])
 
-    def look(self, sent: SendRequest) -> bool:
-        """Let a message advance; whether it is done or has failed."""
+    def advance(self, sent: SendRequest) -> bool:
+        """Advance a message; whether it is done or has failed."""
         with self._fair_lock:
             return self._refusal is not None or sent.advance(self._processes)
 
     def _drained(self) -> bool:
-        """Throw away what has come; whether nothing is on its way, from here or to here."""
+        """Drop what has arrived; whether no message is on its way, in either direction."""
         with self._fair_lock:
             if self._refusal is not None:
                 return True
@@ -268,12 +266,11 @@ class Mailbox:
         """The ranks that may still need this one."""
         return [peer for peer in self._peers if peer not in self._finished and not self._died(peer)]
 
-    def _nobody_left(self) -> bool:
+    def _no_sender_left(self) -> bool:
         return bool(self._peers) and not self._writes_to_itself and not self._missing()
 
-    def _gone(self) -> str:
-        ends = {True: "has closed its mailbox", False: "has died"}
-        return ", ".join(f"rank {peer} {ends[peer in self._ended]}" for peer in self._peers)
+    def _end_of(self, peer: int) -> str:
+        return f"rank {peer} has {'closed its mailbox' if peer in self._ended else 'died'}"
 
     def _died(self, peer: int) -> bool:
         return self._post_knows(peer) or self._processes.died_lately(peer)
@@ -282,16 +279,20 @@ class Mailbox:
         return peer in self._post.failed
 
     def wait(
-        self, ready: Callable[[], bool], what: str, absent: Callable[[], dict[int, str]]
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        absent: Callable[[], dict[int, str]],
+        check_alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Return when `ready()`, within the communicator's deadline."""
+        """Return when `ready()`; DeadlineExceededError names `what` and the ranks in `absent()`."""
         if not ready():
-            self._new_patience(f"mailbox: {what}", self._wait_policy.deadline).spin_until(
-                ready, absent
-            )
+            wait_policy = self._new_wait(what, self._wait_policy.deadline)
+            wait_policy.check_alive = check_alive
+            wait_policy.spin_until(ready, absent)
 
-    def _new_patience(self, what: str, deadline: float | None) -> WaitPolicy:
-        """That of one wait: several threads may wait at once."""
+    def _new_wait(self, what: str, deadline: float | None) -> WaitPolicy:
+        """The policy of a single wait: several threads may wait at the same time."""
         wait_policy = self._wait_policy.for_single_wait(what, deadline)
         if threading.current_thread() is not threading.main_thread():
             wait_policy.sleep_early()

@@ -16,8 +16,8 @@ abandoned: list[object] = []
 class Sender(Protocol):
     """What a message on its way needs of the mailbox that sends it."""
 
-    def look(self, sent: SendRequest) -> bool:
-        """Let it advance; whether it is done or has failed."""
+    def advance(self, sent: SendRequest) -> bool:
+        """Advance it; whether it is done or has failed."""
 
     def wait(
         self, ready: Callable[[], bool], what: str, absent: Callable[[], dict[int, str]]
@@ -36,7 +36,7 @@ class SendRequest:
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once: the arrays may be changed then."""
-        return self._sender.look(self)
+        return self._sender.advance(self)
 
     def wait(self) -> None:
         """Return when the arrays may be changed.
@@ -45,7 +45,8 @@ class SendRequest:
         died, DeadlineExceededError where it doesn't take the message within the communicator's
         deadline (the message is on its way all the same).
         """
-        self._sender.wait(self.done, f"send(to rank {self.peer})", lambda: {self.peer: ""})
+        what = f"mailbox: send(to rank {self.peer})"
+        self._sender.wait(self.done, what, lambda: {self.peer: ""})
         if self._error is not None:
             raise self._error
 

@@ -1,6 +1,6 @@
 """The closures that wait for a worker or run on one, and the error that is yet to be raised.
 
-A machine of states and nothing else: it knows neither workers nor messages. Its rules are those of
+A state machine without workers and messages. Its rules are those of
 TensorFlow's `ClusterCoordinator`, except that an error cancels what is queued at once, where
 TensorFlow goes on until the error is raised.
 """
@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from strategies.coordinator.messages import Packed
+from strategies.coordinator.packing import Packed
 from strategies.coordinator.remote_value import RemoteValue
 from strategies.errors import CancelledError
 
@@ -44,7 +44,7 @@ class ClosureQueue:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._rest = threading.Condition(self._lock)
-        # What another thread schedules while one joins comes after the join.
+        # What another thread schedules during a join follows the join.
         self._gate = threading.Lock()
 
     def put(self, closure: Closure) -> None:

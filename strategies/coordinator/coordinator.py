@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from strategies.base.strategy import Strategy
 from strategies.coordinator.closure_queue import Closure, ClosureQueue
 from strategies.coordinator.dispatcher import Dispatcher
-from strategies.coordinator.link import Link
-from strategies.coordinator.messages import Finished, NewDataset, Packed
-from strategies.coordinator.packing import pack_copy, unpack
+from strategies.coordinator.link import Link, NewDataset
+from strategies.coordinator.packing import Packed, pack_copy, unpack
 from strategies.coordinator.per_worker import PerWorkerDataset
-from strategies.coordinator.references import ChiefReferences
 from strategies.coordinator.remote_value import RemoteValue
 from strategies.core import nest
 
@@ -38,14 +36,16 @@ class ClusterCoordinator:
         """The strategy's coordinator, which is made where it has none."""
         link = _link_of(strategy)
         if link.coordinator is None:
-            link.coordinator = super().__new__(cls)
-            link.coordinator._begin(strategy, link)
-        return link.coordinator
+            coordinator = link.coordinator = super().__new__(cls)
+            coordinator._begin(strategy, link)
+        return cast("ClusterCoordinator", link.coordinator)
+
+    _dispatcher: Dispatcher
 
     def _begin(self, strategy: Strategy, link: Link) -> None:
         self._strategy = strategy
-        self._references = ChiefReferences(
-            strategy, lambda header, packed: self._dispatcher.tell_all(header, packed)
+        self._references = link.make_references.on_chief(
+            strategy, lambda body, packed: self._dispatcher.notify_all(body, packed)
         )
         self._queue = ClosureQueue()
         self._dispatcher = Dispatcher(self._queue, link, self._unpacked)
@@ -62,7 +62,7 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let some worker call `fn(*args, **kwargs)`, and return at once; waits where 262,144 wait.
+        """Schedule `fn(*args, **kwargs)` on some worker; return at once, unless 262,144 are queued.
 
         The function and all that it refers to are copied as they are now, by `cloudpickle`: large
         data belong into a dataset. Variables of the strategy, the strategy itself and per-worker
@@ -80,7 +80,7 @@ class ClusterCoordinator:
         if args is not None and not isinstance(args, list | tuple):
             raise ValueError(f"args={args!r}: must be a tuple or list of positional arguments")
         closure = Closure(self._packed((fn, tuple(args or ()), dict(kwargs or {}))))
-        self._references.learn()
+        self._references.apply_uses()
         self._queue.put(closure)
         self._dispatcher.dispatch()
         return closure.result
@@ -94,12 +94,12 @@ class ClusterCoordinator:
         try:
             self._queue.join()
         finally:
-            self._references.learn()
+            self._references.apply_uses()
 
     def done(self) -> bool:
         """Whether all that is scheduled has run. Raises as `join`, then too when nothing runs."""
         done = self._queue.done()
-        self._references.learn()
+        self._references.apply_uses()
         return done
 
     def fetch(self, val: Any) -> Any:
@@ -117,11 +117,11 @@ class ClusterCoordinator:
         can't be copied.
         """
         number = next(self._datasets)
-        self._dispatcher.tell_all(NewDataset(number), self._packed(dataset_fn))
+        self._dispatcher.notify_all(NewDataset(number), self._packed(dataset_fn))
         return PerWorkerDataset(number)
 
     def end(self) -> None:
-        """Let the workers go. What is queued, or still runs, is cancelled: call `join` before."""
+        """End the workers' service; cancel what is queued or still runs: call `join` before."""
         self._dispatcher.end()
 
     def __reduce__(self) -> NoReturn:
@@ -135,8 +135,8 @@ class ClusterCoordinator:
         except Exception as error:
             raise TypeError(f"{thing!r} can't be sent to a worker: {error}") from error
 
-    def _unpacked(self, header: Finished, arrays: Packed) -> Any:
-        self._references.hear(header.uses)
+    def _unpacked(self, uses: Any, arrays: Packed) -> Any:
+        self._references.add_uses(uses)
         return unpack(arrays, self._references)
 
 

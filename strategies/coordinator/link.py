@@ -1,32 +1,63 @@
-"""What connects a chief with its workers: who is who, and a way for messages."""
+"""The connection between a chief and its workers, and the messages that they exchange."""
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 from collectives.errors import RankFailedError
-from strategies.cluster.membership import Membership
-from strategies.coordinator.messages import Box, End
+from collectives.messaging.mailbox import Mailbox
+from collectives.messaging.rpc import Endpoint
+from strategies.coordinator.references import MakeReferences
 
-if TYPE_CHECKING:
-    from strategies.coordinator.coordinator import ClusterCoordinator
+
+class Run(NamedTuple):
+    """Request to a worker: call what is packed. The answer is `uses`, see `references`."""
+
+
+class NewDataset(NamedTuple):
+    """Notification to a worker: what is packed makes a dataset when that is first needed."""
+
+    number: int
+
+
+class Restored(NamedTuple):
+    """Notification to a worker: the packed slots are an optimizer's first ones."""
+
+    number: int
+
+
+class End(NamedTuple):
+    """Notification to a worker: the chief schedules nothing more."""
+
+
+class Ending(Protocol):
+    """What the chief ends before its workers."""
+
+    def end(self) -> None:
+        """End it; a second call does nothing."""
 
 
 class Link:
-    """One rank's end. Ranks are those of the whole world.
+    """One rank's end of the connection. Ranks are those of the whole world.
 
-    On the chief it lets the workers go when the program ends.
+    On the chief it ends the workers' service when the program ends.
     """
 
     def __init__(
-        self, box: Box, chief: int, workers: Mapping[int, str], servers: Mapping[int, str]
+        self,
+        box: Mailbox,
+        chief: int,
+        workers: Mapping[int, str],
+        servers: Mapping[int, str],
+        make_references: MakeReferences = MakeReferences(),  # noqa: B008 -- a constant
     ) -> None:
-        """`workers` and `servers` are ranks and what they are called."""
+        """`workers` and `servers` map ranks to names."""
         self.box, self.chief, self.workers, self.servers = box, chief, workers, servers
-        self.coordinator: ClusterCoordinator | None = None
+        self.make_references = make_references
+        self.coordinator: Ending | None = None
         self._ended = False
         if self.is_chief:
             atexit.register(self.end)
@@ -37,26 +68,13 @@ class Link:
         return self.box.rank == self.chief
 
     def end(self) -> None:
-        """Let the workers go, on the chief. A second call does nothing."""
+        """End the workers' service, on the chief. A second call does nothing."""
         atexit.unregister(self.end)
         if self.coordinator is not None:
             self.coordinator.end()
         elif not self._ended:
+            endpoint = Endpoint(self.box, lambda call: None)
             for worker in self.workers:
                 with suppress(RankFailedError):
-                    self.box.send(worker, End())
+                    endpoint.notify(worker, End())
         self._ended = True
-
-
-def open_link(membership: Membership) -> Link | None:
-    """Between all ranks of the world; None where it has no chief. Collective."""
-    chiefs = membership.ranks_of("chief")
-    if not chiefs:
-        return None
-    workers, servers = _named(membership, "worker"), _named(membership, "ps")
-    return Link(membership.world.mailbox(), chiefs[0], workers, servers)
-
-
-def _named(membership: Membership, role: str) -> dict[int, str]:
-    ranks = membership.ranks_of(role)
-    return {rank: f"{membership.places[rank].task} (rank {rank})" for rank in ranks}

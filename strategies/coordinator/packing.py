@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
+from numpy.typing import NDArray
 
-from strategies.coordinator.messages import Packed
+Packed: TypeAlias = list[NDArray[np.uint8]]
+"""An object in arrays of bytes."""
 
 
 class References(Protocol):
@@ -45,7 +47,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(thing: Any, references: References) -> Packed:
-    """What can be sent; the thing's contiguous arrays come uncopied after the first one.
+    """What can be sent; after the first array follow the contiguous ones, uncopied.
 
     Raises what pickle raises, and TypeError for most of what can't be packed.
     """

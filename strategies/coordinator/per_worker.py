@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from strategies.coordinator.messages import Packed
+from strategies.coordinator.packing import Packed
 
 
 class PerWorkerValue:

@@ -23,7 +23,7 @@ class RemoteValue:
         """What the function returned; waits for it.
 
         Raises what the function raised, CancelledError where it was not run, and RankFailedError
-        where nobody is left to run it.
+        where no worker is left to run it.
         """
         self._settled.wait()
         if self._error is not None:

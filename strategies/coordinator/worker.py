@@ -1,92 +1,116 @@
-"""A worker's side: it runs what the chief sends, one closure after the other."""
+"""A worker's side: it runs what the chief sends, one function after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
 
 from collectives.errors import RankFailedError
-from strategies.coordinator.failures import describe
-from strategies.coordinator.messages import (
-    Box,
-    End,
-    Failed,
-    Finished,
-    Message,
-    NewDataset,
-    Packed,
-    Restored,
-    Run,
-)
-from strategies.coordinator.packing import References, pack, unpack
+from collectives.messaging.remote_error import Failure, describe
+from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
+from strategies.base.strategy import Strategy
+from strategies.coordinator.link import End, Link, NewDataset, Restored, Run
+from strategies.coordinator.packing import pack, unpack
 from strategies.coordinator.per_worker import WorkerDatasets
+from strategies.coordinator.references import WorkerReferences
+from strategies.core import contexts
+from strategies.errors import OutOfRangeError
 
-LOOK_SECONDS = 0.1
-"""How often it is looked whether the chief lives."""
-
-Call = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
+CallFunction = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
 
-class WorkerPlace(References, Protocol):
-    """What a worker has of its own."""
+class ScheduledContext(contexts.ReplicaContext):
+    """The replica context of a scheduled function.
 
-    def uses(self) -> list[Any]:
-        """What is to be told to the chief with a result."""
+    As in TensorFlow, such a function may call `strategy.run` and `strategy.reduce` itself, as in
+    cross-replica context: its own replica is the only one.
+    """
 
-    def restore(self, number: int, restored: Any) -> None:
-        """What an optimizer begins with."""
+
+def across_replicas(strategy: Strategy) -> AbstractContextManager[None]:
+    """Cross-replica context directly inside a scheduled function; no change elsewhere."""
+    if isinstance(contexts.get_replica_context(), ScheduledContext):
+        return contexts.entered(strategy, None)
+    return nullcontext()
+
+
+def serve_chief(strategy: Strategy, link: Link, settle: Callable[[], None]) -> None:
+    """Run what the chief schedules, until it ends. For a worker's `strategy.serve()`.
+
+    `settle` returns once all that a function has pushed is applied: only then has it run. Raises
+    RankFailedError where the chief has died.
+    """
+
+    def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            return contexts.call_as_replica(ScheduledContext(strategy), fn, args, kwargs)
+        finally:
+            settle()
+
+    datasets = WorkerDatasets(lambda arrays: unpack(arrays, references))
+    references = link.make_references.on_worker(strategy, datasets)
+    Worker(link, call, references, datasets).serve()
 
 
 class Worker:
-    """Serves the chief until that says End.
-
-    `call` calls a function with its arguments in the contexts that it is to see.
-    """
+    """Serves the chief until that sends `End`. `call` calls a function in its contexts."""
 
     def __init__(
-        self, box: Box, chief: int, call: Call, references: WorkerPlace, datasets: WorkerDatasets
+        self,
+        link: Link,
+        call: CallFunction,
+        references: WorkerReferences,
+        datasets: WorkerDatasets,
     ) -> None:
-        self._box, self._chief, self._call = box, chief, call
-        self._references, self._datasets = references, datasets
+        self._chief, self._name = link.chief, link.workers[link.box.rank]
+        self._endpoint = Endpoint(link.box, self._handle, lambda rank: f"the chief, rank {rank},")
+        self._call, self._references, self._datasets = call, references, datasets
+        self._ended = False
 
     def serve(self) -> None:
-        """Return when the chief lets it. Raises RankFailedError where the chief has died."""
-        for message in self._messages():
-            if isinstance(message.header, NewDataset):
-                self._datasets.add(message.header.number, message.arrays)
-            elif isinstance(message.header, Restored):
-                restored = unpack(message.arrays, self._references)
-                self._references.restore(message.header.number, restored)
-            elif isinstance(message.header, Run):
-                self._run(message.header.number, message.arrays)
+        """Return after `End`. Raises RankFailedError where the chief has died."""
+        while not self._ended:
+            if not self._endpoint.step(POLL_SECONDS) and not self._endpoint.alive(self._chief):
+                raise RankFailedError(self._endpoint.absence(self._chief))
 
-    def _messages(self) -> Iterator[Message]:
-        while True:
-            message = self._box.receive(LOOK_SECONDS)
-            if message is None:
-                if not self._box.alive(self._chief):
-                    raise RankFailedError(f"the chief, rank {self._chief}, has died")
-            elif isinstance(message.header, End):
-                return
-            else:
-                yield message
+    def _handle(self, call: Call) -> None:
+        body = call.body
+        if isinstance(body, Run):
+            self._run(call)
+        elif isinstance(body, NewDataset):
+            self._datasets.add(body.number, call.arrays)
+        elif isinstance(body, Restored):
+            self._references.restore(body.number, unpack(call.arrays, self._references))
+        elif isinstance(body, End):
+            self._ended = True
 
-    def _run(self, number: int, arrays: Packed) -> None:
-        header: Finished | Failed
+    def _run(self, call: Call) -> None:
         try:
-            fn, args, kwargs = unpack(arrays, self._references)
+            fn, args, kwargs = unpack(call.arrays, self._references)
             result = pack(self._call(fn, args, kwargs), self._references)
-            header = Finished(number, self._references.uses())
+            uses = self._references.uses()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # sys.exit too: on the next worker it would do the same
-            header, result = Failed(number, describe(error)), []
-        self._answer(header, result)
-
-    def _answer(self, header: Finished | Failed, result: Packed) -> None:
-        try:
-            # The next closure may change arrays that this one has returned.
-            self._box.send(self._chief, header, result).wait()
-        except RankFailedError:
-            # The chief may have ended in good order: then its End is here.
+        except BaseException as error:  # sys.exit too: the next worker would end as well
+            self._endpoint.fail(call, describe_failure(error, self._name))
             return
+        sent = self._endpoint.answer(call, uses, result)
+        if sent is not None:
+            # The next function may change arrays that this one has returned. A chief that has
+            # ended in good order has sent `End`.
+            with suppress(RankFailedError):
+                sent.wait()
+
+
+def describe_failure(error: BaseException, place: str) -> Failure:
+    """A function's exception, with classes of `__main__`; the end of an iterator has its own class.
+
+    Python itself handles a StopIteration that passes a generator.
+    """
+    if isinstance(error, StopIteration):
+        ended = OutOfRangeError("an iterator ended inside a scheduled function")
+        error = ended.with_traceback(error.__traceback__)
+    return describe(error, place, cloudpickle.dumps)

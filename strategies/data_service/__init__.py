@@ -1,1 +1,1 @@
-"""A rank that reads the dataset once and deals its batches to the ranks that train."""
+"""Dataset ranks: each reads its dataset and deals batches to the training ranks."""

@@ -1,97 +1,91 @@
-"""A training rank's part in what `dealing` describes: it asks, and takes batches."""
+"""A training rank's side of the data service: it requests batches and takes them."""
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Generator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeAlias
 
-from collectives import Communicator, DeadlineExceededError, Mailbox, Message, RankFailedError
-from strategies.data_service.server import Ask, End, Failure, Leave
+from collectives import Mailbox, RankFailedError
+from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
+from strategies.data_service.server import Closed, Leave, Next
 from strategies.input import DatasetError, messages
 
-_LOOK_SECONDS = 0.5
+_Wanted: TypeAlias = tuple[int, PendingAnswer | None]
+"""A dataset rank, and the request for a batch; None where that rank receives none any more."""
 
 
 class DatasetClient:
-    """What the dataset ranks deal to this one."""
+    """The batches that the dataset ranks deal to this rank."""
 
-    def __init__(
-        self, box: Mailbox, servers: Sequence[int], credits: int, ranks: Communicator
-    ) -> None:
-        """`credits` is how many batches it may hold of each dataset rank."""
-        self._box, self._servers, self._credits, self._ranks = box, servers, credits, ranks
+    def __init__(self, box: Mailbox, servers: Sequence[int], credits: int) -> None:
+        """`credits` is how many batches of each dataset rank it may hold."""
+        self._box, self._servers, self._credits = box, servers, credits
+        self._endpoint = Endpoint(box, self._note_closed, "the data task of rank {}".format)
         self._epoch = -1
-        self._later: list[Message] = []
-        self._failure: str | None = None
+        self._closed: dict[int, Closed] = {}
 
     def next_epoch(self) -> Generator[Any, None, None]:
-        """The batches of the next epoch; those of an earlier one end."""
+        """The batches of the next epoch; the iteration of an earlier one ends."""
         self._epoch += 1
         return self._batches(self._epoch)
 
     def _batches(self, epoch: int) -> Generator[Any, None, None]:
-        dealing = set(self._servers)
+        servers = [server for server in self._servers for _ in range(self._credits)]
+        dealing = set(servers)
+        wanted: deque[_Wanted] = deque()
         try:
-            for server in self._servers:
-                self._tell(server, Ask(epoch, self._credits))
-            while dealing:
-                message = self._next(epoch, dealing)
-                said = message.header
-                if isinstance(said, End):
-                    dealing.discard(message.source)
-                else:
-                    self._tell(message.source, Ask(epoch, 1, said.number))
-                    yield messages.unpack(said.batch, message.arrays)
-                    self._check_current(epoch)
+            wanted.extend(self._request(server, Next(epoch)) for server in servers)
+            while wanted:
+                server, answer, arrays = self._await_any(wanted, epoch)
+                if answer is None:
+                    dealing.discard(server)
+                    continue
+                number, header = answer
+                wanted.append(self._request(server, Next(epoch, number)))
+                yield messages.unpack(header, arrays)
+                if epoch != self._epoch:
+                    text = "another iteration of the dataset has begun: this one has ended"
+                    raise RuntimeError(text)
         finally:
-            for server in dealing:
-                self._leave(server, epoch)
+            self._leave(dealing, wanted, epoch)
 
-    def _check_current(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            raise RuntimeError("another iteration of the dataset has begun: this one has ended")
+    def _note_closed(self, call: Call) -> None:
+        self._closed[call.source] = call.body
 
-    def _tell(self, server: int, what: Any) -> None:
-        """What a data task said before it ended is heard first."""
-        try:
-            self._box.send(server, what)
-        except RankFailedError:
-            if self._box.present(server):
-                raise
+    def _request(self, server: int, body: Next) -> _Wanted:
+        """Messages that a data task sent before it ended are handled first."""
+        if server not in self._closed:
+            with suppress(RankFailedError):
+                return server, self._endpoint.request(server, body)
+        return server, None
 
-    def _leave(self, server: int, epoch: int) -> None:
-        if not self._box.closed:
-            self._tell(server, Leave(epoch))
+    def _await_any(self, wanted: deque[_Wanted], epoch: int) -> tuple[int, Any, list[Any]]:
+        """The first answer: its source, and the batch, or None at the end of the epoch there."""
 
-    def _next(self, epoch: int, dealing: set[int]) -> Message:
-        """The next batch or end of this epoch; what belongs to a later one is kept for it."""
-        start = time.monotonic()
-        while self._failure is None:
-            message = self._kept(epoch) or self._box.receive(_LOOK_SECONDS)
-            if message is None:
-                self._check_waiting(dealing, time.monotonic() - start)
-            elif message.header.epoch > epoch:
-                self._later.append(message)
-            elif isinstance(message.header, Failure):
-                self._failure = message.header.reason
-            elif message.header.epoch == epoch:
-                return message
-        raise DatasetError(self._failure)
+        def settled(each: _Wanted) -> bool:
+            server, request = each
+            return server in self._closed or (request is not None and request.done())
 
-    def _kept(self, epoch: int) -> Message | None:
-        for place, message in enumerate(self._later):
-            if message.header.epoch <= epoch:
-                return self._later.pop(place)
-        return None
+        servers = {server for server, _ in wanted}
+        self._endpoint.wait(lambda: any(map(settled, wanted)), servers, "the next batch")
+        first = next(filter(settled, wanted))
+        wanted.remove(first)
+        server, request = first
+        if request is not None and request.done():
+            answer, arrays = request.result()
+            return server, answer, list(arrays)
+        closed = self._closed[server]
+        if epoch >= closed.epoch:
+            raise DatasetError(closed.reason)
+        return server, None, []
 
-    def _check_waiting(self, dealing: set[int], waited: float) -> None:
-        gone = [server for server in sorted(dealing) if not self._box.present(server)]
-        if gone:
-            names = ", ".join(f"rank {server}" for server in gone)
-            raise RankFailedError(f"the dataset of {names} has no end: its data task has ended")
-        deadline = self._ranks.deadline
-        if deadline is not None and waited > deadline:
-            names = ", ".join(f"rank {server}" for server in sorted(dealing))
-            text = f"waited the deadline of {deadline:g} s for a batch of {names}"
-            raise DeadlineExceededError(text, tuple(sorted(dealing)))
+    def _leave(self, dealing: set[int], wanted: deque[_Wanted], epoch: int) -> None:
+        for _, request in wanted:
+            if request is not None:
+                self._endpoint.withdraw(request)
+        for server in dealing:
+            if not self._box.closed:
+                with suppress(RankFailedError):
+                    self._endpoint.notify(server, Leave(epoch))

@@ -1,6 +1,6 @@
 """A rank that makes the batches for those that train: job `data` in the cluster.
 
-TensorFlow has no such strategy (its tf.data service is a separate program); asked for in TensorFlow
+TensorFlow has no such strategy (its tf.data service is a separate program); requested in TensorFlow
 issue 27728.
 """
 
@@ -37,16 +37,16 @@ class DatasetWorker:
 
     One script serves all ranks: those where `serves` is true call `serve`, the others iterate. Each
     data task iterates its own dataset once per epoch and deals whole batches to the training ranks
-    (chief and workers), each to the next rank that asks: a slow rank gets fewer. Every batch is
+    (chief and workers) in the order of their requests: a slow rank gets fewer. Every batch is
     delivered exactly once. Each `for` loop of a training rank is an epoch.
 
     A batch is a nest; its NumPy arrays arrive as such, in C order, its torch tensors on the CPU as
     tensors, and everything else by pickle.
 
     A rank that breaks out of its loop gives back what it was dealt and did not take; once the
-    others have been told the end, nobody gets that. What a rank was dealt before it died is lost.
+    others have received the end, no rank gets that. What a rank was dealt before it died is lost.
 
-    Without a data task nobody serves: each of the W training ranks iterates the dataset by itself
+    Without a data task no rank serves: each of the W training ranks iterates the dataset by itself
     and takes every W-th batch of it, so that a program on one rank simply iterates it.
     """
 
@@ -61,7 +61,7 @@ class DatasetWorker:
         """Collective: every rank of the program makes it, evaluators too.
 
         `make_dataset` is called where batches are made, with an `InputContext` of the data tasks:
-        `input_pipeline_id` tells which one it is. It returns an iterable that can be iterated anew
+        `input_pipeline_id` is this one's number. It returns an iterable that can be iterated anew
         for each epoch. A training rank holds at most `credits` batches of each data task, fetched
         ahead. `agreed` is for synchronous training: the training ranks agree on the end at every
         step, and a rank without data gets empty batches until all have ended, so that batches are
@@ -99,8 +99,8 @@ class DatasetWorker:
         # A data task's own strategy counts the data tasks.
         self._in_sync = len(training) if self._strategy.steps_together else 1
         self._box = membership.world.mailbox()
-        self._dealer = DatasetServer(self._box, training, self._dataset)
-        self._dealt = DatasetClient(self._box, self._servers, credits, membership.world)
+        self._server = DatasetServer(self._box, training, self._dataset)
+        self._client = DatasetClient(self._box, self._servers, credits)
 
     @staticmethod
     def resolver(data_tasks: int = 1, communicator: Communicator | None = None) -> ClusterResolver:
@@ -137,12 +137,12 @@ class DatasetWorker:
         """Deal batches for so many epochs, or until all training ranks have closed or ended.
 
         Returns how many epochs were dealt. The dataset is iterated once per epoch, from when the
-        first rank asks. What it raises is raised here, and as a DatasetError that names this rank
+        first request. What it raises is raised here, and as a DatasetError that names this rank
         on every training rank. Raises RuntimeError on a rank that isn't a data task.
         """
         if not self.serves:
             raise RuntimeError(f"rank {self._ranks.rank} isn't a data task: it iterates")
-        return self._dealer.deal(epochs, self._ranks.deadline)
+        return self._server.deal(epochs, self._ranks.deadline)
 
     def _dataset(self) -> Iterable[Any]:
         if self._made is None:
@@ -157,7 +157,7 @@ class DatasetWorker:
         """This rank's batches of the next epoch. Collective between the training ranks if agreed.
 
         Raises DatasetError where a data task's dataset raised or has dealt all its epochs,
-        RankFailedError where a data task has ended, DeadlineExceededError where no batch comes
+        RankFailedError where a data task has ended, DeadlineExceededError where no batch arrives
         within the communicator's deadline; if agreed, and this rank alone saw that, the others
         raise DatasetError at the same step. Under LocalSGDStrategy, if not agreed, the others raise
         DatasetError after their next averaging where this rank's dataset raised.
@@ -177,7 +177,7 @@ class DatasetWorker:
         return batches
 
     def _next_epoch(self) -> Generator[Any, None, None]:
-        return self._dealt.next_epoch() if self._servers else self._own_batches()
+        return self._client.next_epoch() if self._servers else self._own_batches()
 
     def _own_batches(self) -> Generator[Any, None, None]:
         yield from islice(iterate(self._dataset()), self._ranks.rank, None, self._ranks.size)

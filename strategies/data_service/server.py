@@ -1,8 +1,8 @@
-"""What passes between a dataset rank and the training ranks, and the dataset rank's part in it.
+"""The messages of the data service, and the dataset rank's side of it.
 
-A training rank asks: it gives the dataset rank so many credits for an epoch, and one more with
-every batch that it takes out of what it got. A credit is worth one batch. So a rank that is slow
-asks seldom, and no rank holds more batches than its credits.
+A training rank sends a dataset rank so many requests for an epoch as it may hold batches, and one
+more with every batch that it takes. Each is answered with one batch. So a slow rank gets fewer
+batches, and no rank holds more than it may.
 """
 
 from __future__ import annotations
@@ -14,45 +14,34 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from collectives import Mailbox, RankFailedError, SendRequest
+from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
 from strategies.input import messages
 from strategies.input.failures import as_told
 from strategies.input.sources import iterate
 
-_LOOK_SECONDS = 0.1
-# Batches made before anybody asks for them, so that a dataset that takes time is not waited for.
+# Batches made before they are requested, so that no rank waits for a slow dataset.
 _AHEAD = 1
 
 
-class Ask(NamedTuple):
-    """From a training rank: credits for an epoch, and the batch that it has taken, if any."""
+class Next(NamedTuple):
+    """Request to a dataset rank: a batch of an epoch.
+
+    The answer is its number in the epoch and its header, or None at the end of the epoch.
+    """
 
     epoch: int
-    credits: int
     taken: int | None = None
+    """The number of the batch that the training rank has taken, if any."""
 
 
 class Leave(NamedTuple):
-    """From a training rank: it takes no more of an epoch, not even what it was dealt."""
+    """Notification to a dataset rank: no more of an epoch, nor what was dealt and not taken."""
 
     epoch: int
 
 
-class Deal(NamedTuple):
-    """From a dataset rank: a batch, by its number in the epoch."""
-
-    epoch: int
-    number: int
-    batch: Any
-
-
-class End(NamedTuple):
-    """From a dataset rank: an epoch has no more batches."""
-
-    epoch: int
-
-
-class Failure(NamedTuple):
-    """From a dataset rank: from this epoch on nothing comes, for this reason."""
+class Closed(NamedTuple):
+    """Notification to a training rank: from this epoch on no request is answered."""
 
     epoch: int
     reason: str
@@ -60,61 +49,62 @@ class Failure(NamedTuple):
 
 @dataclass
 class _Training:
-    """What the dataset rank knows of a training rank."""
+    """The state of a training rank."""
 
     epoch: int = 0
-    """The one that it takes batches of, or would."""
+    """The one that it takes batches of, or takes next."""
     held: dict[int, Any] = field(default_factory=dict)
     """The batches that it was dealt and has not taken, by number."""
     left: bool = False
-    """Whether it has taken leave, as it does where it is told an error."""
+    """Whether it has left an epoch, as it does after an error."""
 
 
 class DatasetServer:
-    """Deals a dataset to the training ranks in the order in which their credits come."""
+    """Deals a dataset to the training ranks in the order of their requests."""
 
     def __init__(
         self, box: Mailbox, training: Sequence[int], make: Callable[[], Iterable[Any]]
     ) -> None:
-        self._box, self._make = box, make
+        self._rank, self._make = box.rank, make
+        self._endpoint = Endpoint(box, self._handle)
         self._training = {rank: _Training() for rank in training}
-        self._asks: deque[tuple[int, int]] = deque()
-        self._epoch = self._number = 0
+        self._requests: deque[Call] = deque()
+        self._epoch = 0
         self._source: Iterator[tuple[int, Any]] | None = None
         self._ready: deque[tuple[int, Any]] = deque()
-        self._sent: list[tuple[int, int, SendRequest]] = []
+        self._under_way: list[tuple[int, int, SendRequest]] = []
 
     def deal(self, epochs: int | None, deadline: float | None) -> int:
         """Deal so many epochs, or until no training rank is left; how many were dealt.
 
-        What the dataset raises is told to all training ranks before it is raised here.
+        An error of the dataset is sent to all training ranks before it is raised here.
         """
         try:
             while self._training and self._epoch != epochs:
                 self._turn()
         except Exception as error:
-            self._tell_failure(as_told(self._box.rank, error), deadline)
+            self._send_failure(as_told(self._rank, error), deadline)
             raise
         if self._training:
-            text = f"the dataset rank {self._box.rank} has dealt its {epochs} epochs"
-            self._tell_all(Failure(self._epoch, f"{text}: there are no more"))
-        while self._on_way():
-            self._hear(_LOOK_SECONDS)
+            text = f"the dataset rank {self._rank} has dealt its {epochs} epochs"
+            self._close(f"{text}: there are no more")
+        while self._forget_arrived():
+            self._receive(POLL_SECONDS)
         return self._epoch
 
-    def _on_way(self) -> list[SendRequest]:
-        """The batches that are still wanted where they go, and have yet to come there."""
-        self._sent = [
+    def _forget_arrived(self) -> bool:
+        """Whether a batch is on its way to a rank that still wants it."""
+        self._under_way = [
             (rank, epoch, sent)
-            for rank, epoch, sent in self._sent
+            for rank, epoch, sent in self._under_way
             if rank in self._training and self._training[rank].epoch == epoch and not sent.done()
         ]
-        return [sent for _, _, sent in self._sent]
+        return bool(self._under_way)
 
     def _turn(self) -> None:
-        """Hear who asks, then deal one batch, or make one, or wait."""
+        """Receive, then deal one batch, or make one, or wait."""
         idle = not self._wanted() and not self._may_make()
-        self._hear(_LOOK_SECONDS if idle else 0)
+        self._receive(POLL_SECONDS if idle else 0)
         if not self._training:
             return
         if all(each.epoch > self._epoch for each in self._training.values()):
@@ -124,33 +114,30 @@ class DatasetServer:
         elif self._may_make():
             self._make_next()
 
-    def _hear(self, timeout: float) -> None:
-        message = self._box.receive(timeout)
-        if message is None:
-            self._forget_gone()
-        while message is not None:
-            if message.source in self._training:
-                self._note(message.source, message.header)
-            message = self._box.receive(0)
-
-    def _forget_gone(self) -> None:
-        """What a rank was dealt before it ended is lost."""
-        for rank in [rank for rank in self._training if not self._box.present(rank)]:
-            self._forget(rank)
+    def _receive(self, timeout: float) -> None:
+        if self._endpoint.step(timeout):
+            self._endpoint.drain()
+        else:
+            for rank in self._endpoint.departed(list(self._training)):
+                self._forget(rank)
 
     def _forget(self, rank: int) -> None:
+        """Continue without a rank that has ended; what it was dealt is lost."""
         del self._training[rank]
-        self._asks = deque(ask for ask in self._asks if ask[0] != rank)
+        self._requests = deque(call for call in self._requests if call.source != rank)
 
-    def _note(self, rank: int, said: Any) -> None:
-        training = self._training[rank]
-        if isinstance(said, Ask):
-            self._enter(training, said.epoch)
-            if said.taken is not None:
-                training.held.pop(said.taken, None)
-            self._asks.extend([(rank, said.epoch)] * said.credits)
-        elif isinstance(said, Leave):
-            self._enter(training, said.epoch + 1)
+    def _handle(self, call: Call) -> None:
+        training = self._training.get(call.source)
+        if training is None:
+            return
+        body = call.body
+        if isinstance(body, Next):
+            self._enter(training, body.epoch)
+            if body.taken is not None:
+                training.held.pop(body.taken, None)
+            self._requests.append(call)
+        elif isinstance(body, Leave):
+            self._enter(training, body.epoch + 1)
             training.left = True
 
     def _enter(self, training: _Training, epoch: int) -> None:
@@ -162,12 +149,15 @@ class DatasetServer:
             training.held.clear()
 
     def _wanted(self) -> bool:
-        """Whether somebody asks for a batch of this epoch; credits for earlier ones are void."""
-        self._asks = deque(ask for ask in self._asks if self._valid(*ask))
-        return any(epoch == self._epoch for _, epoch in self._asks)
-
-    def _valid(self, rank: int, epoch: int) -> bool:
-        return epoch >= max(self._epoch, self._training[rank].epoch)
+        """Whether a batch of this epoch is requested."""
+        wanted: deque[Call] = deque()
+        for call in self._requests:
+            if call.body.epoch < self._epoch:
+                self._endpoint.answer(call)
+            elif call.body.epoch >= self._training[call.source].epoch:
+                wanted.append(call)
+        self._requests = wanted
+        return any(call.body.epoch == self._epoch for call in wanted)
 
     def _may_make(self) -> bool:
         return self._source is not None and len(self._ready) < _AHEAD
@@ -177,25 +167,25 @@ class DatasetServer:
             self._source = enumerate(iterate(self._make()))
         if not self._ready and not self._make_next():
             return
-        place = next(at for at, (_, epoch) in enumerate(self._asks) if epoch == self._epoch)
-        rank = self._asks[place][0]
-        del self._asks[place]
+        call = next(call for call in self._requests if call.body.epoch == self._epoch)
+        self._requests.remove(call)
         number, (header, arrays) = self._ready[0]
-        sent = self._send(rank, Deal(self._epoch, number, header), arrays)
-        if sent is not None:
-            self._ready.popleft()
-            self._training[rank].held[number] = (header, arrays)
-            self._on_way()
-            self._sent.append((rank, self._epoch, sent))
+        sent = self._endpoint.answer(call, (number, header), arrays)
+        if sent is None:
+            self._forget(call.source)
+            return
+        self._ready.popleft()
+        self._training[call.source].held[number] = (header, arrays)
+        self._forget_arrived()
+        self._under_way.append((call.source, self._epoch, sent))
 
     def _make_next(self) -> bool:
-        """Whether the dataset had one more batch; where it had none, the epoch ends."""
+        """Whether the dataset had one more batch; without one, the epoch ends."""
         assert self._source is not None
         for number, batch in self._source:
             self._ready.append((number, messages.pack(batch)))
             return True
         if not self._ready:
-            self._tell_all(End(self._epoch))
             self._next_epoch()
         return False
 
@@ -205,26 +195,23 @@ class DatasetServer:
         self._ready.clear()
         for training in self._training.values():
             training.held.clear()
+        # Requests of the epoch that has ended.
+        self._wanted()
 
-    def _tell_all(self, what: End | Failure) -> None:
+    def _close(self, reason: str) -> None:
         for rank in list(self._training):
-            self._send(rank, what)
+            try:
+                self._endpoint.notify(rank, Closed(self._epoch, reason))
+            except RankFailedError:
+                self._forget(rank)
 
-    def _send(self, rank: int, what: Any, arrays: Sequence[Any] = ()) -> SendRequest | None:
-        """None where the rank has ended, so that nothing was sent."""
-        try:
-            return self._box.send(rank, what, arrays)
-        except RankFailedError:
-            self._forget(rank)
-            return None
-
-    def _tell_failure(self, reason: str, deadline: float | None) -> None:
-        """Wait until all have seen it: where nobody catches it, this rank's end is everybody's."""
+    def _send_failure(self, reason: str, deadline: float | None) -> None:
+        """Wait until all have received it: an uncaught error here would end their job before."""
         for training in self._training.values():
             training.left = False
-        self._tell_all(Failure(self._epoch, reason))
+        self._close(reason)
         start = time.monotonic()
         while any(not each.left for each in self._training.values()):
-            self._hear(_LOOK_SECONDS)
+            self._receive(POLL_SECONDS)
             if deadline is not None and time.monotonic() - start > deadline:
                 return

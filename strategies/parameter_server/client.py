@@ -1,4 +1,4 @@
-"""What a worker does with shards: it pulls and pushes."""
+"""A worker's pulls and pushes of shards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from collectives.messaging.rpc import PendingAnswer
+from collectives.shm.seqlock import MappedArray, MappedArrays
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import requests
-from strategies.parameter_server.memory import MappedMemory, MappedShard
 from strategies.parameter_server.requests import ShardInfo, as_pickle
 from strategies.parameter_server.rpc_client import RpcClient
 
@@ -40,70 +41,65 @@ class Client:
 
     def __init__(
         self,
-        correspondence: RpcClient,
-        memory: MappedMemory,
+        rpc: RpcClient,
+        memory: MappedArrays,
         same_node: Callable[[int], bool],
         *,
         is_chief: bool,
     ) -> None:
-        """`same_node` tells of a server's number whether its memory may be looked for here."""
-        self._mail, self._memory, self._same_node = correspondence, memory, same_node
+        """`same_node(server)`: whether this process may map the server's memory."""
+        self._rpc, self._memory, self._same_node = rpc, memory, same_node
         self.is_chief = is_chief
         self._optimizers: dict[int, tuple[int, Optimizer]] = {}
-        self._mapped: dict[int, MappedShard | None] = {}
+        self._mapped: dict[int, MappedArray | None] = {}
         self._pushed: Counter[int] = Counter()
         self._unfenced: set[int] = set()
 
     def number_of(self, optimizer: Optimizer) -> int:
-        """By what the servers know an optimizer: workers use theirs first in the same order."""
+        """The servers' number for an optimizer: every worker first uses its own in one order."""
         # The optimizer is kept, so that its id stays its own.
         made = self._optimizers.setdefault(id(optimizer), (len(self._optimizers), optimizer))
         return made[0]
 
     def adopt(self, optimizer: Optimizer, number: int) -> None:
-        """Know an optimizer by another worker's number for it."""
+        """Use another worker's number for an optimizer."""
         self._optimizers[id(optimizer)] = number, optimizer
 
     # Pulls
 
-    def pull(self, wanted: Sequence[tuple[ShardInfo, Array]]) -> None:
-        """Copy the shards' values into the arrays."""
-        self._pull([(info, out, None) for info, out in wanted])
-
-    def pull_rows(self, wanted: Sequence[tuple[ShardInfo, Array, Array]]) -> None:
-        """Copy the rows, numbered from 0 in each shard, into the arrays."""
-        self._pull(wanted)
-
-    def _pull(self, wanted: Sequence[tuple[ShardInfo, Array, Array | None]]) -> None:
-        with self._mail.lock:
-            self._mail.look()
-            # What needs an answer goes first, so that the servers are at work meanwhile.
-            asked = [(each, self._ask(*each)) for each in wanted if self._map(each[0]) is None]
+    def pull(self, wanted: Sequence[tuple[ShardInfo, Array, Array | None]]) -> None:
+        """Copy the shards' values into the arrays, or some rows, numbered from 0 in each shard."""
+        with self._rpc.lock:
+            self._rpc.poll()
+            # Requests first, so that the servers work meanwhile.
+            pending = [
+                (each, self._request(*each)) for each in wanted if self._map(each[0]) is None
+            ]
             for each in wanted:
                 mapped = self._map(each[0])
                 if mapped is not None and not self._copy(mapped, *each):
-                    asked.append((each, self._ask(*each)))
-            numbers = [(number, info.server) for (info, _, _), number in asked]
-            found = self._mail.answers(numbers, "a pull")
-            self._mail.look()
-            for ((_, out, _), _), (_, arrays) in zip(asked, found, strict=True):
+                    pending.append((each, self._request(*each)))
+            found = self._rpc.endpoint.results([each for _, each in pending], "a pull")
+            self._rpc.poll()
+            for ((_, out, _), _), (_, arrays) in zip(pending, found, strict=True):
                 out[...] = arrays[0]
 
-    def _ask(self, info: ShardInfo, out: Array, rows: Array | None) -> int:
+    def _request(self, info: ShardInfo, out: Array, rows: Array | None) -> PendingAnswer:
         arrays = () if rows is None else (rows,)
-        return self._mail.ask(info.server, requests.Read(info.number), arrays)
+        return self._rpc.request(info.server, requests.Read(info.number), arrays)
 
-    def _map(self, info: ShardInfo) -> MappedShard | None:
+    def _map(self, info: ShardInfo) -> MappedArray | None:
         """The shard's memory, where it can be read in place."""
         if info.number not in self._mapped:
             near = self._same_node(info.server)
-            self._mapped[info.number] = self._memory.find(info) if near else None
+            address = info.address if near else None
+            self._mapped[info.number] = self._memory.find(address, info.shape, info.dtype)
         return self._mapped[info.number]
 
-    def _copy(self, mapped: MappedShard, info: ShardInfo, out: Array, rows: Array | None) -> bool:
-        """Copy from the server's memory; False where it changes all the time."""
+    def _copy(self, mapped: MappedArray, info: ShardInfo, out: Array, rows: Array | None) -> bool:
+        """Copy from the server's memory; False where it changes during every attempt."""
         # The memory of a dead server can still be read.
-        self._mail.check_alive(info.server)
+        self._rpc.check_present(info.server)
         self._await_own_pushes(mapped, info)
         for _ in range(_ATTEMPTS):
             limit = time.monotonic() + _LONGEST_CHANGE
@@ -113,14 +109,14 @@ class Client:
                 return True
         return False
 
-    def _await_own_pushes(self, mapped: MappedShard, info: ShardInfo) -> None:
+    def _await_own_pushes(self, mapped: MappedArray, info: ShardInfo) -> None:
         pushed = self._pushed[info.number]
         if mapped.applied < pushed:
-            self._mail.wait(lambda: mapped.applied >= pushed, [info.server], "a pull")
-        failures = self._mail.failures
+            self._rpc.wait(lambda: mapped.applied >= pushed, info.server, "a pull")
+        failures = self._rpc.failures
         if mapped.failed > failures[info.number]:
             # The error is on its way.
-            self._mail.wait(lambda: failures[info.number] >= mapped.failed, [info.server], "a pull")
+            self._rpc.wait(lambda: failures[info.number] >= mapped.failed, info.server, "a pull")
 
     # Pushes
 
@@ -168,30 +164,27 @@ class Client:
 
     def _push(self, pushes: Iterable[_Push]) -> None:
         """All of them; none where an earlier push has failed, whose error is raised."""
-        with self._mail.lock:
-            self._mail.prepare()
+        with self._rpc.lock:
+            self._rpc.prepare()
             for server, infos, request, arrays in pushes:
-                self._mail.push(server, request, arrays)
+                self._rpc.push(server, request, arrays)
                 self._unfenced.add(server)
                 for info in infos:
                     self._pushed[info.number] += 1
 
-    # Questions
+    # Requests
 
     def read_slots(
         self, infos: Sequence[ShardInfo], optimizer: int
     ) -> list[tuple[dict[str, Array], int]]:
         """What an optimizer keeps of each shard: the slots by name, and the count of updates."""
-        with self._mail.lock:
-            asked = [
-                (
-                    self._mail.ask(info.server, requests.ReadSlots(info.number, optimizer)),
-                    info.server,
-                )
+        with self._rpc.lock:
+            pending = [
+                self._rpc.request(info.server, requests.ReadSlots(info.number, optimizer))
                 for info in infos
             ]
-            found = self._mail.answers(asked, "reading slots")
-            self._mail.look()
+            found = self._rpc.endpoint.results(pending, "reading slots")
+            self._rpc.poll()
         return [
             (dict(zip(names, slots, strict=True)), iteration) for (names, iteration), slots in found
         ]
@@ -199,31 +192,31 @@ class Client:
     def end_step(self) -> None:
         """Return when all that was pushed is applied and the next step may begin.
 
-        Raises what went wrong, then too: a step that fails is done for those who wait for it.
+        Raises errors of pushes afterwards: a failed step counts for other workers' waits.
         """
-        with self._mail.lock:
+        with self._rpc.lock:
             self._await_pushes()
-            number = self._mail.ask(0, requests.Tick())
+            tick = self._rpc.request(0, requests.Tick())
             what = "apply_gradients, too far ahead of the slowest worker"
-            self._mail.answers([(number, 0)], what, self._slowest)
-            self._mail.look()
+            self._rpc.endpoint.results([tick], what, self._slowest)
+            self._rpc.poll()
 
     def _slowest(self) -> dict[int, str]:
-        """Asked only once the deadline is over."""
-        asked = [(self._mail.ask(0, requests.Slowest()), 0)]
-        [(ranks, _)] = self._mail.answers(asked, "asking who is late")
+        """The ranks to name once the deadline is over."""
+        request = self._rpc.request(0, requests.Slowest())
+        [(ranks, _)] = self._rpc.endpoint.results([request], "requesting the slowest worker")
         return dict.fromkeys(ranks, "")
 
     def fence(self) -> None:
-        """Return when all that this worker has pushed is applied; raise what went wrong."""
-        with self._mail.lock:
+        """Return when all that this worker has pushed is applied; raise errors of pushes."""
+        with self._rpc.lock:
             self._await_pushes()
-            self._mail.look()
+            self._rpc.poll()
 
     def _await_pushes(self) -> None:
         servers = sorted(self._unfenced)
-        asked = [(self._mail.ask(server, requests.Fence()), server) for server in servers]
-        self._mail.answers(asked, "waiting for pushes")
+        pending = [self._rpc.request(server, requests.Fence()) for server in servers]
+        self._rpc.endpoint.results(pending, "waiting for pushes")
         self._unfenced.difference_update(servers)
 
 

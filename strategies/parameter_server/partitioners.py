@@ -1,6 +1,6 @@
 """Into how many parts a variable is split: the partitioners of `tf.distribute.experimental`.
 
-All of them split along one axis, 0 unless told otherwise. Called as in TensorFlow:
+All of them split along one axis, by default 0. Called as in TensorFlow:
 `partitioner(shape=(10, 3), dtype=numpy.float32)` gives the number of parts along each axis.
 """
 

@@ -1,37 +1,30 @@
-"""What workers and parameter servers say to each other.
+"""The messages between workers and parameter servers: bodies of requests and of notifications.
 
-A request's header is `(number, request)`; the arrays go with it. Where the number is None it is a
-push: nobody waits for an answer, but for its error. Between two ranks messages keep their order, so
-that whatever a worker asks comes after all that it pushed.
+A notification to a server is called a push. Messages between two ranks keep their order, so a
+request is answered after all that its worker pushed before.
 """
 
 from __future__ import annotations
 
 import pickle
-import traceback
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.shm.segment import SegmentAddress
-
-
-class Place(NamedTuple):
-    """Where a shard lies in a server's memory."""
-
-    address: SegmentAddress
-    start: int
+from collectives.messaging.remote_error import Failure
+from collectives.shm.seqlock import ArrayAddress
 
 
 class ShardInfo(NamedTuple):
-    """One shard, as workers know it."""
+    """What a worker needs to read and change a shard."""
 
     number: int
     server: int
     """The number of the server, not its rank."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    place: Place | None
+    address: ArrayAddress | None
+    """Where the workers of the server's host map it."""
 
 
 class VariableInfo(NamedTuple):
@@ -45,31 +38,31 @@ class VariableInfo(NamedTuple):
 
 
 class Create(NamedTuple):
-    """Make a shard of the array that comes with it; the answer is its `Place`, or None."""
+    """Make a shard of the array that is sent along; the answer is its address, or None."""
 
     shard: int
     what: str
 
 
 class Announce(NamedTuple):
-    """Let everybody who asks for the key have the value, which is a pickle. A push."""
+    """Publish a value, which is a pickle, under the key. A push."""
 
     key: tuple[str, int]
     value: bytes
 
 
 class Find(NamedTuple):
-    """The value announced under the key, once it is."""
+    """Answered with the value under the key, once it is announced."""
 
     key: tuple[str, int]
 
 
 class Serve(NamedTuple):
-    """The worker runs what the chief schedules: it will `Find` nothing any more. A push."""
+    """The worker runs what the chief schedules, and sends no `Find` any more. A push."""
 
 
 class Read(NamedTuple):
-    """The shard's value; where an array of row numbers comes with it, these rows."""
+    """The shard's value; with an array of row numbers, these rows."""
 
     shard: int
 
@@ -84,7 +77,7 @@ class Change(NamedTuple):
 class Update(NamedTuple):
     """Apply an optimizer's rule, given as a pickle, to several shards. A push.
 
-    Of each shard come the gradient or, where it is sparse, row numbers and their gradients.
+    For each shard the gradient is sent along, or row numbers and their gradients if sparse.
     """
 
     optimizer: int
@@ -123,26 +116,17 @@ class Slowest(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """The worker takes part no more; answered at once where it asks."""
+    """The worker takes part no more. A push."""
 
 
-class Answer(NamedTuple):
-    """What a server sends: to a request by its number, or (None) the error of a push."""
+class PushFailed(NamedTuple):
+    """Notification to a worker: one of its pushes failed."""
 
-    number: int | None
-    value: Any
-    error: BaseException | None = None
-    trace: str = ""
-    """Where the error was raised."""
-    shard: int | None = None
-    """What the push that failed was for."""
-
-
-def trace_of(error: BaseException) -> str:
-    """Where it was raised."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    failure: Failure
+    shard: int | None
+    """What the push was for."""
 
 
 def as_pickle(rule: Any) -> bytes:
-    """A rule, or a function, which goes by its name: the server has the same modules."""
+    """A rule or function, which pickle sends by name: the server has the same modules."""
     return pickle.dumps(rule, pickle.HIGHEST_PROTOCOL)

@@ -1,4 +1,4 @@
-"""Who is who among the ranks."""
+"""The roles of the ranks of a cluster with parameter servers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from strategies.cluster.membership import Membership
 
 @dataclass(frozen=True)
 class Roles:
-    """The world's ranks by what they do, each in the order of their tasks."""
+    """The world's ranks by role, each in the order of their tasks."""
 
     workers: tuple[int, ...]
-    """The chief, too."""
+    """With the chief."""
     servers: tuple[int, ...]
     chief: int
     tasks: tuple[str, ...]
@@ -20,7 +20,7 @@ class Roles:
 
     @classmethod
     def of(cls, membership: Membership) -> Roles:
-        """As the cluster says."""
+        """The roles in the cluster."""
         workers = membership.ranks_of("chief", "worker")
         servers = membership.ranks_of("ps")
         chief = next(rank for rank in workers if membership.places[rank].is_chief)
@@ -28,5 +28,5 @@ class Roles:
         return cls(tuple(workers), tuple(servers), chief, tasks)
 
     def name(self, rank: int) -> str:
-        """A rank for messages."""
+        """A rank in messages."""
         return f"{self.tasks[rank]} (rank {rank})"

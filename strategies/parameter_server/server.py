@@ -1,201 +1,188 @@
-"""What a parameter server does: it answers workers until all of them have left."""
+"""A parameter server: it answers workers until all of them have left."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from collectives import RankFailedError
-from collectives.messaging.codec import Message
 from collectives.messaging.mailbox import Mailbox
-from strategies.core.same_error import portable
+from collectives.messaging.remote_error import describe
+from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint, Result
 from strategies.parameter_server import requests
-from strategies.parameter_server.clock import Clock
-from strategies.parameter_server.key_value_store import KeyValueStore
-from strategies.parameter_server.requests import Answer
+from strategies.parameter_server.registry import KeyValueStore
 from strategies.parameter_server.roles import Roles
-from strategies.parameter_server.shards import Shards, shared_out
+from strategies.parameter_server.shards import Shards, arrays_of_shards
 
-Array = NDArray[Any]
-Result = tuple[Any, Sequence[Array]]
-"""What a request is answered with: a value, and arrays."""
-
-_LOOK_SECONDS = 0.2
 _NOTHING: Result = (None, ())
 
 
-class _Asked(NamedTuple):
-    """A request, and who made it."""
+class Clock:
+    """The workers' steps in stale synchronous parallel training (Ho et al., NIPS 2013)."""
 
-    worker: int
-    number: int | None
-    request: Any
-    arrays: Sequence[Array]
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._steps = dict.fromkeys(workers, 0)
+
+    def tick(self, worker: int) -> None:
+        """Count a step of a worker."""
+        if worker in self._steps:
+            self._steps[worker] += 1
+
+    def leave(self, worker: int) -> None:
+        """Remove a worker: no other one waits for it."""
+        self._steps.pop(worker, None)
+
+    def ahead(self, worker: int) -> int:
+        """How many steps a worker is ahead of the slowest one."""
+        return self._steps[worker] - min(self._steps.values()) if worker in self._steps else 0
+
+    def slowest(self) -> list[int]:
+        """The workers with the fewest steps."""
+        least = min(self._steps.values(), default=0)
+        return [worker for worker, steps in self._steps.items() if steps == least]
 
 
 class Server:
-    """One parameter server. Errors of what workers ask are sent to them; it goes on itself."""
+    """One parameter server. An error of a request is sent to its worker; the server continues."""
 
-    def __init__(self, mailbox: Mailbox, cast: Roles, staleness: int | None) -> None:
-        self._mailbox, self._cast, self._staleness = mailbox, cast, staleness
-        self._index = {rank: place for place, rank in enumerate(cast.workers)}
-        self._present = set(cast.workers)
-        self._shards = Shards(len(cast.workers))
-        self._clock = Clock(cast.workers)
-        self._announced = KeyValueStore(set(cast.workers) - {cast.chief})
-        self._finding: list[_Asked] = []
-        self._ticking: list[_Asked] = []
-        # Those that give None are answered later, or never.
-        self._handlers: dict[type, Callable[[_Asked], Result | None]] = {
+    def __init__(self, mailbox: Mailbox, roles: Roles, staleness: int | None) -> None:
+        self._mailbox, self._roles, self._staleness = mailbox, roles, staleness
+        self._endpoint = Endpoint(mailbox, self._handle, roles.name)
+        self._index = {rank: place for place, rank in enumerate(roles.workers)}
+        self._present = set(roles.workers)
+        self._shards = Shards(len(roles.workers))
+        self._clock = Clock(roles.workers)
+        self._announced = KeyValueStore(set(roles.workers) - {roles.chief})
+        self._finding: list[Call] = []
+        self._ticking: list[Call] = []
+        # Those that return None are answered later, or never.
+        self._handlers: dict[type, Callable[[Call], Result | None]] = {
             requests.Create: self._create,
             requests.Announce: self._announce,
             requests.Find: self._find,
-            requests.Serve: lambda asked: self._announced.leave(asked.worker),
+            requests.Serve: lambda call: self._announced.leave(call.source),
             requests.Read: self._read,
             requests.Change: self._change,
             requests.Update: self._update,
             requests.ReadSlots: self._read_slots,
             requests.WriteSlots: self._write_slots,
-            requests.Fence: lambda asked: _NOTHING,
+            requests.Fence: lambda call: _NOTHING,
             requests.Tick: self._tick,
-            requests.Slowest: lambda asked: (self._clock.slowest(), ()),
-            requests.Leave: self._leave,
+            requests.Slowest: lambda call: (self._clock.slowest(), ()),
+            requests.Leave: lambda call: self._drop(call.source),
         }
 
     def serve(self) -> None:
         """Return when every worker has left or died, and all answers are on their way."""
-        next_look = 0.0
         while self._present:
             try:
-                message = self._mailbox.receive(timeout=_LOOK_SECONDS)
+                self._endpoint.step(POLL_SECONDS)
             except RankFailedError:
-                break  # Nobody is left.
-            if message is not None:
-                self._handle(message)
-            if time.monotonic() >= next_look:
-                self._drop_the_absent()
-                next_look = time.monotonic() + _LOOK_SECONDS
-        # Nobody will ask for them any more.
+                break  # Every other rank has ended.
+            for worker in self._endpoint.departed(self._present):
+                self._drop(worker)
+        # Release the memory: no request follows.
         self._shards = Shards(0)
 
-    def _drop_the_absent(self) -> None:
-        for worker in list(self._present):
-            if not self._mailbox.present(worker):
-                self._drop(worker)
-
     def _drop(self, worker: int) -> None:
-        """Go on without a worker that has left or died."""
+        """Continue without a worker that has left or died."""
         self._present.discard(worker)
         self._clock.leave(worker)
         self._announced.leave(worker)
-        self._finding = [asked for asked in self._finding if asked.worker != worker]
-        self._ticking = [asked for asked in self._ticking if asked.worker != worker]
-        self._release()
-        if worker == self._cast.chief:
-            waiting, self._finding = self._finding, []
-            for asked in waiting:
-                self._find(asked)
+        self._finding = [call for call in self._finding if call.source != worker]
+        self._ticking = [call for call in self._ticking if call.source != worker]
+        self._answer_ticks()
+        if worker == self._roles.chief:
+            self._answer_finds()
 
-    def _handle(self, message: Message) -> None:
-        number, request = message.header
-        asked = _Asked(message.source, number, request, message.arrays)
+    def _handle(self, call: Call) -> None:
         try:
-            result = self._handlers[type(asked.request)](asked)
+            result = self._handlers[type(call.body)](call)
         except Exception as error:
-            self._refuse(asked, error)
+            self._fail(call, error, getattr(call.body, "shard", None))
             return
-        if asked.number is not None and result is not None:
-            self._answer(asked, *result)
+        if call.number is not None and result is not None:
+            self._endpoint.answer(call, *result)
 
-    def _answer(self, asked: _Asked, value: Any = None, arrays: Sequence[Array] = ()) -> None:
-        self._send(asked.worker, Answer(asked.number, value), arrays)
-
-    def _refuse(self, asked: _Asked, error: Exception, shard: int | None = None) -> None:
-        shard = shard if shard is not None else getattr(asked.request, "shard", None)
-        place = self._cast.name(self._mailbox.rank)
+    def _fail(self, call: Call, error: Exception, shard: int | None = None) -> None:
+        """Send an error to the worker: as the answer, or as a notification for a push."""
+        place = self._roles.name(self._mailbox.rank)
         if shard is not None and shard in self._shards:
             place = f"{self._shards[shard].what} on {place}"
-        sent, trace = portable(error), f"{place}: {requests.trace_of(error)}"
-        self._send(asked.worker, Answer(asked.number, None, sent, trace, shard), ())
-
-    def _send(self, worker: int, answer: Answer, arrays: Sequence[Array]) -> None:
-        try:
-            self._mailbox.send(worker, answer, arrays)
-        except RankFailedError:
-            self._drop(worker)
-
-    def _create(self, asked: _Asked) -> Result:
-        shard, what = asked.request
-        return self._shards.create(shard, what, asked.arrays[0]), ()
-
-    def _announce(self, asked: _Asked) -> None:
-        self._announced.put(*asked.request)
-        waiting, self._finding = self._finding, []
-        for each in waiting:
-            self._find(each)
-
-    def _find(self, asked: _Asked) -> None:
-        key = asked.request.key
-        value = self._announced.get(asked.worker, key)
-        if value is not None:
-            self._answer(asked, value)
-        elif self._cast.chief in self._present:
-            self._finding.append(asked)
+        failure = describe(error, place)
+        if call.number is not None:
+            self._endpoint.fail(call, failure)
         else:
-            chief = self._cast.name(self._cast.chief)
-            text = f"{chief}, the chief, has left before it came to {key[0]} {key[1]}"
-            self._refuse(asked, RankFailedError(text))
+            with suppress(RankFailedError):
+                self._endpoint.notify(call.source, requests.PushFailed(failure, shard))
 
-    def _read(self, asked: _Asked) -> Result:
-        value = self._shards[asked.request.shard].value
+    def _create(self, call: Call) -> Result:
+        shard, what = call.body
+        return self._shards.create(shard, what, call.arrays[0]), ()
+
+    def _announce(self, call: Call) -> None:
+        self._announced.put(*call.body)
+        self._answer_finds()
+
+    def _answer_finds(self) -> None:
+        waiting, self._finding = self._finding, []
+        for call in waiting:
+            self._handle(call)
+
+    def _find(self, call: Call) -> Result | None:
+        key = call.body.key
+        value = self._announced.get(call.source, key)
+        if value is not None:
+            return value, ()
+        if self._roles.chief not in self._present:
+            chief = self._roles.name(self._roles.chief)
+            text = f"{chief}, the chief, has left before it announced {key[0]} {key[1]}"
+            raise RankFailedError(text)
+        self._finding.append(call)
+        return None
+
+    def _read(self, call: Call) -> Result:
+        value = self._shards[call.body.shard].value
         # What is sent must not change before it has gone.
-        return None, [value[asked.arrays[0]] if asked.arrays else value.copy()]
+        return None, [value[call.arrays[0]] if call.arrays else value.copy()]
 
-    def _change(self, asked: _Asked) -> None:
-        shard, function = asked.request
-        self._shards[shard].change(self._index[asked.worker], function, asked.arrays)
+    def _change(self, call: Call) -> None:
+        shard, function = call.body
+        self._shards[shard].change(self._index[call.source], function, call.arrays)
 
-    def _update(self, asked: _Asked) -> None:
-        """A rule that fails on one shard is tried on the others all the same."""
-        request: requests.Update = asked.request
-        worker = self._index[asked.worker]
-        parts = shared_out(asked.arrays, request.sparse)
+    def _update(self, call: Call) -> None:
+        """A rule that fails on one shard is applied to the others all the same."""
+        request: requests.Update = call.body
+        worker = self._index[call.source]
+        parts = arrays_of_shards(call.arrays, request.sparse)
         for number, part in zip(request.shards, parts, strict=True):
             try:
                 self._shards[number].update(worker, request.optimizer, request.rule, part)
             except Exception as error:
-                self._refuse(asked, error, number)
+                self._fail(call, error, number)
 
-    def _read_slots(self, asked: _Asked) -> Result:
-        shard, optimizer = asked.request
+    def _read_slots(self, call: Call) -> Result:
+        shard, optimizer = call.body
         state = self._shards[shard].state_of(optimizer)
         copies = [slot.copy() for slot in state.slots.values()]
         return (tuple(state.slots), state.iteration), copies
 
-    def _write_slots(self, asked: _Asked) -> None:
-        shard, optimizer, names, iteration, keep = asked.request
-        slots = dict(zip(names, asked.arrays, strict=True))
-        worker = self._index[asked.worker]
+    def _write_slots(self, call: Call) -> None:
+        shard, optimizer, names, iteration, keep = call.body
+        slots = dict(zip(names, call.arrays, strict=True))
+        worker = self._index[call.source]
         self._shards[shard].set_state(worker, optimizer, slots, iteration, keep=keep)
 
-    def _tick(self, asked: _Asked) -> None:
-        self._clock.tick(asked.worker)
-        self._ticking.append(asked)
-        self._release()
+    def _tick(self, call: Call) -> None:
+        self._clock.tick(call.source)
+        self._ticking.append(call)
+        self._answer_ticks()
 
-    def _release(self) -> None:
-        """Let those go on whom nobody holds up."""
+    def _answer_ticks(self) -> None:
+        """Answer the workers that are not too far ahead of the slowest one."""
         waiting, self._ticking = self._ticking, []
-        for asked in waiting:
-            if self._staleness is None or self._clock.ahead(asked.worker) <= self._staleness:
-                self._answer(asked)
+        for call in waiting:
+            if self._staleness is None or self._clock.ahead(call.source) <= self._staleness:
+                self._endpoint.answer(call)
             else:
-                self._ticking.append(asked)
-
-    def _leave(self, asked: _Asked) -> None:
-        if asked.number is not None:
-            self._answer(asked)
-        self._drop(asked.worker)
+                self._ticking.append(call)

@@ -1,4 +1,4 @@
-"""A parameter server's shards, and what is done to them."""
+"""A parameter server's shards, and the changes of their values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.shm.seqlock import ArrayAddress, SharedArray, SharedArrays
 from strategies.core.indexed_slices import IndexedSlices
 from strategies.optimizers.update_rules import UpdateRule
-from strategies.parameter_server.memory import ServedMemory, ServedShard
-from strategies.parameter_server.requests import Place
 from strategies.variables.scatter import scatter_sub
 
 Array = NDArray[Any]
@@ -21,7 +20,7 @@ Array = NDArray[Any]
 
 @dataclass
 class OptimizerState:
-    """What one optimizer keeps of one shard."""
+    """One optimizer's state of one shard."""
 
     iteration: int = 0
     slots: dict[str, Array] = field(default_factory=dict)
@@ -30,25 +29,25 @@ class OptimizerState:
 class Shard:
     """One shard's value, and the optimizers' state that belongs to it."""
 
-    def __init__(self, served: ServedShard, what: str) -> None:
-        """`what` is its name in messages."""
-        self._served, self.what = served, what
+    def __init__(self, shared: SharedArray, what: str) -> None:
+        """`what` is its name in errors."""
+        self._shared, self.what = shared, what
         self._states: dict[int, OptimizerState] = {}
 
     @property
     def value(self) -> Array:
         """The value itself."""
-        return self._served.value
+        return self._shared.value
 
     @property
-    def place(self) -> Place | None:
-        """Where workers of this host find it."""
-        return self._served.place
+    def address(self) -> ArrayAddress | None:
+        """Where workers of this host map it."""
+        return self._shared.address
 
     def change(self, worker: int, change: bytes, operands: Sequence[Array]) -> None:
         """Change the value by a function, given as a pickle."""
         # A pickle that can't be read is a push that fails, like any other.
-        with self._served.changing(worker):
+        with self._shared.changing(worker):
             pickle.loads(change)(self.value, *operands)
 
     def update(
@@ -59,7 +58,7 @@ class Shard:
         The gradient is one array, or row numbers and the gradients of these rows.
         """
         state = self._states.setdefault(optimizer, OptimizerState())
-        with self._served.changing(worker):
+        with self._shared.changing(worker):
             rule: UpdateRule = pickle.loads(pickled)
             iteration = state.iteration + 1
             for name in rule.slots:
@@ -89,7 +88,7 @@ class Shard:
             scatter_sub(self.value, summed.indices, step)
 
     def state_of(self, optimizer: int) -> OptimizerState:
-        """What the optimizer keeps; nothing before its first update."""
+        """The optimizer's state; empty before its first update."""
         return self._states.get(optimizer, OptimizerState())
 
     def set_state(
@@ -103,7 +102,7 @@ class Shard:
     ) -> None:
         """Set slots of an optimizer and its count, but for those that are there if `keep`."""
         state = self._states.setdefault(optimizer, OptimizerState())
-        with self._served.changing(worker):
+        with self._shared.changing(worker):
             state.iteration = max(iteration, state.iteration) if keep else iteration
             kept = state.slots if keep else {}
             state.slots.update({**slots, **kept})
@@ -113,27 +112,28 @@ class Shards:
     """All shards of one server, by their numbers."""
 
     def __init__(self, workers: int) -> None:
-        self._memory = ServedMemory(workers)
+        self._memory = SharedArrays(workers)
         self._shards: dict[int, Shard] = {}
 
-    def create(self, number: int, what: str, value: Array) -> Place | None:
-        """Make one; RuntimeError where it is there."""
+    def create(self, number: int, what: str, value: Array) -> ArrayAddress | None:
+        """Make a shard; RuntimeError where its number is taken."""
         if number in self._shards:
             raise RuntimeError(f"shard {number} exists already: only the chief creates variables")
         self._shards[number] = Shard(self._memory.put(value), what)
-        return self._shards[number].place
+        return self._shards[number].address
 
     def __contains__(self, number: object) -> bool:
         return number in self._shards
 
     def __getitem__(self, number: int) -> Shard:
         if number not in self._shards:
-            known = sorted(self._shards)
-            raise RuntimeError(f"there is no shard {number} here, but {known}")
+            raise RuntimeError(
+                f"shard {number} doesn't exist here: must be one of {sorted(self._shards)}"
+            )
         return self._shards[number]
 
 
-def shared_out(arrays: Sequence[Array], sparse: Iterable[bool]) -> list[Sequence[Array]]:
+def arrays_of_shards(arrays: Sequence[Array], sparse: Iterable[bool]) -> list[Sequence[Array]]:
     """The arrays of each shard: two where it is sparse, one otherwise."""
     taken, parts = 0, []
     for is_sparse in sparse:

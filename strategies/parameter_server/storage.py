@@ -1,4 +1,4 @@
-"""Where a variable is kept: in one shard on one server, or in several by rows."""
+"""Storages of variables on servers: in one shard on one server, or in several by rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.messaging.buffers import ReusedArray
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change, Storage
-from strategies.parameter_server.buffers import ReusedArray
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
 from strategies.variables import scatter
@@ -40,14 +40,15 @@ class ServedStorage(Storage):
         return self.read()
 
     def read(self) -> Array:
-        """Pull the value. Its memory is used by the next pull, unless somebody refers to it."""
+        """Pull the value. Its memory is used by the next pull, unless it is still referenced."""
         if self._buffer is None:
             self._buffer = ReusedArray(self.shape, self.dtype)
         return self.read_into(self._buffer.take())
 
     def read_into(self, out: Array) -> Array:
         """Pull the value into an array of the same shape and dtype, and return it."""
-        self.client.pull(list(zip(self.info.shards, self.parts_of(out), strict=True)))
+        parts = zip(self.info.shards, self.parts_of(out), strict=True)
+        self.client.pull([(shard, part, None) for shard, part in parts])
         return out
 
     def rows(self, indices: Array) -> Array:
@@ -79,7 +80,7 @@ class ServedStorage(Storage):
         return list(zip(self.info.shards, parts, strict=True))
 
     def change(self, change: Change, *operands: Any) -> None:
-        """Let the servers change it."""
+        """Push the change to the servers."""
         if change in _BY_ROWS:
             indices, values = operands
             slices = self.slices_of(IndexedSlices(values, indices))
@@ -102,7 +103,7 @@ class ServedStorage(Storage):
     def slot(self, optimizer: Optimizer, name: str, initial: Array | None) -> ServedSlot:
         """An optimizer's array, which the servers keep beside the value.
 
-        It begins with `initial` unless another worker has come first.
+        It begins with `initial` unless another worker set it before.
         """
         made = ServedSlot(self, optimizer, name)
         if initial is not None:
@@ -128,7 +129,7 @@ class WholeStorage(ServedStorage):
         return [slices]
 
     def _pull_rows(self, rows: Array, out: Array) -> None:
-        self.client.pull_rows([(self.info.shards[0], out, rows)])
+        self.client.pull([(self.info.shards[0], out, rows)])
 
 
 class SplitStorage(ServedStorage):
@@ -161,14 +162,14 @@ class SplitStorage(ServedStorage):
         ]
 
     def _pull_rows(self, rows: Array, out: Array) -> None:
-        wanted: list[tuple[ShardInfo, Array, Array]] = []
+        wanted: list[tuple[ShardInfo, Array, Array | None]] = []
         goals: list[Array] = []
         for shard, (first, places) in zip(self.info.shards, self._owners(rows), strict=True):
             if len(places):
                 part = np.empty((len(places), *self.shape[1:]), self.dtype)
                 wanted.append((shard, part, rows[places] - first))
                 goals.append(places)
-        self.client.pull_rows(wanted)
+        self.client.pull(wanted)
         for (_, part, _), places in zip(wanted, goals, strict=True):
             out[places] = part
 

@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from collectives import Communicator, RankFailedError
+from collectives.lifecycle.process_exit import leave_at_exit
+from collectives.lifecycle.shutdown import survive_deaths
 from collectives.transports.local import alone
 from strategies.base.run_options import RunOptions
 from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
-from strategies.coordinator.link import open_link
-from strategies.coordinator.scheduled import across_replicas
+from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.storage import Storage
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
+from strategies.parameter_server.references import open_link
 from strategies.parameter_server.roles import Roles
 from strategies.parameter_server.server import Server
 from strategies.parameter_server.sharded_variable import ShardedVariable
-from strategies.parameter_server.shutdown import leave_at_exit, survive_deaths
 from strategies.parameter_server.storage import ServedStorage, SplitStorage
 from strategies.parameter_server.worker import Worker
 from strategies.variables.variable import Variable
@@ -72,7 +73,7 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         _check_arguments(variable_partitioner, staleness)
         self.membership = join_cluster(communicator, cluster_resolver, _validate)
-        self.cast = Roles.of(self.membership)
+        self.roles = Roles.of(self.membership)
         self.staleness = staleness
         world = self.membership.world
         self._mailbox = world.mailbox()
@@ -80,14 +81,14 @@ class ParameterServerStrategy(Strategy):
         self._server: Server | None = None
         self._worker: Worker | None = None
         self._serves_chief = self._evaluates = False
-        self.link = open_link(self.membership)
+        self.link = open_link(self.membership, self.roles)
         """Between the chief, where the cluster has that job, and the workers that serve it."""
-        survive_deaths(self._mailbox)
-        if world.rank in self.cast.servers:
-            self._server = Server(self._mailbox, self.cast, staleness)
-        elif world.rank in self.cast.workers:
-            self._worker = Worker(self._mailbox, self.cast, world, nodes, variable_partitioner)
-            leave_at_exit(self._worker)
+        survive_deaths(self._mailbox.all_alive)
+        if world.rank in self.roles.servers:
+            self._server = Server(self._mailbox, self.roles, staleness)
+        elif world.rank in self.roles.workers:
+            self._worker = Worker(self._mailbox, self.roles, world, nodes, variable_partitioner)
+            leave_at_exit(self._worker.leave)
         super().__init__(
             Communicator(alone()),
             cluster_resolver=self.membership.resolver,
@@ -97,7 +98,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def _name(self) -> str:
-        return self.cast.name(self.membership.world.rank)
+        return self.roles.name(self.membership.world.rank)
 
     @property
     def worker(self) -> Worker:
@@ -130,9 +131,6 @@ class ParameterServerStrategy(Strategy):
             self._mailbox.flush()
 
     def _serve_chief(self) -> None:
-        # Here, since the coordinator's modules need those of this package.
-        from strategies.coordinator.serving import serve_chief
-
         if self.link is None or self.link.is_chief or self._worker is None:
             raise RuntimeError(
                 f"{self._name} can't serve: only tasks of the job ps do, and workers of a cluster"
@@ -146,7 +144,7 @@ class ParameterServerStrategy(Strategy):
     def shutdown(self) -> None:
         """As a worker: wait until all that was pushed is applied, and leave. The others go on.
 
-        As a chief let the workers go, before, that serve it. Raises what went wrong with the last
+        A chief first ends the service of its workers. Raises what went wrong with the last
         pushes. On a server, and a second time, it does nothing. A worker that ends without it
         leaves, too.
         """
@@ -218,13 +216,13 @@ class ParameterServerStrategy(Strategy):
         else:
             optimizer.iterations += 1
         if self.staleness is not None:
-            self.worker.end_step()
+            self.worker.client.end_step()
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """What the chief gets from the action, on every worker that calls this; small, picklable.
 
         The chief alone acts, without waiting for the others; they wait for it. Workers call it in
-        the same order. What the action raises is raised on all of them. Who evaluates acts alone.
+        the same order. What the action raises is raised on all of them. An evaluator acts alone.
         """
         if self._keeps_its_own:
             return action()
@@ -256,20 +254,20 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], *options: Any
     ) -> Iterable[Any]:
-        """The dataset that `dataset_fn` makes for this worker, which is told its number.
+        """The dataset that `dataset_fn` makes of an InputContext with this worker's number.
 
         As in TensorFlow 1 its context has a pipeline for each worker, and one replica in sync. On
         workers that serve a chief there is one pipeline, as in TensorFlow 2: none gets a part. So
-        it is for who evaluates.
+        it is for evaluation.
         """
         if self._serves_chief or self._keeps_its_own:
             return super().distribute_datasets_from_function(dataset_fn, *options)
-        workers = self.cast.workers
+        workers = self.roles.workers
         own = InputContext(len(workers), workers.index(self.membership.world.rank), 1)
         return super().distribute_datasets_from_function(lambda _: dataset_fn(own), *options)
 
     def __repr__(self) -> str:
-        workers, servers = len(self.cast.workers), len(self.cast.servers)
+        workers, servers = len(self.roles.workers), len(self.roles.servers)
         return f"<{type(self).__name__} {self._name} of {workers} workers and {servers} ps>"
 
 
@@ -285,7 +283,7 @@ def _check_arguments(partitioner: PartitionFunction | None, staleness: int | Non
 
 
 def _validate(config: TFConfig) -> None:
-    """ValueError where the cluster has no servers or nobody to train."""
+    """ValueError where the cluster has no servers or no ranks that train."""
     validate_for_parameter_servers(config)
     jobs = config.cluster.as_dict() if config.cluster else {}
     if not jobs.get("ps"):

@@ -1,4 +1,4 @@
-"""What a worker has of the parameter servers: all its dealings with them in one hand."""
+"""Worker-side access to the parameter servers: variables, steps, announcements, the end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.messaging.mailbox import Mailbox
+from collectives.messaging.remote_error import describe, rebuild
+from collectives.shm.seqlock import MappedArrays
 from strategies.core.indexed_slices import Gradient
-from strategies.core.same_error import portable
 from strategies.core.storage import Storage
 from strategies.parameter_server.client import Client
-from strategies.parameter_server.memory import MappedMemory
 from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
 from strategies.parameter_server.registry import Registry
 from strategies.parameter_server.roles import Roles
@@ -28,28 +28,29 @@ Array = NDArray[Any]
 
 
 class Worker:
-    """One worker's variables and steps, as far as the servers see them."""
+    """One worker's variables on the servers, and its steps."""
 
     def __init__(
         self,
         mailbox: Mailbox,
-        cast: Roles,
+        roles: Roles,
         world: Communicator,
         nodes: Sequence[int],
         partitioner: PartitionFunction | None,
     ) -> None:
         """`nodes` has the node of each rank."""
-        self._is_chief = world.rank == cast.chief
+        self._is_chief = world.rank == roles.chief
         self._partitioner = partitioner
-        self._placement = RoundRobin(len(cast.servers))
-        self._mail = RpcClient(mailbox, cast, world)
-        memory = MappedMemory(cast.workers.index(world.rank), len(cast.workers))
-        near = {number for number, rank in enumerate(cast.servers) if nodes[rank] == world.node}
-        self.client = Client(self._mail, memory, near.__contains__, is_chief=self._is_chief)
-        self._registry = Registry(self._mail, cast, self._placement)
+        self._placement = RoundRobin(len(roles.servers))
+        self._name = roles.name(world.rank)
+        self._rpc = RpcClient(mailbox, roles)
+        memory = MappedArrays(roles.workers.index(world.rank), len(roles.workers))
+        near = {number for number, rank in enumerate(roles.servers) if nodes[rank] == world.node}
+        self.client = Client(self._rpc, memory, near.__contains__, is_chief=self._is_chief)
+        self._registry = Registry(self._rpc, roles, self._placement)
 
     def store(self, value: Array, what: str) -> ServedStorage:
-        """A new variable, as the chief; the chief's, as another worker."""
+        """As the chief: a new variable's storage; as another worker: that of the chief's one."""
         if self._is_chief:
             lengths = None
             if not self._placement.colocating:
@@ -68,48 +69,44 @@ class Worker:
     def push_gradients(
         self, optimizer: Optimizer, pairs: Sequence[tuple[Gradient, ServedStorage]]
     ) -> None:
-        """Post all parts of a step's gradients; nothing is waited for."""
+        """Push all parts of a step's gradients, without waiting."""
         rule = optimizer.rule
         for _, value in pairs:
             optimizer.slots_of(value, rule.slots)
         parts = [part for gradient, value in pairs for part in value.gradients_of(gradient)]
         self.client.update(self.client.number_of(optimizer), rule, parts)
 
-    def end_step(self) -> None:
-        """Let all that was pushed be applied, and wait for those who are too far behind."""
-        self.client.end_step()
-
     def chief_first(self, action: Callable[[], Any]) -> Any:
-        """The outcome of the chief's action, for all."""
+        """The outcome of the chief's action, on every worker."""
         if not self._is_chief:
-            outcome, error = self._registry.find_announced("action", "an action of the chief's")
-            if error is not None:
-                raise error
+            outcome, failure = self._registry.find_announced("action", "an action of the chief's")
+            if failure is not None:
+                raise rebuild(failure)
             return outcome
         try:
             outcome = action()
-            # The others must see what it did.
+            # The other workers must read what it pushed.
             self.client.fence()
         except Exception as error:
-            self._registry.announce("action", (None, portable(error)))
+            self._registry.announce("action", (None, describe(error, self._name)))
             raise
         self._registry.announce("action", (outcome, None))
         return outcome
 
     def apart(self) -> AbstractContextManager[None]:
-        """Within it nothing is asked of the servers, nor read in their memory: RuntimeError."""
-        return self._mail.refusing(
+        """Within it no exchange with the servers is allowed: RuntimeError."""
+        return self._rpc.refusing(
             "while a worker evaluates, variables on the parameter servers can't be read or changed:"
             " must be made by model_fn, in which they are the worker's own"
         )
 
     def begin_serving(self) -> None:
-        """Make no variables any more, and hear no more of the chief's than what it schedules."""
+        """Make no variables and find no announcements any more: the chief schedules."""
         self._registry.stop_listening()
 
     def shutdown(self) -> None:
-        """Let all that was pushed be applied, and leave."""
-        if not self._mail.has_left:
+        """Wait until all that was pushed is applied, and leave."""
+        if not self._rpc.has_left:
             try:
                 self.client.fence()
             finally:
@@ -117,4 +114,4 @@ class Worker:
 
     def leave(self) -> None:
         """Leave without waiting for anything to be applied."""
-        self._mail.leave()
+        self._rpc.leave()

@@ -40,14 +40,14 @@ def run_workers(comm, servers, work, **named):
     """Call `work(strategy)` on the workers; their results in the order of their tasks."""
     with strategy_on(comm, servers, **named) as strategy:
         result = None
-        if comm.rank in strategy.cast.servers:
+        if comm.rank in strategy.roles.servers:
             strategy.serve()
         else:
             with strategy.scope():
                 result = work(strategy)
             strategy.shutdown()
         results = comm.all_gather_object(result)
-        return [results[rank] for rank in strategy.cast.workers]
+        return [results[rank] for rank in strategy.roles.workers]
 
 
 def on_threads(size, servers, work, *, node_of=None, **named):
@@ -63,7 +63,7 @@ def on_threads(size, servers, work, *, node_of=None, **named):
 
 def number_of(strategy):
     """The worker's number."""
-    return strategy.cast.workers.index(strategy.membership.world.rank)
+    return strategy.roles.workers.index(strategy.membership.world.rank)
 
 
 def together(strategy):

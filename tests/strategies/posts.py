@@ -7,7 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 from collectives.errors import RankFailedError
-from strategies.coordinator.messages import Run
+from strategies.coordinator.link import Link, Run
 from strategies.coordinator.per_worker import WorkerDatasets
 from strategies.coordinator.worker import Worker
 
@@ -85,7 +85,7 @@ class FragileBox(PostBox):
 
     def receive(self, timeout=None):
         letter = super().receive(timeout)
-        if letter is not None and isinstance(letter.header, Run):
+        if letter is not None and isinstance(letter.header.body, Run):
             self._count_down("received", self.before_running)
         return letter
 
@@ -122,7 +122,8 @@ def start_worker(box):
 
     def serve():
         with contextlib.suppress(Dead, RankFailedError):
-            Worker(box, CHIEF, call_plainly, PlainReferences(), WorkerDatasets(None)).serve()
+            link = Link(box, CHIEF, {box.rank: f"worker {box.rank - 1} (rank {box.rank})"}, {})
+            Worker(link, call_plainly, PlainReferences(), WorkerDatasets(None)).serve()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

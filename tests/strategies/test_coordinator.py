@@ -13,8 +13,7 @@ from collectives.transports import local
 from strategies import MultiWorkerMirroredStrategy, ReduceOp, Strategy, Variable
 from strategies.coordinator import ClusterCoordinator, RemoteValue
 from strategies.coordinator.link import Link
-from strategies.coordinator.scheduled import across_replicas
-from strategies.coordinator.serving import serve_chief
+from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.errors import CancelledError, OutOfRangeError, RemoteTracebackError
 
 pytestmark = pytest.mark.mpi

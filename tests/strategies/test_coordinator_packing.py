@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from strategies.coordinator.failures import describe, rebuild
-from strategies.coordinator.messages import Failure
+from collectives.messaging.remote_error import Failure, rebuild
 from strategies.coordinator.packing import pack, pack_copy, unpack
 from strategies.coordinator.remote_value import RemoteValue
+from strategies.coordinator.worker import describe_failure
 from strategies.errors import OutOfRangeError, RemoteError
 from tests.strategies.posts import PlainReferences
 
@@ -98,14 +98,14 @@ def failure_of(error):
     try:
         raise error
     except BaseException as caught:
-        return describe(caught)
+        return describe_failure(caught, "worker 1")
 
 
 @pytest.mark.parametrize(
     "error", [KeyError("x"), DetailedError("y"), SystemExit(3), OSError(2, "no")]
 )
 def test_an_exception_is_rebuilt_as_what_it_is(error):
-    back = rebuild(failure_of(error), "worker 1")
+    back = rebuild(failure_of(error))
     assert (type(back), back.args, vars(back)) == (type(error), error.args, vars(error))
     text = str(back.__cause__)
     assert text.startswith("on worker 1:\nTraceback")
@@ -122,7 +122,7 @@ def test_an_exception_that_cannot_be_unpickled_is_described():
             return ValueError, ("another",)
 
     for error in (OddError(1, 2), LockedError("well"), ChangingError("well")):
-        back = rebuild(failure_of(error), "worker 1")
+        back = rebuild(failure_of(error))
         assert type(back) is RemoteError
         assert str(back) == f"{type(error).__name__}: {error}"
 
@@ -131,12 +131,12 @@ def test_an_exception_of_the_main_program_is_described():
     """Its class exists only there, but cloudpickle sends it by value."""
     program = """
 import sys, pickle
-from strategies.coordinator.failures import describe
+from strategies.coordinator.worker import describe_failure
 class Own(Exception): pass
-sys.stdout.buffer.write(pickle.dumps(tuple(describe(Own("text")))))
+sys.stdout.buffer.write(pickle.dumps(tuple(describe_failure(Own("text"), "worker 1"))))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    back = rebuild(Failure(*pickle.loads(ended.stdout)), "worker 1")
+    back = rebuild(Failure(*pickle.loads(ended.stdout)))
     assert (type(back).__name__, str(back)) == ("Own", "text")
 
 
@@ -147,6 +147,6 @@ def test_the_end_of_an_iterator_becomes_an_ordinary_error():
     try:
         take()
     except StopIteration as error:
-        back = rebuild(describe(error), "worker 1")
+        back = rebuild(describe_failure(error, "worker 1"))
     assert type(back) is OutOfRangeError
     assert "in take" in str(back.__cause__)

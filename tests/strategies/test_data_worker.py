@@ -522,5 +522,5 @@ def test_batches_of_a_training_rank_that_dies_are_lost(tmp_path):
 def test_a_data_rank_that_dies(tmp_path):
     ended = run_dying(3, DYING + DATA_RANK_DIES, tmp_path)
     marks = sorted(path.name for path in tmp_path.iterdir())
-    text = "the dataset of rank 2 has no end"
+    text = "the data task of rank 2 has died"
     assert marks == [f"0 {text}", f"1 {text}"], ended.stderr

@@ -135,7 +135,7 @@ def test_a_worker_evaluates_while_the_others_train(comm, directory):
         else:
             weights.assign_add(np.ones(SIZE))
         strategy.membership.group.barrier()
-        workers = len(strategy.cast.workers)
+        workers = len(strategy.roles.workers)
         np.testing.assert_array_equal(weights.numpy(), before + workers - 1)
         return int(step)
 

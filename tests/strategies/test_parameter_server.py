@@ -99,7 +99,7 @@ def test_workers_send_each_other_nothing(comm, monkeypatch):
     def work(strategy):
         variable, optimizer = Variable(ramp(1)), optimizers.SGD(0.5)
         strategy.run(optimizer.apply_gradients, ([(ramp(2), variable)],))
-        return variable.numpy().shape, set(peers), set(strategy.cast.servers)
+        return variable.numpy().shape, set(peers), set(strategy.roles.servers)
 
     for shape, told, servers in run_workers(comm, fitting(comm, 2), work):
         assert shape == (5, 3)
@@ -185,7 +185,7 @@ def test_what_all_workers_assign_arrives(comm, servers):
 def test_a_worker_reads_its_own_pushes(comm):
     def work(strategy):
         number = number_of(strategy)
-        variables = [Variable(np.zeros(1000)) for _ in strategy.cast.workers]
+        variables = [Variable(np.zeros(1000)) for _ in strategy.roles.workers]
         own = variables[number]
         for step in range(50):
             strategy.run(lambda: own.assign(np.full(1000, number + 10 * step)))  # noqa: B023

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from strategies import Variable, optimizers
+from strategies.errors import RemoteTracebackError
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server import FixedShardsPartitioner
 from tests.strategies.parameter_servers import number_of, run_workers, together
@@ -24,22 +25,22 @@ def divide(array, divisor):
 class ErrorsLater:
     """Delays errors until so many pushes were sent, then delivers two."""
 
-    def __init__(self, mail, monkeypatch, pushes):
-        self.left, self.take_in, self.send = pushes, mail._take_in, mail._send
-        self.mail = mail
-        monkeypatch.setattr(mail, "_take_in", self.take_in_later)
-        monkeypatch.setattr(mail, "_send", self.count)
+    def __init__(self, rpc, monkeypatch, pushes):
+        self.left, self.drain, self.send = pushes, rpc.endpoint.drain, rpc.endpoint._send
+        self.rpc = rpc
+        monkeypatch.setattr(rpc.endpoint, "drain", self.drain_later)
+        monkeypatch.setattr(rpc.endpoint, "_send", self.count)
 
-    def take_in_later(self):
+    def drain_later(self):
         if not self.left:
-            self.take_in()
+            self.drain()
 
     def count(self, *arguments):
         sent = self.send(*arguments)
         self.left = max(0, self.left - 1)
         if not self.left:
-            while len(self.mail._errors) < 2:
-                self.take_in()
+            while len(self.rpc._errors) < 2:
+                self.drain()
         return sent
 
 
@@ -54,7 +55,7 @@ def test_an_old_error_does_not_divide_later_pushes(comm, monkeypatch, kind):
         strategy.worker.client.fence()
         other.storage.change(divide, np.zeros(2))
         with monkeypatch.context() as patch:
-            ErrorsLater(strategy.worker._mail, patch, 1)
+            ErrorsLater(strategy.worker._rpc, patch, 1)
             if kind == "step":
                 strategy.run(optimizer.apply_gradients, args=([(np.ones(8), variable)],))
             elif kind == "assign":
@@ -87,9 +88,9 @@ def test_restored_slots_outlive_an_old_error(comm):
 
 
 def wait_for_the_error(strategy):
-    mail = strategy.worker._mail
-    while not mail._errors:
-        mail._take_in()
+    rpc = strategy.worker._rpc
+    while not rpc._errors:
+        rpc.endpoint.drain()
 
 
 @pytest.mark.ranks(2, 3)
@@ -100,14 +101,12 @@ def test_answers_after_an_error_are_not_stored(comm):
         strategy.worker.client._same_node = lambda number: False
         variable = Variable(np.full(8, 1.0))
         together(strategy)
-        mail = strategy.worker._mail
         for read in (variable.numpy, strategy.worker.client.fence):
             variable.storage.change(divide, np.zeros(8))
             refusal(ZeroDivisionError, "by", read)
         variable.numpy()
         strategy.worker.client.fence()
-        assert not mail._answers
-        assert not mail._expected
+        assert not strategy.worker._rpc.endpoint.outstanding
         return True
 
     assert all(run_workers(comm, 1, work, variable_partitioner=FixedShardsPartitioner(4)))
@@ -123,9 +122,14 @@ def test_an_old_error_does_not_keep_the_chief_from_telling_of_a_new_one(comm):
             wait_for_the_error(strategy)
             raise FileNotFoundError("nothing there")
 
-        refusal(FileNotFoundError, "nothing there", strategy.chief_first, fail)
+        with pytest.raises(FileNotFoundError, match="nothing there") as raised:
+            strategy.chief_first(fail)
         if strategy.is_chief:
+            assert raised.value.__cause__ is None
             refusal(ZeroDivisionError, "by", variable.numpy)
+        else:
+            assert isinstance(raised.value.__cause__, RemoteTracebackError)
+            assert "in fail" in raised.value.__cause__.text
         return True
 
     comm.deadline = 5

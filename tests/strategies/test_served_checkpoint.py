@@ -149,7 +149,7 @@ def test_an_error_while_one_worker_finds_states(comm, path, call, wrong):
 
     def work(strategy):
         number = number_of(strategy)
-        told = 0 if wrong == "chief" else len(strategy.cast.workers) - 1
+        told = 0 if wrong == "chief" else len(strategy.roles.workers) - 1
         things = {"table": Variable(np.ones((ROWS, 2)))}
         checkpoint = Checkpoint(things=things)
         checkpoint.save(path)

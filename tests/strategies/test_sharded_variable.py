@@ -107,7 +107,7 @@ def test_it_is_assigned_as_a_whole_and_in_parts(comm, server):
         number, variable, right = number_of(strategy), Variable(table()), table()
         variable.assign_add(table() + number)
         together_after(strategy)
-        right = right + sum(table() + each for each in range(len(strategy.cast.workers)))
+        right = right + sum(table() + each for each in range(len(strategy.roles.workers)))
         np.testing.assert_array_equal(variable.numpy(), right)
         together(strategy)
         if strategy.is_chief:
@@ -137,8 +137,8 @@ def test_only_the_requested_rows_are_sent(comm, server, shards):
             on_far_servers(strategy)
         variable = Variable(table(1000, 5))
         moved = []
-        pull = strategy.worker.client._pull
-        strategy.worker.client._pull = lambda wanted: (
+        pull = strategy.worker.client.pull
+        strategy.worker.client.pull = lambda wanted: (
             moved.extend(out.nbytes for _, out, _ in wanted) or pull(wanted)
         )
         ids = np.array([[3, 999, 3], [500, 250, 0]])
@@ -170,8 +170,8 @@ def test_sparse_changes_are_those_of_one_array(comm, shards):
         variable = Variable(table())
         if strategy.is_chief:
             pushed = []
-            push = strategy.worker.client._mail.push
-            strategy.worker.client._mail.push = lambda server, request, arrays: (
+            push = strategy.worker.client._rpc.push
+            strategy.worker.client._rpc.push = lambda server, request, arrays: (
                 pushed.extend(arrays) or push(server, request, arrays)
             )
             for kind in SCATTERED:
@@ -230,7 +230,7 @@ def test_optimizers_are_saved_and_restored_whole(comm, shards):
         variable, fresh = Variable(value), optimizers.Adam(0.5)
         fresh.restore_tensors(saved)
         together(strategy)
-        workers = len(strategy.cast.workers)
+        workers = len(strategy.roles.workers)
         for step in range(3):
             if step % workers == number_of(strategy):
                 pairs = [(table() - step, variable)]

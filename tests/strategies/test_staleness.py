@@ -7,7 +7,7 @@ import pytest
 
 from collectives import DeadlineExceededError
 from strategies import Variable, optimizers
-from strategies.parameter_server.clock import Clock
+from strategies.parameter_server.server import Clock
 from tests.strategies.parameter_servers import number_of, run_workers, together
 
 STEPS = 12
@@ -29,7 +29,7 @@ def test_the_clock():
 
 def steps_of(strategy, pause, steps=STEPS):
     """Train, and note how many steps each worker had pushed whenever a step of this one is done."""
-    number, workers = number_of(strategy), len(strategy.cast.workers)
+    number, workers = number_of(strategy), len(strategy.roles.workers)
     done = Variable(np.zeros(workers))
     optimizer = optimizers.SGD(1.0)
     gradient = np.zeros(workers)

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from strategies.parameter_server.buffers import Copies, ReusedArray
+from collectives.messaging.buffers import BufferPool, ReusedArray
 
 
 def test_no_two_threads_get_one_array():
@@ -35,7 +35,7 @@ def test_no_two_threads_get_one_array():
 
 
 def test_copies_of_many_shapes_take_the_memory_of_those_in_use():
-    copies, freed = Copies(), []
+    copies, freed = BufferPool(), []
     for number in range(1, 200):
         pair = [copies.copy(np.full((number, 3), number)), copies.copy(np.arange(number))]
         assert (pair[0] == number).all()
@@ -49,7 +49,7 @@ def test_copies_of_many_shapes_take_the_memory_of_those_in_use():
 
 
 def test_copies_use_memory_again():
-    copies, places = Copies(), set()
+    copies, places = BufferPool(), set()
     for number in range(20):
         taken = [copies.copy(np.full((4, 5), number)) for _ in range(3)]
         places |= {copied.ctypes.data for copied in taken}

@@ -1,0 +1,188 @@
+"""Variables and optimizers as they travel between the coordinator's chief and its workers.
+
+A variable is packed with the name of its storage, which lies on the servers. An optimizer travels
+as its present settings: its slots lie on the servers as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+from strategies.base.strategy import Strategy
+from strategies.cluster.membership import Membership
+from strategies.coordinator.link import Link, Restored
+from strategies.coordinator.packing import pack
+from strategies.coordinator.per_worker import WorkerDatasets
+from strategies.coordinator.references import (
+    ChiefReferences,
+    MakeReferences,
+    NotifyWorkers,
+    References,
+    WorkerReferences,
+)
+from strategies.core.storage import LocalStorage
+from strategies.optimizers import Optimizer
+from strategies.parameter_server.client import Client
+from strategies.parameter_server.requests import VariableInfo
+from strategies.parameter_server.roles import Roles
+from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
+from strategies.variables.variable import Variable
+
+
+class StorageName(NamedTuple):
+    """A variable's value on the servers."""
+
+    info: VariableInfo
+
+
+class OptimizerName(NamedTuple):
+    """An optimizer, by the servers' number for it."""
+
+    number: int
+    kind: type[Optimizer]
+    state: dict[str, Any]
+
+
+class Use(NamedTuple):
+    """An optimizer has updated a value for the first time."""
+
+    optimizer: int
+    value: VariableInfo
+
+
+class ServedReferences(References):
+    """Storages on the servers travel by name, and are the same object on each return.
+
+    Optimizers identify a storage by its object.
+    """
+
+    def __init__(self, strategy: Strategy, *arguments: Any) -> None:
+        super().__init__(strategy, *arguments)
+        self._storages: dict[tuple[bool, int], ServedStorage] = {}
+
+    @property
+    def client(self) -> Client:
+        """This process's client of the servers."""
+        return cast(Client, self._strategy.worker.client)  # type: ignore[attr-defined]
+
+    def name(self, thing: Any) -> Any:
+        """A picklable name; None for an object that is packed itself."""
+        if isinstance(thing, ServedStorage) and thing.client is self.client:
+            self._storages.setdefault(_key(thing.info), thing)
+            return StorageName(thing.info)
+        return super().name(thing)
+
+    def resolve(self, name: Any) -> Any:
+        """This process's own object of that name."""
+        return self.storage(name.info) if isinstance(name, StorageName) else super().resolve(name)
+
+    def storage(self, info: VariableInfo) -> ServedStorage:
+        """The storage of this value."""
+        key = _key(info)
+        if key not in self._storages:
+            kind = SplitStorage if info.split else WholeStorage
+            self._storages[key] = kind(self.client, info)
+        return self._storages[key]
+
+
+class ChiefServedReferences(ServedReferences, ChiefReferences):
+    """The chief's: variables' storages, and its optimizers, which workers have copies of."""
+
+    def __init__(self, strategy: Strategy, notify_workers: NotifyWorkers) -> None:
+        super().__init__(strategy, notify_workers)
+        self._optimizers: dict[int, Optimizer] = {}
+        self._restored: dict[int, dict[str, Any]] = {}
+        self._uses: list[Use] = []
+
+    def name(self, thing: Any) -> Any:
+        """A picklable name. Moves an ON_READ variable to the servers: all workers share it then."""
+        if isinstance(thing, Optimizer):
+            return self._name_of(thing)
+        if isinstance(thing, Variable) and thing.strategy is self._strategy:
+            self._serve(thing)
+        return super().name(thing)
+
+    def _name_of(self, optimizer: Optimizer) -> OptimizerName:
+        number, state = self.client.number_of(optimizer), optimizer.__getstate__()
+        self._optimizers[number] = optimizer
+        restored = state.pop("_restored")
+        if restored and self._restored.get(number) is not restored:
+            # Once, since it may be as large as the model.
+            self._restored[number] = restored
+            self._notify_workers(Restored(number), pack(restored, self))
+        return OptimizerName(number, type(optimizer), state)
+
+    def _serve(self, variable: Variable) -> None:
+        if isinstance(variable.storage, LocalStorage):
+            variable.storage = self._strategy.store(variable.local.copy(), repr(variable))
+            self._strategy.complete(variable)
+
+    def add_uses(self, uses: list[Use]) -> None:
+        """Keep which values the workers' optimizers have updated."""
+        self._uses.extend(uses)
+
+    def apply_uses(self) -> None:
+        """Give the chief's optimizers slots for these values: checkpoints hold them."""
+        while self._uses:
+            use = self._uses.pop(0)
+            optimizer = self._optimizers[use.optimizer]
+            optimizer.slots_of(self.storage(use.value), optimizer.rule.slots)
+
+
+class WorkerServedReferences(ServedReferences, WorkerReferences):
+    """A worker's: its storages, and its optimizers, each a copy of the chief's."""
+
+    def __init__(self, strategy: Strategy, datasets: WorkerDatasets) -> None:
+        super().__init__(strategy, datasets)
+        self._optimizers: dict[int, Optimizer] = {}
+        self._sent: set[tuple[int, int]] = set()
+        self._restored: dict[int, dict[str, Any]] = {}
+
+    def resolve(self, name: Any) -> Any:
+        """This process's own object of that name."""
+        return self._optimizer(name) if isinstance(name, OptimizerName) else super().resolve(name)
+
+    def restore(self, number: int, restored: dict[str, Any]) -> None:
+        """Keep an optimizer's first slots; it keeps those that it has already."""
+        self._restored[number] = restored
+
+    def _optimizer(self, name: OptimizerName) -> Optimizer:
+        own = self._optimizers.get(name.number)
+        if own is None:
+            own = name.kind.__new__(name.kind)
+            own.__setstate__({**name.state, "_restored": {}})
+            self.client.adopt(own, name.number)
+            self._optimizers[name.number] = own
+        # What it has restored here is not restored again.
+        own.__setstate__({**name.state, "_slots": own.__dict__["_slots"]})
+        if name.number in self._restored:
+            own.__dict__["_restored"] = self._restored.pop(name.number)
+        return own
+
+    def uses(self) -> list[Use]:
+        """The values that optimizers have updated since the last call."""
+        new = []
+        for number, optimizer in self._optimizers.items():
+            for value in optimizer.values:
+                if isinstance(value, ServedStorage) and (number, id(value)) not in self._sent:
+                    self._sent.add((number, id(value)))
+                    new.append(Use(number, value.info))
+        return new
+
+
+def open_link(membership: Membership, roles: Roles) -> Link | None:
+    """Between the chief and the workers that serve it; None in a cluster without a chief.
+
+    Collective between all ranks of the world.
+    """
+    if not membership.ranks_of("chief"):
+        return None
+    workers = {rank: roles.name(rank) for rank in membership.ranks_of("worker")}
+    servers = {rank: roles.name(rank) for rank in roles.servers}
+    make = MakeReferences(ChiefServedReferences, WorkerServedReferences)
+    return Link(membership.world.mailbox(), roles.chief, workers, servers, make)
+
+
+def _key(info: VariableInfo) -> tuple[bool, int]:
+    """By the first shard; a part of a sharded variable is a value of its own."""
+    return info.split, info.shards[0].number
