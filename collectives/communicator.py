@@ -69,13 +69,11 @@ class Communicator(Group):
         if algorithm is None and type(array) is np.ndarray:
             kind = op, array.dtype, array.shape
             try:
-                quick = self._quick.get(kind if what is None else (*kind, what))
+                bound = self._bound.get(kind if what is None else (*kind, what))
             except TypeError:  # an unhashable op is invalid, which the general path reports
-                quick = None
-            if quick is not None:
-                result = quick(array, out)
-                if result is not PASS:
-                    return result
+                bound = None
+            if bound is not None and (result := bound(array, out)) is not PASS:
+                return result
         if algorithm is None:
             result = self._call_cache.all_reduce(array, op, out, what)
             if result is not PASS:
@@ -215,8 +213,7 @@ class Communicator(Group):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Copies of every rank's object in rank order, pickled; for small metadata."""
-        gathered: list[Any] = self._run(objects.all_gather_object(obj))
-        return gathered
+        return self._run(objects.all_gather_object(obj))  # type: ignore[no-any-return]
 
     def all_reduce_async(
         self, array: Any, op: ReduceOp | str = "sum", *, out: Any = None
@@ -283,8 +280,7 @@ class Communicator(Group):
         (COLLECTIVES_CACHE, or mpi-collectives in XDG_CACHE_HOME or ~/.cache) for communicators on
         the same host, MPI and layout; a failure is logged. Returns a readable report.
         """
-        text: str = self._run(tuning.tune(save=save).then(self._forget))
-        return text
+        return self._run(tuning.tune(save=save).then(self._forget))  # type: ignore[no-any-return]
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last 256 calls of every rank, on one clock, to a file on rank 0. Collective.
@@ -300,11 +296,5 @@ class Communicator(Group):
         Collective; None where color is None. `color` is a non-negative integer, `key` any, both of
         31 bits (as of MPI_Comm_split).
         """
-        if color is not None:
-            color = check_index("color", color, 1 << 31)
-        key = check_index("key", key, 1 << 31, least=-(1 << 31))
         part: Communicator | None = self._engine.whole(self._split, color, key)
         return part
-
-    def __repr__(self) -> str:
-        return f"<Communicator rank {self.rank} of {self.size}>"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,15 +18,24 @@ from collectives.errors import CollectiveError, DeadlineExceededError, MismatchE
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices
 from collectives.gpu.many import ManyOnGpus
-from collectives.lifecycle import nodes, shutdown, topology
+from collectives.lifecycle import nodes, shutdown
 from collectives.lifecycle.due import Deferred
 from collectives.lifecycle.futures import Handle, ProgressThread, run_at_once
-from collectives.lifecycle.setup import check_backend, transport_over
+from collectives.lifecycle.setup import transport_over
 from collectives.messaging.mailbox import Mailbox
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE, calling_line, check_deadline
 
 Entered = TypeVar("Entered", bound="Group")
+
+
+@contextmanager
+def _closing_on_error(engine: Engine) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
 
 
 class Group(Deferred):
@@ -47,43 +57,29 @@ class Group(Deferred):
                 the hosts' memory; "auto" selects the best path that all ranks have, at the first
                 such array. Arrays on the CPU are moved by MPI.
             deadline: how many seconds a call waits for absent ranks; None waits for ever.
-            node_of: each rank's node, to imitate several hosts. By default, ranks that share memory
-                share a node.
+            node_of: each rank's node, to imitate hosts. By default, ranks that share memory share
+                a node.
 
         Raises on every rank: BackendUnavailableError if any rank can't start NCCL, and ValueError
         or TypeError for a wrong argument of any rank, or different maps or backends.
 
         """
         self._engine = engine = Engine(transport_over(mpi_comm))
-
-        def check() -> tuple[str, list[int] | None]:
-            check_backend(backend)
-            engine.wait_policy.deadline = check_deadline(deadline)
-            labels = None if node_of is None else topology.check_node_of(node_of, engine.size)
-            return backend, labels
-
-        try:
-            labels = nodes.agree_on_start(engine, check)
-        except BaseException:
-            engine.close()
-            raise
+        with _closing_on_error(engine):
+            labels = nodes.agree_on_start(engine, backend, deadline, node_of)
         self._topology = nodes.find_topology(engine, labels)
         nodes.settle(self._engine, self._topology)
         use_saved(self._engine)
-        self._devices = Devices(engine, backend, self._topology.local_rank)
-        engine.devices = self._devices
-        try:
+        self._devices = engine.devices = Devices(engine, backend, self._topology.local_rank)
+        with _closing_on_error(engine):
             self._devices.start()
-        except BaseException:
-            engine.close()
-            raise
         self._twin = self._duplicate()
         self._progress: ProgressThread | None = None
         self._mailboxes: list[Mailbox] = []
         super().__init__()
         self._closed = False
         self._call_cache = CallCache(self._engine, self._check_open)
-        self._quick = self._call_cache.known
+        self._bound = self._call_cache.known
         self._many = ManyReducer(self._engine)
         self._many_on_gpus = ManyOnGpus(self._engine)
         if not self._engine.transport.one_process:
@@ -235,10 +231,16 @@ class Group(Deferred):
 
     def _forget_bound(self) -> None:
         """Bind every call anew, to the same path."""
-        self._quick.clear()
+        self._bound.clear()
         self._many.forget_bound()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
+
     def _split(self: Entered, color: int | None, key: int) -> Entered | None:
+        if color is not None:
+            color = check_index("color", color, 1 << 31)
+        key = check_index("key", key, 1 << 31, least=-(1 << 31))
         part = self._run(nodes.split(color, key))
         if part is None:
             return None

@@ -34,9 +34,8 @@ def bind_all_reduce(
     reduce = path.bind_all_reduce(given.op, dtype) if whole else None
     if reduce is None:
         return None
-    gpus = cuda()
+    gpus, kind, empty = cuda(), cuda().array_type, cuda().empty
     device_of, current_device, address = gpus.device_of, gpus.current_device, gpus.address
-    kind, empty = gpus.array_type, gpus.empty
 
     def run(source: DeviceArray, target: DeviceArray, index: int | None) -> None:
         try:

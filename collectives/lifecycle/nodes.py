@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles, make_on_all, numbers_of_all
@@ -16,6 +17,7 @@ from collectives.errors import MismatchError
 from collectives.execution.cost_model import Layout
 from collectives.execution.engine import Engine
 from collectives.lifecycle import topology
+from collectives.lifecycle.setup import check_backend
 from collectives.lifecycle.topology import Topology
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
@@ -24,18 +26,26 @@ from collectives.shm.node_barrier import NodeBarrier
 from collectives.shm.pool import ALIGNMENT, Pool
 from collectives.shm.progress import ProgressCounters
 from collectives.transports.base import Transport
-from collectives.waiting.wait_policy import warn_once
+from collectives.waiting.wait_policy import check_deadline, warn_once
 
 _ENDS = ("close", "exit")
 
 
 def agree_on_start(
-    engine: Engine, check: Callable[[], tuple[str, list[int] | None]]
+    engine: Engine, backend: Any, deadline: Any, node_of: Sequence[int] | None
 ) -> list[int] | None:
-    """The map that `check` returns, together with the backend, on every rank.
+    """Check the arguments of a new communicator on all ranks; returns the map of nodes.
 
-    Raises ValueError on every rank if the maps or the backends differ.
+    Raises ValueError or TypeError on every rank for a wrong argument of any rank, ValueError if the
+    maps or the backends differ.
     """
+
+    def check() -> tuple[str, list[int] | None]:
+        check_backend(backend)
+        engine.wait_policy.deadline = check_deadline(deadline)
+        labels = None if node_of is None else topology.check_node_of(node_of, engine.size)
+        return backend, labels
+
     given: list[tuple[str, list[int] | None]] = make_on_all(engine, check)
     for name, position in (("backend", 0), ("node_of", 1)):
         first = given[0][position]

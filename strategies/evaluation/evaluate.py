@@ -58,37 +58,28 @@ def evaluate_checkpoints(
 
         def model_fn(strategy):
             model, accuracy = Model(), metrics.Mean()
-
             def evaluate():
                 accuracy.reset_state()
                 for batch in test_data:
                     strategy.run(lambda batch: accuracy.update_state(model(batch)), (batch,))
                 return accuracy.result()
-
             return Checkpoint(model=model), evaluate
-
         evaluations = evaluate_checkpoints(model_fn, "checkpoints")
 
-    Returns the evaluations in order. Checkpoints that exist already count as new. A checkpoint
-    that is deleted before it is read is skipped; one that is replaced counts as new. State in a
-    checkpoint that isn't the model's is ignored.
+    Checkpoints that exist already count as new. One that is deleted before it is read is skipped;
+    one that is replaced counts as new. State in a checkpoint that isn't the model's is ignored.
 
     strategy: that of the evaluating ranks, all of which make this call (default: the current one).
-    On an evaluator of `MultiWorkerMirroredStrategy` that is one rank. A worker of
-    `ParameterServerStrategy` evaluates alone, as an evaluator does: `model_fn` creates local
-    variables with the values of the file, which other workers can't change; meanwhile access to
-    the servers' variables raises RuntimeError.
-    run: the name of the run whose end is awaited; None accepts any run that ends after the start
-    of this process.
+    A worker of `ParameterServerStrategy` evaluates alone: `model_fn` creates local variables with
+    the values of the file; meanwhile access to the servers' variables raises RuntimeError.
+    run: the name of the run whose end is awaited (None: any that ends after this process started).
     poll_seconds: the interval at which rank 0 reads the directory.
-    idle_seconds: the time without a new checkpoint after which it warns and returns; None: no
-    limit.
-    on_result: called with each evaluation as soon as it is available.
+    idle_seconds: the time without a new checkpoint after which it warns and returns; None: never.
+    on_result: called with each evaluation.
 
-    Returns after the last checkpoint, when `training_ends` has written its marker. Emits a
-    RuntimeWarning after `idle_seconds`, and where there never was a checkpoint. Raises ValueError
-    for `poll_seconds` that aren't positive, and the errors of `Checkpoint.restore` and of the
-    functions.
+    Returns when `training_ends` has written its marker. Emits a RuntimeWarning after
+    `idle_seconds`, and if there never was a checkpoint. Raises ValueError unless `poll_seconds` is
+    positive, and the errors of `Checkpoint.restore` and of the functions.
     """
     polling = _Polling(poll_seconds, idle_seconds)
     strategy = get_strategy() if strategy is None else strategy

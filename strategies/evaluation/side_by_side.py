@@ -55,23 +55,13 @@ def train_and_evaluate(
     serves until the workers have trained; each worker then disconnects from the servers and
     evaluates alone, so that every worker has a result of every checkpoint.
 
-    strategy_fn: called as `strategy_fn(communicator=…)` with all ranks.
-    eval_fn: the `model_fn` of `evaluate_checkpoints`, which documents the other arguments, too.
-
-    Raises ValueError on every rank for an invalid cluster; where training fails, its error, after
-    the end marker is written.
+    strategy_fn is called as `strategy_fn(communicator=…)`; `evaluate_checkpoints` documents the
+    other arguments. Raises ValueError on every rank for an invalid cluster, and training's error.
     """
     strategy, run, roles = _set_up(strategy_fn, communicator)
-    evaluate = functools.partial(
-        evaluate_checkpoints,
-        eval_fn,
-        directory,
-        strategy=strategy,
-        run=run,
-        poll_seconds=poll_seconds,
-        idle_seconds=idle_seconds,
-        on_result=on_result,
-    )
+    limits = {"poll_seconds": poll_seconds, "idle_seconds": idle_seconds}
+    options: dict[str, Any] = {"strategy": strategy, "run": run, "on_result": on_result, **limits}
+    evaluate = functools.partial(evaluate_checkpoints, eval_fn, directory, **options)
     if _role(strategy) == "evaluator":
         return TrainedAndEvaluated(None, evaluate())
     if isinstance(strategy, ParameterServerStrategy) and _role(strategy) == "ps":

@@ -181,7 +181,7 @@ def test_the_short_way_of_repeated_calls_reduces_what_is_there_now():
             other = cuda.from_host(np.zeros(3, np.float32))
             assert comm.all_reduce(given, out=other) is other
             same(other, np.full(3, 3 * number + 3, np.float32))
-        assert len(comm._quick) == 2
+        assert len(comm._bound) == 2
         overlapping = cuda.from_host(np.arange(4, dtype=np.float32))
         assert comm.all_reduce(overlapping[:3], out=overlapping[1:]).get().tolist() == [0, 3, 6]
         with pytest.raises(TypeError, match="out has dtype"):
