@@ -96,6 +96,8 @@ class CallCache:
     def broadcast(self, array: Any, root: int, *, on_root: bool) -> Any:
         """As `Communicator.broadcast`."""
         if type(array) is np.ndarray and array.flags.carray:
+            if ("broadcast", array.dtype, array.shape, root) not in self.known:
+                to_array(array)  # refuses dtypes that can't be sent
             self._broadcast(array, root, array.reshape(-1))
             return array
         if on_gpu(array):

@@ -38,7 +38,7 @@ def test_steps_are_counted(name, ranks, training):
     (row,) = read_rows(ended.stdout)["rows"]
     assert (row["strategy"], row["ranks"]) == (name.replace("_", " "), ranks)
     assert row["ranks that train"] == training
-    assert 1 < row["steps/s"] < 1e6
+    assert 0 < row["steps/s"] < 1e6
 
 
 def test_what_was_measured_is_written_though_a_later_program_fails(tmp_path, monkeypatch, capsys):

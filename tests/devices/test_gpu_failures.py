@@ -23,20 +23,21 @@ def test_a_rank_that_never_begins_on_the_gpu_is_named_by_wait():
 
         def one_rank(transport):
             gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=0.5)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm.deadline = 1
             array = filled(gpus, comm.rank)
             if comm.rank == 1:
                 gpus.slow(gpus.current_stream(), 30)
             handle = comm.all_reduce_async(array)
             start = time.monotonic()
-            with pytest.raises(DeadlineExceededError, match=r"all_reduce.*0\.5 s"):
+            with pytest.raises(DeadlineExceededError, match=r"all_reduce.*1 s"):
                 handle.wait()
             with pytest.raises(RuntimeError, match="can't go on"):
                 comm.all_reduce(array)
             return time.monotonic() - start
 
         seconds = local.run(2, one_rank)
-        assert max(seconds) < 5
+        assert max(seconds) < 15
         assert [comm.ended for comm in nccl.comms] == ["aborted", "aborted"]
 
 
@@ -71,7 +72,8 @@ def test_a_call_that_fails_ends_the_communicator(name):
 
         def one_rank(transport):
             gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=0.5)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm.deadline = 1
             array = filled(gpus, comm.rank)
             call(comm, array).wait()
             if comm.rank == 0:
@@ -93,7 +95,8 @@ def test_what_one_rank_alone_can_not_do_is_no_call_of_its_next_one(monkeypatch):
 
         def one_rank(transport):
             gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=0.5)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm.deadline = 1
             array = filled(gpus, comm.rank)
             comm.all_reduce(array)
             if comm.rank == 1:
@@ -137,7 +140,8 @@ def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline():
 
         def one_rank(transport):
             gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=0.3)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm.deadline = 1
             path = comm._devices._path
             path._launches._end_job = ended.append
             if comm.rank == 1:
@@ -151,7 +155,7 @@ def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline():
         local.run(2, one_rank)
     assert ended
     assert "all_reduce" in ended[0]
-    assert "has run on the GPU for the deadline of 0.3 s" in ended[0]
+    assert "has run on the GPU for the deadline of 1 s" in ended[0]
 
 
 def test_work_of_the_caller_does_not_count_for_the_deadline():
@@ -164,7 +168,7 @@ def test_work_of_the_caller_does_not_count_for_the_deadline():
         time.sleep(3.0)
         return result.get().tolist()
 
-    assert run(2, program, backend="nccl", deadline=0.5) == [[1.0] * 4] * 2
+    assert run(2, program, backend="nccl", deadline=2) == [[1.0] * 4] * 2
     assert not ended
 
 
@@ -199,7 +203,8 @@ def test_a_rank_that_ends_with_an_exception_aborts():
 
         def one_rank(transport):
             gpus.be_rank(transport.rank)
-            comm = Communicator(transport, backend="nccl", deadline=0.3)
+            comm = Communicator(transport, backend="nccl", deadline=20)
+            comm.deadline = 1
             try:
                 program(comm, gpus)
                 comm.close()

@@ -65,7 +65,7 @@ def test_what_no_slices_can_be_made_of(arguments, error, match):
 
 
 def test_without_a_dense_shape_nothing_dense_is_made():
-    refusal(ValueError, "know no dense_shape", IndexedSlices([1.0], [0]).to_dense)
+    refusal(ValueError, "have no dense_shape", IndexedSlices([1.0], [0]).to_dense)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
