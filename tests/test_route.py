@@ -101,6 +101,31 @@ def test_few_functions_lie_between_a_call_and_the_memory(comm):
     beyond = {
         name: counts
         for name, counts in found.items()
-        if any(count > SLACK * most for count, most in zip(counts, REACHED.get(name, TARGETS[name]), strict=True))
+        if any(
+            count > SLACK * most
+            for count, most in zip(counts, REACHED.get(name, TARGETS[name]), strict=True)
+        )
     }
     assert not beyond, "\n".join(lines)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_any_number_of_recurring_lists_is_bound(comm):
+    """Each of forty lists costs what a single one costs."""
+    lists = [[np.full(9, 1.0 * comm.rank + number) for _ in range(3)] for number in range(40)]
+    outs = [[np.empty(9) for _ in range(3)] for _ in lists]
+    with comm.split(0) as own:
+        for _ in range(3):
+            for arrays, out in zip(lists, outs, strict=True):
+                own.all_reduce_many(arrays, out=out)
+        one = counted(lambda: own.all_reduce_many(lists[0], out=outs[0]))
+
+        def reduce_all():
+            for arrays, out in zip(lists, outs, strict=True):
+                own.all_reduce_many(arrays, out=out)
+
+        every = counted(reduce_all)
+    if comm.rank == 0:
+        assert len(every) <= SLACK * len(lists) * len(one)
+        assert outs[39][2].tolist() == [79.0] * 9

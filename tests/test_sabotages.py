@@ -48,28 +48,39 @@ SABOTAGES = {
         "            pass\n        return alike",
         "test_fences",
     ),
+    # Bound calls
+    "a bound call does not wait for the other rank": Sabotage(
+        "if not one_word or peer[index] != word:\n"
+        "                    arrive(signature, word, sequence)\n"
+        "                engine.path",
+        "engine.path",
+        "test_ways",
+    ),
+    "a bound all_gather does not check the room of out": Sabotage(
+        "check_room(counts, rooms)\n        lengths", "pass\n        lengths", "test_communicator"
+    ),
     # The engine and the reductions
     "a mean of short arrays is not divided": Sabotage(
-        "last, mean = CALLS_KEPT - 1, op is ReduceOp.MEAN",
-        "last, mean = CALLS_KEPT - 1, False",
+        "last, mean, ndarray, empty = CALLS_KEPT - 1, op is ReduceOp.MEAN",
+        "last, mean, ndarray, empty = CALLS_KEPT - 1, False",
         "test_shared",
     ),
     "a mean in a bucket is not divided": Sabotage(
         "finish(self._op, folded, self._size)", "pass", "test_fused"
     ),
     "the operands of a schedule's fold depend on the rank": Sabotage(
-        "first, second = (theirs, mine) if step.peer < self.rank else (mine, theirs)",
-        "first, second = (mine, theirs)",
+        "first, second = (received, own) if step.peer < self.rank else (own, received)",
+        "first, second = (own, received)",
         "test_same_bits",
     ),
     "the operands of two ranks' fold depend on the rank": Sabotage(
-        "pair = (given, theirs) if peer else (theirs, given)",
-        "pair = (given, theirs)",
+        "pair = (given, peer_block) if peer else (peer_block, given)",
+        "pair = (given, peer_block)",
         "test_shared test_same_bits",
     ),
     "buffers bound by the target's address alone": Sabotage(
-        "key = (place if source is None else address(source), place)",
-        "key = (place, place)",
+        "key = (target_address if source is None else address(source), target_address)",
+        "key = (target_address, target_address)",
         "test_communicator",
     ),
     "a bucket is unpacked to the wrong arrays": Sabotage(
@@ -92,7 +103,7 @@ SABOTAGES = {
         "test_ways",
     ),
     "where registered arrays lay in the first call": Sabotage(
-        "if without_times != self._told:", "if not self._told:", "test_shared"
+        "if rows != self._rows:", "if not self._rows:", "test_shared"
     ),
     "memory that one rank has let go of is used again": Sabotage(
         "for number in set(released[0]).intersection(*released[1:]):",
