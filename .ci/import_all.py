@@ -22,6 +22,7 @@ NEEDS = {
         "bench.peers.mpi",
         "collectives.transports.mpi",
         "collectives.transports.mpi_mailbox",
+        "collectives.transports.mpi_messages",
         "collectives.transports.mpi_native",
     },
     # They are what talks to CuPy.
