@@ -22,7 +22,7 @@ COLLECTIVES = {
     "scope": {"group"},
     "group": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
     | {"messaging", "transports", "waiting"},
-    "gpu": {"algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
+    "gpu": {"caching", "algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
     | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},
     "lifecycle": {"calls", "consistency", "errors", "execution", "reductions", "shm"}

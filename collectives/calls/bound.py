@@ -130,7 +130,8 @@ def bind_all_reduce(
     if fold is not None:
         return bind_small(engine, signature, op, dtype, shape, fold)
     ndarray, empty, overlap = np.ndarray, np.empty, np.may_share_memory
-    call = _bind_large(engine, signature, op, dtype, count)
+    run, publish = _component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
+    call = bind(engine, signature, _finished(engine, op, run), publish)
 
     def all_reduce(array: Array, out: Any) -> Any:
         flags = array.flags
@@ -154,13 +155,6 @@ def bind_all_reduce(
         return PASS if call(source, out.reshape(-1)) is PASS else out
 
     return all_reduce
-
-
-def _bind_large(
-    engine: Engine, signature: Signature, op: ReduceOp, dtype: np.dtype[Any], count: int
-) -> Callable[[Array | None, Array], Any]:
-    run, publish = _component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
-    return bind(engine, signature, _finished(engine, op, run), publish)
 
 
 def _finished(engine: Engine, op: ReduceOp, run: Run) -> Run:
@@ -195,11 +189,11 @@ def bind_reduce_scatter(
 
 def bind_all_gather(
     engine: Engine, signature: Signature, count: int, room: int, row: int, dtype: np.dtype[Any]
-) -> Callable[[Array, Array | None], Any]:
-    """The function (source, target) → joined rows of `row` elements, flat.
+) -> Callable[[Array, Array | None], tuple[Array, int]]:
+    """The function (source, target) → the joined rows of `row` elements, flat; how many rows.
 
-    This rank gives `count` rows. Without a target memory is allocated; `room` is how many rows the
-    target has, which ValueError on every rank is raised about where it isn't the sum of all.
+    This rank gives `count` rows. Without a target memory is allocated; `room` is the number of rows
+    that the target has (`check_room` raises ValueError on every rank where it isn't the sum).
     """
     exchange = None if engine.node is None else engine.node.addresses
     paths = engine.paths("all_gather", None, _BYTES)
@@ -220,9 +214,10 @@ def bind_all_gather(
             addresses, counts, rooms = exchange.read(index)
         check_room(counts, rooms)
         lengths = [each * row_bytes for each in counts]
-        total = sum(lengths)
+        rows = sum(counts)
+        total = rows * row_bytes
         if target is None:
-            target = np.empty(sum(counts) * row, dtype)
+            target = np.empty(rows * row, dtype)
         given, filled = source.view(_BYTES), target.view(_BYTES)
         name, path, addressed = chosen.get(total) or chosen.put(total, choose(total))
         if path is None:
@@ -231,7 +226,7 @@ def bind_all_gather(
             engine.path = errstate(path.run, addresses, total, given, filled, lengths, 0)
         else:
             engine.path = errstate(path, given, filled, lengths, 0) or name
-        return target, sum(counts)
+        return target, rows
 
     publish = None if exchange is None else exchange.publisher(count, room)
     return bind(engine, signature, run, publish)

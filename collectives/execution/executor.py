@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from collectives import algorithms
+from collectives.caching import LRU
 from collectives.execution.plan import Fold, Piece, Resolver
 from collectives.reductions.reduction import Action, Array, ReduceOp, bind_fold
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
@@ -106,7 +107,7 @@ class Plan:
         self._op, self._dtype = call.op, call.dtype
         self._length = offsets[-1]
         self._scratch = memory.empty(resolver.scratch_needed, call.dtype)
-        self._bindings: OrderedDict[tuple[int, int], list[_BoundRound]] = OrderedDict()
+        self._bindings: LRU[tuple[int, int], list[_BoundRound]] = LRU(_BINDINGS_KEPT)
 
     @property
     def nbytes(self) -> int:
@@ -132,11 +133,7 @@ class Plan:
         target_address = address(target)
         key = (target_address if source is None else address(source), target_address)
         bound = self._bindings.get(key)
-        if bound is None:
-            bound = self._bindings[key] = self._bind(*key)
-            if len(self._bindings) > _BINDINGS_KEPT:
-                self._bindings.popitem(last=False)
-        return bound
+        return self._bindings.put(key, self._bind(*key)) if bound is None else bound
 
     def _bind(self, source: int, target: int) -> list[_BoundRound]:
         memory = self._memory

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.caching import LRU
 from collectives.cuda.interface import Cuda, DeviceArray, Event
 from collectives.cuda.kernels import kernel_name, lay_out, make_table, reals
 from collectives.reductions.buckets import Bucket, Kinds, make_plan
@@ -53,7 +54,7 @@ class DeviceBucket:
         self.flat.view(np.uint8)[...] = 0
         self._pack = kernel_name("pack", dtype, bucket.dtype)
         self._unpack = kernel_name("unpack", bucket.dtype, bucket.dtype)
-        self._tables: OrderedDict[tuple[int, ...], Table] = OrderedDict()
+        self._tables: LRU[tuple[int, ...], Table] = LRU(_TABLES_KEPT)
 
     def table(self, arrays: Sequence[DeviceArray]) -> Table:
         """The table of this bucket's arrays, or outputs: flat, contiguous, of one dtype."""
@@ -63,14 +64,9 @@ class DeviceBucket:
         key = (itemsize, *addresses)
         table = self._tables.get(key)
         if table is None:
-            table = self._memory.upload(
-                make_table(addresses, self._starts, self._lengths, itemsize)
-            )
-            self._tables[key] = table
-            if len(self._tables) > _TABLES_KEPT:
-                self._tables.popitem(last=False)
-        else:
-            self._tables.move_to_end(key)
+            made = make_table(addresses, self._starts, self._lengths, itemsize)
+            return self._tables.put(key, self._memory.upload(made))
+        self._tables.touch(key)
         return table
 
     def pack(self, table: Table) -> None:

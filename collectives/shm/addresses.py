@@ -28,7 +28,7 @@ _without_time: Callable[[_Row], _Row] = itemgetter(slice(6))
 _time: Callable[[_Row], int] = itemgetter(6)
 
 
-class BufferAddresses:
+class Addresses:
     """Addresses of every rank's input and output, in rank order."""
 
     def __init__(
@@ -57,15 +57,15 @@ class BufferAddresses:
         return start if self.source_addresses[rank] == self.target_addresses[rank] else 0
 
 
-NOWHERE = BufferAddresses()
+NOWHERE = Addresses()
 """For copy-in/copy-out, which needs no addresses."""
 
-DataPath = Callable[[BufferAddresses, Array | None, Array, Lengths, int], None]
+DataPath = Callable[[Addresses, Array | None, Array, Lengths, int], None]
 """A collective between the ranks of a node: (addresses, source, target, lengths, root)."""
 
 Publish = Callable[[int, Array | None, Array | None], None]
 
-Exchanged = tuple[BufferAddresses, _Row, _Row]
+Exchanged = tuple[Addresses, _Row, _Row]
 """The addresses, and every rank's first and second number."""
 
 
@@ -138,5 +138,5 @@ class AddressExchange:
         if rows != self._rows:
             self._rows = rows
             *addresses, first, second = zip(*rows, strict=True)
-            self._found = BufferAddresses(*addresses), first, second
+            self._found = Addresses(*addresses), first, second
         return self._found

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
-from collectives.shm.addresses import BufferAddresses, DataPath
+from collectives.shm.addresses import Addresses, DataPath
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory, address_of
 from collectives.shm.progress import ProgressCounters
@@ -44,23 +44,18 @@ class CrossMemoryAttach:
     # Reductions
 
     def all_reduce(
-        self,
-        places: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """With two ranks each folds all; with more each folds a slice and copies the others."""
         given = target if source is None else source
         if self._size == 2:
-            self._fold_all(places, given, target)
+            self._fold_all(addresses, given, target)
             return
         edges = bounds(len(target), self._size, self._itemsize)
         own = slice(edges[self._rank], edges[self._rank + 1])
-        self._fold_part(places, given, edges[self._rank], target[own])
+        self._fold_part(addresses, given, edges[self._rank], target[own])
         self._steps.together()
-        self._read_parts(places.target_addresses, edges, target)
+        self._read_parts(addresses.target_addresses, edges, target)
         self._steps.together()
 
     def _read_parts(self, arrays: Sequence[int], edges: Sequence[int], target: Array) -> None:
@@ -70,10 +65,10 @@ class CrossMemoryAttach:
             start, nbytes = self._span(edges[peer], edges[peer + 1])
             self._peers.read(peer, arrays[peer] + start, nbytes, into + start)
 
-    def _fold_all(self, places: BufferAddresses, given: Array, target: Array) -> None:
-        steps, in_place = self._steps, places.in_place
+    def _fold_all(self, addresses: Addresses, given: Array, target: Array) -> None:
+        steps, in_place = self._steps, addresses.in_place
         for block in blocks_of(len(target), self._block):
-            pieces = self._read_pieces(places, given, block)
+            pieces = self._read_pieces(addresses, given, block)
             if in_place:
                 # The peer must have read the block before it is overwritten.
                 steps.together()
@@ -81,21 +76,21 @@ class CrossMemoryAttach:
         if not in_place:
             steps.together()
 
-    def _read_pieces(self, places: BufferAddresses, given: Array, block: slice) -> list[Array]:
+    def _read_pieces(self, addresses: Addresses, given: Array, block: slice) -> list[Array]:
         """Every rank's elements of a block, in rank order."""
         start, nbytes = self._span(block.start, block.stop)
         pieces = [scratch[: block.stop - block.start] for scratch in self._scratch]
         pieces[self._rank] = given[block]
         for peer in others(self._rank, self._size):
-            address = places.source_addresses[peer] + start
+            address = addresses.source_addresses[peer] + start
             self._peers.read(peer, address, nbytes, self._addresses[peer])
         return pieces
 
-    def _fold_part(self, places: BufferAddresses, given: Array, start: int, folded: Array) -> None:
+    def _fold_part(self, addresses: Addresses, given: Array, start: int, folded: Array) -> None:
         """Fold every rank's elements from `start` on, as many as fit into `folded`."""
         for block in blocks_of(start + len(folded), self._block, start):
             out = folded[block.start - start : block.stop - start]
-            pieces = self._read_pieces(places, given, block)
+            pieces = self._read_pieces(addresses, given, block)
             # The own scratch array is unused, because the own elements are not copied.
             fold_in_order(self._fold, pieces, out, self._scratch[self._rank])
 
@@ -104,64 +99,44 @@ class CrossMemoryAttach:
         return first * self._itemsize, (last - first) * self._itemsize
 
     def reduce(
-        self,
-        places: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Each rank folds a slice, and the root reads the slices."""
         given = target if source is None else source
         edges = bounds(len(target), self._size, self._itemsize)
         start, stop = edges[self._rank], edges[self._rank + 1]
-        self._fold_part(places, given, start, target[start:stop])
+        self._fold_part(addresses, given, start, target[start:stop])
         self._steps.together()
         if self._rank == root:
-            self._read_parts(places.target_addresses, edges, target)
+            self._read_parts(addresses.target_addresses, edges, target)
         self._steps.together()
 
     def reduce_scatter(
-        self,
-        places: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Each rank folds its part; the target is that part alone."""
         assert source is not None
-        self._fold_part(places, source, sum(lengths[: self._rank]), target)
+        self._fold_part(addresses, source, sum(lengths[: self._rank]), target)
         self._steps.together()
 
     # Movements
 
     def broadcast(
-        self,
-        places: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """The others read the root's array, except a share that the root writes into theirs."""
         edges = bounds(len(target), self._size, self._itemsize)
-        addresses, own = places.target_addresses, address_of(target)
+        targets, own = addresses.target_addresses, address_of(target)
         start, rest = self._span(edges[-2], edges[-1])
         if self._rank == root:
             for peer in others(root, self._size):
-                self._peers.write(peer, addresses[peer] + start, rest, own + start)
+                self._peers.write(peer, targets[peer] + start, rest, own + start)
         else:
-            self._peers.read(root, addresses[root], start, own)
+            self._peers.read(root, targets[root], start, own)
         self._steps.together()
 
     def all_gather(
-        self,
-        places: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Each rank reads the others' parts."""
         starts = part_starts(lengths)
@@ -169,39 +144,29 @@ class CrossMemoryAttach:
             target[starts[self._rank] : starts[self._rank + 1]] = source
         # Addresses at which whole targets would start if every part were at its offset in one.
         wholes = [
-            source + places.offset_of_part(rank, start * self._itemsize) - start * self._itemsize
+            source + addresses.offset_of_part(rank, start * self._itemsize) - start * self._itemsize
             for rank, (source, start) in enumerate(
-                zip(places.source_addresses, starts, strict=False)
+                zip(addresses.source_addresses, starts, strict=False)
             )
         ]
         self._read_parts(wholes, starts, target)
         self._steps.together()
 
     def gather(
-        self,
-        places: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """The root reads the others' parts."""
         if self._rank == root:
-            self._read_parts(places.target_addresses, part_starts(lengths), target)
+            self._read_parts(addresses.target_addresses, part_starts(lengths), target)
         self._steps.together()
 
     def scatter(
-        self,
-        places: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """The others read their parts of the root's array."""
         if self._rank != root:
             first = sum(lengths[: self._rank])
             start, nbytes = self._span(first, first + lengths[self._rank])
-            address = places.target_addresses[root] + start
+            address = addresses.target_addresses[root] + start
             self._peers.read(root, address, nbytes, address_of(target) + start)
         self._steps.together()

@@ -77,7 +77,6 @@ class ProgressCounters:
                 self._await(words, value)
         if fence is not None:
             fence()
-            fence()
         self._step += 1
         self._own[PROGRESS] = value + 1
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collectives.caching import LRU
 from collectives.reductions.reduction import Array
 from collectives.schedules.paths import DIRECT, NATIVE, STAGED
-from collectives.shm.addresses import NOWHERE, AddressExchange, BufferAddresses, DataPath
+from collectives.shm.addresses import NOWHERE, Addresses, AddressExchange, DataPath
 from collectives.shm.copy_in_copy_out import Lengths
 from collectives.shm.online_tuning import PathTimes
 from collectives.shm.zero_copy import ZeroCopyPath
@@ -73,7 +73,7 @@ class PathSelector:
 
     def run(
         self,
-        addresses: BufferAddresses,
+        addresses: Addresses,
         nbytes: int,
         source: Array | None,
         target: Array,

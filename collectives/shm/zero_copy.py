@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.caching import LRU
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
-from collectives.shm.addresses import NOWHERE, BufferAddresses
+from collectives.shm.addresses import NOWHERE, Addresses
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
@@ -30,7 +30,7 @@ _FOLDS_KEPT = 64
 _Block = tuple[list[Array], Array, list[Array]]
 """Every rank's input, this rank's output, the outputs of its peers."""
 
-ZeroCopyPath = Callable[[BufferAddresses, Array | None, Array, Lengths, int], bool]
+ZeroCopyPath = Callable[[Addresses, Array | None, Array, Lengths, int], bool]
 
 
 class ZeroCopy:
@@ -47,7 +47,7 @@ class ZeroCopy:
         self._scratch = np.empty(self._block, dtype)
         self._folds: LRU[tuple[Any, ...], list[_Block]] = LRU(_FOLDS_KEPT)
         # Of the last call: the next one has the same object where its addresses are the same.
-        self._last: tuple[BufferAddresses, int, list[_Block]] = NOWHERE, 0, []
+        self._last: tuple[Addresses, int, list[_Block]] = NOWHERE, 0, []
 
     def find(self, collective: str) -> ZeroCopyPath | None:
         """The collective of that name, if there is such a path."""
@@ -59,12 +59,7 @@ class ZeroCopy:
         return [view(place, peer, length, dtype) for peer, place in enumerate(places)]
 
     def all_reduce(
-        self,
-        addresses: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
         """Each folds a slice of everybody's array and stores it into everybody's."""
         if not all(addresses.sources):
@@ -79,7 +74,7 @@ class ZeroCopy:
         self._steps.together()
         return True
 
-    def _fold_slice(self, addresses: BufferAddresses, length: int) -> None:
+    def _fold_slice(self, addresses: Addresses, length: int) -> None:
         """2 bytes touched for each byte of the vector."""
         last, count, blocks = self._last
         if last is not addresses or count != length:
@@ -94,11 +89,11 @@ class ZeroCopy:
             for store in stores:
                 store[...] = folded
 
-    def _find_blocks(self, addresses: BufferAddresses, length: int) -> list[_Block]:
+    def _find_blocks(self, addresses: Addresses, length: int) -> list[_Block]:
         key = (*addresses.sources, *addresses.targets, length)
         return self._folds.get(key) or self._folds.put(key, self._make_blocks(addresses, length))
 
-    def _make_blocks(self, addresses: BufferAddresses, length: int) -> list[_Block]:
+    def _make_blocks(self, addresses: Addresses, length: int) -> list[_Block]:
         """This rank's slice, cut into blocks of everybody's inputs and outputs."""
         inputs = self._views(addresses.sources, length)
         outputs = self._views(addresses.targets, length)
@@ -116,12 +111,7 @@ class ZeroCopy:
             fold_in_order(self._fold, pieces, target[block], self._scratch)
 
     def reduce(
-        self,
-        addresses: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
         """Each folds a slice of everybody's array and stores it into the root's."""
         if not all(addresses.sources) or not addresses.targets[root]:
@@ -136,12 +126,7 @@ class ZeroCopy:
         return True
 
     def reduce_scatter(
-        self,
-        addresses: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
         """Each folds its part of everybody's array; the target is that part alone."""
         assert source is not None
@@ -156,12 +141,7 @@ class ZeroCopy:
         return True
 
     def broadcast(
-        self,
-        addresses: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
         """The others read the root's array; of those that are registered it writes a share."""
         if not addresses.targets[root]:
@@ -181,12 +161,7 @@ class ZeroCopy:
         return True
 
     def all_gather(
-        self,
-        addresses: BufferAddresses,
-        source: Array | None,
-        target: Array,
-        lengths: Lengths,
-        root: int,
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
         """Each writes its part into everybody's array, or reads the others' parts."""
         starts, rank = part_starts(lengths), self._rank
