@@ -85,16 +85,13 @@ class Known:
 
     def make(self, arrays: list[Array], out: list[Array] | None) -> Any:
         """Make the call; PASS where a first registered array has been made since."""
-        results = self._call(arrays, out)
-        if results is PASS:
-            return PASS
-        if out is not None:
-            return list(out)
-        return results if self._in_order is None else list(self._in_order(results))
+        return self._call(arrays, out)
 
     def _run(self, arrays: list[Array], out: list[Array] | None, index: int | None) -> Any:
         return self._errstate(self._reduce, arrays, out)
 
+    # The list is complete before the call is: a signal's exception after the call would be raised
+    # to a caller that takes it for not made.
     def _reduce(self, arrays: list[Array], out: list[Array] | None) -> list[Array]:
         results: list[Array] = []
         for part in self._parts:
@@ -103,7 +100,9 @@ class Known:
                 results.extend(map(_copy, views))
             else:
                 deque(map(setitem, part.pick(out), repeat(...), views), maxlen=0)
-        return results
+        if out is not None:
+            return list(out)
+        return results if self._in_order is None else list(self._in_order(results))
 
 
 class ManyReducer:

@@ -19,13 +19,15 @@ class InterruptionError(Exception):
 
 
 class Interruption:
-    """A context within which this thread is interrupted at the place with this number, from 0.
+    """A context within which this thread is interrupted at a place: (code, position, time).
 
-    `places` counts those that were passed, all of them where the number is None.
+    `places` counts how often each was passed, in order; without a place, to the end. Times count
+    from 1. A place is known by its code, since the number of those before it depends on how long
+    the ranks wait for each other.
     """
 
-    def __init__(self, number=None):
-        self._number, self.places, self.where = number, 0, None
+    def __init__(self, place=None):
+        self._place, self.places, self.where = place, {}, None
         self._last, self._codes, self._returned = {}, {}, None
 
     def __repr__(self):
@@ -68,8 +70,9 @@ class Interruption:
         return dis.opname[self._codes[code][position]]
 
     def _pass(self, frame):
-        number, self.places = self.places, self.places + 1
-        if number == self._number:
+        place = frame.f_code, frame.f_lasti
+        self.places[place] = times = self.places.get(place, 0) + 1
+        if self.where is None and (*place, times) == self._place:
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             raise InterruptionError(self.where)
 
