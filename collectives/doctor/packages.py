@@ -18,7 +18,7 @@ EXTRAS = {
     "bench": ("rich", "matplotlib", "scikit-learn"),
     "examples": ("rich", "scikit-learn"),
     "docs": ("mkdocs-material", "mkdocstrings-python", "ruff"),
-    "test": ("pytest", "pytest-mpi", "hypothesis"),
+    "test": ("pytest", "pytest-mpi", "pytest-timeout", "hypothesis"),
     "dev": ("ruff", "mypy"),
 }
 """The distributions of each extra, without those that `test` and `dev` take from other extras."""

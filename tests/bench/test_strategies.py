@@ -28,7 +28,7 @@ def test_every_strategy_is_measured():
         pytest.param("local_SGD,_every_8_steps", 2, 2, marks=pytest.mark.slow),
         pytest.param("multi-worker_mirrored,_dataset_rank", 3, 2, marks=pytest.mark.slow),
         pytest.param("parameter_server", 3, 2, marks=pytest.mark.slow),
-        ("parameter_server,_coordinator", 3, 1),
+        pytest.param("parameter_server,_coordinator", 3, 1, marks=pytest.mark.slow),
     ],
 )
 def test_steps_are_counted(name, ranks, training):
@@ -41,6 +41,7 @@ def test_steps_are_counted(name, ranks, training):
     assert 0 < row["steps/s"] < 1e6
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_written_though_a_later_program_fails(tmp_path, monkeypatch, capsys):
     works = Program("digits", 1, "--strategy default --steps 3")
     fails = Program("digits", 1, "--strategy none")

@@ -12,6 +12,7 @@ import collectives
 from collectives import Communicator, DtypeMismatchError
 from collectives.calls import tuning
 from collectives.shm.selector import PathSelector
+from tests.slow import slow
 
 on_two = [pytest.mark.mpi, pytest.mark.ranks(2)]
 on_few = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
@@ -179,6 +180,7 @@ def program(body):
     return [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(body)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_its_leader_counts_on_makes_no_other_call(launch):
     """The leader of its node waits for another node, longer than this rank's deadline."""
     ended = launch(
@@ -215,7 +217,7 @@ def test_a_rank_that_its_leader_counts_on_makes_no_other_call(launch):
     assert "can't go on" in ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("call", ["all_reduce(np.ones(8))", "all_gather(np.ones(50_000))"])
+@pytest.mark.parametrize("call", ["all_gather(np.ones(50_000))", *slow("all_reduce(np.ones(8))")])
 def test_a_call_that_waits_while_another_thread_closes(launch, call):
     ended = launch(
         2,

@@ -13,6 +13,7 @@ from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.schedule import split_lengths
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import reduced, value, values
+from tests.slow import slow
 
 # Powers of two and others; the verifier sees to larger ones.
 SIZES = [1, 2, 3, 5, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 6, 7, 9))]
@@ -152,8 +153,8 @@ def _nan_with_payload(payload):
     return np.uint32(0x7FC00000 + payload).view(np.float32)
 
 
-@pytest.mark.parametrize("size", [3, 5])
-@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+@pytest.mark.parametrize("size", [5, *slow(3)])
+@pytest.mark.parametrize("dtype", [np.complex64, *slow(np.complex128)])
 def test_single_complex_products_have_the_same_bits_too(size, dtype):
     """NumPy rounds differently where it multiplies a single number in place."""
     generator = np.random.default_rng(size)

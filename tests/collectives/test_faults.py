@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.slow import slow
+from tests.slow import slow, slow_but
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import errors_of, run_programs
 
@@ -50,7 +50,7 @@ def program(body):
     return [sys.executable, "-c", START + textwrap.dedent(body)]
 
 
-@pytest.mark.parametrize("call", GO_ON)
+@pytest.mark.parametrize("call", slow_but(GO_ON, "small", "asynchronous"))
 @pytest.mark.parametrize("size", [3, *slow(2)])
 def test_an_exit_on_one_rank_ends_the_job(size, call, launch):
     body = f"""
@@ -84,7 +84,7 @@ if rank != 0:
     assert (ended.returncode, ended.stdout, errors_of(ended)) == (0, "", "")
 
 
-@pytest.mark.parametrize("call", ["small", "large"])
+@pytest.mark.parametrize("call", ["large", *slow("small")])
 @pytest.mark.parametrize("size", [3, *slow(2, 5)])
 def test_a_killed_rank_ends_the_job(size, call, launch):
     body = f"""
@@ -123,6 +123,7 @@ os._exit(0)
     assert ended.stdout.count("refused") == 2, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, *slow(2)])
 def test_a_rank_that_stops_for_a_while(size, launch):
     body = """
@@ -150,7 +151,7 @@ comm.barrier()
     assert (ended.returncode, errors_of(ended)) == (0, "")
 
 
-@pytest.mark.parametrize("call", ["small", "large", "barrier", "one by one"])
+@pytest.mark.parametrize("call", ["large", *slow("small", "barrier", "one by one")])
 def test_an_interrupt_of_one_rank_that_waits_ends_its_calls(call, launch):
     """The others may have seen it arrive: what they wait for is unknown."""
     calls = {
@@ -219,6 +220,7 @@ comm.close() if rank else None
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_inside_mpis_own_collective_ends_the_job(launch):
     body = """
 comm.deadline = 1.0
@@ -241,7 +243,7 @@ comm.all_reduce(np.full(50_000, rank + 1.0), algorithm="native")
 CHILD_ENDS = {"sys.exit(3)": 3, "os._exit(3)": 3, "raise KeyError('child')": 1, "pass": 0}
 
 
-@pytest.mark.parametrize("end", CHILD_ENDS)
+@pytest.mark.parametrize("end", slow_but(CHILD_ENDS, "raise KeyError('child')"))
 def test_a_forked_child(end, launch):
     body = f"""
 handle = comm.all_reduce_async(np.ones(3))
@@ -271,6 +273,7 @@ comm.all_reduce_async(np.ones(3)).wait()
     assert (ended.returncode, ended.stdout, errors_of(ended)) == (0, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, *slow(2)])
 def test_two_threads_at_once(size, launch):
     body = """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.collectives.oracle import reduced, value, values
-from tests.slow import slow
+from tests.slow import slow, slow_but
 from tests.worlds.programs import errors_of
 
 
@@ -98,7 +98,7 @@ def test_an_error_of_the_collective_is_raised_by_wait(comm):
 @pytest.mark.ranks(2)
 def test_the_first_calls_of_many_threads_share_one_progress_thread(comm):
     part = comm.split(0)
-    start = threading.Barrier(4)
+    start = threading.Barrier(4, timeout=30)
     handles = []
 
     def submit():
@@ -142,7 +142,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", slow_but(PROGRAMS, "closed while pending"))
 def test_handles_do_not_break_exit(program, launch):
     text = f"import collectives, numpy\ncomm = collectives.world()\n{PROGRAMS[program]}\n"
     ended = launch(2, [sys.executable, "-c", text + "print('ended well')"], timeout=60)
@@ -170,6 +170,7 @@ print("ended well")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, *slow(2, 5)])
 def test_first_calls_of_several_communicators_in_another_order_on_every_rank(size, launch):
     ended = launch(size, [sys.executable, "-c", FIRST_CALLS], timeout=60)

@@ -125,7 +125,7 @@ def test_a_send_that_exceeded_its_deadline_is_not_sent_twice(late):
 
 def test_threads_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    together = threading.Barrier(2)
+    together = threading.Barrier(2, timeout=PATIENT)
 
     def program(transport):
         comm = Communicator(transport, deadline=PATIENT)

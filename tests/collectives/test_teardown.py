@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator
+from tests.slow import slow_but
 
 START = """
 import faulthandler, sys, time
@@ -104,7 +105,15 @@ def program(body):
     return [sys.executable, "-c", START + textwrap.dedent(body)]
 
 
-@pytest.mark.parametrize("end", QUIET_ENDS)
+BY_DEFAULT = (
+    "pending calls",
+    "registered arrays outlive",
+    "a mailbox in which one rank waits when the others end",
+    "a mismatch",
+)
+
+
+@pytest.mark.parametrize("end", slow_but(QUIET_ENDS, *BY_DEFAULT))
 def test_a_program_that_ends_says_nothing(end, launch):
     ended = launch(3, program(QUIET_ENDS[end]), timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

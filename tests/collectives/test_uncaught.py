@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.slow import slow_but
+
 START = "import collectives, numpy, sys\ncomm = collectives.world()\nrank = comm.rank\n"
 # The raised error, the world rank that shows the traceback, and the ranks that don't.
 ALIKE = {
@@ -75,7 +77,10 @@ for way, use in {
 LEFT = re.compile(r"^rank (\d): (.*) \(raised on all ranks: rank \d of the .*\)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("case", ALIKE)
+BY_DEFAULT = ("a mismatch", "the first world()", "a model in run")
+
+
+@pytest.mark.parametrize("case", slow_but(ALIKE, *BY_DEFAULT))
 def test_an_error_that_all_ranks_raise_has_one_traceback(case, launch):
     program, message, (_, *others) = ALIKE[case]
     ended = launch(3, [sys.executable, "-c", START + program], timeout=60)
@@ -128,6 +133,7 @@ def test_a_dataset_that_fails_is_shown_where_it_fails(launch):
     assert sorted(LEFT.findall(ended.stderr)) == [("0", told), ("1", told)]
 
 
+@pytest.mark.slow
 def test_where_the_first_rank_caught_the_error_another_shows_it(launch):
     program = (
         "try: comm.all_reduce(numpy.ones(3 + rank))\n"

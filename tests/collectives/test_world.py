@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.slow import slow_but
+
 ON_ONE_RANK = {
     "an exception": ("raise KeyError('the reason')", "KeyError: 'the reason'"),
     "an assertion": ("assert comm.size == 7, 'wrong size'", "AssertionError: wrong size"),
@@ -14,7 +16,7 @@ ON_ONE_RANK = {
 }
 
 
-@pytest.mark.parametrize("fault", ON_ONE_RANK)
+@pytest.mark.parametrize("fault", slow_but(ON_ONE_RANK, "an exception"))
 def test_an_uncaught_exception_on_one_rank_ends_the_job(fault, launch):
     line, message = ON_ONE_RANK[fault]
     program = (

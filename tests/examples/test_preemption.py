@@ -65,6 +65,7 @@ def test_it_goes_on_with_another_number_of_ranks(tmp_path):
     assert accuracy == pytest.approx(uninterrupted[2], abs=0.3)
 
 
+@pytest.mark.slow
 def test_the_data_must_be_a_function_of_the_step(tmp_path):
     """Another order of the data ends with other parameters, which the digest would tell."""
     digests = [ended(tmp_path / seed, None, "--seed", seed)[-1] for seed in ("0", "1")]

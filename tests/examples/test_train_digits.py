@@ -48,7 +48,7 @@ WAYS = {
     "3 ranks": lambda: on_ranks(3, EXAMPLE),
     "TF_CONFIG": lambda: with_tasks(CLUSTER, TASKS, EXAMPLE),
 }
-by_default = ("plainly", "3 ranks", "TF_CONFIG")
+by_default = ("plainly", "TF_CONFIG")
 any_way = pytest.mark.parametrize("way", slow_but(WAYS, *by_default))
 
 
@@ -92,12 +92,14 @@ def test_every_way_gives_the_same_numbers(way):
         assert epoch["test_accuracy"] == wanted["test_accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, *slow(3)])
 def test_one_copy_of_the_variables_gives_the_bits_of_many(size):
     expected = epochs_of(known_lines_of(under("mirrored", size)))
     assert epochs_of(known_lines_of(under("central_storage", size))) == expected
 
 
+@pytest.mark.slow
 def test_local_sgd_learns_as_well():
     lines = known_lines_of(under("local_sgd", 2))
     assert lines[0][1] == "<LocalSGDStrategy replica 0 of 2>: 1 replicas in sync"

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.slow import slow
+
 SECONDS, SLOW_SECONDS = 3, 10
 
 # Planted faults of one line each, and the kinds of faults that must detect them.
@@ -33,7 +35,7 @@ def command(steps, sabotage="", only=()):
     return [sys.executable, "-c", code, "--seed", "12", "--steps", str(steps), *names]
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, *slow(2, 5)])
 def test_nothing_deviates(launch, size, slow):
     seconds = SLOW_SECONDS if slow else SECONDS
     ended = launch(size, [*command(1_000_000), "--seconds", str(seconds)], timeout=120)

@@ -327,6 +327,7 @@ if comm.rank == 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "copies"), [("CentralStorageStrategy", 1), ("MultiWorkerMirroredStrategy", 4)]
 )

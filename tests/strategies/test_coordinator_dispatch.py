@@ -16,6 +16,7 @@ from strategies.coordinator.link import End, Link, Run
 from strategies.coordinator.packing import pack, unpack
 from strategies.coordinator.worker import Worker
 from strategies.errors import CancelledError, RemoteTracebackError
+from tests.slow import slow
 from tests.strategies.posts import (
     CHIEF,
     FragileBox,
@@ -136,7 +137,7 @@ def test_a_free_worker_does_not_wait_for_a_busy_one():
         made.queue.join()
 
 
-@pytest.mark.parametrize("when", ["before_running", "before_answering"])
+@pytest.mark.parametrize("when", ["before_answering", *slow("before_running")])
 def test_what_a_dead_worker_ran_is_run_by_another(when):
     # So many that the scheduler of threads gives the first worker three of them.
     with cluster({when: 3}, {}) as made:
@@ -327,6 +328,7 @@ class NumberedError(Exception):
     """The failure of one closure."""
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(deaths, min_size=1, max_size=3), actions)
 def test_whatever_fails_and_dies(workers, actions):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.slow import slow, slow_but
 from tests.worlds.dying import launcher_line
 from tests.worlds.programs import run_launcher
 
@@ -99,6 +100,7 @@ strategy.shutdown()
     assert marks == ["0 served", "1 finished", "3 served"], ended.stderr
 
 
+@pytest.mark.slow
 def test_workers_that_never_serve_are_lost_and_block_no_rank(tmp_path):
     chief = """
 future = coordinator.schedule(add, (0,))
@@ -113,6 +115,7 @@ strategy.shutdown()
     assert (marks, ended.returncode) == (["0 served", "1 told"], 0), ended.stderr
 
 
+@pytest.mark.slow
 def test_one_worker_that_serves_is_enough(tmp_path):
     chief = """
 assert [coordinator.schedule(add, (each,)).get() for each in range(5)] == list(range(5))
@@ -126,7 +129,7 @@ strategy.shutdown()
 WAYS = {"killed": "os.kill(os.getpid(), 9)", "interrupted": "raise KeyboardInterrupt"}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(WAYS, "killed"))
 def test_a_worker_that_ends_inside_a_function_blocks_no_rank(way, tmp_path):
     chief = f"""
 def fragile(number):
@@ -208,8 +211,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("scheduled", [0, 30])
-@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("scheduled", [30, *slow(0)])
+@pytest.mark.parametrize("kind", slow_but(ENDS, "an exception", "shutdown"))
 def test_when_the_chief_ends_the_others_do(kind, scheduled, tmp_path):
     ending, code = ENDS[kind]
     chief = f"""

@@ -16,6 +16,7 @@ from collectives.transports import local
 from strategies import DatasetError, MultiWorkerMirroredStrategy
 from strategies.data_service.data_worker import DatasetWorker
 from strategies.input.messages import pack, unpack
+from tests.slow import slow
 from tests.strategies.support import limited, lone_strategy, refusal
 from tests.worlds.dying import run_dying
 from tests.worlds.programs import errors_of
@@ -458,7 +459,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, *slow(1, 2)])
 def test_one_script_for_all_ranks_without_close(size, launch):
     ended = launch(size, [sys.executable, "-c", PROGRAM], timeout=60)
     assert (ended.returncode, errors_of(ended)) == (0, "")

@@ -12,6 +12,7 @@ from collectives import CollectiveMismatchError, Communicator
 from collectives.transports import local
 from strategies import DatasetError, LocalSGDStrategy, ReduceOp, Variable, metrics, optimizers
 from strategies.data_service.data_worker import DatasetWorker
+from tests.slow import slow_but
 from tests.strategies.support import limited, refusal
 from tests.worlds.programs import errors_of
 
@@ -456,7 +457,7 @@ if world.rank == 0 and sys.argv[1] == "raises":
 """
 
 
-@pytest.mark.parametrize("how", ["left", "kept", "raises"])
+@pytest.mark.parametrize("how", slow_but(["left", "kept", "raises"], "left"))
 def test_a_program_that_ends_after_a_loop_that_one_rank_ended_early(how, launch):
     """The others train to the end, unless an uncaught exception ended the loop."""
     ended = launch(3, [sys.executable, "-c", ENDING, how], timeout=60)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.slow import slow_but
 from tests.worlds.dying import launcher_line
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import run_launcher
@@ -92,7 +93,7 @@ ENDS = {
 
 
 @SIZES
-@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("kind", slow_but(ENDS, "an exception"))
 def test_a_worker_that_ends_early_does_not_end_the_others(size, servers, kind, tmp_path):
     ending, code = ENDS[kind]
     body = f"""
@@ -153,7 +154,7 @@ MIDDLES = {
 }
 
 
-@pytest.mark.parametrize("middle", MIDDLES)
+@pytest.mark.parametrize("middle", slow_but(MIDDLES, "a push"))
 def test_a_worker_killed_in_the_middle_of_a_large_message(middle, tmp_path):
     body = f"""
 import threading
@@ -204,7 +205,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", slow_but(WAITS, "training"))
 def test_a_killed_server_is_named(wait, tmp_path):
     body = f"""
 start = time.monotonic()
