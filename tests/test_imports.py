@@ -100,8 +100,8 @@ LAZY = {
     },
     "cupy": {
         "collectives/cuda/cupy_cuda.py",
-        "collectives/doctor/gpu_findings.py",
-        "collectives/transports/cupy_nccl.py",
+        "collectives/doctor/gpu.py",
+        "collectives/transports/nccl_driver.py",
     },
 }
 

@@ -23,7 +23,7 @@ from collectives import Communicator
 from collectives.cuda import interface, runtime
 from collectives.gpu import probe
 from collectives.transports import local
-from collectives.transports.cupy_nccl import CupyNccl
+from collectives.transports.nccl_driver import NcclDriver
 
 _CALLS, _REPEATS, _PROFILED, _LINES = 2000, 15, 20_000, 15
 
@@ -100,7 +100,7 @@ class NullNccl:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Any other function."""
-        if not hasattr(CupyNccl, name):
+        if not hasattr(NcclDriver, name):
             raise AttributeError(name)
         # Stored, so that later lookups are as fast as those of a method.
         setattr(self, name, _nothing)
@@ -135,7 +135,7 @@ def _calls(comm: Communicator) -> dict[str, Callable[[], Any]]:
     array, out, other = (np.zeros(1, np.float32).view(NullArray) for _ in range(3))
     driver = probe.nccl_driver()
     return {
-        "the driver's call": partial(driver.all_reduce, None, 4096, 8192, 1, 7, 0, 7),
+        "the driver's call": partial(driver.enqueue, None, "all_reduce", 4096, 8192, 1, 7, 0, 7),
         "all_reduce(array, out=out)": partial(comm.all_reduce, array, out=out),
         "all_reduce(array, out=array)": partial(comm.all_reduce, other, out=other),
         "all_reduce(array)": partial(comm.all_reduce, array),

@@ -9,8 +9,8 @@ import numpy as np
 from bench.cases.base import Case
 from bench.problem import Array, Problem
 from bench.task import Buffers
-from collectives.cuda.host_copies import fetched, filled
 from collectives.cuda.interface import Cuda, DeviceArray
+from collectives.cuda.runtime import fetched, filled
 
 MOST_SETS = 256
 # Factor by which the sets exceed the cache, so that a set has left it before its next use.

@@ -13,7 +13,7 @@ import numpy as np
 from collectives.arrays.kinds import flat, given_output, is_device, to_array
 from collectives.consistency.arguments import check_index
 from collectives.consistency.signature import dtype_name, fingerprint
-from collectives.cuda.host_copies import fetched, filled
+from collectives.cuda.runtime import fetched, filled
 from collectives.errors import DeadlineExceededError, DtypeMismatchError, ShapeMismatchError
 from collectives.execution.engine import Engine
 from collectives.transports.base import LARGEST_TAG

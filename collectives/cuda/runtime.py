@@ -1,4 +1,4 @@
-"""Access to the CUDA implementation, and detection of arrays on a GPU."""
+"""Access to the CUDA implementation, detection of arrays on a GPU, copies from and to the host."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from collectives.cuda.interface import DLPACK_GPU, Cuda, Event, is_torch
+from collectives.cuda.interface import DLPACK_GPU, Cuda, DeviceArray, Event, is_torch
 from collectives.errors import BackendUnavailableError
 
 _made: Cuda | None = None
@@ -54,3 +55,23 @@ def on_gpu(array: Any) -> bool:
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack_device__"):
         return False
     return array.__dlpack_device__()[0] in DLPACK_GPU
+
+
+def fetched(array: DeviceArray) -> NDArray[Any]:
+    """The elements of a flat device array, after the current stream's pending work on it."""
+    gpus = cuda()
+    copy: NDArray[Any] = gpus.pinned(array.nbytes).view(array.dtype)
+    if array.size:
+        gpus.copy_to_host(array, copy)
+        gpus.current_stream().synchronize()
+    return copy
+
+
+def filled(array: DeviceArray, elements: NDArray[Any]) -> None:
+    """Write the elements into a flat device array."""
+    gpus = cuda()
+    copy = gpus.pinned(elements.nbytes).view(elements.dtype)
+    copy[:] = elements
+    if array.size:
+        gpus.copy_to_device(copy, array)
+        gpus.current_stream().synchronize()

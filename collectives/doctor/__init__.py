@@ -12,8 +12,7 @@ from typing import Any
 from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
-from collectives.doctor.gpu import report_device_arrays, report_gpu
-from collectives.doctor.gpu_findings import GpuFindings
+from collectives.doctor.gpu import GpuFindings, report_device_arrays, report_gpu
 from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, report_shared_memory
 from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted

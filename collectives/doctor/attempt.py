@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.doctor.report import ranks_named
+from collectives.doctor.report import ranks_by, ranks_named
 
 _LONGEST_REASON = 400
 
@@ -37,11 +37,8 @@ def attempt(mpi: Any, action: Callable[[], Any], limit: float) -> list[Outcome]:
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
     """The distinct reasons, each with its ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, outcome in enumerate(outcomes):
-        if outcome.reason:
-            ranks.setdefault(outcome.reason, []).append(rank)
-    return [f"{ranks_named(where)}: {reason}" for reason, where in ranks.items()]
+    ranks = ranks_by(outcome.reason for outcome in outcomes)
+    return [f"{ranks_named(where)}: {reason}" for reason, where in ranks.items() if reason]
 
 
 def _run_in_thread(action: Callable[[], Any], limit: float) -> Outcome:
@@ -71,12 +68,8 @@ def _run(action: Callable[[], Any]) -> Outcome:
     except WrongResultError as error:
         return Outcome(str(error))
     except Exception as error:
-        return Outcome(_described(error))
+        return Outcome(textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON))
     return Outcome()
-
-
-def _described(error: Exception) -> str:
-    return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON)
 
 
 class WrongResultError(Exception):

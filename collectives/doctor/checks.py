@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from collectives.communicator import Communicator
 from collectives.doctor.attempt import WrongResultError
 
-Results: TypeAlias = list[tuple[Any, Any]]
+Results: TypeAlias = Iterable[tuple[Any, Any]]
 """Pairs of the actual and the expected result."""
 
 # Short and long, so that algorithms for both are tried.
@@ -30,14 +30,10 @@ _LONGEST_VALUE = 90
 
 def check(trial: Callable[[Communicator], Results], comm: Communicator) -> None:
     """Run a trial; WrongResultError for the first wrong result."""
-    for actual, expected in trial(comm):
-        if not _same(actual, expected):
+    for actual, expected in list(trial(comm)):
+        same_dtype = np.asarray(actual).dtype == np.asarray(expected).dtype
+        if not (np.array_equal(actual, expected) and same_dtype):
             raise WrongResultError(f"got {_shown(actual)}, expected {_shown(expected)}")
-
-
-def _same(actual: Any, expected: Any) -> bool:
-    same_dtype = np.asarray(actual).dtype == np.asarray(expected).dtype
-    return np.array_equal(actual, expected) and same_dtype
 
 
 def _shown(value: Any) -> str:
@@ -53,98 +49,86 @@ def _rank_sum(comm: Communicator) -> int:
     return comm.size * (comm.size + 1) // 2
 
 
+def _ranks(comm: Communicator) -> NDArray[np.int_]:
+    """What this rank gathers: its number, rank + 1 times."""
+    return np.full(comm.rank + 1, comm.rank)
+
+
+def _all_ranks(comm: Communicator) -> NDArray[np.int_]:
+    """The concatenation of every rank's `_ranks`."""
+    return np.repeat(np.arange(comm.size), np.arange(comm.size) + 1)
+
+
+def _root(comm: Communicator) -> int:
+    return comm.size - 1
+
+
+def _on_root(comm: Communicator, value: Any) -> Any:
+    return value if comm.rank == _root(comm) else None
+
+
 def _all_reduce(comm: Communicator) -> Results:
     number, last = comm.rank + 1, comm.rank == comm.size - 1
-    results: Results = [
-        (comm.all_reduce(_ramp(length, number)), _ramp(length, _rank_sum(comm)))
-        for length in _LENGTHS
-    ]
+    for length in _LENGTHS:
+        yield comm.all_reduce(_ramp(length, number)), _ramp(length, _rank_sum(comm))
     for op, expected in (("min", 1), ("max", comm.size), ("mean", (comm.size + 1) / 2)):
-        results.append(
-            (comm.all_reduce(np.full(7, float(number)), op), np.full(7, float(expected)))
-        )
+        yield comm.all_reduce(np.full(7, float(number)), op), np.full(7, float(expected))
     for dtype in (np.float16, ml_dtypes.bfloat16):
-        results.append((comm.all_reduce(np.full(7, last, dtype)), np.ones(7, dtype)))
-    return results
+        yield comm.all_reduce(np.full(7, last, dtype)), np.ones(7, dtype)
 
 
 def _reduce(comm: Communicator) -> Results:
-    root = comm.size - 1
-    expected = _ramp(7, _rank_sum(comm)) if comm.rank == root else None
-    return [(comm.reduce(_ramp(7, comm.rank + 1), root=root), expected)]
+    total = comm.reduce(_ramp(7, comm.rank + 1), root=_root(comm))
+    yield total, _on_root(comm, _ramp(7, _rank_sum(comm)))
 
 
 def _broadcast(comm: Communicator) -> Results:
-    root = comm.size - 1
-    return [
-        (comm.broadcast(_ramp(length, comm.rank + 1), root=root), _ramp(length, comm.size))
-        for length in _LENGTHS
-    ]
-
-
-def _all_gather(comm: Communicator) -> Results:
-    return [(comm.all_gather(np.full(comm.rank + 1, comm.rank)), _concatenated(comm.size))]
-
-
-def _gather(comm: Communicator) -> Results:
-    root = comm.size - 1
-    expected = _concatenated(comm.size) if comm.rank == root else None
-    return [(comm.gather(np.full(comm.rank + 1, comm.rank), root=root), expected)]
-
-
-def _concatenated(size: int) -> NDArray[np.int_]:
-    return np.repeat(np.arange(size), np.arange(size) + 1)
+    for length in _LENGTHS:
+        given = _ramp(length, comm.rank + 1)
+        yield comm.broadcast(given, root=_root(comm)), _ramp(length, comm.size)
 
 
 def _scatter(comm: Communicator) -> Results:
-    root, whole = comm.size - 1, _ramp(3 * comm.size + 1)
-    block = comm.scatter(whole if comm.rank == root else None, root=root)
-    return [(block, np.array_split(whole, comm.size)[comm.rank])]
+    whole = _ramp(3 * comm.size + 1)
+    block = comm.scatter(_on_root(comm, whole), root=_root(comm))
+    yield block, np.array_split(whole, comm.size)[comm.rank]
 
 
 def _reduce_scatter(comm: Communicator) -> Results:
     length = 3 * comm.size + 1
     expected = np.array_split(_ramp(length, _rank_sum(comm)), comm.size)[comm.rank]
-    return [(comm.reduce_scatter(_ramp(length, comm.rank + 1)), expected)]
+    yield comm.reduce_scatter(_ramp(length, comm.rank + 1)), expected
 
 
 def _all_to_all(comm: Communicator) -> Results:
     received = comm.all_to_all([np.full(peer + 1, comm.rank) for peer in range(comm.size)])
-    expected = [np.full(comm.rank + 1, peer) for peer in range(comm.size)]
-    return [(len(received), comm.size), *zip(received, expected, strict=False)]
+    yield len(received), comm.size
+    yield from zip(
+        received, [np.full(comm.rank + 1, peer) for peer in range(comm.size)], strict=False
+    )
 
 
 def _barrier(comm: Communicator) -> Results:
     comm.barrier()
-    return []
+    return ()
 
 
 def _all_reduce_many(comm: Communicator) -> Results:
-    shapes, dtypes = ((3,), (2, 2), ()), ("float32", "int64", "float32")
-    pairs = list(zip(shapes, dtypes, strict=True))
-    reduced = comm.all_reduce_many([np.full(*pair[:1], comm.rank + 1, pair[1]) for pair in pairs])
-    expected = [np.full(shape, _rank_sum(comm), dtype) for shape, dtype in pairs]
-    return [(len(reduced), len(pairs)), *zip(reduced, expected, strict=False)]
+    kinds = ((3,), "float32"), ((2, 2), "int64"), ((), "float32")
+    reduced = comm.all_reduce_many([np.full(shape, comm.rank + 1, kind) for shape, kind in kinds])
+    yield len(reduced), len(kinds)
+    yield from zip(
+        reduced, [np.full(shape, _rank_sum(comm), kind) for shape, kind in kinds], strict=False
+    )
 
 
 def _all_reduce_async(comm: Communicator) -> Results:
+    """Two at a time, and a blocking call between them."""
     handles = [comm.all_reduce_async(_ramp(7, comm.rank + extra)) for extra in (1, 2)]
-    between = comm.all_reduce(comm.rank + 1)
     total = _rank_sum(comm)
-    expected = (_ramp(7, total), _ramp(7, total + comm.size))
-    waited = [handle.wait() for handle in handles]
-    return [(between, np.asarray(total)), *zip(waited, expected, strict=True)]
-
-
-def _broadcast_async(comm: Communicator) -> Results:
-    root = comm.size - 1
-    handle = comm.broadcast_async(_ramp(7, comm.rank + 1), root=root)
-    return [(handle.wait(), _ramp(7, comm.size))]
-
-
-def _all_gather_async(comm: Communicator) -> Results:
-    handle = comm.all_gather_async(np.full(comm.rank + 1, comm.rank))
-    return [(handle.wait(), _concatenated(comm.size))]
+    yield comm.all_reduce(comm.rank + 1), np.asarray(total)
+    for handle, factor in zip(handles, (total, total + comm.size), strict=True):
+        yield handle.wait(), _ramp(7, factor)
 
 
 def _send_and_recv(comm: Communicator) -> Results:
@@ -153,11 +137,11 @@ def _send_and_recv(comm: Communicator) -> Results:
     out = np.zeros(7)
     if comm.rank == 0:
         comm.send(_ramp(7), following)
-        received = comm.recv(out, preceding)
-        return [(received, _ramp(7, comm.size)), (out, _ramp(7, comm.size))]
     received = comm.recv(out, preceding)
-    comm.send(_ramp(7, comm.rank + 1), following)
-    return [(received, _ramp(7, comm.rank)), (out, _ramp(7, comm.rank))]
+    if comm.rank != 0:
+        comm.send(_ramp(7, comm.rank + 1), following)
+    expected = _ramp(7, comm.rank or comm.size)
+    return [(received, expected), (out, expected)]
 
 
 def _mailbox(comm: Communicator) -> Results:
@@ -170,27 +154,26 @@ def _mailbox(comm: Communicator) -> Results:
     sent.wait()
     box.close()
     if received is None:
-        return [(received, f"a message of rank {preceding}")]
-    expected = [_ramp(length, preceding + 1) for length in _LENGTHS]
-    results: Results = [(received.source, preceding), (received.header, {"rank": preceding})]
-    return [*results, (len(received.arrays), 2), *zip(received.arrays, expected, strict=False)]
-
-
-def _broadcast_object(comm: Communicator) -> Results:
-    root = comm.size - 1
-    return [(comm.broadcast_object({"rank": comm.rank}, root), {"rank": root})]
+        yield received, f"a message of rank {preceding}"
+        return
+    yield received.source, preceding
+    yield received.header, {"rank": preceding}
+    yield len(received.arrays), len(_LENGTHS)
+    yield from zip(
+        received.arrays, [_ramp(length, preceding + 1) for length in _LENGTHS], strict=False
+    )
 
 
 def _all_gather_object(comm: Communicator) -> Results:
-    expected = [{"rank": rank} for rank in range(comm.size)]
-    return [(comm.all_gather_object({"rank": comm.rank}), expected)]
+    objects = comm.all_gather_object({"rank": comm.rank})
+    yield objects, [{"rank": rank} for rank in range(comm.size)]
 
 
 def _empty_and_zeros(comm: Communicator) -> Results:
     empty = comm.empty((2, 3), "int32")
     empty[...] = comm.rank + 1
-    total = np.full((2, 3), _rank_sum(comm), "int32")
-    return [(comm.zeros((2, 3)), np.zeros((2, 3), "float32")), (comm.all_reduce(empty), total)]
+    yield comm.zeros((2, 3)), np.zeros((2, 3), "float32")
+    yield comm.all_reduce(empty), np.full((2, 3), _rank_sum(comm), "int32")
 
 
 def _empty_shared(comm: Communicator) -> Results:
@@ -198,11 +181,11 @@ def _empty_shared(comm: Communicator) -> Results:
     shared = comm.empty_shared(7, "float64")
     first = comm.all_gather_object(comm.node).index(comm.node)
     if shared is None:
-        return []
+        return
     if comm.local_rank == 0:
         shared[:] = _ramp(7, comm.rank + 1)
     comm.barrier()
-    return [(shared, _ramp(7, first + 1))]
+    yield shared, _ramp(7, first + 1)
 
 
 def _split(comm: Communicator) -> Results:
@@ -210,20 +193,20 @@ def _split(comm: Communicator) -> Results:
     members = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2][::-1]
     part = comm.split(comm.rank % 2, key=comm.size - comm.rank)
     others = comm.split(None if comm.rank == 0 else 0)
-    results: Results = [(others is None, comm.rank == 0)]
+    yield part is not None, True
+    yield others is None, comm.rank == 0
     if part is not None:
-        results += [(part.rank, members.index(comm.rank)), (part.size, len(members))]
-        results.append((part.all_gather(np.array([comm.rank])), np.array(members)))
+        yield (part.rank, part.size), (members.index(comm.rank), len(members))
+        yield part.all_gather(np.array([comm.rank])), np.array(members)
         part.close()
     if others is not None:
         others.close()
-    return [(part is not None, True), *results]
 
 
 def _tune(comm: Communicator) -> Results:
     """Nothing is saved, because a trial must not change the choices of later runs."""
     texts = comm.all_gather_object(comm.tune(save=False))
-    return [(texts, [texts[0]] * comm.size)]
+    yield texts, [texts[0]] * comm.size
 
 
 def _trace(comm: Communicator) -> Results:
@@ -232,30 +215,40 @@ def _trace(comm: Communicator) -> Results:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         comm.trace(path)
-        traced = json.loads(path.read_text(encoding="utf-8")) if comm.rank == 0 else None
-    if traced is None:
-        return []
-    barriers = {each["pid"] for each in traced["traceEvents"] if each["name"] == "barrier"}
-    return [(sorted(barriers), list(range(comm.size)))]
+        if comm.rank == 0:
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            barriers = {each["pid"] for each in events if each["name"] == "barrier"}
+            yield sorted(barriers), list(range(comm.size))
 
 
 TRIALS: dict[str, Callable[[Communicator], Results]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "gather": _gather,
+    "all_gather": lambda comm: [(comm.all_gather(_ranks(comm)), _all_ranks(comm))],
+    "gather": lambda comm: [
+        (comm.gather(_ranks(comm), root=_root(comm)), _on_root(comm, _all_ranks(comm)))
+    ],
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "barrier": _barrier,
     "all_reduce_many": _all_reduce_many,
     "all_reduce_async": _all_reduce_async,
-    "broadcast_async": _broadcast_async,
-    "all_gather_async": _all_gather_async,
+    "broadcast_async": lambda comm: [
+        (
+            comm.broadcast_async(_ramp(7, comm.rank + 1), root=_root(comm)).wait(),
+            _ramp(7, comm.size),
+        )
+    ],
+    "all_gather_async": lambda comm: [
+        (comm.all_gather_async(_ranks(comm)).wait(), _all_ranks(comm))
+    ],
     "send, recv": _send_and_recv,
     "mailbox": _mailbox,
-    "broadcast_object": _broadcast_object,
+    "broadcast_object": lambda comm: [
+        (comm.broadcast_object({"rank": comm.rank}, _root(comm)), {"rank": _root(comm)})
+    ],
     "all_gather_object": _all_gather_object,
     "empty, zeros": _empty_and_zeros,
     "empty_shared": _empty_shared,

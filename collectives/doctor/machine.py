@@ -9,7 +9,7 @@ from typing import Any
 from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.packages import versions
-from collectives.doctor.report import Report, counted, ranges, ranks_named
+from collectives.doctor.report import Report, counted, ranges, ranks_by, ranks_named
 from collectives.lifecycle.launcher import library_name
 
 _SHARED_MEMORY = "/dev/shm"
@@ -56,7 +56,7 @@ def report_mpi(report: Report, mpi: Any) -> None:
 
 def report_ranks(report: Report, facts: list[RankFacts]) -> None:
     """Report which ranks run where, on how many cores, and whether their software agrees."""
-    nodes = _by_node(facts)
+    nodes = ranks_by(each.node for each in facts)
     report.section("Ranks")
     report.row("ranks", len(facts))
     report.row("nodes", len(nodes))
@@ -76,16 +76,9 @@ def report_shared_memory(
     report.row("MPI window", "can't be shared" if problems else "can be shared on every node")
     for problem in problems:
         report.warn(problem)
-    for node, ranks in _by_node(facts).items():
+    for node, ranks in ranks_by(each.node for each in facts).items():
         _report_space(report, node, facts[ranks[0]].shared_memory)
     return outcomes
-
-
-def _by_node(facts: list[RankFacts]) -> dict[int, list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for rank, each in enumerate(facts):
-        nodes.setdefault(each.node, []).append(rank)
-    return nodes
 
 
 def _report_node(report: Report, node: int, facts: dict[int, RankFacts]) -> None:
@@ -98,9 +91,7 @@ def _report_node(report: Report, node: int, facts: dict[int, RankFacts]) -> None
 
 
 def _report_differences(report: Report, name: str, found: list[str | None]) -> None:
-    ranks: dict[str | None, list[int]] = {}
-    for rank, each in enumerate(found):
-        ranks.setdefault(each, []).append(rank)
+    ranks = ranks_by(found)
     if len(ranks) > 1:
         report.row(name, "differs")
         report.warn("; ".join(f"{each} on {ranks_named(where)}" for each, where in ranks.items()))
@@ -112,13 +103,9 @@ def _report_space(report: Report, node: int, space: tuple[int, int] | None) -> N
         report.row(label, "missing")
         return
     free, size = space
-    report.row(label, f"{_mebibytes(free)} of {_mebibytes(size)} free")
+    report.row(label, f"{free >> 20} MiB of {size >> 20} MiB free")
     if free <= _SMALL_SHARED_MEMORY:
         report.warn("little for MPI's buffers; in docker, start with --shm-size=1g")
-
-
-def _mebibytes(count: int) -> str:
-    return f"{count >> 20} MiB"
 
 
 def _shared_memory() -> tuple[int, int] | None:

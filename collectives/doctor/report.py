@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+Value = TypeVar("Value", bound=Hashable)
 
 _LABEL_WIDTH = 20
 
@@ -48,6 +51,14 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def ranks_by(values: Iterable[Value]) -> dict[Value, list[int]]:
+    """The ranks that have each value, from every rank's value in rank order."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -20,12 +20,11 @@ from collectives.errors import BackendUnavailableError, CollectiveError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu import probe
-from collectives.gpu.bootstrap import Verdict, connect, judge
 from collectives.gpu.bound import bind_all_reduce
-from collectives.gpu.future import DeviceHandle
 from collectives.gpu.host_path import HostPath
 from collectives.gpu.ipc_path import IpcPath
 from collectives.gpu.nccl_path import NcclPath
+from collectives.gpu.probe import Verdict, connect, judge
 from collectives.gpu.stream_work import StreamWork
 from collectives.lifecycle.futures import Handle, run_into
 from collectives.reductions.reduction import as_op, fold_dtype
@@ -104,10 +103,7 @@ class Devices:
         """
         if self._path is None or self._device is None:
             return None
-        signature = given.signature("all_reduce").on_gpu()
-        return bind_all_reduce(
-            self._engine, self._path, self._device, given, signature, self._failed
-        )
+        return bind_all_reduce(self._engine, self._path, self._device, given, self._failed)
 
     def submit(self, operation: Operation) -> Handle[Any]:
         """Enqueue the call now; the handle waits for the GPU."""
@@ -257,6 +253,31 @@ class Devices:
         path, self._path = self._path, None
         if path is not None:
             path.close()
+
+
+class DeviceHandle(Handle[Any]):
+    """The future result of a call that a GPU executes.
+
+    The call itself was enqueued at once, in program order, as NCCL requires.
+    """
+
+    def __init__(
+        self, future: Future[Any], event: Event | None, wait: Callable[[Event, float | None], None]
+    ) -> None:
+        """`event` follows the call on the caller's stream; None if the call failed."""
+        super().__init__(future)
+        self._event, self._wait = event, wait
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._event is None or self._event.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, once the GPU has finished; every call returns the same object."""
+        result = super().wait(timeout)
+        if self._event is not None:
+            self._wait(self._event, timeout)
+        return result
 
 
 def _watched(engine: Engine, make: Callable[[], None]) -> None:

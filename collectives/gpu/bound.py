@@ -8,7 +8,6 @@ from typing import Any
 from collectives.calls import PASS
 from collectives.calls.bound import bind
 from collectives.calls.reductions import ReduceInput
-from collectives.consistency.signature import Signature
 from collectives.cuda.interface import DeviceArray
 from collectives.cuda.runtime import cuda
 from collectives.execution.device_path import DevicePath
@@ -21,7 +20,6 @@ def bind_all_reduce(
     path: DevicePath,
     number: int,
     given: ReduceInput,
-    signature: Signature,
     failed: Callable[[NcclError], Exception],
 ) -> Callable[[DeviceArray, Any], Any] | None:
     """A function (array, out) → result for arrays like the given one, on GPU `number`.
@@ -43,7 +41,7 @@ def bind_all_reduce(
         except NcclError as error:
             raise failed(error) from error
 
-    call = bind(engine, signature, run, path=path.name)
+    call = bind(engine, given.signature("all_reduce").on_gpu(), run, path=path.name)
 
     def fits(out: Any, array: DeviceArray) -> bool:
         return (

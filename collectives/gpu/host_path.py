@@ -7,7 +7,6 @@ that the GPU copies one chunk while the ranks exchange another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from collectives.cuda.interface import Cuda, Event
 from collectives.cuda.runtime import wait_for
 from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
-from collectives.gpu.side_stream import SideStream
+from collectives.gpu.stream_work import SideStream
 from collectives.reductions.reduction import check_reducible
 
 CHUNK_BYTES = 4 << 20
@@ -46,7 +45,7 @@ class HostPath(DevicePath):
             if request.lengths is None:
                 self._run_in_chunks(request)
             else:
-                self._run_whole(request, request.lengths)
+                self._run_whole(request)
         return self.name
 
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
@@ -59,7 +58,7 @@ class HostPath(DevicePath):
         given = target if request.source is None else request.source
         length = max(1, CHUNK_BYTES // target.itemsize)
         starts = range(0, target.size, length)
-        buffers = self._buffers(2, min(length, target.size) * target.itemsize)
+        buffers = self._buffers(min(length, target.size) * target.itemsize)
         on_root = self._host.rank == request.root
         sends = request.collective != "broadcast" or on_root
         receives = request.collective == "all_reduce" or on_root == (request.collective == "reduce")
@@ -77,15 +76,15 @@ class HostPath(DevicePath):
             if number + 1 < len(starts):
                 following = fetch(number + 1)
             wait_for(copied)
-            self._exchange(request, None, chunk, None)
+            self._exchange(request, None, chunk)
             if receives:
                 self._cuda.copy_to_device(chunk, target[start : start + length])
 
-    def _run_whole(self, request: Request, lengths: Sequence[int]) -> None:
+    def _run_whole(self, request: Request) -> None:
         """Stage the whole buffers, for collectives with chunks of their own."""
         source, target = request.source, request.target
         nbytes = [0 if source is None else source.nbytes, target.nbytes]
-        buffers = self._buffers(2, max(nbytes))
+        buffers = self._buffers(max(nbytes))
         host_target = buffers[1][: target.nbytes].view(target.dtype)
         host_source = None
         if source is None:
@@ -94,39 +93,34 @@ class HostPath(DevicePath):
             host_source = buffers[0][: source.nbytes].view(source.dtype)
             self._cuda.copy_to_host(source, host_source)
         wait_for(self._stream.record())
-        self._exchange(request, host_source, host_target, lengths)
+        self._exchange(request, host_source, host_target)
         self._cuda.copy_to_device(host_target, target)
 
     def _exchange(
-        self,
-        request: Request,
-        source: NDArray[Any] | None,
-        target: NDArray[Any],
-        lengths: Sequence[int] | None,
+        self, request: Request, source: NDArray[Any] | None, target: NDArray[Any]
     ) -> None:
-        collective, op, root = request.collective, request.op, request.root
-        run = self._host.run
-        run(
-            collective,
+        """Run the collective between the hosts, on copies."""
+        self._host.run(
+            request.collective,
             source,
             target,
-            lengths=lengths,
-            op=op,
-            root=root,
+            lengths=request.lengths,
+            op=request.op,
+            root=request.root,
             algorithm=request.algorithm,
         )
-        if op is not None:
-            self._host.finish(op, target)
+        if request.op is not None:
+            self._host.finish(request.op, target)
 
-    def _buffers(self, count: int, nbytes: int) -> list[NDArray[np.uint8]]:
-        """Pinned memory, reused by later calls because pinning is slow.
+    def _buffers(self, nbytes: int) -> list[NDArray[np.uint8]]:
+        """Two buffers of pinned memory, reused by later calls because pinning is slow.
 
         Copies of earlier calls come first on the stream.
         """
-        if len(self._pinned) < count or self._pinned[0].nbytes < nbytes:
+        if not self._pinned or self._pinned[0].nbytes < nbytes:
             self._stream.synchronize()
             size = 1 << max(nbytes - 1, 0).bit_length()
-            self._pinned = [self._cuda.pinned(size) for _ in range(count)]
+            self._pinned = [self._cuda.pinned(size) for _ in range(2)]
         return self._pinned
 
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
@@ -134,7 +128,7 @@ class HostPath(DevicePath):
         wait_for(event, timeout)
 
     def close(self) -> None:
-        """Release everything; other ranks hold nothing of it."""
+        """As `abandon`: other ranks hold nothing of it."""
         self.abandon()
 
     def abandon(self) -> None:

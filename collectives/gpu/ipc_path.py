@@ -21,7 +21,7 @@ from collectives.cuda.interface import Cuda, DeviceArray, Event
 from collectives.cuda.runtime import wait_for
 from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
-from collectives.gpu.side_stream import SideStream
+from collectives.gpu.stream_work import SideStream
 from collectives.reductions.reduction import ReduceOp, check_reducible
 from collectives.shm.copy_in_copy_out import blocks_of
 from collectives.transports.base import parts_by_rank

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from collectives import algorithms
 from collectives.cuda.interface import Cuda, DeviceArray, Event
-from collectives.cuda.memory import DeviceMemory
 from collectives.errors import in_step
 from collectives.execution.device_path import DevicePath, Reduce, Request
 from collectives.execution.executor import Plans
 from collectives.gpu.conversions import Conversion, conversion_of
 from collectives.gpu.stream_work import StreamWork
-from collectives.reductions.reduction import ReduceOp
+from collectives.reductions.reduction import Action, ReduceOp
 from collectives.schedules.paths import FORCED, NATIVE
 from collectives.transports.base import Native
 from collectives.transports.nccl import NcclTransport
@@ -34,7 +34,7 @@ class NcclPath(DevicePath):
     def __init__(self, cuda: Cuda, transport: NcclTransport, launches: StreamWork) -> None:
         """The transport enqueues its calls on the stream of `launches`."""
         self._cuda, self._transport, self._launches = cuda, transport, launches
-        self._plans = Plans(transport, DeviceMemory(cuda))
+        self._plans = Plans(transport, _DeviceMemory(cuda))
 
     def run(self, request: Request) -> str:
         """Enqueue the collective on the communicator's stream."""
@@ -154,3 +154,27 @@ def _as_bytes(request: Request) -> Request:
         target=request.target.view("u1"),
         lengths=request.lengths and [length * itemsize for length in request.lengths],
     )
+
+
+class _DeviceMemory:
+    """`executor.Memory` on the current GPU; all work is enqueued on the current stream."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self.empty, self.work = cuda.empty, cuda.empty
+        self.address, self.at = cuda.address, cuda.at
+
+    def message(self, array: DeviceArray) -> DeviceArray:
+        return array.view(np.uint8)
+
+    def copy(self, origin: DeviceArray, copied: DeviceArray) -> Action:
+        return partial(_assign, copied, origin)
+
+    def fold(
+        self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray
+    ) -> Action:
+        return partial(self._cuda.fold, op, first, second, out)
+
+
+def _assign(target: DeviceArray, source: DeviceArray) -> None:
+    target[...] = source

@@ -1,9 +1,9 @@
-"""Stream work: what a communicator has enqueued on its stream.
+"""Streams beside the caller's: for local work, and for what a communicator has enqueued.
 
-The stream has high priority. It is ordered by events against the caller's current stream, in both
-directions: its work waits for the caller's earlier work, and the caller's later work waits for it.
-The host waits for neither. Arrays are kept until the work is done, because CuPy reuses memory in
-the order of the stream for which it was allocated.
+Both have high priority. They are ordered by events against the caller's current stream, in both
+directions: their work waits for the caller's earlier work, and the caller's later work waits for
+it. The host waits for neither. Arrays are kept until the work is done, because CuPy reuses memory
+in the order of the stream for which it was allocated.
 """
 
 from __future__ import annotations
@@ -21,6 +21,34 @@ from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
 from collectives.waiting.watchdog import GRACE_SECONDS, watch
 
 _EVENTS_KEPT = 64
+
+
+class SideStream:
+    """A stream for local work, which no deadline limits."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda, self.stream = cuda, cuda.new_stream()
+        self._held: deque[tuple[Event, tuple[DeviceArray | None, ...]]] = deque()
+
+    @contextmanager
+    def work(self, *used: DeviceArray | None) -> Iterator[None]:
+        """Context in which this stream is the current one; `used` are the arrays in use."""
+        caller = self._cuda.current_stream()
+        self.stream.wait(caller.record())
+        try:
+            with self._cuda.on(self.stream):
+                yield
+        finally:
+            # Also after an error, because enqueued work still uses the arrays.
+            done = self.stream.record()
+            caller.wait(done)
+            while self._held and self._held[0][0].done():
+                self._held.popleft()
+            self._held.append((done, used))
+
+    def release(self) -> None:
+        """Release all arrays; no work may be running."""
+        self._held.clear()
 
 
 @dataclass

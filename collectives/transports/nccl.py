@@ -30,11 +30,13 @@ _BOOL_OPS = {"sum": _MAX, "max": _MAX, "product": _MIN, "min": _MIN}
 
 Array = Any
 Lengths = Sequence[int]
+Kind = tuple[int, int, int]
+"""NCCL's type, its number per element, and NCCL's op."""
 
 
 @lru_cache(maxsize=256)
-def reduction_of(op: str, dtype: np.dtype[Any], *, float8: bool) -> tuple[int, int, int] | None:
-    """NCCL's type, its number per element, and NCCL's op; None if NCCL has no equivalent."""
+def reduction_of(op: str, dtype: np.dtype[Any], *, float8: bool) -> Kind | None:
+    """The reduction in NCCL's terms; None if NCCL has no equivalent."""
     name = dtype.name
     if name == "bool":
         return (_BYTE, 1, _BOOL_OPS[op]) if op in _BOOL_OPS else None
@@ -68,22 +70,19 @@ class NcclTransport(PointToPoint):
         """
         self._driver, self._comm, self.rank, self.size = driver, comm, rank, size
         self._address, self._stream, self._float8 = address, stream, float8
+        self._enqueue = partial(driver.enqueue, comm)
         self.ended = False
 
     def exchange(
         self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
     ) -> None:
         """One group of messages, each a flat array of bytes."""
-        driver, comm, stream = self._driver, self._comm, self._stream
+        messages = [("send", *each) for each in sends] + [("receive", *each) for each in receives]
         with self._group():
-            for peer, buffer in sends:
+            for function, peer, buffer in messages:
                 if buffer.size:
                     address = self._address(buffer)
-                    driver.send(comm, address, buffer.size, _BYTE, peer, stream)
-            for peer, buffer in receives:
-                if buffer.size:
-                    address = self._address(buffer)
-                    driver.receive(comm, address, buffer.size, _BYTE, peer, stream)
+                    self._enqueue(function, address, buffer.size, _BYTE, peer, self._stream)
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
         """NCCL's own collective, or a group of messages; None if NCCL can't reduce the dtype."""
@@ -102,51 +101,47 @@ class NcclTransport(PointToPoint):
         finally:
             self._driver.group_end()
 
-    def _all_reduce(
-        self, kind: tuple[int, int, int], source: Array, target: Array, _: Lengths, root: int
-    ) -> None:
+    def _all_reduce(self, kind: Kind, source: Array, target: Array, _: Lengths, root: int) -> None:
         (dtype, factor, op), place = kind, self._address(target)
         given = place if source is None else self._address(source)
-        count = target.size * factor
-        self._driver.all_reduce(self._comm, given, place, count, dtype, op, self._stream)
+        self._enqueue("all_reduce", given, place, target.size * factor, dtype, op, self._stream)
 
-    def _reduce(
-        self, kind: tuple[int, int, int], source: Array, target: Array, _: Lengths, root: int
-    ) -> None:
-        (dtype, factor, op), place = kind, self._address(target)
-        given = place if source is None else self._address(source)
-        count = target.size * factor
-        self._driver.reduce(self._comm, given, place, count, dtype, op, root, self._stream)
+    def _reduce(self, kind: Kind, source: Array, target: Array, _: Lengths, root: int) -> None:
+        (dtype, factor, op), ends, stream = kind, self._ends(source, target), self._stream
+        self._enqueue("reduce", *ends, target.size * factor, dtype, op, root, stream)
 
     def _reduce_scatter(
-        self, kind: tuple[int, int, int], source: Array, target: Array, lengths: Lengths, root: int
+        self, kind: Kind, source: Array, target: Array, lengths: Lengths, root: int
     ) -> None:
-        (dtype, factor, op), place = kind, self._address(target)
-        comm, stream, start = self._comm, self._stream, self._address(source)
+        (dtype, factor, op), stream = kind, self._stream
+        start, place = self._ends(source, target)
         if len(set(lengths)) == 1:
-            count = lengths[0] * factor
-            self._driver.reduce_scatter(comm, start, place, count, dtype, op, stream)
+            self._enqueue("reduce_scatter", start, place, lengths[0] * factor, dtype, op, stream)
             return
         with self._group():
             for rank, length in enumerate(lengths):
                 if length:
-                    count = length * factor
-                    self._driver.reduce(comm, start, place, count, dtype, op, rank, stream)
+                    self._enqueue("reduce", start, place, length * factor, dtype, op, rank, stream)
                 start += length * source.itemsize
 
     def _broadcast(self, source: Array, target: Array, _: Lengths, root: int) -> None:
-        place = self._address(target)
-        self._driver.broadcast(self._comm, place, place, target.size, _BYTE, root, self._stream)
+        ends = self._ends(None, target)
+        self._enqueue("broadcast", *ends, target.size, _BYTE, root, self._stream)
 
     def _all_gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
         parts = parts_by_rank(target, lengths)
         own = parts[self.rank] if source is None else source
         if len(set(lengths)) == 1:
-            given, place, count = self._address(own), self._address(target), lengths[0]
-            self._driver.all_gather(self._comm, given, place, count, _BYTE, self._stream)
+            ends = self._ends(own, target)
+            self._enqueue("all_gather", *ends, lengths[0], _BYTE, self._stream)
             return
         peers = [peer for peer in range(self.size) if source is not None or peer != self.rank]
         self.exchange([(peer, own) for peer in peers], [(peer, parts[peer]) for peer in peers])
+
+    def _ends(self, source: Array | None, target: Array) -> tuple[int, int]:
+        """The addresses of source and target, which are equal in place."""
+        place = self._address(target)
+        return place if source is None else self._address(source), place
 
     def _gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
         parts, others = parts_by_rank(target, lengths), self._others

@@ -9,10 +9,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives import Communicator, ReduceOp
-from collectives.cuda.host_copies import fetched, filled
-from collectives.cuda.runtime import cuda
+from collectives.cuda.runtime import cuda, fetched, filled
 from collectives.gpu import probe
-from collectives.gpu.bootstrap import Health, examine, judge
+from collectives.gpu.probe import Health, examine, judge
 from strategies.core.device_names import nccl_problem
 
 

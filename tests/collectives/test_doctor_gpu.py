@@ -6,11 +6,16 @@ from dataclasses import asdict
 
 import pytest
 
-from collectives.doctor import gpu, gpu_findings
-from collectives.doctor.gpu import report_device_arrays, report_gpu
-from collectives.doctor.gpu_findings import GpuFindings, find_gpus, find_in_subprocess
+from collectives.doctor import gpu
+from collectives.doctor.gpu import (
+    GpuFindings,
+    find_gpus,
+    find_in_subprocess,
+    report_device_arrays,
+    report_gpu,
+)
 from collectives.doctor.report import Report
-from collectives.gpu.bootstrap import Health
+from collectives.gpu.probe import Health
 from collectives.transports.mpi_cuda import VARIABLE
 from tests.collectives.test_doctor import rows
 from tests.devices.gpu_worlds import simulated
@@ -102,8 +107,8 @@ def test_ranks_take_gpus_by_their_number():
 
 
 def test_a_look(monkeypatch):
-    monkeypatch.setattr(gpu_findings, "_name", "GPU {}".format)
-    monkeypatch.setattr(gpu_findings, "_nvrtc", lambda: "12.9")
+    monkeypatch.setattr(gpu, "_name", "GPU {}".format)
+    monkeypatch.setattr(gpu, "_nvrtc", lambda: "12.9")
     with simulated(devices=2) as (cuda, nccl):
         cuda.be_rank(0)
         found = find_gpus()

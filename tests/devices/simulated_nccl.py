@@ -189,6 +189,9 @@ class SimulatedNccl(NcclDriver):
             self.comms.append(comm)
         return comm
 
+    def enqueue(self, comm, function, *arguments):
+        getattr(self, function)(comm, *arguments)
+
     def all_reduce(self, comm, source, target, count, dtype, op, stream):
         self._begin(stream, "all_reduce", comm, source, target, count, dtype, op)
 

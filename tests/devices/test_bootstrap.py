@@ -7,7 +7,7 @@ import pytest
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator
 from collectives.gpu import probe
-from collectives.gpu.bootstrap import Health
+from collectives.gpu.probe import Health
 from collectives.transports import local
 from tests.devices.gpu_worlds import run, simulated
 

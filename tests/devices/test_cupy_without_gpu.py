@@ -14,9 +14,8 @@ from collectives.arrays.kinds import flat, is_device, is_plain  # noqa: E402
 from collectives.cuda import runtime as cuda_module  # noqa: E402
 from collectives.cuda.cupy_cuda import CupyCuda, _CupyStream, _Foreign  # noqa: E402
 from collectives.gpu.probe import nccl_problem  # noqa: E402
-from collectives.transports.cupy_nccl import CupyNccl  # noqa: E402
 from collectives.transports.local import alone  # noqa: E402
-from collectives.transports.nccl_driver import NcclError  # noqa: E402
+from collectives.transports.nccl_driver import NcclDriver, NcclError  # noqa: E402
 
 without_gpu = pytest.mark.skipif(
     CupyCuda().problem() is None, reason="there is a GPU: what happens without can't be tested"
@@ -76,7 +75,7 @@ def test_what_is_used_of_arrays_costs_no_gpu(dtype, monkeypatch):
 
 
 def test_nccl_says_whether_it_is_there():
-    driver = CupyNccl()
+    driver = NcclDriver()
     if driver.problem() is not None:
         assert "pip install nvidia-nccl-cu12" in driver.problem()
         pytest.skip(f"NCCL isn't installed: {driver.problem()}")
@@ -91,7 +90,7 @@ def test_nccl_says_whether_it_is_there():
 
 
 def test_a_status_that_cupy_has_no_name_for_is_an_error_of_nccl():
-    driver = CupyNccl()
+    driver = NcclDriver()
     if driver.problem() is not None:
         pytest.skip("NCCL isn't installed: CuPy has no NcclError without it")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from collectives.gpu.side_stream import SideStream
+from collectives.gpu.stream_work import SideStream
 from tests.devices.gpu_worlds import simulated
 from tests.devices.simulated_arrays import plain
 
