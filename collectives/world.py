@@ -6,8 +6,7 @@ import os
 
 from collectives.communicator import Communicator
 from collectives.consistency.uncaught import end_the_job_on_exceptions
-from collectives.lifecycle.launcher import check_launch
-from collectives.lifecycle.setup import check_backend, start_mpi
+from collectives.lifecycle.setup import check_backend, check_launch, start_mpi
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE, check_deadline
 
 

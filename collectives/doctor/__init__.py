@@ -17,8 +17,13 @@ from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, r
 from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
 from collectives.errors import BackendUnavailableError, LaunchError
-from collectives.lifecycle.launcher import ALLOW_SINGLETON, Launcher, check_launch, find_launcher
-from collectives.lifecycle.setup import start_mpi
+from collectives.lifecycle.setup import (
+    ALLOW_SINGLETON,
+    Launcher,
+    check_launch,
+    find_launcher,
+    start_mpi,
+)
 from collectives.world import world
 
 LIMIT = 30.0

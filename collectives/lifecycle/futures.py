@@ -16,7 +16,7 @@ from collectives.errors import CollectiveError, MismatchError, in_step
 from collectives.execution.cost_model import CostParameters
 from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
-from collectives.lifecycle.topology import Topology
+from collectives.lifecycle.nodes import Topology
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import calling_line, log
 

@@ -1,10 +1,12 @@
-"""Detection of the ranks that share a node, and set-up of shared memory. All collective."""
+"""Which ranks share a node, and the set-up of their shared memory. All functions are collective."""
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +18,7 @@ from collectives.consistency.uncaught import raised_on_all
 from collectives.errors import MismatchError
 from collectives.execution.cost_model import Layout
 from collectives.execution.engine import Engine
-from collectives.lifecycle import topology
 from collectives.lifecycle.setup import check_backend
-from collectives.lifecycle.topology import Topology
-from collectives.reductions.reduction import Array, ReduceOp
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import NodeBarrier
@@ -29,6 +28,42 @@ from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import check_deadline, warn_once
 
 _ENDS = ("close", "exit")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes are numbered from 0 in the order of their lowest ranks, local ranks within a node."""
+
+    node_of: tuple[int, ...]
+    rank: int
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.node_of[self.rank]
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The ranks of each node."""
+        members: list[list[int]] = [[] for _ in range(self.nodes)]
+        for rank, number in enumerate(self.node_of):
+            members[number].append(rank)
+        return members
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(set(self.node_of))
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its node."""
+        return self.node_of[: self.rank].count(self.node)
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this rank's node."""
+        return self.node_of.count(self.node)
 
 
 def agree_on_start(
@@ -43,7 +78,7 @@ def agree_on_start(
     def check() -> tuple[str, list[int] | None]:
         check_backend(backend)
         engine.wait_policy.deadline = check_deadline(deadline)
-        labels = None if node_of is None else topology.check_node_of(node_of, engine.size)
+        labels = None if node_of is None else _check_node_of(node_of, engine.size)
         return backend, labels
 
     given: list[tuple[str, list[int] | None]] = make_on_all(engine, check)
@@ -56,11 +91,22 @@ def agree_on_start(
     return given[0][1]
 
 
+def _check_node_of(node_of: Sequence[int], size: int) -> list[int]:
+    """A map given by the caller: one node number per rank; ValueError or TypeError otherwise."""
+    labels = [operator.index(label) for label in node_of]
+    if len(labels) != size:
+        raise ValueError(f"node_of={list(node_of)!r}: must have one entry for each of {size} ranks")
+    return labels
+
+
 def find_topology(engine: Engine, labels: Sequence[int] | None) -> Topology:
     """The topology of a given map, or of the ranks that share memory."""
     if labels is None:
         labels = gather_labels(engine, engine.transport.node_leader())
-    return topology.from_labels(labels, engine.rank)
+    numbers: dict[int, int] = {}
+    for label in labels:
+        numbers.setdefault(label, len(numbers))
+    return Topology(tuple(numbers[label] for label in labels), engine.rank)
 
 
 def gather_labels(engine: Engine, label: int) -> list[int]:
@@ -93,7 +139,7 @@ def settle(engine: Engine, where: Topology) -> None:
         part.close()
         agree_by_messages(engine)
         return
-    members = _members(where)
+    members = where.members
     memory = NodeMemory(segments, part.rank, part.fence)
     own = members[where.node]
     node_barrier = NodeBarrier(memory, engine.wait_policy, own, partial(ranks_of, members))
@@ -113,20 +159,13 @@ def agree_by_messages(engine: Engine) -> None:
         engine.call_check = CallCheck(wait_policy, None, engine.transport, members, describe)
 
 
-def _members(where: Topology) -> list[list[int]]:
-    members: list[list[int]] = [[] for _ in range(where.nodes)]
-    for rank, number in enumerate(where.node_of):
-        members[number].append(rank)
-    return members
-
-
 def _layout(engine: Engine, node: Engine, where: Topology) -> Layout:
     """Number of ranks on each node, and the oversubscription of the cores."""
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     present: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
     count = len(present) or os.cpu_count() or 1
     ratios = [ranks / cores for ranks, cores in numbers_of_all(engine, where.local_size, count)]
-    return Layout(tuple(map(len, _members(where))), max(1.0, *ratios))
+    return Layout(tuple(map(len, where.members)), max(1.0, *ratios))
 
 
 def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
@@ -170,7 +209,7 @@ def _join(
     transport = node.transport
     arena = Pool(transport.share, transport.reserve, transport.free, gather, node.rank)
     common = Pool(transport.share_one, reserve_together, transport.free, gather, 0)
-    slices, oversubscribed = min(map(len, _members(where))), engine.layout.oversubscription > 1
+    slices, oversubscribed = min(map(len, where.members)), engine.layout.oversubscription > 1
     across = _across(engine, where, slices) if where.nodes > 1 else None
     layout = None if where.nodes == 1 else slices
     return Node(
@@ -185,28 +224,11 @@ def _join(
     )
 
 
-def _across(engine: Engine, where: Topology, slices: int) -> Across | None:
-    """All-reduce between the ranks of equal local rank, for the first `slices` of each node."""
+def _across(engine: Engine, where: Topology, slices: int) -> Engine | None:
+    """The ranks of equal local rank on all nodes; None on all but the first `slices` of a node."""
     takes_part = where.local_rank < slices
     transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
-    if transport is None:
-        return None
-    return Across(Engine(transport, engine.wait_policy))
-
-
-class Across:
-    """All-reduce in place between the ranks of equal local rank on all nodes."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __call__(self, array: Array, op: ReduceOp) -> None:
-        """Run it on this rank's slice."""
-        self._engine.run("all_reduce", None, array, op=op)
-
-    def close(self) -> None:
-        """Close the transport. Collective."""
-        self._engine.close()
+    return None if transport is None else Engine(transport, engine.wait_policy)
 
 
 def _leaders(engine: Engine, where: Topology) -> Transport | None:

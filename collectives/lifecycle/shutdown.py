@@ -1,4 +1,4 @@
-"""Communicators at the end of the program, and in a forked child process."""
+"""The end of the program: of its communicators, of its process, and in a forked child process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import Protocol
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
 
+from collectives.consistency.uncaught import end_alone
 from collectives.lifecycle.futures import complete_all
-from collectives.lifecycle.process_exit import ExitCode, exit_code
 
 # A rank that ends in step with the others synchronizes with them at once. A rank that ends alone
 # cycles through its communicators, because it can't know in which one the others wait for it.
@@ -60,6 +63,40 @@ def before_closing(action: Callable[[], None]) -> None:
     _before.append(action)
 
 
+class ExitCode:
+    """The code that this process ends with, as far as it is known before the end.
+
+    It replaces `sys.exit` and `sys.excepthook`, which calls `show`.
+    """
+
+    def __init__(self, show: Callable[..., Any]) -> None:
+        self.code = 0
+        self._exit, self._show = sys.exit, show
+        sys.exit, sys.excepthook = self._exit_with, self._show_error
+
+    def _exit_with(self, status: Any = None, /) -> NoReturn:
+        self.code = status if isinstance(status, int) else int(status is not None)
+        self._exit(status)
+
+    def _show_error(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self.code = 1
+        self._show(kind, error, trace)
+
+    def end_process(self) -> NoReturn:
+        """End at once with this code: no exit handler runs, MPI is not finalized."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self.code & 0xFF)
+
+
+@lru_cache(maxsize=1)
+def exit_code() -> ExitCode:
+    """The one of this process; uncaught exceptions are shown as before."""
+    return ExitCode(sys.excepthook)
+
+
 def survive_deaths(all_alive: Callable[[], bool]) -> None:
     """End this process at its end even if a rank has died: then `all_alive()` is false."""
     code = exit_code()
@@ -71,6 +108,19 @@ def survive_deaths(all_alive: Callable[[], bool]) -> None:
             code.end_process()
 
     before_closing(end_without_mpi)
+
+
+def leave_at_exit(leave: Callable[[], None]) -> None:
+    """Call a method at exit if its object lives; an uncaught exception ends this process alone."""
+    end_alone()
+    reference = weakref.WeakMethod(leave)
+
+    def leave_if_alive() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    atexit.register(leave_if_alive)
 
 
 def _prepare() -> None:

@@ -6,7 +6,6 @@ A thread that polls under an ordinary lock takes it again before one that waits 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 
 class FairLock:
@@ -19,10 +18,5 @@ class FairLock:
         with self._next:
             self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()

@@ -16,8 +16,8 @@ from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.messaging.codec import IncomingMessage, Message, read, write
 from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Processes
-from collectives.messaging.send_request import Done, SendRequest, abandoned
-from collectives.transports.base import Bytes, MessageChannel
+from collectives.messaging.send_request import SendRequest, abandoned
+from collectives.transports.base import Bytes, Copied, MessageChannel
 from collectives.waiting.wait_policy import WaitPolicy
 
 
@@ -66,7 +66,7 @@ class Mailbox:
         if peer == self.rank:
             self._writes_to_itself = True
             self._own.append(IncomingMessage.copied(peer, buffers))
-            return SendRequest(self, peer, Done(), ())
+            return SendRequest(self, peer, Copied(), ())
         if self._died(peer) or peer in self._ended:
             raise RankFailedError(f"{self._end_of(peer)}: nothing can be sent to it")
         return self._post_to(peer, buffers)
@@ -137,7 +137,7 @@ class Mailbox:
         For a rank of another machine, only the MPI library may report that.
         """
         peer = check_index("peer", peer, self.size)
-        return not (self._post_knows(peer) or self._processes.died(peer))
+        return not (peer in self._post.failed or self._processes.died(peer))
 
     def all_alive(self) -> bool:
         """False once the process of any rank is known to have died."""
@@ -258,25 +258,19 @@ class Mailbox:
                 pass
             return not self._outstanding and not self._unfinished()
 
-    def _missing(self) -> list[int]:
-        """The ranks that may still send."""
-        return [peer for peer in self._peers if peer not in self._ended and not self._died(peer)]
+    def _no_sender_left(self) -> bool:
+        alone = bool(self._peers) and not self._writes_to_itself
+        return alone and all(peer in self._ended or self._died(peer) for peer in self._peers)
 
     def _unfinished(self) -> list[int]:
         """The ranks that may still need this one."""
         return [peer for peer in self._peers if peer not in self._finished and not self._died(peer)]
 
-    def _no_sender_left(self) -> bool:
-        return bool(self._peers) and not self._writes_to_itself and not self._missing()
-
     def _end_of(self, peer: int) -> str:
         return f"rank {peer} has {'closed its mailbox' if peer in self._ended else 'died'}"
 
     def _died(self, peer: int) -> bool:
-        return self._post_knows(peer) or self._processes.died_lately(peer)
-
-    def _post_knows(self, peer: int) -> bool:
-        return peer in self._post.failed
+        return peer in self._post.failed or self._processes.died_lately(peer)
 
     def wait(
         self,

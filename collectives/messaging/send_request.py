@@ -66,11 +66,3 @@ class SendRequest:
             abandoned.append((self._sending, self._kept))
         self._sending, self._kept = None, ()
         return True
-
-
-class Done(Sending):
-    """Of a message that was copied."""
-
-    def done(self) -> bool:
-        """From the beginning."""
-        return True

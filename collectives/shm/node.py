@@ -30,8 +30,8 @@ Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
 class Across(Protocol):
     """The ranks of equal local rank on all nodes."""
 
-    def __call__(self, array: Array, op: ReduceOp) -> None:
-        """All-reduce in place."""
+    def run(self, collective: str, source: None, target: Array, *, op: ReduceOp) -> object:
+        """A collective, in place."""
 
     def close(self) -> None:
         """Release the transport. Collective."""
@@ -142,7 +142,7 @@ class Node:
         elif source is not None:
             own[:] = source
         if self._across is not None:
-            self._across(own, op)
+            self._across.run("all_reduce", None, own, op=op)
         if size > 1:
             all_gather(None, target, parts, 0)
 

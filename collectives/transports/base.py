@@ -73,6 +73,14 @@ class Sending(ABC):
         """
 
 
+class Copied(Sending):
+    """A message that was copied when it was sent."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+
 class MessageChannel(ABC):
     """Unsolicited messages: any rank to any other, at any time.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -18,6 +19,7 @@ from collectives.errors import RankFailedError
 from collectives.transports.base import (
     Bytes,
     ControlChannel,
+    Copied,
     Message,
     MessageChannel,
     Sending,
@@ -51,8 +53,12 @@ class _Switchboard:
                 line.put(None)
             return line
 
-    def checked(self, content: Any) -> Any:
-        """The content taken from a queue; RankFailedError if it marks the end of a rank."""
+    def take(self, line: queue.SimpleQueue[Any], timeout: float = 0.0) -> Any:
+        """The next content of a queue; queue.Empty if there is none in time.
+
+        Raises RankFailedError if a rank has ended.
+        """
+        content = line.get(timeout=timeout) if timeout else line.get_nowait()
         if content is None:
             raise RankFailedError(f"rank {self.failed} ended with an exception")
         return content
@@ -76,45 +82,38 @@ class LocalTransport(Transport):
         self.rank, self.size = rank, size
         self.wait_policy = WaitPolicy()
 
-    def _put(self, content: Any, peer: int, tag: int) -> None:
+    def put(self, content: Any, peer: int, tag: int) -> None:
+        """Put something into the queue to a peer."""
         self._switchboard.line(self._world, self.rank, peer, tag).put(content)
 
-    def _get(self, peer: int, tag: int) -> Any:
+    def take(self, peer: int, tag: int, timeout: float = 0.0) -> Any:
+        """Take the next content of the queue from a peer; queue.Empty if there is none in time."""
         line = self._switchboard.line(self._world, peer, self.rank, tag)
+        return self._switchboard.take(line, timeout)
+
+    def _get(self, peer: int, tag: int) -> Any:
         deadline = self.wait_policy.deadline
         end = math.inf if deadline is None else time.monotonic() + deadline
         while True:
             left = max(0.0, end - time.monotonic())
             try:
-                return self._checked(line.get(timeout=min(CHECK_SECONDS, left)))
+                return self.take(peer, tag, min(CHECK_SECONDS, left))
             except queue.Empty:
                 self.wait_policy.check_alive()
                 if time.monotonic() >= end:
                     absent = {peer: " in the middle of the call"}
                     raise self.wait_policy.exceeded(absent) from None
 
-    def get_now(self, peer: int) -> int | None:
-        """A peer's next word, if one has arrived."""
-        line = self._switchboard.line(self._world, peer, self.rank, _WORDS_TAG)
-        try:
-            word: int = self._checked(line.get_nowait())
-        except queue.Empty:
-            return None
-        return word
-
-    def _checked(self, content: Any) -> Any:
-        return self._switchboard.checked(content)
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Put copies of all sends into their queues, then wait for each receive."""
         for peer, buffer in sends:
-            self._put(bytes(buffer), peer, _EXCHANGE_TAG)
+            self.put(bytes(buffer), peer, _EXCHANGE_TAG)
         for peer, buffer in receives:
             buffer[:] = self._get(peer, _EXCHANGE_TAG)
 
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
         """Put a copy into the peer's queue."""
-        self._put((bytes(buffer), kind), peer, tag)
+        self.put((bytes(buffer), kind), peer, tag)
 
     def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
         """Wait for the peer's queue."""
@@ -135,11 +134,6 @@ class LocalTransport(Transport):
         """One queue for each rank, filled by all others."""
         return _LocalMessageChannel(self._switchboard, self._child_world(), self.rank)
 
-    def put_word(self, word: int) -> None:
-        """Put the word into every rank's queue."""
-        for peer in range(self.size):
-            self._put(word, peer, _WORDS_TAG)
-
     def _child_world(self) -> Any:
         """A name for a new world: equal on all ranks, because the creation is collective."""
         self._children += 1
@@ -149,7 +143,7 @@ class LocalTransport(Transport):
         """Every rank sends its color and key to every other."""
         world = self._child_world()
         for peer in range(self.size):
-            self._put((color, key), peer, _SPLIT_TAG)
+            self.put((color, key), peer, _SPLIT_TAG)
         received = [self._get(peer, _SPLIT_TAG) for peer in range(self.size)]
         if color is None:
             return None
@@ -176,33 +170,25 @@ class _LocalControlChannel(ControlChannel):
         self._words = [[0] * transport.size, [0] * transport.size]
 
     def post(self, word: int) -> None:
-        """Put the word into every rank's queue."""
-        self._transport.put_word(word)
+        for peer in range(self._transport.size):
+            self._transport.put(word, peer, _WORDS_TAG)
 
     def take(self) -> None:
-        """Empty the queues."""
         for peer in range(self._transport.size):
-            while (word := self._transport.get_now(peer)) is not None:
-                self._words[word & 1][peer] = word
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    word = self._transport.take(peer, _WORDS_TAG)
+                    self._words[word & 1][peer] = word
 
     def of(self, number: int) -> list[int]:
-        """Last words taken from the queues."""
         return self._words[number & 1]
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-class _Copied(Sending):
-    """A message that was copied when it was sent."""
-
-    def done(self) -> bool:
-        """Always, because the message was copied."""
-        return True
-
-
 class _LocalMessageChannel(MessageChannel):
-    """Messages through queues."""
+    """Messages through one queue for each rank, filled by all others."""
 
     def __init__(self, switchboard: _Switchboard, world: Any, rank: int) -> None:
         self._switchboard, self._world, self._rank = switchboard, world, rank
@@ -211,18 +197,17 @@ class _LocalMessageChannel(MessageChannel):
         return self._switchboard.line(self._world, _ANY_SOURCE, rank, _POST_TAG)
 
     def send(self, buffers: Sequence[Bytes], peer: int) -> Sending:
-        """Put copies into the peer's queue."""
         copies = [np.array(buffer, np.uint8) for buffer in buffers]
         self._inbox(peer).put((self._rank, copies))
-        return _Copied()
+        return Copied()
 
     def poll(self) -> tuple[int, list[NDArray[np.uint8]]] | None:
-        """Take the next message from the own queue."""
         try:
-            content = self._inbox(self._rank).get_nowait()
+            message: tuple[int, list[NDArray[np.uint8]]] = self._switchboard.take(
+                self._inbox(self._rank)
+            )
         except queue.Empty:
             return None
-        message: tuple[int, list[NDArray[np.uint8]]] = self._switchboard.checked(content)
         return message
 
     def close(self, *, together: bool) -> None:

@@ -121,32 +121,26 @@ class MpiTransport(Transport):
 
     def share(self, nbytes: int) -> list[memoryview] | None:
         """A shared window (MPI 4.1, 12.2.3)."""
-        window = self._allocate(nbytes, nbytes * self.size)
-        if window is None:
-            return None
-        segments = [_segment(window, rank, nbytes) for rank in range(self.size)]
-        self._windows[id(segments)] = (window, segments)
-        return segments
+        return self._share(nbytes, range(self.size))
 
     def share_one(self, nbytes: int) -> list[memoryview] | None:
         """A shared window in which only the first rank has memory."""
-        window = self._allocate(0 if self.rank else nbytes, nbytes)
-        if window is None:
-            return None
-        segments = [_segment(window, 0, nbytes)]
-        self._windows[id(segments)] = (window, segments)
-        return segments
+        return self._share(nbytes, range(1))
 
-    def _allocate(self, own_bytes: int, all_bytes: int) -> MPI.Win | None:
-        """A window with these bytes for this rank and for all; None if there is no room."""
-        if not self._all(self.shares and has_room(all_bytes)):
+    def _share(self, nbytes: int, owners: range) -> list[memoryview] | None:
+        """A window with a segment for each of these ranks; None if there is no room."""
+        if not self._all(self.shares and has_room(nbytes * len(owners))):
             return None
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+        own_bytes = nbytes if self.rank in owners else 0
         window = MPI.Win.Allocate_shared(own_bytes, 1, info, self.comm)
         info.Free()
         # Access by load and store needs an epoch (MPI 4.1, 12.7).
         window.Lock_all(MPI.MODE_NOCHECK)
-        return window
+        parts = [cast(Any, window.Shared_query(rank)[0]) for rank in owners]
+        segments = [memoryview(part).cast("B")[:nbytes] for part in parts]
+        self._windows[id(segments)] = (window, segments)
+        return segments
 
     def _all(self, value: bool) -> bool:
         """Logical and over all ranks."""
@@ -215,10 +209,6 @@ class MpiTransport(Transport):
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
         """MPI's own collective, where its results meet this package's guarantees."""
         return native(self.comm, collective, op, dtype)
-
-
-def _segment(window: MPI.Win, rank: int, nbytes: int) -> Bytes:
-    return memoryview(cast(Any, window.Shared_query(rank)[0])).cast("B")[:nbytes]
 
 
 def _windows_may_crash() -> bool:

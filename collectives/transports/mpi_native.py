@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from collectives.errors import CollectiveError, in_step
 from collectives.transports.base import Native, own_part
 
+Comm: TypeAlias = MPI.Intracomm
 Array: TypeAlias = NDArray[Any]
+Given: TypeAlias = Array | None
 Lengths: TypeAlias = Sequence[int]
 
 # A library before MPI 4 counts with 31 bits.
@@ -49,9 +51,7 @@ def _datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
     return MPI.Datatype.fromcode(dtype.char)
 
 
-def native(
-    comm: MPI.Intracomm, collective: str, op: str | None, dtype: np.dtype[Any]
-) -> Native | None:
+def native(comm: Comm, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
     """MPI's collective of that name as a function, or None if it is not used.
 
     The function raises ValueError on every rank for a buffer that MPI can't count, and
@@ -67,7 +67,7 @@ def native(
         return None
     given = (comm,) if op is None else (comm, mpi_op)
 
-    def run(source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
+    def run(source: Given, target: Array, lengths: Lengths, root: int) -> None:
         if collective != "all_to_all":
             _check_countable(collective, target, lengths)
         try:
@@ -103,14 +103,12 @@ def _apart(buffer: Array) -> Array:
 
 
 def _all_reduce(
-    comm: MPI.Intracomm, op: MPI.Op, source: Array | None, target: Array, _: Lengths, root: int
+    comm: Comm, op: MPI.Op, source: Given, target: Array, _: Lengths, root: int
 ) -> None:
     comm.Allreduce(MPI.IN_PLACE if source is None else _typed(source), _typed(target), op)
 
 
-def _reduce(
-    comm: MPI.Intracomm, op: MPI.Op, source: Array | None, target: Array, _: Lengths, root: int
-) -> None:
+def _reduce(comm: Comm, op: MPI.Op, source: Given, target: Array, _: Lengths, root: int) -> None:
     if comm.rank == root:
         given = MPI.IN_PLACE if source is None else _typed(source)
         comm.Reduce(given, _typed(target), op, root)
@@ -119,9 +117,9 @@ def _reduce(
 
 
 def _reduce_scatter(
-    comm: MPI.Intracomm,
+    comm: Comm,
     op: MPI.Op,
-    source: Array | None,
+    source: Given,
     target: Array,
     lengths: Lengths,
     root: int,
@@ -143,15 +141,11 @@ def _parts(buffer: Array, lengths: Lengths, unit: MPI.Datatype = MPI.BYTE) -> li
     return [_apart(buffer).view(np.uint8), counts, unit]
 
 
-def _broadcast(
-    comm: MPI.Intracomm, source: Array | None, target: Array, lengths: Lengths, root: int
-) -> None:
+def _broadcast(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:
     comm.Bcast(_bytes(target), root)
 
 
-def _all_gather(
-    comm: MPI.Intracomm, source: Array | None, target: Array, lengths: Lengths, root: int
-) -> None:
+def _all_gather(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:
     given: Any = MPI.IN_PLACE if source is None else _bytes(source)
     if len(set(lengths)) == 1:
         comm.Allgather(given, _bytes(target))
@@ -159,27 +153,21 @@ def _all_gather(
         comm.Allgatherv(given, _parts(target, lengths))
 
 
-def _gather(
-    comm: MPI.Intracomm, source: Array | None, target: Array, lengths: Lengths, root: int
-) -> None:
+def _gather(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:
     if comm.rank == root:
         comm.Gatherv(MPI.IN_PLACE, _parts(target, lengths), root)
     else:
         comm.Gatherv(_bytes(own_part(target, lengths, comm.rank)), None, root)
 
 
-def _scatter(
-    comm: MPI.Intracomm, source: Array | None, target: Array, lengths: Lengths, root: int
-) -> None:
+def _scatter(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:
     if comm.rank == root:
         comm.Scatterv(_parts(target, lengths), MPI.IN_PLACE, root)
     else:
         comm.Scatterv(None, _bytes(own_part(target, lengths, comm.rank)), root)
 
 
-def _all_to_all(
-    comm: MPI.Intracomm, source: Array | None, target: Array, lengths: Lengths, root: int
-) -> None:
+def _all_to_all(comm: Comm, source: Given, target: Array, lengths: Lengths, root: int) -> None:
     outgoing, incoming = lengths[: comm.size], lengths[comm.size :]
     middle = sum(outgoing)
     halves = (target[:middle], outgoing), (target[middle:], incoming)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Protocol
 
 from collectives.waiting.wait_policy import WaitPolicy, calling_line, log
@@ -44,12 +44,7 @@ class Watchdog:
         self._since = time.monotonic()
         watch(self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:

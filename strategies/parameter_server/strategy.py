@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from collectives import Communicator, RankFailedError
-from collectives.lifecycle.process_exit import leave_at_exit
-from collectives.lifecycle.shutdown import survive_deaths
+from collectives.lifecycle.shutdown import leave_at_exit, survive_deaths
 from collectives.transports.local import alone
 from strategies.base.run_options import RunOptions
 from strategies.base.strategy import Strategy
