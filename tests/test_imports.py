@@ -25,8 +25,7 @@ COLLECTIVES = {
     "gpu": {"caching", "algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
     | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},
-    "lifecycle": {"calls", "consistency", "errors", "execution", "reductions", "shm"}
-    | {"transports", "waiting"},
+    "lifecycle": {"calls", "consistency", "errors", "execution", "shm"} | {"transports", "waiting"},
     "calls": {"algorithms", "arrays", "caching", "consistency", "cuda", "errors"}
     | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},

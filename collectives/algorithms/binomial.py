@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send
+from collectives.schedules.schedule import Ranks, Recv, Reduce, Round, Send, Step
 
 
 def _distances(size: int) -> list[int]:
@@ -47,38 +47,23 @@ def reduce(rank: Ranks, size: int) -> Iterator[Round]:
 def scatter(rank: Ranks, size: int) -> Iterator[Round]:
     """Send every child the chunks of its whole subtree."""
     for distance in reversed(_distances(size)):
-        child = rank + distance
-        yield [
-            Send(
-                child % size,
-                child,
-                np.minimum(distance, size - child),
-                when=_is_parent(rank, distance, size),
-            ),
-            Recv(
-                rank,
-                rank - distance,
-                np.minimum(distance, size - rank),
-                when=_is_child(rank, distance),
-            ),
-        ]
+        yield [_with_child(Send, rank, distance, size), _with_parent(Recv, rank, distance, size)]
 
 
 def gather(rank: Ranks, size: int) -> Iterator[Round]:
     """The reverse of the scatter: every rank sends the chunks of its subtree to its parent."""
     for distance in _distances(size):
-        child = rank + distance
-        yield [
-            Send(
-                rank,
-                rank - distance,
-                np.minimum(distance, size - rank),
-                when=_is_child(rank, distance),
-            ),
-            Recv(
-                child % size,
-                child,
-                np.minimum(distance, size - child),
-                when=_is_parent(rank, distance, size),
-            ),
-        ]
+        yield [_with_parent(Send, rank, distance, size), _with_child(Recv, rank, distance, size)]
+
+
+def _with_child(step: type[Step], rank: Ranks, distance: int, size: int) -> Step:
+    """A message with the chunks of the subtree of the child at that distance."""
+    child = rank + distance
+    count = np.minimum(distance, size - child)
+    return step(child % size, child, count, when=_is_parent(rank, distance, size))
+
+
+def _with_parent(step: type[Step], rank: Ranks, distance: int, size: int) -> Step:
+    """A message with the chunks of this rank's subtree."""
+    count = np.minimum(distance, size - rank)
+    return step(rank, rank - distance, count, when=_is_child(rank, distance))

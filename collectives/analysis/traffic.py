@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,21 +63,22 @@ def _ends(steps: list[tuple[int, Step]], size: int) -> Ends:
     )
 
 
+def _refuse(problem: str, number: int, ends: Ends, wrong: NDArray[np.bool_]) -> NoReturn:
+    """Raise ScheduleError for the first wrong message; `problem` may name its fields."""
+    at = int(wrong.argmax())
+    named = {field.name: getattr(ends, field.name)[at] for field in fields(ends)}
+    rank, chunk = int(ends.rank[at]), int(ends.chunk[at])
+    raise ScheduleError(problem.format(**named), round=number, rank=rank, chunk=chunk)
+
+
 def _check_range(ends: Ends, size: int, chunks: int, number: int) -> None:
     peer_wrong = (ends.peer < 0) | (ends.peer >= size) | (ends.peer == ends.rank)
+    if peer_wrong.any():
+        _refuse("no such peer: {peer}", number, ends, peer_wrong)
     chunk_wrong = (ends.chunk < 0) | (ends.chunk >= chunks) | (ends.count > chunks)
-    for wrong, values, what in (
-        (peer_wrong, ends.peer, "no such peer"),
-        (chunk_wrong, ends.chunk, "no such chunk, or more chunks than there are"),
-    ):
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise ScheduleError(
-                f"{what}: {values[at]}",
-                round=number,
-                rank=int(ends.rank[at]),
-                chunk=int(ends.chunk[at]),
-            )
+    if chunk_wrong.any():
+        problem = "no such chunk, or more chunks than there are: {chunk}"
+        _refuse(problem, number, ends, chunk_wrong)
 
 
 def _check_matched(sent: Ends, received: Ends, size: int, number: int) -> None:
@@ -86,36 +87,21 @@ def _check_matched(sent: Ends, received: Ends, size: int, number: int) -> None:
     received_keys = received.peer * size + received.rank
     if np.array_equal(sent_keys, received_keys):
         return
-    unmatched, at = np.setdiff1d(sent_keys, received_keys), 0
+    unmatched = np.setdiff1d(sent_keys, received_keys)
     if len(unmatched):
-        at = int((sent_keys == unmatched[0]).argmax())
-        raise ScheduleError(
-            f"a send to rank {sent.peer[at]} that it never receives",
-            round=number,
-            rank=int(sent.rank[at]),
-            chunk=int(sent.chunk[at]),
-        )
+        problem = "a send to rank {peer} that it never receives"
+        _refuse(problem, number, sent, sent_keys == unmatched[0])
     keys, counts = np.unique(received_keys, return_counts=True)
     expected = [np.count_nonzero(sent_keys == key) for key in keys]
-    at = int((received_keys == keys[int((counts != expected).argmax())]).argmax())
-    raise ScheduleError(
-        f"as many sends as receives are needed between it and rank {received.peer[at]}",
-        round=number,
-        rank=int(received.rank[at]),
-        chunk=int(received.chunk[at]),
-    )
+    problem = "as many sends as receives are needed between it and rank {peer}"
+    _refuse(problem, number, received, received_keys == keys[(counts != expected).argmax()])
 
 
 def _check_counts(sent: Ends, received: Ends, number: int) -> None:
     unequal = sent.count != received.count
     if unequal.any():
-        at = int(unequal.argmax())
-        raise ScheduleError(
-            f"{received.count[at]} chunks expected, {sent.count[at]} sent by rank {sent.rank[at]}",
-            round=number,
-            rank=int(received.rank[at]),
-            chunk=int(received.chunk[at]),
-        )
+        problem = f"{{count}} chunks expected, {sent.count[unequal][0]} sent by rank {{peer}}"
+        _refuse(problem, number, received, unequal)
 
 
 def messages(steps: Round, size: int, chunks: int, number: int) -> Messages:

@@ -24,62 +24,7 @@ EVERY = -1
 ANYTHING = -2
 
 Condition: TypeAlias = Callable[[Ranks, Ranks, int], Ranks]
-
-
-def _own_chunk(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    """Whether the chunk's number is the rank's."""
-    return chunk == rank
-
-
-def _everywhere(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return (rank >= 0) & (chunk >= 0)
-
-
-def _on_root(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return (rank == 0) & (chunk >= 0)
-
-
-def _where(condition: Condition, origin: Condition) -> Condition:
-    """`origin` where the condition holds, `ANYTHING` elsewhere."""
-
-    def after(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-        return np.where(condition(rank, chunk, size), origin(rank, chunk, size), ANYTHING)
-
-    return after
-
-
-def _every_rank(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return EVERY
-
-
-def _root(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return 0
-
-
-def _chunk_owner(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return chunk
-
-
-def _same_block(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    """Chunk i is block i on every rank."""
-    return chunk + 0 * rank
-
-
-def _outgoing_or_own(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return (chunk < size) | (chunk == size + rank)
-
-
-def _incoming(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return (chunk >= size) & (rank >= 0)
-
-
-def _sender(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    return chunk - size
-
-
-def _sender_and_receiver(rank: Ranks, chunk: Ranks, size: int) -> Ranks:
-    """Chunk i goes to rank i; chunk size + i comes from rank i."""
-    return np.where(chunk < size, rank * size + chunk, (chunk - size) * size + rank)
+"""A function of rank, chunk and size; its result may be broadcast over ranks and chunks."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +39,7 @@ class Spec:
     name: str
     before: Condition
     after: Condition
-    block: Condition = _same_block
+    block: Condition = lambda rank, chunk, size: chunk
     chunks: Callable[[int], int] | None = None
     reduces: bool = False
     rooted: bool = False
@@ -103,26 +48,60 @@ class Spec:
 SPECS = {
     spec.name: spec
     for spec in (
-        Spec("all_reduce", _everywhere, _where(_everywhere, _every_rank), reduces=True),
-        Spec("reduce", _everywhere, _where(_on_root, _every_rank), reduces=True, rooted=True),
-        Spec("broadcast", _on_root, _where(_everywhere, _root), rooted=True),
-        Spec("all_gather", _own_chunk, _where(_everywhere, _chunk_owner), chunks=chunk_per_rank),
+        Spec(
+            "all_reduce",
+            before=lambda rank, chunk, size: True,
+            after=lambda rank, chunk, size: EVERY,
+            reduces=True,
+        ),
+        Spec(
+            "reduce",
+            before=lambda rank, chunk, size: True,
+            after=lambda rank, chunk, size: np.where(rank == 0, EVERY, ANYTHING),
+            reduces=True,
+            rooted=True,
+        ),
+        Spec(
+            "broadcast",
+            before=lambda rank, chunk, size: rank == 0,
+            after=lambda rank, chunk, size: 0,
+            rooted=True,
+        ),
+        Spec(
+            "all_gather",
+            before=lambda rank, chunk, size: chunk == rank,
+            after=lambda rank, chunk, size: chunk,
+            chunks=chunk_per_rank,
+        ),
         Spec(
             "reduce_scatter",
-            _everywhere,
-            _where(_own_chunk, _every_rank),
+            before=lambda rank, chunk, size: True,
+            after=lambda rank, chunk, size: np.where(chunk == rank, EVERY, ANYTHING),
             chunks=chunk_per_rank,
             reduces=True,
         ),
         Spec(
-            "gather", _own_chunk, _where(_on_root, _chunk_owner), chunks=chunk_per_rank, rooted=True
+            "gather",
+            before=lambda rank, chunk, size: chunk == rank,
+            after=lambda rank, chunk, size: np.where(rank == 0, chunk, ANYTHING),
+            chunks=chunk_per_rank,
+            rooted=True,
         ),
-        Spec("scatter", _on_root, _where(_own_chunk, _root), chunks=chunk_per_rank, rooted=True),
+        Spec(
+            "scatter",
+            before=lambda rank, chunk, size: rank == 0,
+            after=lambda rank, chunk, size: np.where(chunk == rank, 0, ANYTHING),
+            chunks=chunk_per_rank,
+            rooted=True,
+        ),
+        # Chunk i goes to rank i; chunk size + i is received from rank i.
         Spec(
             "all_to_all",
-            _outgoing_or_own,
-            _where(_incoming, _sender),
-            block=_sender_and_receiver,
+            before=lambda rank, chunk, size: (chunk < size) | (chunk == size + rank),
+            after=lambda rank, chunk, size: np.where(chunk < size, ANYTHING, chunk - size),
+            block=lambda rank, chunk, size: np.where(
+                chunk < size, rank * size + chunk, (chunk - size) * size + rank
+            ),
             chunks=lambda size: 2 * size,
         ),
     )
