@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from collectives.calls import Operation
-from collectives.calls.objects import broadcast_pickle, gather_pickles, make_on_all, numbers_of_all
+from collectives.calls.objects import gather_pickles, numbers_of_all
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.signature import Signature
 from collectives.cuda.interface import Cuda, DeviceArray, Event
@@ -23,12 +23,10 @@ from collectives.gpu import probe
 from collectives.gpu.bound import bind_all_reduce
 from collectives.gpu.host_path import HostPath
 from collectives.gpu.ipc_path import IpcPath
-from collectives.gpu.nccl_path import NcclPath
-from collectives.gpu.probe import Verdict, connect, judge
-from collectives.gpu.stream_work import StreamWork
+from collectives.gpu.nccl_path import NcclPath, start_nccl
+from collectives.gpu.probe import Verdict, judge
 from collectives.lifecycle.futures import Handle, run_into
 from collectives.reductions.reduction import as_op, fold_dtype
-from collectives.transports.nccl import NcclTransport
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting.wait_policy import log
 
@@ -170,12 +168,19 @@ class Devices:
         return self._use(self._without_nccl(found.cuda, verdict), found)
 
     def _without_nccl(self, gpus: Cuda, verdict: Verdict) -> DevicePath:
+        engine = self._engine
         if verdict.one_gpu:
             try:
-                return self._over_ipc(gpus)
+                return IpcPath(
+                    gpus,
+                    engine.rank,
+                    engine.size,
+                    barrier=lambda: numbers_of_all(engine, 0),
+                    gather=lambda content: gather_pickles(engine, pickle.dumps(content)),
+                )
             except BackendUnavailableError as error:
                 log.warning("CUDA IPC can't be used, the host's memory is: %s", error)
-        return HostPath(gpus, self._engine)
+        return HostPath(gpus, engine)
 
     def _use(self, path: DevicePath, found: probe.Found) -> DevicePath:
         self._path, self._device = path, found.device
@@ -187,55 +192,7 @@ class Devices:
         return found, judge(gather_pickles(self._engine, pickle.dumps(health)))
 
     def _over_nccl(self, found: probe.Found, verdict: Verdict) -> NcclPath:
-        engine, gpus = self._engine, found.cuda
-        made: list[NcclTransport] = []
-
-        def failure() -> NcclError | None:
-            return made[0].failure() if made else None
-
-        launches = self._on_all(
-            lambda: StreamWork(
-                gpus,
-                found.device,
-                engine.wait_policy,
-                failure=failure,
-                give_up=self.give_up,
-                end_job=engine.end_job,
-            )
-        )
-        try:
-            transport = connect(
-                found.driver,
-                engine.rank,
-                engine.size,
-                broadcast=lambda make: broadcast_pickle(engine, make, 0),
-                on_all=lambda make: make_on_all(engine, partial(_watched, engine, make)),
-                address=gpus.address,
-                stream=launches.stream.handle,
-                float8=verdict.float8,
-            )
-        except NcclError as error:
-            problem = CollectiveError(f"NCCL did not start: {error}")
-            # An error that the ranks have exchanged is raised by all of them.
-            raise (in_step(problem) if is_in_step(error) else problem) from error
-        made.append(transport)
-        return NcclPath(gpus, transport, launches)
-
-    def _on_all(self, make: Callable[[], Any]) -> Any:
-        """The result of a function here; an exception on any rank is raised on all."""
-        made: list[Any] = []
-        make_on_all(self._engine, lambda: made.append(make()))
-        return made[0]
-
-    def _over_ipc(self, gpus: Cuda) -> IpcPath:
-        engine = self._engine
-        return IpcPath(
-            gpus,
-            engine.rank,
-            engine.size,
-            barrier=lambda: numbers_of_all(engine, 0),
-            gather=lambda content: gather_pickles(engine, pickle.dumps(content)),
-        )
+        return start_nccl(self._engine, found, self.give_up, float8=verdict.float8)
 
     def give_up(self, error: BaseException) -> None:
         """End the running work after an error that other ranks may not have."""
@@ -278,9 +235,3 @@ class DeviceHandle(Handle[Any]):
         if self._event is not None:
             self._wait(self._event, timeout)
         return result
-
-
-def _watched(engine: Engine, make: Callable[[], None]) -> None:
-    """Run it under the watchdog, because NCCL blocks if a rank ends inside it."""
-    with engine.watchdog:
-        make()

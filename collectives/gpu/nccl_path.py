@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from collectives import algorithms
+from collectives.calls.objects import broadcast_pickle, make_on_all
 from collectives.cuda.interface import Cuda, DeviceArray, Event
-from collectives.errors import in_step
+from collectives.errors import CollectiveError, in_step, is_in_step
 from collectives.execution.device_path import DevicePath, Reduce, Request
+from collectives.execution.engine import Engine
 from collectives.execution.executor import Plans
 from collectives.gpu.conversions import Conversion, conversion_of
+from collectives.gpu.probe import Found
 from collectives.gpu.stream_work import StreamWork
 from collectives.reductions.reduction import Action, ReduceOp
 from collectives.schedules.paths import FORCED, NATIVE
 from collectives.transports.base import Native
 from collectives.transports.nccl import NcclTransport
+from collectives.transports.nccl_driver import NcclDriver, NcclError
 
 # Schedules for reductions that NCCL lacks, chosen for few messages or few bytes.
 _SCHEDULES = {"all_reduce": "ring", "reduce": "binomial", "reduce_scatter": "ring"}
@@ -144,6 +149,67 @@ class NcclPath(DevicePath):
         else:
             self._transport.abort()
         self._launches.forget()
+
+
+def start_nccl(
+    engine: Engine, found: Found, give_up: Callable[[BaseException], None], *, float8: bool
+) -> NcclPath:
+    """NCCL's path between all ranks, each of which has found its GPU and NCCL. Collective.
+
+    `give_up` ends the communicator's work after an error. `float8`: all ranks reduce 8-bit floats.
+    """
+    gpus, transports, launches = found.cuda, list[NcclTransport](), list[StreamWork]()
+
+    def make_launches() -> None:
+        launches.append(
+            StreamWork(
+                gpus,
+                found.device,
+                engine.wait_policy,
+                failure=lambda: transports[0].failure() if transports else None,
+                give_up=give_up,
+                end_job=engine.end_job,
+            )
+        )
+
+    make_on_all(engine, make_launches)
+    try:
+        comm = _connect(engine, found.driver)
+    except NcclError as error:
+        problem = CollectiveError(f"NCCL did not start: {error}")
+        # An error that the ranks have exchanged is raised by all of them.
+        raise (in_step(problem) if is_in_step(error) else problem) from error
+    transport = NcclTransport(
+        found.driver,
+        comm,
+        engine.rank,
+        engine.size,
+        address=gpus.address,
+        stream=launches[0].stream.handle,
+        float8=float8,
+    )
+    transports.append(transport)
+    return NcclPath(gpus, transport, launches[0])
+
+
+def _connect(engine: Engine, driver: NcclDriver) -> Any:
+    """NCCL's communicator of all ranks, on the current GPU; any rank's error is every rank's."""
+    unique_id = broadcast_pickle(engine, driver.unique_id if engine.rank == 0 else None, 0)
+    made: list[Any] = []
+
+    def make() -> None:
+        # NCCL blocks if a rank ends inside it.
+        with engine.watchdog:
+            made.append(driver.init_rank(engine.size, unique_id, engine.rank))
+
+    try:
+        make_on_all(engine, make)
+    except BaseException:
+        for comm in made:
+            # The other ranks have none: destroying it would wait for them.
+            driver.abort(comm)
+        raise
+    return made[0]
 
 
 def _as_bytes(request: Request) -> Request:

@@ -1,7 +1,7 @@
-"""Detection of each rank's GPU and NCCL, and a start in which no rank waits for one that can't.
+"""Detection of each rank's GPU and NCCL, and what all ranks can therefore do together.
 
-Every rank publishes what it has before any rank calls NCCL. All ranks come to the same result: a
-communicator, or the same reason why there is none.
+Every rank publishes what it has before any rank calls NCCL, so that no rank waits in NCCL for a
+rank that can't start. All ranks derive the same result: NCCL, or the same reason why there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import NamedTuple
 from collectives.cuda.interface import Cuda
 from collectives.cuda.runtime import cuda
 from collectives.errors import BackendUnavailableError
-from collectives.transports.nccl import NcclTransport
 from collectives.transports.nccl_driver import NcclDriver
 
 # From this version on, NCCL permits ranks to share a GPU if the variable is 1.
@@ -132,35 +131,3 @@ def _nccl_problem(healths: list[Health], gpus: list[tuple[str, str]]) -> str | N
 def version_text(version: int) -> str:
     """NCCL's version as text: 22809 is 2.28.9."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def connect(
-    driver: NcclDriver,
-    rank: int,
-    size: int,
-    *,
-    broadcast: Callable[[Callable[[], bytes] | None], bytes],
-    on_all: Callable[[Callable[[], None]], object],
-    address: Callable[[object], int],
-    stream: int,
-    float8: bool,
-) -> NcclTransport:
-    """The communicator of all ranks, on the current GPU. Collective.
-
-    `broadcast` distributes the result, or the exception, of rank 0's function. `on_all` calls a
-    function on every rank, and raises any rank's exception on all of them.
-    """
-    unique_id = broadcast(driver.unique_id if rank == 0 else None)
-    made: list[object] = []
-
-    def make() -> None:
-        made.append(driver.init_rank(size, unique_id, rank))
-
-    try:
-        on_all(make)
-    except BaseException:
-        for comm in made:
-            # The other ranks have none: destroying it would wait for them.
-            driver.abort(comm)
-        raise
-    return NcclTransport(driver, made[0], rank, size, address=address, stream=stream, float8=float8)
