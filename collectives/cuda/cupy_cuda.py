@@ -31,14 +31,12 @@ class _CupyStream:
         self.stream, self.handle = stream, int(stream.ptr)
 
     def record(self, event: Any = None) -> Event:
-        """By cudaEventRecord."""
         event = event or _CupyEvent()
         self.stream.record(event.event)
         recorded: Event = event
         return recorded
 
     def wait(self, event: Any) -> None:
-        """By cudaStreamWaitEvent."""
         self.stream.wait_event(event.event)
 
     def capturing(self) -> bool:
@@ -46,7 +44,6 @@ class _CupyStream:
         return self.handle not in (0, 1) and bool(self.stream.is_capturing())
 
     def synchronize(self) -> None:
-        """By cudaStreamSynchronize."""
         self.stream.synchronize()
 
 

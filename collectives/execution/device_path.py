@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from collectives.cuda.interface import DeviceArray, Event
+from collectives.cuda.runtime import wait_for
 from collectives.reductions.reduction import ReduceOp
 
 Reduce: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
@@ -25,6 +26,11 @@ class Request(NamedTuple):
     op: ReduceOp | None
     root: int
     algorithm: str | None
+
+    @property
+    def given(self) -> DeviceArray:
+        """The input, which lies in the target if the source is None."""
+        return self.target if self.source is None else self.source
 
     @property
     def empty(self) -> bool:
@@ -52,9 +58,12 @@ class DevicePath(ABC):
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
         """Raise RuntimeError if a CUDA graph can't capture the collective."""
 
-    @abstractmethod
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """Block the host until an event of the caller's stream after a collective is done."""
+        """Block the host until an event of the caller's stream after a collective is done.
+
+        By default it waits for this GPU's work alone: the ranks have finished theirs.
+        """
+        wait_for(event, timeout)
 
     @abstractmethod
     def close(self) -> None:

@@ -55,7 +55,7 @@ class HostPath(DevicePath):
     def _run_in_chunks(self, request: Request) -> None:
         """Copy the next chunk from the GPU while the ranks exchange the present one."""
         target = request.target
-        given = target if request.source is None else request.source
+        given = request.given
         length = max(1, CHUNK_BYTES // target.itemsize)
         starts = range(0, target.size, length)
         buffers = self._buffers(min(length, target.size) * target.itemsize)
@@ -122,10 +122,6 @@ class HostPath(DevicePath):
             size = 1 << max(nbytes - 1, 0).bit_length()
             self._pinned = [self._cuda.pinned(size) for _ in range(2)]
         return self._pinned
-
-    def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """Wait for this GPU's own work; the ranks have already finished theirs."""
-        wait_for(event, timeout)
 
     def close(self) -> None:
         """As `abandon`: other ranks hold nothing of it."""

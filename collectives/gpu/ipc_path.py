@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.cuda.interface import Cuda, DeviceArray, Event
+from collectives.cuda.interface import Cuda, DeviceArray
 from collectives.cuda.runtime import wait_for
 from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
@@ -189,7 +189,7 @@ class IpcPath(DevicePath):
         target, everywhere = request.target, request.collective == "all_reduce"
         share = everywhere and self._size > 2 and target.nbytes > _SMALL_BYTES
         folds = self._rank == request.root or (everywhere and not share)
-        for current in self._rounds([_given(request)], target.size, 1, target.dtype):
+        for current in self._rounds([request.given], target.size, 1, target.dtype):
             out = target[current.piece]
             # The shared result goes into the other half, which is not read before the next barrier.
             folded = self._halves(target.dtype)[request.root][: out.size] if share else out
@@ -230,7 +230,7 @@ class IpcPath(DevicePath):
     ) -> tuple[list[DeviceArray], list[tuple[int, int, DeviceArray]]]:
         """The parts that this rank writes, by slot; and (peer, slot, part) of those it reads."""
         rank, size, root = self._rank, self._size, request.root
-        source = _given(request).view(np.uint8)
+        source = request.given.view(np.uint8)
         given = parts_by_rank(source, lengths)
         parts = parts_by_rank(request.target.view(np.uint8), lengths)
         if request.collective == "broadcast":
@@ -248,10 +248,6 @@ class IpcPath(DevicePath):
         return [given[rank]], everything if rank == root else []
 
     # End
-
-    def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """Wait for this GPU's own work; the ranks have already finished theirs."""
-        wait_for(event, timeout)
 
     def close(self) -> None:
         """Free the own arena after all other ranks have closed it."""
@@ -275,11 +271,6 @@ class IpcPath(DevicePath):
             wait_for(self._stream.record())
         with contextlib.suppress(Exception):
             self._close_opened()
-
-
-def _given(request: Request) -> DeviceArray:
-    """The input."""
-    return request.target if request.source is None else request.source
 
 
 def _copy(source: DeviceArray, target: DeviceArray) -> None:

@@ -38,28 +38,23 @@ class ManyOnGpus:
         bucket_bytes: int | None,
     ) -> list[Any]:
         """Reduce the arrays."""
-        return self._engine.whole(self._reduce, arrays, op, out, bucket_bytes)
 
-    def _reduce(
-        self,
-        arrays: Sequence[Any],
-        op: ReduceOp | str,
-        out: Sequence[Any] | None,
-        bucket_bytes: int | None,
-    ) -> list[Any]:
-        check_many(arrays, out)
-        reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
-        given = _inputs(arrays, reduction)
-        outputs = outputs_of(given, out)
-        if self._engine.devices is not None:
-            dtypes = {each.dtype for each in given}
-            self._engine.devices.check("all_reduce", reduction.value, dtypes)
-        if self._memory is None:
-            self._memory = BucketMemory(cuda())
-        with self._memory.turn():
-            operation = _operation(self._memory, given, outputs, reduction, limit)
-            reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
-        return reduced
+        def reduce() -> list[Any]:
+            check_many(arrays, out)
+            reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
+            given = _inputs(arrays, reduction)
+            outputs = outputs_of(given, out)
+            if self._engine.devices is not None:
+                dtypes = {each.dtype for each in given}
+                self._engine.devices.check("all_reduce", reduction.value, dtypes)
+            if self._memory is None:
+                self._memory = BucketMemory(cuda())
+            with self._memory.turn():
+                operation = _operation(self._memory, given, outputs, reduction, limit)
+                reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
+            return reduced
+
+        return self._engine.whole(reduce)
 
 
 def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:

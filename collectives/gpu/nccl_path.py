@@ -87,8 +87,7 @@ class NcclPath(DevicePath):
 
     def _run_converted(self, request: Request, conversion: Conversion) -> None:
         """Reduce a converted copy in place."""
-        given = request.target if request.source is None else request.source
-        source, target = conversion.convert(given), None
+        source, target = conversion.convert(request.given), None
         if request.collective == "reduce_scatter":
             target = self._cuda.empty(request.target.size, conversion.dtype)
         changed = request._replace(

@@ -22,7 +22,6 @@ from collectives.lifecycle.setup import check_backend
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import NodeBarrier
-from collectives.shm.pool import ALIGNMENT, Pool
 from collectives.shm.progress import ProgressCounters
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import check_deadline, warn_once
@@ -201,26 +200,15 @@ def _join(
     def gather(numbers: list[int]) -> list[list[int]]:
         return gather_pickles(node, pickle.dumps(numbers))
 
-    def reserve_together(memory: memoryview) -> bool:
-        """Reserve one part for each rank, which the system then allocates close to its core."""
-        part = -(-len(memory) // (node.size * ALIGNMENT)) * ALIGNMENT
-        return transport.reserve(memory[node.rank * part :][:part])
-
-    transport = node.transport
-    arena = Pool(transport.share, transport.reserve, transport.free, gather, node.rank)
-    common = Pool(transport.share_one, reserve_together, transport.free, gather, 0)
-    slices, oversubscribed = min(map(len, where.members)), engine.layout.oversubscription > 1
-    across = _across(engine, where, slices) if where.nodes > 1 else None
-    layout = None if where.nodes == 1 else slices
+    slices, several = min(map(len, where.members)), where.nodes > 1
     return Node(
-        transport,
+        node.transport,
         segments,
         steps,
-        arena,
-        common,
-        slices=layout,
-        across=across,
-        oversubscribed=oversubscribed,
+        gather,
+        slices=slices if several else None,
+        across=_across(engine, where, slices) if several else None,
+        oversubscribed=engine.layout.oversubscription > 1,
     )
 
 

@@ -58,7 +58,8 @@ class BufferPool:
         copied = self._take(kind) if kind in self._free else np.empty(*kind)
         self._used_bytes += copied.nbytes
         self._most_bytes = max(self._most_bytes, self._used_bytes)
-        self._drop_surplus()
+        while self._used_bytes + self._free_bytes > self._most_bytes:
+            self._take(next(iter(self._free)))
         copied[...] = array
         return copied
 
@@ -76,11 +77,6 @@ class BufferPool:
             del self._free[kind]
         self._free_bytes -= taken.nbytes
         return taken
-
-    def _drop_surplus(self) -> None:
-        while self._used_bytes + self._free_bytes > self._most_bytes:
-            oldest = next(iter(self._free))
-            self._take(oldest)
 
 
 class SendWindow:

@@ -12,7 +12,6 @@ as the own cache, most of a block has been evicted from it by the time that it i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import ProgressCounters
+from collectives.transports.base import own_part, parts_by_rank
 
 Fold = Callable[[Array, Array, Array], Any]
 Lengths = Sequence[int]
@@ -60,7 +60,8 @@ class CopyInCopyOut:
         self._stages = [
             [stage[:nbytes].view(dtype) for stage in stages] for stages in steps.memory.stages
         ]
-        self._fold: Fold = _no_fold if op is None else fold_function(op, dtype)
+        if op is not None:
+            self._fold: Fold = fold_function(op, dtype)
         most = self._capacity // self._size + LINE_BYTES
         self._scratch = np.empty(most, dtype)
 
@@ -164,30 +165,20 @@ class CopyInCopyOut:
 
         The target is this rank's part alone; it may be the source's memory.
         """
-        assert source is not None
-        given = source
-        starts = part_starts(lengths)
+        steps, rank, parts = self._steps, self._rank, parts_by_rank(source, lengths)
         most = max(1, self._capacity // self._size)
         for piece in blocks_of(max(lengths), most):
-            cuts = [
-                slice(start + min(piece.start, length), start + min(piece.stop, length))
-                for start, length in zip(starts, lengths, strict=False)
-            ]
-            self._reduce_piece(given, target[piece], cuts, most)
-
-    def _reduce_piece(self, given: Array, folded: Array, cuts: list[slice], most: int) -> None:
-        steps, rank = self._steps, self._rank
-        stage = self._own_stage()
-        for peer in others(rank, self._size):
-            cut = cuts[peer]
-            stage[peer * most : peer * most + cut.stop - cut.start] = given[cut]
-        steps.written()
-        parity = steps.stages()
-        own = slice(rank * most, rank * most + len(folded))
-        pieces = [stages[parity][own] for stages in self._stages]
-        pieces[rank] = given[cuts[rank]]
-        fold_in_order(self._fold, pieces, folded, self._scratch)
-        steps.read()
+            stage, folded = self._own_stage(), target[piece]
+            for peer in others(rank, self._size):
+                content = parts[peer][piece]
+                stage[peer * most : peer * most + len(content)] = content
+            steps.written()
+            parity = steps.stages()
+            own = slice(rank * most, rank * most + len(folded))
+            pieces = [stages[parity][own] for stages in self._stages]
+            pieces[rank] = parts[rank][piece]
+            fold_in_order(self._fold, pieces, folded, self._scratch)
+            steps.read()
 
     # movements
 
@@ -212,8 +203,7 @@ class CopyInCopyOut:
         The source is this rank's part alone.
         """
         if source is not None:
-            start = sum(lengths[: self._rank])
-            target[start : start + len(source)] = source
+            own_part(target, lengths, self._rank)[:] = source
         self._gather(target, lengths, None)
 
     def gather(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
@@ -221,32 +211,31 @@ class CopyInCopyOut:
         self._gather(target, lengths, root)
 
     def _gather(self, target: Array, lengths: Lengths, root: int | None) -> None:
-        steps, rank, starts = self._steps, self._rank, part_starts(lengths)
-        own = target[starts[rank] : starts[rank + 1]]
+        steps, rank, parts = self._steps, self._rank, parts_by_rank(target, lengths)
         for block in blocks_of(max(lengths), self._capacity):
             if root != rank:
-                content = own[block]
+                content = parts[rank][block]
                 self._own_stage()[: len(content)] = content
             steps.written()
             if root is None or root == rank:
                 for peer in others(rank, self._size):
-                    part = target[starts[peer] : starts[peer + 1]][block]
+                    part = parts[peer][block]
                     part[:] = self._stage_of(peer)[: len(part)]
             steps.read()
 
     def scatter(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
         """The root writes a piece of every part; each other rank reads its own."""
-        steps, rank, starts = self._steps, self._rank, part_starts(lengths)
+        steps, rank, parts = self._steps, self._rank, parts_by_rank(target, lengths)
         most = max(1, self._capacity // self._size)
         for piece in blocks_of(max(lengths), most):
             if rank == root:
                 stage = self._own_stage()
                 for peer in others(rank, self._size):
-                    content = target[starts[peer] : starts[peer + 1]][piece]
+                    content = parts[peer][piece]
                     stage[peer * most : peer * most + len(content)] = content
                 steps.written()
             else:
-                part = target[starts[rank] : starts[rank + 1]][piece]
+                part = parts[rank][piece]
                 stage = self._stage_of(root)
                 part[:] = stage[rank * most : rank * most + len(part)]
             steps.read()
@@ -257,8 +246,7 @@ class CopyInCopyOut:
         """`lengths` holds the parts to each rank, then the parts from each rank."""
         steps, rank, size = self._steps, self._rank, self._size
         longest = max(first for first, _ in steps.exchange_numbers(max(lengths), 0))
-        starts = part_starts(lengths)
-        parts = [target[start:stop] for start, stop in itertools.pairwise(starts)]
+        parts = parts_by_rank(target, lengths)
         most = max(1, self._capacity // size)
         for piece in blocks_of(longest, most):
             stage = self._own_stage()
@@ -277,7 +265,3 @@ def others(rank: int, size: int) -> Iterator[int]:
     """The other ranks, the next one first, so that not all ranks read the same one at once."""
     for distance in range(1, size):
         yield (rank + distance) % size
-
-
-def _no_fold(first: Array, second: Array, out: Array) -> None:
-    raise AssertionError("a movement folds nothing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +16,11 @@ from collectives.shm.copy_in_copy_out import CopyInCopyOut
 from collectives.shm.cross_memory_attach import CrossMemoryAttach
 from collectives.shm.packed import Packed
 from collectives.shm.peer_memory import open_peer_memory
-from collectives.shm.pool import Pool
+from collectives.shm.pool import Gather, Pool
 from collectives.shm.progress import ProgressCounters
 from collectives.shm.selector import LEAST_BYTES, PathSelector, without_addresses
 from collectives.shm.zero_copy import ZeroCopy
-from collectives.transports.base import Native, Transport
+from collectives.transports.base import Native, Transport, own_part
 
 Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
 """As a native collective; may return the name of the data path that it took."""
@@ -45,24 +44,22 @@ class Node:
         transport: Transport,
         segments: list[memoryview],
         steps: ProgressCounters,
-        pool: Pool,
-        common: Pool,
+        gather: Gather,
         *,
         slices: int | None,
         across: Across | None,
         oversubscribed: bool,
     ) -> None:
-        """`transport` connects the node's ranks.
+        """`transport` connects the node's ranks, `gather` exchanges lists of numbers between them.
 
-        `pool` has a block for each rank, `common` one block for all of them. `slices`: the ranks
-        of each node that take part in traffic between nodes, None where there is one node;
-        `across` is this rank's part in that traffic, if it has one.
+        `slices`: the ranks of each node that take part in traffic between nodes, None where there
+        is one node; `across` is this rank's part in that traffic, if it has one.
         """
-        self._transport, self._segments = transport, segments
-        self.steps, self.pool, self.common = steps, pool, common
+        self._transport, self._segments, self.steps = transport, segments, steps
+        self.pool, self.common = Pool(transport, gather), Pool(transport, gather, common=True)
         self._slices, self._across = slices, across
         self._peers = open_peer_memory(steps)
-        self.addresses = AddressExchange(steps, pool, oversubscribed=oversubscribed)
+        self.addresses = AddressExchange(steps, self.pool, oversubscribed=oversubscribed)
         self._packed: LRU[tuple[str, np.dtype[Any]], Packed] = LRU()
 
     @property
@@ -93,9 +90,7 @@ class Node:
             quickest = PathSelector(self.addresses, zero_copy, paths, least)
             return {**alone, SHARED: shared, QUICKEST: quickest}
         if collective == "all_reduce" and op is not None:
-            first = self.shared("reduce_scatter", op, dtype)
-            last = self.shared("all_gather", op, dtype)
-            return {HIERARCHICAL: partial(self._hierarchical, first, last, op, self._slices)}
+            return {HIERARCHICAL: self._hierarchical(op, dtype, self._slices)}
         return {}
 
     def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> PathSelector:
@@ -121,30 +116,25 @@ class Node:
         key = (op.value, dtype)
         return self._packed.get(key) or self._packed.put(key, Packed(self.steps, op, dtype))
 
-    def _hierarchical(
-        self,
-        reduce_scatter: PathSelector,
-        all_gather: PathSelector,
-        op: ReduceOp,
-        slices: int,
-        source: Array | None,
-        target: Array,
-        lengths: Sequence[int],
-        root: int,
-    ) -> None:
+    def _hierarchical(self, op: ReduceOp, dtype: np.dtype[Any], slices: int) -> Path:
         """Reduce-scatter on the node, all-reduce of each slice between nodes, all-gather again."""
+        reduce_scatter = self.shared("reduce_scatter", op, dtype)
+        all_gather = self.shared("all_gather", op, dtype)
         rank, size = self.steps.rank, self.steps.size
-        parts = [*split_lengths(len(target), slices).tolist(), *[0] * (size - slices)]
-        start = sum(parts[:rank])
-        own = target[start : start + parts[rank]]
-        if size > 1:
-            reduce_scatter(target if source is None else source, own, parts, 0)
-        elif source is not None:
-            own[:] = source
-        if self._across is not None:
-            self._across.run("all_reduce", None, own, op=op)
-        if size > 1:
-            all_gather(None, target, parts, 0)
+
+        def run(source: Array | None, target: Array, lengths: Sequence[int], root: int) -> None:
+            parts = [*split_lengths(len(target), slices).tolist(), *[0] * (size - slices)]
+            own: Array = own_part(target, parts, rank)
+            if size > 1:
+                reduce_scatter(target if source is None else source, own, parts, 0)
+            elif source is not None:
+                own[:] = source
+            if self._across is not None:
+                self._across.run("all_reduce", None, own, op=op)
+            if size > 1:
+                all_gather(None, target, parts, 0)
+
+        return run
 
     def close(self) -> None:
         """Free the memory, except windows with arrays that are still referenced. Collective."""

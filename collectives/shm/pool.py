@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array
+from collectives.transports.base import Transport
 
-Share = Callable[[int], list[memoryview] | None]
-Reserve = Callable[[memoryview], bool]
-Free = Callable[[list[memoryview]], None]
 Gather = Callable[[list[int]], list[list[int]]]
 
 ALIGNMENT = 4096
@@ -68,15 +66,14 @@ class Window:
 class Pool:
     """The registered arrays of one rank; every rank of the node allocates in the same order."""
 
-    def __init__(
-        self, share: Share, reserve: Reserve, free: Free, gather: Gather, rank: int
-    ) -> None:
-        """`share` creates a window, `reserve` allocates the memory behind part of a segment.
+    def __init__(self, transport: Transport, gather: Gather, *, common: bool = False) -> None:
+        """`transport` connects the node's ranks, `gather` exchanges lists of numbers. Collective.
 
-        `gather` exchanges lists of numbers. All four functions are collective.
+        `common`: all ranks have the same array in the same memory, instead of one each.
         """
-        self._share, self._reserve, self._free = share, reserve, free
-        self._gather, self._rank = gather, rank
+        self._transport, self._gather, self._common = transport, gather, common
+        self._share = transport.share_one if common else transport.share
+        self._rank = 0 if common else transport.rank
         self._windows: list[Window] = []
         self._by_address: list[tuple[int, int]] = []
         self._blocks: dict[int, tuple[Window, int, int]] = {}
@@ -93,9 +90,13 @@ class Pool:
         if block_at is None:
             return None
         window, start = block_at
-        if not self._secure(window, start + size):
-            window.give_back(start, size)
-            return None
+        stop = start + size
+        if stop > window.reserved:
+            # On all ranks or on none.
+            if not self._reserve(window.shared[self._rank][window.reserved : stop]):
+                window.give_back(start, size)
+                return None
+            window.reserved = stop
         number = self._allocated = self._allocated + 1
         self.in_use = True
         self._blocks[number] = (window, start, size)
@@ -121,19 +122,17 @@ class Pool:
             return None
         window = Window(segments, self._rank)
         self._windows.append(window)
-        addresses = [(each.address, index) for index, each in enumerate(self._windows)]
-        self._by_address = sorted(addresses)
+        self._by_address = sorted((each.address, at) for at, each in enumerate(self._windows))
         start = window.take(nbytes)
         assert start is not None
         return window, start
 
-    def _secure(self, window: Window, stop: int) -> bool:
-        """Reserve a window's memory up to `stop`; on all ranks or on none."""
-        if stop > window.reserved:
-            if not self._reserve(window.shared[self._rank][window.reserved : stop]):
-                return False
-            window.reserved = stop
-        return True
+    def _reserve(self, memory: memoryview) -> bool:
+        if self._common:
+            # One part for each rank, which the system then allocates close to its core.
+            part = -(-len(memory) // (self._transport.size * ALIGNMENT)) * ALIGNMENT
+            memory = memory[self._transport.rank * part :][:part]
+        return self._transport.reserve(memory)
 
     def _reclaim(self) -> None:
         """Free the blocks that every rank has released."""
@@ -153,7 +152,7 @@ class Pool:
         self._reclaim()
         for window in self._windows:
             if window.empty:
-                self._free(window.shared)
+                self._transport.free(window.shared)
         self._windows, self._by_address = [], []
 
     def locate(self, address: int, nbytes: int) -> int:

@@ -18,6 +18,7 @@ from collectives.shm.addresses import NOWHERE, Addresses
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
+from collectives.transports.base import own_part
 
 # A block of the result stays in the core's own cache until it is stored everywhere.
 _BLOCK_BYTES = 128 << 10
@@ -78,7 +79,9 @@ class ZeroCopy:
         """2 bytes touched for each byte of the vector."""
         last, count, blocks = self._last
         if last is not addresses or count != length:
-            blocks = self._find_blocks(addresses, length)
+            key = (*addresses.sources, *addresses.targets, length)
+            found = self._folds.get(key)
+            blocks = found or self._folds.put(key, self._make_blocks(addresses, length))
             self._last = addresses, length, blocks
         fold = self._fold
         for pieces, folded, stores in blocks:
@@ -88,10 +91,6 @@ class ZeroCopy:
                 fold_in_order(fold, pieces, folded, self._scratch)
             for store in stores:
                 store[...] = folded
-
-    def _find_blocks(self, addresses: Addresses, length: int) -> list[_Block]:
-        key = (*addresses.sources, *addresses.targets, length)
-        return self._folds.get(key) or self._folds.put(key, self._make_blocks(addresses, length))
 
     def _make_blocks(self, addresses: Addresses, length: int) -> list[_Block]:
         """This rank's slice, cut into blocks of everybody's inputs and outputs."""
@@ -132,11 +131,8 @@ class ZeroCopy:
         assert source is not None
         if not all(addresses.sources):
             return False
-        start = sum(lengths[: self._rank])
-        parts = [
-            each[start:][: len(target)] for each in self._views(addresses.sources, len(source))
-        ]
-        self._fold_all(parts, target)
+        sources = self._views(addresses.sources, len(source))
+        self._fold_all([own_part(each, lengths, self._rank) for each in sources], target)
         self._steps.together()
         return True
 

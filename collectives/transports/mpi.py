@@ -45,7 +45,9 @@ class MpiTransport(Transport):
         self.wait_policy = WaitPolicy()
         self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
         self._abandoned: list[Any] = []
-        self._messages = Messages(owned, self._wait_for)
+        self._messages = Messages(
+            owned, lambda ready, peer: self.wait_policy.spin_until(ready, lambda: {peer: ""})
+        )
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
@@ -94,9 +96,6 @@ class MpiTransport(Transport):
     def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
         """Receive the length, then all parts, into own memory if the buffer is too short."""
         return self._messages.receive(buffer, peer, tag)
-
-    def _wait_for(self, ready: Callable[[], bool], peer: int) -> None:
-        self.wait_policy.spin_until(ready, lambda: {peer: ""})
 
     def open_control_channel(self) -> ControlChannel:
         """One message to every rank for each word."""

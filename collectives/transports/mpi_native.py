@@ -40,12 +40,6 @@ _OPS = {
 
 
 @lru_cache(maxsize=256)
-def _mpi_op(op: str, dtype: np.dtype[Any]) -> MPI.Op | None:
-    found, kinds = _OPS[op]
-    return found if dtype.kind in kinds and dtype.itemsize >= 4 else None
-
-
-@lru_cache(maxsize=256)
 def _datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
     """The predefined MPI type of a reducible element."""
     return MPI.Datatype.fromcode(dtype.char)
@@ -57,15 +51,15 @@ def native(comm: Comm, collective: str, op: str | None, dtype: np.dtype[Any]) ->
     The function raises ValueError on every rank for a buffer that MPI can't count, and
     CollectiveError if MPI fails on this rank, while other ranks may still be inside the call.
     """
-    if op is None:
-        found = _MOVEMENTS.get(collective)
-    else:
-        mpi_op, found = _mpi_op(op, dtype), _REDUCTIONS.get(collective)
-        if mpi_op is None:
+    given: tuple[Any, ...] = (comm,)
+    found = _MOVEMENTS.get(collective)
+    if op is not None:
+        found, (mpi_op, kinds) = _REDUCTIONS.get(collective), _OPS[op]
+        given = comm, mpi_op
+        if dtype.kind not in kinds or dtype.itemsize < 4:
             return None
     if found is None:
         return None
-    given = (comm,) if op is None else (comm, mpi_op)
 
     def run(source: Given, target: Array, lengths: Lengths, root: int) -> None:
         if collective != "all_to_all":
