@@ -8,16 +8,15 @@ A rank starts a round as soon as it has finished the one before, so that chains 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import algorithms
-from collectives.algorithms import Algorithm
-from collectives.analysis.traffic import Ends, Indices, Messages, messages
-from collectives.schedules.schedule import split_lengths
+from collectives.analysis.traffic import Indices, Messages, messages
+from collectives.schedules.schedule import Round, split_lengths
 
 
 @dataclass(frozen=True)
@@ -40,32 +39,28 @@ class Traffic:
     nbytes: Indices
 
 
-def _run_nbytes(ends: Ends, chunk_nbytes: Indices) -> Indices:
-    """The bytes of each cyclic run of chunks."""
-    offsets = np.concatenate([[0], np.cumsum(np.tile(chunk_nbytes, 2))])
-    return np.asarray(offsets[ends.chunk + ends.count] - offsets[ends.chunk])
-
-
-def _rounds(algorithm: Algorithm, size: int) -> Iterator[Messages]:
-    chunks = algorithm.chunks(size)
-    for number, steps in enumerate(algorithm.schedule(np.arange(size), size)):
-        yield messages(steps, size, chunks, number)
-
-
-def _find(collective: str, algorithm: str, size: int, nbytes: int) -> Algorithm:
+def _rounds(
+    collective: str, algorithm: str, size: int, nbytes: int
+) -> Iterator[tuple[Messages, Indices]]:
+    """The messages of each round between all ranks, and their bytes."""
     if size < 1:
         raise ValueError(f"size={size}: must be at least 1")
     if nbytes < 0:
         raise ValueError(f"nbytes={nbytes}: must not be negative")
-    return algorithms.find(collective, algorithm)
+    found = algorithms.find(collective, algorithm)
+    chunks = found.chunks(size)
+    # The buffer of all_to_all is cut into chunks once for each direction.
+    both = collective == "all_to_all"
+    lengths = np.tile(split_lengths(nbytes, size), 2) if both else split_lengths(nbytes, chunks)
+    # Twice, because a run of chunks is cyclic.
+    offsets = np.concatenate([[0], np.cumsum(np.tile(lengths, 2))])
 
+    def sized(number: int, steps: Round) -> tuple[Messages, Indices]:
+        found = messages(steps, size, chunks, number)
+        first = found.sent.chunk
+        return found, offsets[first + found.sent.count] - offsets[first]
 
-def _chunk_nbytes(algorithm: Algorithm, size: int, nbytes: int) -> Indices:
-    """`nbytes` cut into the algorithm's chunks (for all_to_all, once for each direction)."""
-    chunks = algorithm.chunks(size)
-    if algorithm.collective == "all_to_all":
-        return np.tile(split_lengths(nbytes, size), 2)
-    return split_lengths(nbytes, chunks)
+    return itertools.starmap(sized, enumerate(found.schedule(np.arange(size), size)))
 
 
 def traffic(collective: str, algorithm: str, size: int, nbytes: int) -> Traffic:
@@ -75,25 +70,12 @@ def traffic(collective: str, algorithm: str, size: int, nbytes: int) -> Traffic:
     input of one rank of all_to_all and scatter. Raises ValueError for unknown names, a size below 1
     or negative bytes.
     """
-    found = _find(collective, algorithm, size, nbytes)
-    chunk_nbytes = _chunk_nbytes(found, size, nbytes)
+    rounds = _rounds(collective, algorithm, size, nbytes)
     count, total = np.zeros(size, np.int64), np.zeros(size, np.int64)
-    for each in _rounds(found, size):
+    for each, lengths in rounds:
         np.add.at(count, each.sent.rank, 1)
-        np.add.at(total, each.sent.rank, _run_nbytes(each.sent, chunk_nbytes))
+        np.add.at(total, each.sent.rank, lengths)
     return Traffic(count, total)
-
-
-def _advance(clock: NDArray[np.float64], each: Messages, chunk_nbytes: Indices, link: Link) -> None:
-    """Advance every rank's clock to the end of the round."""
-    nbytes = _run_nbytes(each.sent, chunk_nbytes)
-    seconds = link.latency + nbytes / link.bandwidth
-    sending, receiving = clock.copy(), clock.copy()
-    np.maximum.at(receiving, each.received.rank, clock[each.received.peer])
-    np.add.at(sending, each.sent.rank, seconds)
-    np.add.at(receiving, each.received.rank, seconds)
-    np.maximum(sending, receiving, out=clock)
-    np.add.at(clock, each.received.rank, each.reduces * nbytes / link.reduction)
 
 
 def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link) -> float:
@@ -101,9 +83,14 @@ def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link
 
     Arguments and errors are those of `traffic`.
     """
-    found = _find(collective, algorithm, size, nbytes)
-    chunk_nbytes = _chunk_nbytes(found, size, nbytes)
+    rounds = _rounds(collective, algorithm, size, nbytes)
     clock = np.zeros(size)
-    for each in _rounds(found, size):
-        _advance(clock, each, chunk_nbytes, link)
+    for each, lengths in rounds:
+        seconds = link.latency + lengths / link.bandwidth
+        sending, receiving = clock.copy(), clock.copy()
+        np.maximum.at(receiving, each.received.rank, clock[each.received.peer])
+        np.add.at(sending, each.sent.rank, seconds)
+        np.add.at(receiving, each.received.rank, seconds)
+        np.maximum(sending, receiving, out=clock)
+        np.add.at(clock, each.received.rank, each.reduces * lengths / link.reduction)
     return float(clock.max())

@@ -42,7 +42,18 @@ class FlightRecorder:
 
     def calls(self) -> list[dict[str, Any]]:
         """The calls as JSON-compatible dicts; times in seconds."""
-        return [_as_dict(*entry) for entry in self.entries()]
+        return [
+            {
+                "sequence": sequence,
+                "collective": call.collective,
+                "call": str(call),
+                "nbytes": call.nbytes,
+                "algorithm": algorithm,
+                "start": start / 1e9,
+                "end": end / 1e9,
+            }
+            for sequence, call, algorithm, start, end in self.entries()
+        ]
 
     def dump(self, reason: str) -> Path:
         """Write the calls and the reason to a file, and return its path.
@@ -54,17 +65,3 @@ class FlightRecorder:
         content = {"rank": self.rank, "reason": reason, "calls": self.calls()}
         path.write_text(json.dumps(content, indent=1), encoding="utf-8")
         return path
-
-
-def _as_dict(
-    sequence: int, call: Signature, algorithm: str, start: int, end: int
-) -> dict[str, Any]:
-    return {
-        "sequence": sequence,
-        "collective": call.collective,
-        "call": str(call),
-        "nbytes": call.nbytes,
-        "algorithm": algorithm,
-        "start": start / 1e9,
-        "end": end / 1e9,
-    }

@@ -116,11 +116,9 @@ def _has_cause_of_its_own(error: BaseException) -> bool:
     return error.__context__ is not None and not error.__suppress_context__
 
 
-def _show_in_one_piece(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _show_in_one_piece(*error: Any) -> None:
     """Print the traceback in a single write, because launchers mix the writes of several ranks."""
-    sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
+    sys.stderr.write("".join(traceback.format_exception(*error)))
 
 
 def _drain_output() -> None:

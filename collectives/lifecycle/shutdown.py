@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from collectives.consistency.uncaught import end_alone
@@ -78,11 +77,9 @@ class ExitCode:
         self.code = status if isinstance(status, int) else int(status is not None)
         self._exit(status)
 
-    def _show_error(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _show_error(self, *error: Any) -> None:
         self.code = 1
-        self._show(kind, error, trace)
+        self._show(*error)
 
     def end_process(self) -> NoReturn:
         """End at once with this code: no exit handler runs, MPI is not finalized."""
