@@ -23,9 +23,8 @@ from collectives.errors import (
 )
 from collectives.fusion import Fusion
 from collectives.lifecycle.futures import Handle
-from collectives.messaging.codec import Message
 from collectives.messaging.mailbox import Mailbox
-from collectives.messaging.send_request import SendRequest
+from collectives.messaging.message import Message, SendRequest
 from collectives.reductions.reduction import ReduceOp
 from collectives.world import world
 

@@ -22,7 +22,7 @@ from collectives.calls.explain import explain
 from collectives.calls.mailboxes import open_mailbox
 from collectives.calls.trace import trace
 from collectives.consistency.arguments import check_index, check_peer
-from collectives.gpu.many import begins_on_gpu
+from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
 from collectives.lifecycle.futures import Handle
 from collectives.messaging.mailbox import Mailbox

@@ -17,7 +17,7 @@ from collectives.consistency.signature import Signature
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices
-from collectives.gpu.many import ManyOnGpus
+from collectives.gpu.reductions import ManyOnGpus
 from collectives.lifecycle import nodes, shutdown
 from collectives.lifecycle.due import Deferred
 from collectives.lifecycle.futures import Handle, ProgressThread, run_at_once

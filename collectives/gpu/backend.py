@@ -20,11 +20,11 @@ from collectives.errors import BackendUnavailableError, CollectiveError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu import probe
-from collectives.gpu.bound import bind_all_reduce
 from collectives.gpu.host_path import HostPath
 from collectives.gpu.ipc_path import IpcPath
 from collectives.gpu.nccl_path import NcclPath, start_nccl
 from collectives.gpu.probe import Verdict, judge
+from collectives.gpu.reductions import bind_all_reduce
 from collectives.lifecycle.futures import Handle, run_into
 from collectives.reductions.reduction import as_op, fold_dtype
 from collectives.transports.nccl_driver import NcclError

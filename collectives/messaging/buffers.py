@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.messaging.send_request import SendRequest
+from collectives.messaging.message import SendRequest
 
 Array = NDArray[Any]
 Kind = tuple[tuple[int, ...], np.dtype[Any]]

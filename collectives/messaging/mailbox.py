@@ -13,10 +13,16 @@ from typing import Any
 
 from collectives.consistency.arguments import check_index
 from collectives.errors import DeadlineExceededError, RankFailedError
-from collectives.messaging.codec import IncomingMessage, Message, read, write
 from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Processes
-from collectives.messaging.send_request import SendRequest, abandoned
+from collectives.messaging.message import (
+    IncomingMessage,
+    Message,
+    SendRequest,
+    abandoned,
+    read,
+    write,
+)
 from collectives.transports.base import Bytes, Copied, MessageChannel
 from collectives.waiting.wait_policy import WaitPolicy
 

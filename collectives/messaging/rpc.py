@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from collectives.errors import RankFailedError
 from collectives.messaging.mailbox import Mailbox
+from collectives.messaging.message import SendRequest
 from collectives.messaging.remote_error import Failure, rebuild
-from collectives.messaging.send_request import SendRequest
 from collectives.reductions.reduction import Array
 
 POLL_SECONDS = 0.1
@@ -134,17 +134,18 @@ class Endpoint:
         self, call: Call, value: Any = None, arrays: Iterable[Any] = ()
     ) -> SendRequest | None:
         """Answer a request; None where the peer has ended and needs no answer."""
-        assert call.number is not None, "a notification has no answer"
-        return self._answer(call.source, _Answer(call.number, value, None), arrays)
+        return self._answer(call, value, None, arrays)
 
     def fail(self, call: Call, failure: Failure) -> SendRequest | None:
         """Answer a request with an error, which `PendingAnswer.result` raises there."""
-        assert call.number is not None, "a notification has no answer"
-        return self._answer(call.source, _Answer(call.number, None, failure), ())
+        return self._answer(call, None, failure, ())
 
-    def _answer(self, peer: int, answer: _Answer, arrays: Iterable[Any]) -> SendRequest | None:
+    def _answer(
+        self, call: Call, value: Any, failure: Failure | None, arrays: Iterable[Any]
+    ) -> SendRequest | None:
+        assert call.number is not None, "a notification has no answer"
         try:
-            return self._mailbox.send(peer, answer, arrays)
+            return self._mailbox.send(call.source, _Answer(call.number, value, failure), arrays)
         except RankFailedError:
             return None
 

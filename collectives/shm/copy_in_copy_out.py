@@ -56,10 +56,7 @@ class CopyInCopyOut:
         self._steps = steps
         self._rank, self._size = steps.rank, steps.size
         self._capacity = STAGE_BYTES // dtype.itemsize
-        nbytes = self._capacity * dtype.itemsize
-        self._stages = [
-            [stage[:nbytes].view(dtype) for stage in stages] for stages in steps.memory.stages
-        ]
+        self._stages = steps.memory.stages_of(dtype)
         if op is not None:
             self._fold: Fold = fold_function(op, dtype)
         most = self._capacity // self._size + LINE_BYTES
@@ -106,12 +103,12 @@ class CopyInCopyOut:
         quarter = self._capacity // 4
         return self._steps.turn % 4 * quarter if length <= quarter else 0
 
-    def _fold_slice(self, given: Array, target: Array) -> None:
-        """5 − 1/size bytes touched for each byte, and two waits."""
+    def _fold_slice(self, given: Array, target: Array, root: int | None = None) -> None:
+        """5 − 1/size bytes touched for each byte, and two waits, without a root."""
         edges = bounds(len(target), self._size, target.itemsize)
         own = slice(edges[self._rank], edges[self._rank + 1])
         self._reduce_slice(given, target[own], edges)
-        self._share_slice(target, edges)
+        self._share_slice(target, edges, root)
 
     def _reduce_slice(self, given: Array, folded: Array, edges: list[int]) -> None:
         """Fold every rank's elements of this rank's slice of a block."""
@@ -132,7 +129,7 @@ class CopyInCopyOut:
         stage[:before] = given[:before]
         stage[after : len(given)] = given[after:]
 
-    def _share_slice(self, target: Array, edges: list[int], root: int | None = None) -> None:
+    def _share_slice(self, target: Array, edges: list[int], root: int | None) -> None:
         """Copy every rank's slice of a block; only on the root, if one is given."""
         steps, rank = self._steps, self._rank
         own = slice(edges[rank], edges[rank + 1])
@@ -153,10 +150,7 @@ class CopyInCopyOut:
         """Each rank folds a slice, and the root copies the slices."""
         given = target if source is None else source
         for block in blocks_of(len(target), self._capacity):
-            edges = bounds(block.stop - block.start, self._size, target.itemsize)
-            own = slice(edges[self._rank], edges[self._rank + 1])
-            self._reduce_slice(given[block], target[block][own], edges)
-            self._share_slice(target[block], edges, root)
+            self._fold_slice(given[block], target[block], root)
 
     def reduce_scatter(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0

@@ -50,13 +50,8 @@ class CrossMemoryAttach:
         given = target if source is None else source
         if self._size == 2:
             self._fold_all(addresses, given, target)
-            return
-        edges = bounds(len(target), self._size, self._itemsize)
-        own = slice(edges[self._rank], edges[self._rank + 1])
-        self._fold_part(addresses, given, edges[self._rank], target[own])
-        self._steps.together()
-        self._read_parts(addresses.target_addresses, edges, target)
-        self._steps.together()
+        else:
+            self._fold_slice(addresses, given, target, None)
 
     def _read_parts(self, arrays: Sequence[int], edges: Sequence[int], target: Array) -> None:
         """Read every peer's part of its array, given by address, to the same offset in this one."""
@@ -102,12 +97,17 @@ class CrossMemoryAttach:
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Each rank folds a slice, and the root reads the slices."""
-        given = target if source is None else source
+        self._fold_slice(addresses, target if source is None else source, target, root)
+
+    def _fold_slice(
+        self, addresses: Addresses, given: Array, target: Array, root: int | None
+    ) -> None:
+        """Fold this rank's slice; read the others', only on the root if one is given."""
         edges = bounds(len(target), self._size, self._itemsize)
         start, stop = edges[self._rank], edges[self._rank + 1]
         self._fold_part(addresses, given, start, target[start:stop])
         self._steps.together()
-        if self._rank == root:
+        if root in (None, self._rank):
             self._read_parts(addresses.target_addresses, edges, target)
         self._steps.together()
 

@@ -11,8 +11,11 @@ is published and after it was read.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +44,10 @@ ARRIVALS = (_SLOTS_AT[0] // 8, _SLOTS_AT[1] // 8)
 _STAGES_AT = 256 << 10
 STAGE_BYTES = 1 << 20
 SEGMENT_BYTES = _STAGES_AT + 2 * STAGE_BYTES
+
+# membarrier(2): its number by machine, and the command that orders all threads.
+_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356}
+_GLOBAL = 1
 
 
 class NodeMemory:
@@ -71,6 +78,11 @@ class NodeMemory:
             for stage in stages:
                 stage[::_PAGE_BYTES].max()
 
+    def stages_of(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """Every rank's two stages, as arrays of a dtype."""
+        nbytes = STAGE_BYTES // dtype.itemsize * dtype.itemsize
+        return [[stage[:nbytes].view(dtype) for stage in stages] for stages in self.stages]
+
     def publish(self, index: int, value: int) -> None:
         """Store a word of this rank, after all earlier stores."""
         if self.fence is not None:
@@ -91,3 +103,11 @@ def _stage_places() -> tuple[int, int]:
 
 def _bytes(segment: memoryview, start: int, nbytes: int) -> Array:
     return np.frombuffer(segment, np.uint8, nbytes, start)
+
+
+def order_all_threads() -> bool:
+    """Order the stores of all threads on the machine; False if the system does not support it."""
+    number = _MEMBARRIER.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return False
+    return int(ctypes.CDLL(None).syscall(number, _GLOBAL, 0, 0)) == 0

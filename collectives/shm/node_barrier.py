@@ -34,8 +34,8 @@ from collectives.shm.layout import (
     VERDICTS,
     WITHDRAWN_AT,
     NodeMemory,
+    order_all_threads,
 )
-from collectives.shm.membarrier import order_all_threads
 from collectives.waiting.wait_policy import WaitPolicy
 
 SEQUENCE_BITS = 16

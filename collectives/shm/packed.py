@@ -27,10 +27,7 @@ class Packed:
         self.capacity = STAGE_BYTES // dtype.itemsize
         most = self.capacity // self._size + LINE_BYTES
         self._scratch = np.empty(most, dtype)
-        nbytes = self.capacity * dtype.itemsize
-        self._stages = [
-            [stage[:nbytes].view(dtype) for stage in stages] for stages in steps.memory.stages
-        ]
+        self._stages = steps.memory.stages_of(dtype)
 
     def places(self, length: int) -> list[Place]:
         """Where `length` elements are packed and reduced: one place for each parity."""

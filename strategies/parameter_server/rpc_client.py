@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from collectives import RankFailedError
 from collectives.messaging.buffers import SendWindow
 from collectives.messaging.mailbox import Mailbox
+from collectives.messaging.message import SendRequest
 from collectives.messaging.remote_error import RemoteTracebackError, rebuild
 from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
-from collectives.messaging.send_request import SendRequest
 from strategies.parameter_server.requests import Leave, PushFailed
 from strategies.parameter_server.roles import Roles
 

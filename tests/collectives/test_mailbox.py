@@ -15,8 +15,8 @@ from hypothesis.extra.numpy import array_shapes
 
 import collectives
 from collectives import Communicator, Mailbox
-from collectives.messaging import codec
 from collectives.messaging.liveness import Process, Processes
+from collectives.messaging.message import IncomingMessage, read, write
 from collectives.shm import node_barrier
 from collectives.transports import local
 from collectives.transports.base import MessageChannel, Sending
@@ -160,10 +160,10 @@ def test_an_envelope_holds_what_is_short(lengths):
 
 def test_contiguous_arrays_are_sent_and_read_in_place():
     array = np.ones((3, 4))
-    _, content = codec.write("header", [array])
+    _, content = write("header", [array])
     assert np.shares_memory(np.frombuffer(content, np.uint8), array)
-    letter = codec.IncomingMessage.copied(0, codec.write("header", [array]))
-    message = codec.read(letter)
+    letter = IncomingMessage.copied(0, write("header", [array]))
+    message = read(letter)
     assert np.shares_memory(message.arrays[0], letter.buffers[1])
     assert message.arrays[0].flags.writeable
 
