@@ -103,7 +103,7 @@ class CallCheck:
         if not self._several_nodes:
             return self.node_barrier.wait_for_all(word, sequence)
         if not self.leads:
-            return self._follow(word, sequence)
+            return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
         try:
             alike = self._check_nodes(word, self.node_barrier.collect(word, sequence))
         except DeadlineExceededError:
@@ -111,10 +111,6 @@ class CallCheck:
             raise
         self.node_barrier.publish_verdict(ALIKE if alike else DIFFERENT, sequence)
         return alike
-
-    def _follow(self, word: int, sequence: int) -> bool:
-        assert self.node_barrier is not None
-        return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
 
     def _check_nodes(self, word: int, alike: bool) -> bool:
         """Whether all nodes have published the same word."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,6 +67,12 @@ def _on_root(comm: Communicator, value: Any) -> Any:
     return value if comm.rank == _root(comm) else None
 
 
+def _each(actual: Sequence[Any], expected: Sequence[Any]) -> Results:
+    """The number of results, and each of them."""
+    yield len(actual), len(expected)
+    yield from zip(actual, expected, strict=False)
+
+
 def _all_reduce(comm: Communicator) -> Results:
     number, last = comm.rank + 1, comm.rank == comm.size - 1
     for length in _LENGTHS:
@@ -102,10 +108,7 @@ def _reduce_scatter(comm: Communicator) -> Results:
 
 def _all_to_all(comm: Communicator) -> Results:
     received = comm.all_to_all([np.full(peer + 1, comm.rank) for peer in range(comm.size)])
-    yield len(received), comm.size
-    yield from zip(
-        received, [np.full(comm.rank + 1, peer) for peer in range(comm.size)], strict=False
-    )
+    yield from _each(received, [np.full(comm.rank + 1, peer) for peer in range(comm.size)])
 
 
 def _barrier(comm: Communicator) -> Results:
@@ -116,10 +119,7 @@ def _barrier(comm: Communicator) -> Results:
 def _all_reduce_many(comm: Communicator) -> Results:
     kinds = ((3,), "float32"), ((2, 2), "int64"), ((), "float32")
     reduced = comm.all_reduce_many([np.full(shape, comm.rank + 1, kind) for shape, kind in kinds])
-    yield len(reduced), len(kinds)
-    yield from zip(
-        reduced, [np.full(shape, _rank_sum(comm), kind) for shape, kind in kinds], strict=False
-    )
+    yield from _each(reduced, [np.full(shape, _rank_sum(comm), kind) for shape, kind in kinds])
 
 
 def _all_reduce_async(comm: Communicator) -> Results:
@@ -158,10 +158,7 @@ def _mailbox(comm: Communicator) -> Results:
         return
     yield received.source, preceding
     yield received.header, {"rank": preceding}
-    yield len(received.arrays), len(_LENGTHS)
-    yield from zip(
-        received.arrays, [_ramp(length, preceding + 1) for length in _LENGTHS], strict=False
-    )
+    yield from _each(received.arrays, [_ramp(length, preceding + 1) for length in _LENGTHS])
 
 
 def _all_gather_object(comm: Communicator) -> Results:

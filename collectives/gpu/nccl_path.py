@@ -157,21 +157,13 @@ def start_nccl(
 
     `give_up` ends the communicator's work after an error. `float8`: all ranks reduce 8-bit floats.
     """
-    gpus, transports, launches = found.cuda, list[NcclTransport](), list[StreamWork]()
+    gpus, made = found.cuda, list[StreamWork]()
 
-    def make_launches() -> None:
-        launches.append(
-            StreamWork(
-                gpus,
-                found.device,
-                engine.wait_policy,
-                failure=lambda: transports[0].failure() if transports else None,
-                give_up=give_up,
-                end_job=engine.end_job,
-            )
-        )
+    def make() -> None:
+        made.append(StreamWork(gpus, found.device, engine.wait_policy, give_up, engine.end_job))
 
-    make_on_all(engine, make_launches)
+    make_on_all(engine, make)
+    launches = made[0]
     try:
         comm = _connect(engine, found.driver)
     except NcclError as error:
@@ -184,11 +176,11 @@ def start_nccl(
         engine.rank,
         engine.size,
         address=gpus.address,
-        stream=launches[0].stream.handle,
+        stream=launches.stream.handle,
         float8=float8,
     )
-    transports.append(transport)
-    return NcclPath(gpus, transport, launches[0])
+    launches.failure = transport.failure
+    return NcclPath(gpus, transport, launches)
 
 
 def _connect(engine: Engine, driver: NcclDriver) -> Any:

@@ -76,18 +76,17 @@ class StreamWork:
         cuda: Cuda,
         device: int,
         wait_policy: WaitPolicy,
-        *,
-        failure: Callable[[], Exception | None],
         give_up: Callable[[BaseException], None],
         end_job: Callable[[str], None],
     ) -> None:
-        """`failure` returns the error of the stream's work, as far as it is detected.
+        """`give_up` ends the work because of an error.
 
-        `give_up` ends the work because of an error. `end_job` ends the job at a deadline that no
-        call can raise.
+        `end_job` ends the job at a deadline that no call can raise.
         """
         self._cuda, self._device, self._wait_policy = cuda, device, wait_policy
-        self._failure, self._give_up, self._end_job = failure, give_up, end_job
+        self._give_up, self._end_job = give_up, end_job
+        self.failure: Callable[[], Exception | None] = lambda: None
+        """Returns the error of the stream's work, as far as it is detected."""
         self.stream = cuda.new_stream()
         self._launched: deque[_Launch] = deque()
         self.captured: list[object] = []
@@ -161,7 +160,7 @@ class StreamWork:
         deadline, seconds = self._wait_policy.deadline, time.monotonic() - launch.began
         if deadline is None or seconds < deadline + GRACE_SECONDS:
             return None
-        problem = self._failure() or "other ranks have not begun it, or have ended"
+        problem = self.failure() or "other ranks have not begun it, or have ended"
         return (
             f"{launch}, has run on the GPU for the deadline of {deadline:g} s, and no call"
             f" waits for it that could raise an error: the job ends ({problem})"
@@ -178,7 +177,7 @@ class StreamWork:
         wait_policy.check_alive = self._wait_policy.check_alive
 
         def done() -> bool:
-            problem = None if event.done() else self._failure()
+            problem = None if event.done() else self.failure()
             if problem is not None:
                 raise CollectiveError(f"{name}: {problem}") from problem
             if end is not None and time.monotonic() >= end and not event.done():

@@ -16,9 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+from collectives.transports.base import ORDERED_MACHINES
+
 _TOKEN_BYTES = 16
 HEADER_BYTES = 64
-_ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 
 
 class SegmentAddress(NamedTuple):
@@ -87,7 +88,7 @@ def _ordering() -> Callable[[], None]:
     nothing moves up across the acquisition or down across the release, nor the second pair across
     the first.
     """
-    if platform.machine() in _ORDERED_MACHINES:
+    if platform.machine() in ORDERED_MACHINES:
         return lambda: None
     lock = threading.Lock()
 

@@ -27,6 +27,9 @@ Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], 
 
 LARGEST_TAG = 32_000
 
+ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
+"""Processors that make a thread's loads and stores visible in program order (TSO)."""
+
 
 def own_part(whole: Any, lengths: Sequence[int], rank: int) -> Any:
     """A rank's part, as a view, of a buffer that holds one part for each rank."""

@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.transports.base import (
+    ORDERED_MACHINES,
     Bytes,
     ControlChannel,
     Message,
@@ -28,8 +29,6 @@ from collectives.waiting.wait_policy import WaitPolicy
 _EXCHANGE_TAG = 0
 _WORDS_TAG = LAST_TAG + 1
 
-# Processors that make a thread's loads and stores visible in program order (TSO).
-_ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 _HANDOVER_SECONDS = 0.2
 # Selects the components that Open MPI may use for windows; all of them if unset.
 _WINDOW_COMPONENTS = "OMPI_MCA_osc"
@@ -108,7 +107,7 @@ class MpiTransport(Transport):
     @property
     def fence(self) -> Callable[[], None] | None:  # type: ignore[override]
         """MPI's own (MPI_Win_sync), on processors that need one."""
-        if platform.machine() in _ORDERED_MACHINES or not self._windows:
+        if platform.machine() in ORDERED_MACHINES or not self._windows:
             return None
         window, _ = next(iter(self._windows.values()))
         return lambda: window.Sync()
