@@ -21,7 +21,7 @@ from collectives.calls.all_to_all import all_to_all
 from collectives.calls.explain import explain
 from collectives.calls.mailboxes import open_mailbox
 from collectives.calls.trace import trace
-from collectives.consistency.arguments import check_index, check_peer
+from collectives.consistency.signature import check_index, check_peer
 from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
 from collectives.lifecycle.futures import Handle

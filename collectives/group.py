@@ -12,8 +12,7 @@ from collectives.calls.bound_many import ManyReducer
 from collectives.calls.call_cache import CallCache
 from collectives.calls.objects import numbers_of_all
 from collectives.calls.tuning import use_saved
-from collectives.consistency.arguments import check_index
-from collectives.consistency.signature import Signature
+from collectives.consistency.signature import Signature, check_index
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices

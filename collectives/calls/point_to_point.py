@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from collectives.arrays.kinds import flat, given_output, is_device, to_array
-from collectives.consistency.arguments import check_index
-from collectives.consistency.signature import dtype_name, fingerprint
+from collectives.consistency.signature import check_index, dtype_name, fingerprint
 from collectives.cuda.runtime import fetched, filled
 from collectives.errors import DeadlineExceededError, DtypeMismatchError, ShapeMismatchError
 from collectives.execution.engine import Engine

@@ -1,8 +1,12 @@
-"""Signature of a call: everything that must be equal on all ranks, in comparable form."""
+"""Arguments of a call: what a rank checks alone, and what must be equal on all ranks.
+
+A signature holds the latter in comparable form. Integers are checked before any message is sent.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -101,3 +105,23 @@ def mismatch(signatures: Sequence[Signature]) -> MismatchError:
         if len({getattr(each, field) for each in signatures}) > 1:
             return error(f"the ranks called {difference}", calls)
     return MismatchError("the ranks made different numbers of calls", calls)
+
+
+def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
+    """`value` as an integer from `least` to limit − 1; TypeError or ValueError otherwise."""
+    problem = f"{name}={value!r}: must be an integer from {least} to {limit - 1}"
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(problem) from None
+    if not least <= index < limit:
+        raise ValueError(problem)
+    return index
+
+
+def check_peer(peer: Any, rank: int, size: int) -> int:
+    """`peer` as the number of another rank; TypeError or ValueError otherwise."""
+    index = check_index("peer", peer, size)
+    if index == rank:
+        raise ValueError(f"peer={peer!r}: must be another rank than this one")
+    return index

@@ -157,7 +157,8 @@ def start_nccl(
 
     `give_up` ends the communicator's work after an error. `float8`: all ranks reduce 8-bit floats.
     """
-    gpus, made = found.cuda, list[StreamWork]()
+    gpus = found.cuda
+    made: list[StreamWork] = []
 
     def make() -> None:
         made.append(StreamWork(gpus, found.device, engine.wait_policy, give_up, engine.end_job))

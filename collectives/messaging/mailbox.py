@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from collectives.consistency.arguments import check_index
+from collectives.consistency.signature import check_index
 from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.messaging.fair_lock import FairLock
 from collectives.messaging.liveness import Processes

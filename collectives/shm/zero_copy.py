@@ -1,8 +1,8 @@
 """Zero-copy collectives of a node's ranks, on registered arrays.
 
-A rank reads its peers' buffers and stores results into them directly. The ranks have exchanged
-addresses before, since each may pass another buffer, and an unregistered one too: then nothing is
-done, and all ranks take another path.
+A rank reads its peers' buffers and stores results into them directly. The ranks exchange addresses
+before each call, because each may pass another buffer. If a necessary buffer is not registered,
+nothing is done, and all ranks use another path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 128 << 10
 # With more ranks, reading all inputs whole costs more than staging slices.
 _MOST_READ_WHOLE = 3
 
-# Views of so many (places, length) are kept for the next calls.
+# Number of (addresses, length) whose views are kept for the next calls.
 _FOLDS_KEPT = 64
 
 _Block = tuple[list[Array], Array, list[Array]]
@@ -35,7 +35,7 @@ ZeroCopyPath = Callable[[Addresses, Array | None, Array, Lengths, int], bool]
 
 
 class ZeroCopy:
-    """One rank's collectives; each returns False where a buffer that it needs isn't registered."""
+    """One rank's collectives; each returns False if a necessary buffer is not registered."""
 
     def __init__(
         self, steps: ProgressCounters, pool: Pool, op: ReduceOp | None, dtype: np.dtype[Any]
@@ -47,11 +47,11 @@ class ZeroCopy:
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
         self._scratch = np.empty(self._block, dtype)
         self._folds: LRU[tuple[Any, ...], list[_Block]] = LRU(_FOLDS_KEPT)
-        # Of the last call: the next one has the same object where its addresses are the same.
+        # Of the last call: the next one has the same object if its addresses are the same.
         self._last: tuple[Addresses, int, list[_Block]] = NOWHERE, 0, []
 
     def find(self, collective: str) -> ZeroCopyPath | None:
-        """The collective of that name, if there is such a path."""
+        """The collective of that name, or None if it has no such path."""
         found: ZeroCopyPath | None = getattr(self, collective, None)
         return found
 
@@ -62,7 +62,7 @@ class ZeroCopy:
     def all_reduce(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
-        """Each folds a slice of everybody's array and stores it into everybody's."""
+        """Each rank folds a slice of all arrays and stores it into all."""
         if not all(addresses.sources):
             return False
         if all(addresses.targets):
@@ -93,7 +93,7 @@ class ZeroCopy:
                 store[...] = folded
 
     def _make_blocks(self, addresses: Addresses, length: int) -> list[_Block]:
-        """This rank's slice, cut into blocks of everybody's inputs and outputs."""
+        """This rank's slice of all inputs and outputs, in blocks."""
         inputs = self._views(addresses.sources, length)
         outputs = self._views(addresses.targets, length)
         edges = bounds(length, self._size, self._dtype.itemsize)
@@ -112,7 +112,7 @@ class ZeroCopy:
     def reduce(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
-        """Each folds a slice of everybody's array and stores it into the root's."""
+        """Each rank folds a slice of all arrays and stores it into the root's."""
         if not all(addresses.sources) or not addresses.targets[root]:
             return False
         inputs = self._views(addresses.sources, len(target))
@@ -127,7 +127,7 @@ class ZeroCopy:
     def reduce_scatter(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
-        """Each folds its part of everybody's array; the target is that part alone."""
+        """Each rank folds its part of all arrays; the target is that part alone."""
         assert source is not None
         if not all(addresses.sources):
             return False
@@ -139,11 +139,13 @@ class ZeroCopy:
     def broadcast(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
-        """The others read the root's array; of those that are registered it writes a share."""
+        """The others read the root's array, except a share that the root writes into theirs.
+
+        The root writes nothing unless all ranks' arrays are registered.
+        """
         if not addresses.targets[root]:
             return False
         length = len(target)
-        # A share of the work for the root, if it can reach what the others are to get.
         edges = bounds(length, self._size, self._dtype.itemsize)
         middle = edges[-2] if all(addresses.targets) else length
         if self._rank != root:
@@ -159,7 +161,7 @@ class ZeroCopy:
     def all_gather(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> bool:
-        """Each writes its part into everybody's array, or reads the others' parts."""
+        """Each rank reads the others' parts, or writes its part into all arrays."""
         starts, rank = part_starts(lengths), self._rank
         own = target[starts[rank] : starts[rank + 1]]
         given = own if source is None else source
