@@ -265,8 +265,9 @@ class Mailbox:
             return not self._outstanding and not self._unfinished()
 
     def _no_sender_left(self) -> bool:
-        alone = bool(self._peers) and not self._writes_to_itself
-        return alone and all(peer in self._ended or self._died(peer) for peer in self._peers)
+        if not self._peers or self._writes_to_itself:
+            return False
+        return all(peer in self._ended or self._died(peer) for peer in self._peers)
 
     def _unfinished(self) -> list[int]:
         """The ranks that may still need this one."""
