@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from collectives.cuda.interface import DeviceArray, Event
-from collectives.reductions.reduction import ReduceOp
+from collectives.reductions.reduction import ReduceOp, Reduction, reduction_for
 
 Reduce: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
 """All-reduce of the first array into the second, which may be the same array."""
@@ -25,6 +25,11 @@ class Request(NamedTuple):
     op: ReduceOp | None
     root: int
     algorithm: str | None
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """What the op means for the dtype. Devices may reduce 8-bit floats."""
+        return None if self.op is None else reduction_for(self.op, self.target.dtype, on_gpu=True)
 
     @property
     def empty(self) -> bool:

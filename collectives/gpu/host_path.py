@@ -18,7 +18,7 @@ from collectives.cuda.runtime import wait_for
 from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu.side_stream import SideStream
-from collectives.reductions.reduction import check_reducible
+from collectives.reductions.reduction import reduction_for
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk: a few hundred microseconds of a bus's time."""
@@ -39,7 +39,7 @@ class HostPath(DevicePath):
     def run(self, request: Request) -> str:
         """Run the collective on a side stream; return when the ranks have exchanged the data."""
         if request.op is not None:
-            check_reducible(request.op, request.target.dtype)
+            reduction_for(request.op, request.target.dtype)  # raises TypeError for 8-bit floats
         if request.empty:
             return self.name
         with self._side.work(request.source, request.target):
@@ -104,19 +104,15 @@ class HostPath(DevicePath):
         target: NDArray[Any],
         lengths: Sequence[int] | None,
     ) -> None:
-        collective, op, root = request.collective, request.op, request.root
-        run = self._host.run
-        run(
-            collective,
+        self._host.run(
+            request.collective,
             source,
             target,
             lengths=lengths,
-            op=op,
-            root=root,
+            op=request.op,
+            root=request.root,
             algorithm=request.algorithm,
         )
-        if op is not None:
-            self._host.finish(op, target)
 
     def _buffers(self, count: int, nbytes: int) -> list[NDArray[np.uint8]]:
         """Pinned memory, reused by later calls because pinning is slow.

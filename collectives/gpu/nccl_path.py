@@ -105,7 +105,7 @@ class NcclPath(DevicePath):
             request.op,
             request.root,
         )
-        if request.op is ReduceOp.MEAN:
+        if request.reduction is not None and request.reduction.divides:
             self._cuda.divide(request.target, self._transport.size)
         return algorithm
 

@@ -13,17 +13,16 @@ as the own cache, most of a block has been evicted from it by the time that it i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
+from collectives.reductions.reduction import Array, Fold, ReduceOp, fold_in_order, reduction_for
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import ProgressCounters
 
-Fold = Callable[[Array, Array, Array], Any]
 Lengths = Sequence[int]
 
 # Alignment of a boundary between two ranks' slices, in bytes: no two ranks write one cache line.
@@ -60,7 +59,7 @@ class CopyInCopyOut:
         self._stages = [
             [stage[:nbytes].view(dtype) for stage in stages] for stages in steps.memory.stages
         ]
-        self._fold: Fold = _no_fold if op is None else fold_function(op, dtype)
+        self._fold: Fold = _no_fold if op is None else reduction_for(op, dtype).fold
         most = self._capacity // self._size + LINE_BYTES
         self._scratch = np.empty(most, dtype)
 

@@ -30,7 +30,6 @@ _LARGEST_UNIT = 1 << 20
 # The MPI op, and the kinds of dtypes for which it is used.
 _OPS = {
     "sum": (MPI.SUM, "iufc"),
-    "mean": (MPI.SUM, "iufc"),
     "product": (MPI.PROD, "iuf"),
     "min": (MPI.MIN, "iu"),
     "max": (MPI.MAX, "iu"),
