@@ -32,13 +32,24 @@ _REDUCIBLE = {*map(np.dtype, (*_INTEGERS, *_FLOATS)), BFLOAT16}
 
 
 class ReduceOp(enum.Enum):
-    """How the ranks' elements are folded. Strings such as "sum" or "Mean" are accepted as well."""
+    """How the ranks' elements are folded. Strings such as "sum" or "Mean" are accepted as well.
+
+    SUM, MEAN, MIN, MAX and PRODUCT take bool, integers and floats, complex numbers too except for
+    MIN and MAX. Integers wrap; MEAN of bool and integers is float64; a NaN of any rank propagates;
+    SUM and MAX of bool are `or`, MIN and PRODUCT are `and`.
+
+    BITWISE_AND, BITWISE_OR and BITWISE_XOR, MPI's BAND, BOR and BXOR, take bool and integers. XOR
+    of bool is True where an odd number of ranks have True.
+    """
 
     SUM = "sum"
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    BITWISE_AND = "bitwise_and"
+    BITWISE_OR = "bitwise_or"
+    BITWISE_XOR = "bitwise_xor"
 
     # That of enum.Enum is a Python function, called at every look-up of a call by its op.
     __hash__ = object.__hash__
@@ -50,7 +61,11 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BITWISE_AND: np.bitwise_and,
+    ReduceOp.BITWISE_OR: np.bitwise_or,
+    ReduceOp.BITWISE_XOR: np.bitwise_xor,
 }
+_BITWISE = (ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR)
 
 
 def as_op(op: ReduceOp | str) -> ReduceOp:
@@ -149,6 +164,10 @@ def reduction_for(op: ReduceOp, dtype: np.dtype[Any], on_gpu: bool = False) -> R
 
     Some GPUs sum 8-bit floats.
     """
+    if op in _BITWISE and dtype.kind not in "biu":
+        allowed = ", ".join(_INTEGERS)
+        text = f"array of dtype {dtype}: must be bool or an integer: {allowed}"
+        raise TypeError(f"op={op.value!r}: {text}")
     if dtype not in _REDUCIBLE and not (on_gpu and dtype in _FLOAT8S):
         allowed = ", ".join(sorted(each.name for each in _REDUCIBLE))
         raise TypeError(f"array of dtype {dtype}: can't be reduced; the dtypes are {allowed}")

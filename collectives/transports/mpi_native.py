@@ -33,6 +33,9 @@ _OPS = {
     "product": (MPI.PROD, "iuf"),
     "min": (MPI.MIN, "iu"),
     "max": (MPI.MAX, "iu"),
+    "bitwise_and": (MPI.BAND, "iu"),
+    "bitwise_or": (MPI.BOR, "iu"),
+    "bitwise_xor": (MPI.BXOR, "iu"),
 }
 
 
