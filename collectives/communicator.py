@@ -58,9 +58,9 @@ class Communicator(Group):
         """Reduce the ranks' arrays, of equal shape and dtype, to one result on every rank.
 
         The results are equal bit for bit, except for the signs and payloads of NaNs if MPI's own
-        reduction ("native") runs. `op` is a ReduceOp or its name: "sum", "mean", "min", "max",
-        "product". Integer sums wrap; MEAN of integers is float64; a NaN of any rank propagates; SUM
-        and MAX of bool are `or`, MIN and PRODUCT are `and`. `out` receives the result (`array`
+        reduction ("native") runs. `op` is a ReduceOp, which describes each, or its name: "sum",
+        "mean", "min", "max", "product", "bitwise_and", "bitwise_or", "bitwise_xor". MEAN of
+        integers is float64; a NaN of any rank propagates. `out` receives the result (`array`
         itself: in place), `algorithm` names the algorithm to use, and `what` is a text that must be
         equal on all ranks. Raises ValueError for an unknown op or algorithm, or if `out` has
         another shape or is read-only; TypeError for a dtype without that reduction, or if `out` has

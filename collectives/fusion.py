@@ -13,7 +13,7 @@ from collectives.calls.many import describe_many
 from collectives.communicator import Communicator
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.reductions.buckets import Plan, check_bucket_bytes, make_plan
-from collectives.reductions.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
+from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 
 class Fusion:
@@ -46,8 +46,7 @@ class Fusion:
         on_gpus = _on_gpus(like)
         kinds = tuple(map(_kind_of, like))
         for _, dtype in kinds:
-            check_reducible(self._op, dtype, on_gpus)
-            if fold_dtype(self._op, dtype) != dtype:
+            if reduction_for(self._op, dtype, on_gpus).dtype != dtype:
                 raise TypeError(f"op={self._op.value!r} of {dtype}: the result has another dtype")
         limit = check_bucket_bytes(bucket_bytes)
         signature = describe_many("Fusion", self._op, kinds, limit)

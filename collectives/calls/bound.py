@@ -15,14 +15,14 @@ import numpy as np
 
 from collectives.caching import LRU
 from collectives.calls import PASS
-from collectives.calls.bound_small import bind_small, small_fold
+from collectives.calls.bound_small import bind_small, small_reduction
 from collectives.calls.counts import check_room
 from collectives.calls.objects import numbers_of_all
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, finish
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.schedules.paths import SHARED
 from collectives.shm.addresses import NOWHERE, Publish
 from collectives.shm.layout import ARRIVALS
@@ -126,12 +126,12 @@ def bind_all_reduce(
     `out` can't take the result as it comes.
     """
     count = int(np.prod(shape, dtype=np.int64))
-    fold = small_fold(engine, op, dtype, count * dtype.itemsize)
-    if fold is not None:
-        return bind_small(engine, signature, op, dtype, shape, fold)
+    small = small_reduction(engine, op, dtype, count * dtype.itemsize)
+    if small is not None:
+        return bind_small(engine, signature, small, shape)
     ndarray, empty, overlap = np.ndarray, np.empty, np.may_share_memory
     run, publish = _component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
-    call = bind(engine, signature, _finished(engine, op, run), publish)
+    call = bind(engine, signature, run, publish)
 
     def all_reduce(array: Array, out: Any) -> Any:
         flags = array.flags
@@ -157,19 +157,6 @@ def bind_all_reduce(
     return all_reduce
 
 
-def _finished(engine: Engine, op: ReduceOp, run: Run) -> Run:
-    """The same, at whose end the folded target becomes the result."""
-    if op is not ReduceOp.MEAN:
-        return run
-    size, errstate = engine.size, engine.errstate.run
-
-    def run_and_finish(source: Array | None, target: Array, index: int | None) -> None:
-        run(source, target, index)
-        errstate(finish, op, target, size)
-
-    return run_and_finish
-
-
 def bind_broadcast(
     engine: Engine, signature: Signature, nbytes: int, root: int
 ) -> Callable[[Any, Array], Any]:
@@ -184,7 +171,7 @@ def bind_reduce_scatter(
     """The function (source, target): `target` is this rank's part, `lengths` those of all."""
     nbytes = sum(lengths) * dtype.itemsize
     run, publish = _component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
-    return bind(engine, signature, _finished(engine, op, run), publish)
+    return bind(engine, signature, run, publish)
 
 
 def bind_all_gather(
@@ -258,7 +245,7 @@ def _component(
         def run_path(source: Array | None, target: Array, index: int | None) -> None:
             engine.path = errstate(path, source, target, lengths, root) or name
 
-        return run_path, None
+        return _finished(engine, op, dtype, run_path), None
 
     read, select = engine.node.addresses.read, path.run
 
@@ -267,4 +254,19 @@ def _component(
         addresses, _, _ = read(index)
         engine.path = errstate(select, addresses, nbytes, source, target, lengths, root)
 
-    return run_selected, engine.node.addresses.publisher(nbytes)
+    publish = engine.node.addresses.publisher(nbytes)
+    return _finished(engine, op, dtype, run_selected), publish
+
+
+def _finished(engine: Engine, op: ReduceOp | None, dtype: np.dtype[Any], run: Run) -> Run:
+    """The same, at whose end the folded target becomes the result."""
+    reduction = None if op is None else reduction_for(op, dtype)
+    if reduction is None or not reduction.divides:
+        return run
+    size, errstate, finish = engine.size, engine.errstate.run, reduction.finish
+
+    def run_and_finish(source: Array | None, target: Array, index: int | None) -> None:
+        run(source, target, index)
+        errstate(finish, target, size)
+
+    return run_and_finish

@@ -14,7 +14,7 @@ from collectives.calls import PASS
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, finish, plain_fold
+from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import SHARED
 from collectives.shm.layout import ARRIVALS, SMALL_BYTES
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
@@ -23,26 +23,22 @@ from collectives.shm.selector import LEAST_BYTES
 # All ranks read all elements of small arrays: with more than this in all, stages are better.
 _SMALL_BYTES_OF_ALL = 128 << 10
 
-Fold = Callable[[Array, Array, Array], Any]
 
-
-def small_fold(engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> Fold | None:
-    """The fold of arrays that are small enough for a single step; None for others."""
+def small_reduction(
+    engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
+) -> Reduction | None:
+    """The reduction of arrays that are small enough for a single step; None for others."""
     node = engine.node
     if node is None or engine.call_check is None or not node.memory_is_all:
         return None
     small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= _SMALL_BYTES_OF_ALL
     registered = node.pool.in_use and nbytes >= LEAST_BYTES
-    return plain_fold(op, dtype) if small and not registered else None
+    reduction = reduction_for(op, dtype)
+    return reduction if small and not registered and reduction.plain_fold else None
 
 
 def bind_small(
-    engine: Engine,
-    signature: Signature,
-    op: ReduceOp,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    fold: Fold,
+    engine: Engine, signature: Signature, reduction: Reduction, shape: tuple[int, ...]
 ) -> Callable[[Array, Any], Any]:
     """The function (array, out) → result.
 
@@ -50,8 +46,10 @@ def bind_small(
     """
     assert engine.node is not None
     assert engine.call_check is not None
+    assert reduction.plain_fold is not None
     check, pool, in_use = engine.call_check, engine.node.pool, engine.node.pool.in_use
     memory, rank, size = engine.node.steps.memory, engine.rank, engine.size
+    dtype, fold = reduction.dtype, reduction.plain_fold
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     slots = [[slot[:nbytes].view(dtype).reshape(shape) for slot in each] for each in memory.slots]
     own_slots, firsts, seconds, rest = slots[rank], slots[0], slots[1], slots[2:]
@@ -60,7 +58,8 @@ def bind_small(
     one_word = size == 2 and fence is None
     acquire, release, arrive = engine.lock.acquire, engine.lock.release, check.check_at
     errstate, ring, recorder = engine.errstate.run, engine.recorder.ring, engine.recorder
-    last, mean, ndarray, empty = CALLS_KEPT - 1, op is ReduceOp.MEAN, np.ndarray, np.empty
+    last, ndarray, empty = CALLS_KEPT - 1, np.ndarray, np.empty
+    divides, finish = reduction.divides, reduction.finish
 
     def all_reduce(array: Array, out: Any) -> Any:
         if out is None:
@@ -96,8 +95,8 @@ def bind_small(
                 errstate(fold, firsts[parity], seconds[parity], out)
                 for slot in rest:
                     errstate(fold, out, slot[parity], out)
-                if mean:
-                    errstate(finish, op, out.reshape(-1), size)
+                if divides:
+                    errstate(finish, out.reshape(-1), size)
                 position = recorder.position
                 ring[position & last] = (sequence, signature, SHARED, start, clock())
                 recorder.position = position + 1

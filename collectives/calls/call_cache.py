@@ -29,7 +29,7 @@ from collectives.calls.movements import broadcast_output, broadcast_signature, r
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, as_op, fold_dtype
+from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 Bound = Callable[..., Any]
 
@@ -170,7 +170,11 @@ class CallCache:
         rank, size = self._engine.rank, self._engine.size
         zero = type(axis) is int and axis == 0
         plain = type(array) is np.ndarray and array.ndim and zero and array.dtype.isnative
-        if plain and fold_dtype(as_op(op), array.dtype) == array.dtype and _takes(out, array):
+        if (
+            plain
+            and _takes(out, array)
+            and reduction_for(as_op(op), array.dtype).dtype == array.dtype
+        ):
             counts, rest = split_rows(len(array), size), array.shape[1:]
             if out is None or len(out) == counts[rank]:
                 result = np.empty((counts[rank], *rest), array.dtype) if out is None else out

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound_small import small_fold
+from collectives.calls.bound_small import small_reduction
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import ReduceOp, check_reducible
+from collectives.reductions.reduction import ReduceOp, reduction_for
 from collectives.schedules.paths import QUICKEST, SHARED
 from collectives.schedules.spec import spec_of
 from collectives.shm.selector import PathSelector
@@ -18,8 +18,8 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
     """The path of a SUM, or of a movement, of ordinary arrays of that dtype, and the reason."""
     op = ReduceOp.SUM if spec_of(collective).reduces else None
     if op is not None:
-        check_reducible(op, dtype)
-    small = collective == "all_reduce" and small_fold(engine, ReduceOp.SUM, dtype, nbytes)
+        reduction_for(op, dtype)  # raises TypeError for a dtype without it
+    small = collective == "all_reduce" and small_reduction(engine, ReduceOp.SUM, dtype, nbytes)
     if small:
         return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
     # Movements treat elements as bytes.

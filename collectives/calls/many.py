@@ -25,7 +25,7 @@ from collectives.reductions.buckets import (
     check_many,
     make_plan,
 )
-from collectives.reductions.reduction import Array, ReduceOp, as_op, finish
+from collectives.reductions.reduction import Array, ReduceOp, as_op
 from collectives.schedules.paths import QUICKEST, SHARED
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.packed import Packed
@@ -209,7 +209,6 @@ def _reduce_alone(
 ) -> None:
     target = outputs[index].buffer
     engine.run("all_reduce", given[index].source_for(outputs[index]), target, op=op)
-    finish(op, target, engine.size)
 
 
 def _reduce_packed(
@@ -223,6 +222,5 @@ def _reduce_packed(
     flats = [given[slot.index].flat() for slot in bucket.slots]
     np.concatenate(flats, out=packed)
     engine.run("all_reduce", None, packed, op=op)
-    finish(op, packed, engine.size)
     for slot in bucket.slots:
         outputs[slot.index].buffer[...] = packed[slot.start : slot.stop]

@@ -21,7 +21,7 @@ from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows
 from collectives.consistency.signature import Signature, dtype_name, forced
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, as_op, check_reducible, fold_dtype
+from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 
 class ReduceInput:
@@ -35,8 +35,7 @@ class ReduceInput:
         dtype = self.array.dtype
         if not dtype.isnative:
             dtype = dtype.newbyteorder("=")
-        check_reducible(self.op, dtype, self.on_gpu)
-        self.dtype = fold_dtype(self.op, dtype)
+        self.dtype = reduction_for(self.op, dtype, self.on_gpu).dtype
 
     def signature(
         self, collective: str, root: int | None = None, detail: str | None = None
@@ -85,7 +84,6 @@ def all_reduce(
 
     def perform(engine: Engine) -> Any:
         engine.run("all_reduce", source, output.buffer, op=given.op, algorithm=algorithm)
-        engine.finish(given.op, output.buffer)
         return output.deliver()
 
     details = [each for each in (forced(algorithm), what) if each is not None]
@@ -115,10 +113,7 @@ def reduce(
         else:
             source, target = given.source_for(output), output.buffer
         engine.run("reduce", source, target, op=given.op, root=root, algorithm=algorithm)
-        if output is None:
-            return None
-        engine.finish(given.op, target)
-        return output.deliver()
+        return None if output is None else output.deliver()
 
     return Operation(given.signature("reduce", root, forced(algorithm)), perform, given.on_gpu)
 
@@ -150,7 +145,6 @@ def reduce_scatter(
         engine.run(
             "reduce_scatter", source, target, lengths=lengths, op=given.op, algorithm=algorithm
         )
-        engine.finish(given.op, target)
         return result.deliver()
 
     signature = reduce_scatter_signature(given, rows.axis, algorithm)

@@ -24,7 +24,7 @@ from collectives.execution.calibration import SMALL_BYTES, Seconds, fit
 from collectives.execution.cost_model import LARGEST_PRICED, CostParameters
 from collectives.execution.engine import Engine
 from collectives.execution.parameters_file import Key, load, save
-from collectives.reductions.reduction import Array, ReduceOp, fold_function
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.schedules.paths import NATIVE, SHARED
 
 TUNED = "figures tuned now"
@@ -106,7 +106,7 @@ def measure(engine: Engine) -> tuple[Seconds, float]:
         for nbytes in _SIZES:
             length = nbytes // _DTYPE.itemsize
             seconds[path, nbytes] = _time(engine, run, source[:length], target[:length])
-    fold, length = fold_function(ReduceOp.SUM, _DTYPE), _FOLD_BYTES // _DTYPE.itemsize
+    fold, length = reduction_for(ReduceOp.SUM, _DTYPE).fold, _FOLD_BYTES // _DTYPE.itemsize
     taken = _time(
         engine, lambda given, out: fold(given, out, out), source[:length], target[:length]
     )

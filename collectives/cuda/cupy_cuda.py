@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from collectives.cuda import kernels
 from collectives.cuda.interface import Cuda, DeviceArray, Event, Shape, Stream, is_torch
-from collectives.reductions.reduction import BFLOAT16, ReduceOp
+from collectives.reductions.reduction import BFLOAT16, ReduceOp, reduction_for
 
 # Beyond the range of any GPU: CUDA clamps it to the highest priority.
 _HIGHEST_PRIORITY = -100
@@ -199,7 +199,7 @@ class CupyCuda(Cuda):
 
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
         """CuPy's ufuncs have NumPy's semantics, including NaN, bool and 16-bit floats."""
-        _UFUNCS[op](first, second, out=out)
+        getattr(cupy, reduction_for(op, out.dtype, True).ufunc.__name__)(first, second, out=out)
 
     def divide(self, array: DeviceArray, number: int) -> None:
         """A complex number is divided as its two parts."""
@@ -256,15 +256,6 @@ class CupyCuda(Cuda):
     def free_arena(self, arena: DeviceArray) -> None:
         """By cudaFree, which waits for pending work."""
         cupy.cuda.runtime.free(arena.data.ptr)
-
-
-_UFUNCS = {
-    ReduceOp.SUM: cupy.add,
-    ReduceOp.MEAN: cupy.add,
-    ReduceOp.MIN: cupy.minimum,
-    ReduceOp.MAX: cupy.maximum,
-    ReduceOp.PRODUCT: cupy.multiply,
-}
 
 
 def _current() -> _CupyStream:

@@ -139,7 +139,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
-        """Fold two arrays into `out`, which may be one of them, like `reduction.bind_fold`."""
+        """Fold two arrays into `out`, which may be one of them, like `Reduction.fold`."""
 
     @abstractmethod
     def divide(self, array: DeviceArray, number: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.cuda.interface import DeviceArray, Event
 from collectives.cuda.runtime import wait_for
-from collectives.reductions.reduction import ReduceOp
+from collectives.reductions.reduction import ReduceOp, Reduction, reduction_for
 
 Reduce: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
 """All-reduce of the first array into the second, which may be the same array."""
@@ -31,6 +31,11 @@ class Request(NamedTuple):
     def given(self) -> DeviceArray:
         """The input, which lies in the target if the source is None."""
         return self.target if self.source is None else self.source
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """What the op means for the dtype. Devices may reduce 8-bit floats."""
+        return None if self.op is None else reduction_for(self.op, self.target.dtype, on_gpu=True)
 
     @property
     def empty(self) -> bool:

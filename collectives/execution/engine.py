@@ -31,7 +31,7 @@ from collectives.execution.cost_model import (
 )
 from collectives.execution.device_path import OnDevices, Request
 from collectives.execution.executor import HostMemory, Plans
-from collectives.reductions.reduction import Array, ReduceOp, finish
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
 from collectives.shm.node import Node, Path
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
@@ -65,7 +65,7 @@ class Engine(CallScope):
         self._memory = HostMemory()
         self._plans = Plans(transport, self._memory)
         self._chosen: LRU[tuple[Any, ...], str] = LRU()
-        self._paths: LRU[tuple[str, str | None, np.dtype[Any]], dict[str, Path]] = LRU()
+        self._paths: LRU[tuple[str, ReduceOp | None, np.dtype[Any]], dict[str, Path]] = LRU()
 
     def perform(
         self, signature: Signature, run: Callable[[Engine], Any], line: str | None = None
@@ -201,6 +201,9 @@ class Engine(CallScope):
         else:
             run = partial(self._plans.run, collective, algorithm, source, target)
             self.errstate.run(run, lengths, op, root)
+        reduction = None if op is None else reduction_for(op, target.dtype)
+        if reduction and reduction.divides and (collective != "reduce" or self.rank == root):
+            self.errstate.run(reduction.finish, target, self.size)
 
     def join(self, node: Node) -> None:
         """Use the node's memory from now on."""
@@ -243,15 +246,10 @@ class Engine(CallScope):
             return empty(length, dtype, beside)
         return self._memory.work(length, dtype)
 
-    def finish(self, op: ReduceOp, folded: Array) -> None:
-        """Turn what `run` has folded into the result, in place."""
-        if not is_device(folded):
-            finish(op, folded, self.size)
-
     def paths(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Path]:
         """What can do it beside the schedules, by name."""
-        # By the op's text: an enum member's hash is computed in Python.
-        key = (collective, None if op is None else op.value, dtype)
+        op = None if op is None else reduction_for(op, dtype).folds_as
+        key = (collective, op, dtype)
         found = self._paths.get(key)
         if found is None:
             found = self._paths.put(key, self._find_paths(collective, op, dtype))

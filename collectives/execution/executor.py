@@ -21,7 +21,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.caching import LRU
 from collectives.execution.plan import Fold, Piece, Resolver
-from collectives.reductions.reduction import Action, Array, ReduceOp, bind_fold
+from collectives.reductions.reduction import Action, Array, ReduceOp, reduction_for
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
 from collectives.transports.base import PointToPoint, own_part
@@ -254,7 +254,7 @@ class HostMemory:
 
     def fold(self, op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
         """By the fastest fold for the dtype."""
-        return bind_fold(op, first, second, out)
+        return reduction_for(op, out.dtype).bind(first, second, out)
 
 
 class _AddressRange:

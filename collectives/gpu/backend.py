@@ -26,7 +26,7 @@ from collectives.gpu.nccl_path import NcclPath, start_nccl
 from collectives.gpu.probe import Verdict, judge
 from collectives.gpu.reductions import bind_all_reduce
 from collectives.lifecycle.futures import Handle, run_into
-from collectives.reductions.reduction import as_op, fold_dtype
+from collectives.reductions.reduction import as_op, reduction_for
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting.wait_policy import log
 
@@ -145,7 +145,11 @@ class Devices:
         """Like `check`, for the call of a signature."""
         names, op = [] if signature.dtype is None else [signature.dtype], signature.op
         plain = (np.dtype(name) for name in names)
-        dtypes = plain if op is None else (fold_dtype(as_op(op), dtype) for dtype in plain)
+        dtypes = (
+            plain
+            if op is None
+            else (reduction_for(as_op(op), dtype, True).dtype for dtype in plain)
+        )
         # A schedule needs temporary memory, unlike the native collectives that can be captured.
         forced = "algorithm=" in (signature.detail or "")
         self.check("a schedule" if forced else signature.collective, op, dtypes)

@@ -22,7 +22,7 @@ from collectives.caching import LRU
 from collectives.cuda.interface import Cuda, DeviceArray, Event
 from collectives.cuda.kernels import kernel_name, lay_out, make_table, reals
 from collectives.reductions.buckets import Bucket, Kinds, make_plan
-from collectives.reductions.reduction import ReduceOp, fold_dtype
+from collectives.reductions.reduction import ReduceOp, reduction_for
 
 # A call uses one or two: of its arrays, and of its outputs.
 _TABLES_KEPT = 8
@@ -117,7 +117,8 @@ class BucketMemory:
 
     def set_for(self, kinds: Kinds, limit: int, op: ReduceOp) -> BucketSet:
         """The buckets for arrays of these kinds; all ranks divide them alike."""
-        key = (kinds, limit, op is ReduceOp.MEAN)  # the other ops have the same buckets
+        divides = reduction_for(op, kinds[0][1], True).divides
+        key = (kinds, limit, divides)  # the ops that don't divide have the same buckets
         found = self._sets.get(key)
         if found is not None:
             self._sets.move_to_end(key)
@@ -133,7 +134,9 @@ class BucketMemory:
         made = BucketSet([], [])
         for dtype in dict.fromkeys(dtype for _, dtype in kinds):
             numbers = [index for index, kind in enumerate(kinds) if kind[1] == dtype]
-            folded = tuple((kinds[index][0], fold_dtype(op, dtype)) for index in numbers)
+            folded = tuple(
+                (kinds[index][0], reduction_for(op, dtype, True).dtype) for index in numbers
+            )
             for bucket in make_plan(folded, limit).buckets:
                 indices = [numbers[slot.index] for slot in bucket.slots]
                 if len(indices) == 1:

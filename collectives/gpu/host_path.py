@@ -17,7 +17,7 @@ from collectives.cuda.runtime import wait_for
 from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu.stream_work import SideStream
-from collectives.reductions.reduction import check_reducible
+from collectives.reductions.reduction import reduction_for
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk: a few hundred microseconds of a bus's time."""
@@ -38,7 +38,7 @@ class HostPath(DevicePath):
     def run(self, request: Request) -> str:
         """Run the collective on a side stream; return when the ranks have exchanged the data."""
         if request.op is not None:
-            check_reducible(request.op, request.target.dtype)
+            reduction_for(request.op, request.target.dtype)  # raises TypeError for 8-bit floats
         if request.empty:
             return self.name
         with self._side.work(request.source, request.target):
@@ -109,8 +109,6 @@ class HostPath(DevicePath):
             root=request.root,
             algorithm=request.algorithm,
         )
-        if request.op is not None:
-            self._host.finish(request.op, target)
 
     def _buffers(self, nbytes: int) -> list[NDArray[np.uint8]]:
         """Two buffers of pinned memory, reused by later calls because pinning is slow.

@@ -22,7 +22,7 @@ from collectives.cuda.runtime import wait_for
 from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.gpu.stream_work import SideStream
-from collectives.reductions.reduction import ReduceOp, check_reducible
+from collectives.reductions.reduction import Reduction, reduction_for
 from collectives.shm.copy_in_copy_out import blocks_of
 from collectives.transports.base import parts_by_rank
 
@@ -116,20 +116,19 @@ class IpcPath(DevicePath):
         if request.algorithm not in (None, self.name):
             problem = f"device arrays over CUDA IPC have {self.name!r} alone"
             raise in_step(ValueError(f"algorithm={request.algorithm!r}: {problem}"))
-        if request.op is not None:
-            try:
-                check_reducible(request.op, request.target.dtype)
-            except TypeError as error:
-                raise in_step(error) from None
+        try:
+            reduction = request.op and reduction_for(request.op, request.target.dtype)
+        except TypeError as error:
+            raise in_step(error) from None
         if request.empty:
             return self.name
         with self._side.work(request.source, request.target):
-            if request.op is None:
+            if reduction is None:
                 self._move(request)
             elif request.collective == "reduce_scatter":
-                self._reduce_scatter(request, request.op)
+                self._reduce_scatter(request, reduction)
             else:
-                self._reduce(request, request.op)
+                self._reduce(request, reduction)
         return self.name
 
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
@@ -168,20 +167,20 @@ class IpcPath(DevicePath):
         self._barrier()
         self._turn += 1
 
-    def _fold(self, op: ReduceOp, pieces: Sequence[DeviceArray], out: DeviceArray) -> None:
-        """Fold the ranks' pieces in rank order; none of them is `out`."""
+    def _fold(self, reduction: Reduction, pieces: Sequence[DeviceArray], out: DeviceArray) -> None:
+        """Fold the ranks' pieces in rank order, and finish; none of them is `out`."""
         first = pieces[0]
         if len(pieces) == 1:
             _copy(first, out)
         for piece in pieces[1:]:
-            self._cuda.fold(op, first, piece, out)
+            self._cuda.fold(reduction.folds_as, first, piece, out)
             first = out
-        if op is ReduceOp.MEAN:
+        if reduction.divides:
             self._cuda.divide(out, self._size)
 
     # reductions
 
-    def _reduce(self, request: Request, op: ReduceOp) -> None:
+    def _reduce(self, request: Request, reduction: Reduction) -> None:
         """Let one rank fold alone, because all ranks' kernels run on the same GPU.
 
         In an all_reduce of two ranks, or of few bytes, every rank folds, which saves a barrier.
@@ -194,19 +193,19 @@ class IpcPath(DevicePath):
             # The shared result goes into the other half, which is not read before the next barrier.
             folded = self._halves(target.dtype)[request.root][: out.size] if share else out
             if folds:
-                self._fold(op, current.of_all(0, out.size), folded)
+                self._fold(reduction, current.of_all(0, out.size), folded)
             if share:
                 self._arrive()
                 _copy(folded, out)
 
-    def _reduce_scatter(self, request: Request, op: ReduceOp) -> None:
+    def _reduce_scatter(self, request: Request, reduction: Reduction) -> None:
         """Each rank folds its part. The target may be this rank's part of the source."""
         target, lengths = request.target, request.lengths or ()
         parts = parts_by_rank(request.source, lengths)
         for current in self._rounds(parts, max(lengths), self._size, target.dtype):
             out = target[current.piece]
             if out.size:
-                self._fold(op, current.of_all(self._rank, out.size), out)
+                self._fold(reduction, current.of_all(self._rank, out.size), out)
 
     # movements
 

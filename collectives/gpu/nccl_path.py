@@ -64,28 +64,30 @@ class NcclPath(DevicePath):
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
         """A graph can't capture temporary memory, which has another use when the graph runs."""
         if collective not in _CAPTURED or self._transport.native(collective, op, dtype) is None:
+            call = collective if op is None else f"{collective} (op={op!r})"
             raise RuntimeError(
-                f"{collective} of {dtype} needs temporary memory: a graph can capture"
-                f" {', '.join(_CAPTURED)}, of dtypes that NCCL reduces itself"
+                f"{call} of {dtype} needs temporary memory: a graph can capture"
+                f" {', '.join(_CAPTURED)}, of ops and dtypes that NCCL reduces itself"
             )
 
     def _run_native(self, request: Request) -> str:
         collective, op, target = request.collective, request.op, request.target
-        native = self._native(request)
+        native = self._native(request, target.dtype)
         if native is not None:
             native(request.source, request.target, request.lengths or (), request.root)
             return NATIVE
         conversion = None if op is None else conversion_of(op, target.dtype)
-        if conversion is None:
+        native = conversion and self._native(request, conversion.dtype)
+        if conversion is None or native is None:
             return self._run_schedule(request, _SCHEDULES[collective])
-        self._run_converted(request, conversion)
+        self._run_converted(request, conversion, native)
         return NATIVE
 
-    def _native(self, request: Request) -> Native | None:
+    def _native(self, request: Request, dtype: np.dtype[Any]) -> Native | None:
         op = None if request.op is None else request.op.value
-        return self._transport.native(request.collective, op, request.target.dtype)
+        return self._transport.native(request.collective, op, dtype)
 
-    def _run_converted(self, request: Request, conversion: Conversion) -> None:
+    def _run_converted(self, request: Request, conversion: Conversion, native: Native) -> None:
         """Reduce a converted copy in place."""
         source, target = conversion.convert(request.given), None
         if request.collective == "reduce_scatter":
@@ -93,8 +95,6 @@ class NcclPath(DevicePath):
         changed = request._replace(
             source=None if target is None else source, target=source if target is None else target
         )
-        native = self._native(changed)
-        assert native is not None
         native(changed.source, changed.target, changed.lengths or (), changed.root)
         if changed.collective != "reduce" or self._transport.rank == request.root:
             conversion.convert_back(changed.target, request.target)
@@ -109,7 +109,7 @@ class NcclPath(DevicePath):
             request.op,
             request.root,
         )
-        if request.op is ReduceOp.MEAN:
+        if request.reduction is not None and request.reduction.divides:
             self._cuda.divide(request.target, self._transport.size)
         return algorithm
 

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
 Action: TypeAlias = Callable[[], Any]
+Fold: TypeAlias = Callable[[Array, Array, Array], Any]
+"""(first, second, out): folds two arrays into `out`, which may be one of them."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT8S = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -30,23 +32,40 @@ _REDUCIBLE = {*map(np.dtype, (*_INTEGERS, *_FLOATS)), BFLOAT16}
 
 
 class ReduceOp(enum.Enum):
-    """How the ranks' elements are folded. Strings such as "sum" or "Mean" are accepted as well."""
+    """How the ranks' elements are folded. Strings such as "sum" or "Mean" are accepted as well.
+
+    SUM, MEAN, MIN, MAX and PRODUCT take bool, integers and floats, complex numbers too except for
+    MIN and MAX. Integers wrap; MEAN of bool and integers is float64; a NaN of any rank propagates;
+    SUM and MAX of bool are `or`, MIN and PRODUCT are `and`.
+
+    BITWISE_AND, BITWISE_OR and BITWISE_XOR, MPI's BAND, BOR and BXOR, take bool and integers. XOR
+    of bool is True where an odd number of ranks have True.
+    """
 
     SUM = "sum"
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    BITWISE_AND = "bitwise_and"
+    BITWISE_OR = "bitwise_or"
+    BITWISE_XOR = "bitwise_xor"
+
+    # That of enum.Enum is a Python function, called at every look-up of a call by its op.
+    __hash__ = object.__hash__
 
 
 _OPS = {op.value: op for op in ReduceOp}
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BITWISE_AND: np.bitwise_and,
+    ReduceOp.BITWISE_OR: np.bitwise_or,
+    ReduceOp.BITWISE_XOR: np.bitwise_xor,
 }
+_BITWISE = (ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR)
 
 
 def as_op(op: ReduceOp | str) -> ReduceOp:
@@ -60,90 +79,104 @@ def as_op(op: ReduceOp | str) -> ReduceOp:
     return found
 
 
+class Reduction:
+    """An op on elements of a dtype: what is folded, by what, and what remains to be done then.
+
+    `reduction_for` returns the only one for an op and a dtype.
+    """
+
+    def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
+        """The op must be defined for the dtype."""
+        self.divides = op is ReduceOp.MEAN
+        """Whether `finish` has something to do."""
+        self.folds_as = ReduceOp.SUM if self.divides else op
+        """The op of the fold, for a library that folds by itself."""
+        self.dtype = np.dtype(np.float64) if self.divides and dtype.kind in "biu" else dtype
+        """The dtype of the fold, and of the result."""
+        self.ufunc = _UFUNCS[self.folds_as]
+        """NumPy's function; CuPy has those of the same names."""
+        adds, kind = self.folds_as is ReduceOp.SUM, self.dtype.kind
+        self._by_numkong = adds and self.dtype in _FLOAT16S
+        # On a single element, NumPy runs the loop of a reduction along an axis if `out` is also an
+        # operand. That loop rounds a complex product differently, and of two NaNs it keeps the
+        # other one.
+        self._depends_on_out = kind == "c" or (kind == "f" and adds)
+        self.plain_fold = self._find_plain_fold()
+        """The fold of arrays of any length, if it is a single NumPy function."""
+        self.fold = self._find_fold()
+        """The fold of contiguous arrays, for which the result never depends on where `out` is."""
+
+    def _find_plain_fold(self) -> Fold | None:
+        if self._by_numkong or (self.ufunc is np.multiply and self.dtype.kind == "c"):
+            return None
+        if self.ufunc in (np.minimum, np.maximum):
+            # These two ufuncs no longer accept `out` by position.
+            return lambda first, second, out: self.ufunc(first, second, out=out)
+        return self.ufunc
+
+    def _find_fold(self) -> Fold:
+        plain = self.plain_fold
+        if plain is None:
+            return lambda *pieces: self.bind(*pieces)()
+        if not self._depends_on_out:
+            return plain
+
+        def fold(first: Array, second: Array, out: Array) -> None:
+            if len(out) == 1:
+                self.bind(first, second, out)()
+            else:
+                plain(first, second, out)
+
+        return fold
+
+    def bind(self, first: Array, second: Array, out: Array) -> Action:
+        """An action that folds two contiguous pieces into `out`, which may be one of them.
+
+        The action holds the pieces' addresses: the caller keeps them alive as long as it uses the
+        action. All ranks must pass the operands in the same order, because NaN payloads and the
+        signs of zeros depend on it.
+        """
+        if self._by_numkong:
+            return partial(numkong.add, _tensor(first), _tensor(second), out=_tensor(out))
+        if self._depends_on_out and out.size == 1:
+            return lambda: np.copyto(out, self.ufunc(first, second))
+        return partial(self.ufunc, first, second, out=out)
+
+    def finish(self, folded: Array, size: int) -> None:
+        """Turn the folded array of `size` ranks into the result, in place: MEAN divides by `size`.
+
+        16-bit floats are divided in float32, because they can't represent every number of ranks.
+        Their sum may already have overflowed.
+        """
+        if not self.divides:
+            return
+        if folded.dtype.kind == "c":
+            folded = folded.view(folded.real.dtype)
+        if folded.dtype in _FLOAT16S:
+            folded[...] = folded.astype(np.float32) / np.float32(size)
+        else:
+            np.divide(folded, np.asarray(size, folded.dtype), out=folded)
+
+
 @lru_cache(maxsize=256)
-def check_reducible(op: ReduceOp, dtype: np.dtype[Any], on_gpu: bool = False) -> None:
-    """Raise TypeError if `op` is not defined for the dtype. Some GPUs sum 8-bit floats."""
+def reduction_for(op: ReduceOp, dtype: np.dtype[Any], on_gpu: bool = False) -> Reduction:
+    """The reduction of elements of the dtype; TypeError if the op is not defined for it.
+
+    Some GPUs sum 8-bit floats.
+    """
+    if op in _BITWISE and dtype.kind not in "biu":
+        allowed = ", ".join(_INTEGERS)
+        text = f"array of dtype {dtype}: must be bool or an integer: {allowed}"
+        raise TypeError(f"op={op.value!r}: {text}")
     if dtype not in _REDUCIBLE and not (on_gpu and dtype in _FLOAT8S):
         allowed = ", ".join(sorted(each.name for each in _REDUCIBLE))
         raise TypeError(f"array of dtype {dtype}: can't be reduced; the dtypes are {allowed}")
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise TypeError(f"op={op.value!r}: complex numbers have no order")
+    return Reduction(op, dtype)
 
 
-@lru_cache(maxsize=256)
-def fold_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Dtype of the fold and of its result: MEAN of integers is float64."""
-    if op is ReduceOp.MEAN and dtype.kind in "biu":
-        return np.dtype(np.float64)
-    return dtype
-
-
-def fold_function(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any]:
-    """(first, second, out) → None: like `bind_fold`, executed at once."""
-    plain = plain_fold(op, dtype)
-    if plain is None:
-        return lambda *pieces: bind_fold(op, *pieces)()
-    if not _depends_on_out(op, dtype):
-        return plain
-
-    def fold(first: Array, second: Array, out: Array) -> None:
-        if len(out) == 1:
-            bind_fold(op, first, second, out)()
-        else:
-            plain(first, second, out)
-
-    return fold
-
-
-def _needs_special_fold(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether the fold is not a plain NumPy ufunc."""
-    if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return dtype in _FLOAT16S
-    return op is ReduceOp.PRODUCT and dtype.kind == "c"
-
-
-def _depends_on_out(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether NumPy runs another loop on a single element if `out` is also an operand.
-
-    NumPy then takes the loop of a reduction along an axis. That loop rounds a complex product
-    differently, and of two NaNs it keeps the other one.
-    """
-    return dtype.kind == "c" or (dtype.kind == "f" and op in (ReduceOp.SUM, ReduceOp.MEAN))
-
-
-def plain_fold(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], Any] | None:
-    """The NumPy function that folds arrays of any length, or None if there is none."""
-    if _needs_special_fold(op, dtype):
-        return None
-    ufunc = _UFUNCS[op]
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        # These two ufuncs no longer accept `out` by position.
-        return lambda first, second, out: ufunc(first, second, out=out)
-    return ufunc
-
-
-def bind_fold(op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
-    """An action that folds two contiguous pieces into `out`, which may be one of them.
-
-    The action holds the pieces' addresses: the caller keeps them alive as long as it uses the
-    action. All ranks must pass the operands in the same order, because NaN payloads and the signs
-    of zeros depend on it.
-    """
-    if op in (ReduceOp.SUM, ReduceOp.MEAN) and out.dtype in _FLOAT16S:
-        pieces = (_tensor(first), _tensor(second))
-        return partial(numkong.add, *pieces, out=_tensor(out))
-    ufunc = _UFUNCS[op]
-    if out.size == 1 and _depends_on_out(op, out.dtype):
-        return lambda: np.copyto(out, ufunc(first, second))
-    return partial(ufunc, first, second, out=out)
-
-
-def fold_in_order(
-    fold: Callable[[Array, Array, Array], Any],
-    pieces: Sequence[Array],
-    out: Array,
-    scratch: Array,
-) -> None:
+def fold_in_order(fold: Fold, pieces: Sequence[Array], out: Array, scratch: Array) -> None:
     """Fold two or more pieces, starting with the first two; any of them may be `out`.
 
     Folding the ranks' pieces in rank order gives the same bits on every rank. `scratch` is at least
@@ -161,19 +194,3 @@ def fold_in_order(
 def _tensor(piece: Array) -> Any:
     name: Any = piece.dtype.name
     return numkong.from_pointer(piece.ctypes.data, piece.shape, name)
-
-
-def finish(op: ReduceOp, folded: Array, size: int) -> None:
-    """Turn the folded array into the result, in place: MEAN divides by the number of ranks.
-
-    16-bit floats are divided in float32, because they can't represent every number of ranks. Their
-    sum may already have overflowed.
-    """
-    if op is not ReduceOp.MEAN:
-        return
-    if folded.dtype.kind == "c":
-        folded = folded.view(folded.real.dtype)
-    if folded.dtype in _FLOAT16S:
-        folded[...] = folded.astype(np.float32) / np.float32(size)
-    else:
-        np.divide(folded, np.asarray(size, folded.dtype), out=folded)

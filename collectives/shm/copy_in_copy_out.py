@@ -12,18 +12,17 @@ as the own cache, most of a block has been evicted from it by the time that it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
+from collectives.reductions.reduction import Array, Fold, ReduceOp, fold_in_order, reduction_for
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import ProgressCounters
 from collectives.transports.base import own_part, parts_by_rank
 
-Fold = Callable[[Array, Array, Array], Any]
 Lengths = Sequence[int]
 
 # Alignment of a boundary between two ranks' slices, in bytes: no two ranks write one cache line.
@@ -58,7 +57,7 @@ class CopyInCopyOut:
         self._capacity = STAGE_BYTES // dtype.itemsize
         self._stages = steps.memory.stages_of(dtype)
         if op is not None:
-            self._fold: Fold = fold_function(op, dtype)
+            self._fold: Fold = reduction_for(op, dtype).fold
         most = self._capacity // self._size + LINE_BYTES
         self._scratch = np.empty(most, dtype)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
+from collectives.reductions.reduction import Array, ReduceOp, fold_in_order, reduction_for
 from collectives.shm.addresses import Addresses, DataPath
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory, address_of
@@ -32,7 +32,7 @@ class CrossMemoryAttach:
         self._rank, self._size, self._itemsize = steps.rank, steps.size, dtype.itemsize
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
         if op is not None:
-            self._fold = fold_function(op, dtype)
+            self._fold = reduction_for(op, dtype).fold
             self._scratch = [np.empty(self._block, dtype) for _ in range(self._size)]
             self._addresses = list(map(address_of, self._scratch))
 

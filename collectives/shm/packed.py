@@ -6,12 +6,11 @@ unpacks them. Nothing is copied between packing and unpacking.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp, finish, fold_function, fold_in_order
+from collectives.reductions.reduction import Array, ReduceOp, fold_in_order, reduction_for
 from collectives.shm.copy_in_copy_out import LINE_BYTES, bounds
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import ProgressCounters
@@ -21,9 +20,8 @@ class Packed:
     """One rank's reductions of packed elements of one op and dtype, at most `capacity` at once."""
 
     def __init__(self, steps: ProgressCounters, op: ReduceOp, dtype: np.dtype[Any]) -> None:
-        self._steps, self._op = steps, op
+        self._steps, self._reduction = steps, reduction_for(op, dtype)
         self._rank, self._size = steps.rank, steps.size
-        self._fold: Callable[[Array, Array, Array], Any] = fold_function(op, dtype)
         self.capacity = STAGE_BYTES // dtype.itemsize
         most = self.capacity // self._size + LINE_BYTES
         self._scratch = np.empty(most, dtype)
@@ -51,9 +49,9 @@ class Packed:
         steps, folded = self._steps, place.own
         steps.written()
         steps.stages()
-        fold_in_order(self._fold, place.slices, folded, self._scratch)
-        if self._op is ReduceOp.MEAN:
-            finish(self._op, folded, self._size)
+        fold_in_order(self._reduction.fold, place.slices, folded, self._scratch)
+        if self._reduction.divides:
+            self._reduction.finish(folded, self._size)
         for theirs in place.others:
             theirs[...] = folded
         steps.read()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.caching import LRU
-from collectives.reductions.reduction import Array, ReduceOp, fold_function, fold_in_order
+from collectives.reductions.reduction import Array, ReduceOp, fold_in_order, reduction_for
 from collectives.shm.addresses import NOWHERE, Addresses
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.pool import Pool
@@ -43,7 +43,7 @@ class ZeroCopy:
         self._steps, self._pool, self._dtype = steps, pool, dtype
         self._rank, self._size = steps.rank, steps.size
         if op is not None:
-            self._fold = fold_function(op, dtype)
+            self._fold = reduction_for(op, dtype).fold
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
         self._scratch = np.empty(self._block, dtype)
         self._folds: LRU[tuple[Any, ...], list[_Block]] = LRU(_FOLDS_KEPT)

@@ -130,7 +130,10 @@ class PointToPoint(ABC):
         """
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
-        """The transport's own collective for this dtype and op ("sum", …), or None."""
+        """The transport's own collective for this dtype and op ("sum", …), or None.
+
+        In host memory a "mean" is requested as a "sum", which is divided afterwards.
+        """
         return None
 
 

@@ -32,10 +32,12 @@ _LARGEST_UNIT = 1 << 20
 # The MPI op, and the kinds of dtypes for which it is used.
 _OPS = {
     "sum": (MPI.SUM, "iufc"),
-    "mean": (MPI.SUM, "iufc"),
     "product": (MPI.PROD, "iuf"),
     "min": (MPI.MIN, "iu"),
     "max": (MPI.MAX, "iu"),
+    "bitwise_and": (MPI.BAND, "iu"),
+    "bitwise_or": (MPI.BOR, "iu"),
+    "bitwise_xor": (MPI.BXOR, "iu"),
 }
 
 

@@ -2,7 +2,7 @@
 
 All work is enqueued on the given stream, and nothing waits for it. NCCL's reductions are not
 offered where they differ from this package's guarantees: MIN and MAX of floating-point numbers lose
-a NaN, and there is no product of complex numbers and no reduction of 16-bit integers.
+a NaN, and there is no product of complex numbers, no reduction of 16-bit integers and none of bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _FLOATS = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 _FLOAT8S = {"float8_e4m3fn": 10, "float8_e5m2": 11}
 _COMPLEX = {"complex64": 7, "complex128": 8}
 # `or` and `and` of bytes that are 0 or 1.
-_BOOL_OPS = {"sum": _MAX, "max": _MAX, "product": _MIN, "min": _MIN}
+_BOOL_OPS = {"sum": _MAX, "max": _MAX, "bitwise_or": _MAX}
+_BOOL_OPS |= {"product": _MIN, "min": _MIN, "bitwise_and": _MIN}
 
 Array = Any
 Lengths = Sequence[int]
@@ -40,6 +41,8 @@ def reduction_of(op: str, dtype: np.dtype[Any], *, float8: bool) -> Kind | None:
     name = dtype.name
     if name == "bool":
         return (_BYTE, 1, _BOOL_OPS[op]) if op in _BOOL_OPS else None
+    if op not in _OPS:
+        return None
     if name in _INTEGERS:
         return (_INTEGERS[name], 1, _OPS[op]) if op != "mean" else None
     if op in ("min", "max"):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from collectives import BackendUnavailableError, Communicator
 from collectives import ReduceOp as Reduction
 from collectives.calls.reductions import ReduceInput
-from collectives.reductions.reduction import finish
+from collectives.reductions.reduction import reduction_for
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.communication.packing import (
     Groups,
@@ -154,7 +154,7 @@ class HierarchicalCopyAllReduce(PackedAllReduce):
         if leaders is not None:
             leaders.all_reduce(pack, "sum", out=pack)
         own.broadcast(pack)
-        finish(op, pack, communicator.size)
+        reduction_for(op, pack.dtype).finish(pack, communicator.size)
 
     def _groups_of(self, communicator: Communicator) -> _Groups:
         """The rank's groups, with the communicator's deadline. Collective the first time."""
@@ -203,7 +203,7 @@ class ReductionToOneDevice(PackedAllReduce):
         else:
             self._accumulate(pack, self.accumulation_fn)
         communicator.broadcast(pack, root=self.root)
-        finish(op, pack, communicator.size)
+        reduction_for(op, pack.dtype).finish(pack, communicator.size)
 
     def _accumulate(self, pack: Array, accumulate: Callable[[list[Array]], Any]) -> None:
         """Write the accumulated array to the root's pack; an error is raised on every rank."""

@@ -12,12 +12,19 @@ DTYPES = [
     np.dtype(ml_dtypes.bfloat16),
 ]
 OPS = ["sum", "mean", "min", "max", "product"]
-PAIRS = [
-    (op, dtype)
-    for op in OPS
-    for dtype in DTYPES
-    if not (op in ("min", "max") and dtype.kind == "c")
-]
+BITWISE = ["bitwise_and", "bitwise_or", "bitwise_xor"]
+
+
+def defined(op, dtype):
+    """Whether elements of the dtype have that reduction."""
+    if op in BITWISE:
+        return dtype.kind in "biu"
+    return not (op in ("min", "max") and dtype.kind == "c")
+
+
+PAIRS = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
+# `test_bitwise` has the other integers.
+PAIRS += [(op, np.dtype(name)) for op in BITWISE for name in ("bool", "int16", "uint32", "int64")]
 
 
 @contextmanager
@@ -47,7 +54,7 @@ def reduced(op, arrays):
     """The reduction of the ranks' arrays."""
     stacked = np.stack(arrays)
     size, dtype = len(arrays), stacked.dtype
-    if dtype.kind == "b" and op != "mean":
+    if dtype.kind == "b" and op in ("sum", "min", "max", "product"):
         return (np.any if op in ("sum", "max") else np.all)(stacked, axis=0)
     if op == "mean":
         if dtype.kind == "c":
@@ -56,7 +63,8 @@ def reduced(op, arrays):
             return (parts / parts.dtype.type(size)).view(dtype).reshape(total.shape)
         mean = stacked.astype(np.float64).sum(axis=0) / size
         return mean if dtype.kind in "biu" else mean.astype(dtype)
-    ufunc = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
+    ufuncs = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+    ufunc = ufuncs.get(op) or getattr(np, op)
     folded = stacked[0].copy()
     for each in stacked[1:]:
         ufunc(folded, each, out=folded)

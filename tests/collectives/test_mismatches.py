@@ -51,6 +51,11 @@ CASES = {
         lambda comm: summed(comm, SMALL, op="sum"),
         collectives.OpMismatchError,
     ),
+    "small sum or bitwise_or": (
+        lambda comm: summed(comm, SMALL, np.int32, op="bitwise_or"),
+        lambda comm: summed(comm, SMALL, np.int32),
+        collectives.OpMismatchError,
+    ),
     "large sum or mean": (
         lambda comm: summed(comm, LARGE, op="mean"),
         lambda comm: summed(comm, LARGE, op="sum"),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.cuda.interface import Cuda
-from collectives.reductions.reduction import ReduceOp, finish, fold_function
+from collectives.reductions.reduction import ReduceOp, reduction_for
 from tests.devices.simulated_arrays import Foreign, OnDevice, address_of, memory_at, plain
 from tests.devices.simulated_streams import SimulatedStream
 
@@ -231,10 +231,11 @@ class SimulatedCuda(Cuda):
         pieces = [self._operand(piece) for piece in (first, second, out)]
         assert len({(piece.dtype, piece.shape) for piece in pieces}) == 1
         assert all(piece.flags.c_contiguous for piece in pieces)
-        self.current_stream().put(partial(fold_function(op, out.dtype), *pieces))
+        self.current_stream().put(partial(reduction_for(op, out.dtype).fold, *pieces))
 
     def divide(self, array, number):
-        self.current_stream().put(partial(finish, ReduceOp.MEAN, self._operand(array), number))
+        mean = reduction_for(ReduceOp.MEAN, array.dtype)
+        self.current_stream().put(partial(mean.finish, self._operand(array), number))
 
     def launch(self, kernel, blocks, arguments):
         assert blocks > 0

@@ -134,11 +134,14 @@ def test_a_graph_captures_what_nccl_does_by_itself():
         with cuda.on(stream):
             array = cuda.from_host(np.full(3, comm.rank, np.float32))
             out = cuda.from_host(np.zeros(3, np.float32))
+            bits = cuda.from_host(np.zeros(3, np.uint32))
             comm.all_reduce(array, out=out)
             stream.begin_capture()
             comm.all_reduce(array, out=out)
             with pytest.raises(RuntimeError, match="a graph can capture"):
                 comm.all_reduce(array, "max", out=out)
+            with pytest.raises(RuntimeError, match=r"op='bitwise_or'.* of uint32 needs temporary"):
+                comm.all_reduce(bits, "bitwise_or", out=bits)
             with pytest.raises(RuntimeError, match="a graph can capture"):
                 comm.all_reduce(array, out=out, algorithm="ring")
             graph = stream.end_capture()

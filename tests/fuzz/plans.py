@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from collectives import algorithms
-from tests.collectives.oracle import DTYPES, OPS
+from tests.collectives.oracle import BITWISE, DTYPES, OPS, defined
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "all_reduce_many")
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")
@@ -58,9 +58,8 @@ def draw(rng, size):
     """Any valid call."""
     asynchronous = rng.random() < 0.15
     collective = rng.choice(ASYNCHRONOUS if asynchronous else COLLECTIVES)
-    dtype, op = rng.choice(DTYPES), rng.choice(OPS)
-    if op in ("min", "max") and dtype.kind == "c":
-        op = "sum"
+    dtype = rng.choice(DTYPES)
+    op = rng.choice(_ops_of(dtype))
     shape = draw_shape(rng)
     named = [name for name in (*algorithms.names(collective), "native") if not asynchronous]
     return Plan(
@@ -120,16 +119,16 @@ def _collective(rng, plan, size):
     return replace(plan, collective=other, algorithm=None, axis=0, op=op)
 
 
+def _ops_of(dtype):
+    return [op for op in (*OPS, *BITWISE) if defined(op, dtype)]
+
+
 def _op(rng, plan, size):
-    offered = [op for op in OPS if op != plan.op]
-    if plan.dtype.kind == "c":
-        offered = [op for op in offered if op not in ("min", "max")]
-    return replace(plan, op=rng.choice(offered))
+    return replace(plan, op=rng.choice([op for op in _ops_of(plan.dtype) if op != plan.op]))
 
 
 def _dtype(rng, plan, size):
-    barred = "c" if plan.op in ("min", "max") else ""
-    offered = [each for each in DTYPES if each != plan.dtype and each.kind not in barred]
+    offered = [each for each in DTYPES if each != plan.dtype and defined(plan.op, each)]
     return replace(plan, dtype=rng.choice(offered))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from collectives.cuda.kernels import lay_out, reals
 from collectives.gpu.buckets import BucketMemory
-from collectives.reductions.reduction import ReduceOp, fold_dtype
+from collectives.reductions.reduction import ReduceOp, reduction_for
 from tests.collectives import oracle
 
 FLOAT8S = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
@@ -240,7 +240,7 @@ def captured(comm, gpu, many_arrays=False):
 
 def packed(gpu, op, dtype, aligned):
     """Arrays in a bucket, and out of it again, where MEAN casts integers on the way in."""
-    folded, skipped = fold_dtype(op, dtype), 0 if aligned else 1
+    folded, skipped = reduction_for(op, dtype, on_gpu=True).dtype, 0 if aligned else 1
     values = [oracle.value(number, (length,), dtype) for number, length in enumerate(LENGTHS)]
     arrays = [gpu.from_host(np.append(values[0][:skipped], each))[skipped:] for each in values]
     outs = [gpu.empty(length + skipped, folded)[skipped:] for length in LENGTHS]

@@ -38,6 +38,14 @@ def test_reductions(size, op, dtype):
     on_simulated(size, programs.other_reductions, op, dtype)
 
 
+def test_bitwise_reductions():
+    """NCCL has those of bool but XOR."""
+    for op in oracle.BITWISE:
+        for dtype in ("bool", "int16", "uint32"):
+            on_simulated(3, programs.all_reduce, op, dtype)
+            on_simulated(3, programs.other_reductions, op, dtype)
+
+
 @pytest.mark.parametrize("op", oracle.OPS)
 @pytest.mark.parametrize("dtype", programs.FLOAT8S, ids=str)
 def test_8_bit_floats(op, dtype):
