@@ -23,9 +23,8 @@ from strategies.coordinator.references import (
 from strategies.core.storage import LocalStorage
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client
-from strategies.parameter_server.requests import VariableInfo
-from strategies.parameter_server.roles import Roles
-from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
+from strategies.parameter_server.requests import Roles, VariableInfo
+from strategies.parameter_server.storage import ServedStorage, stored
 from strategies.variables.variable import Variable
 
 
@@ -80,8 +79,7 @@ class ServedReferences(References):
         """The storage of this value."""
         key = _key(info)
         if key not in self._storages:
-            kind = SplitStorage if info.split else WholeStorage
-            self._storages[key] = kind(self.client, info)
+            self._storages[key] = stored(self.client, info)
         return self._storages[key]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
-from strategies.parameter_server.storage import SplitStorage, WholeStorage
+from strategies.parameter_server.storage import ServedStorage, SplitStorage
 from strategies.variables.variable import Variable
 
 
@@ -47,7 +47,7 @@ class ShardedVariable(Variable):
         part.__dict__.update(self.__dict__)
         part.name = f"{self.name or 'Variable'}/part_{number}"
         whole = VariableInfo(part.name, info.shape, info.dtype, (info,), split=False)
-        part.storage = WholeStorage(self._split.client, whole)
+        part.storage = ServedStorage(self._split.client, whole)
         return part
 
     def __getitem__(self, index: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ _BY_ROWS = frozenset(
 
 
 class ServedStorage(Storage):
-    """A value on parameter servers."""
+    """A value on a parameter server, in one shard."""
 
     def __init__(self, client: Client, info: VariableInfo) -> None:
         self.client, self.info = client, info
@@ -58,17 +57,16 @@ class ServedStorage(Storage):
         self._pull_rows(flat, out)
         return out.reshape(*np.shape(indices), *self.shape[1:])
 
-    @abstractmethod
     def _pull_rows(self, rows: Array, out: Array) -> None:
-        """Pull them into `out`."""
+        self.client.pull([(self.info.shards[0], out, rows)])
 
-    @abstractmethod
     def parts_of(self, array: Array) -> list[Array]:
         """An array of the value's shape, cut as the shards are."""
+        return [array]
 
-    @abstractmethod
     def slices_of(self, slices: IndexedSlices) -> list[IndexedSlices]:
         """The slices of each shard, numbered from its first row; empty where it has none."""
+        return [slices]
 
     def gradients_of(self, gradient: Gradient) -> list[tuple[ShardInfo, Gradient]]:
         """Each shard with its part, be it empty: so every shard counts the update."""
@@ -117,23 +115,8 @@ class ServedStorage(Storage):
         return max(iteration for _, iteration in states)
 
 
-class WholeStorage(ServedStorage):
-    """In one shard."""
-
-    def parts_of(self, array: Array) -> list[Array]:
-        """The array itself."""
-        return [array]
-
-    def slices_of(self, slices: IndexedSlices) -> list[IndexedSlices]:
-        """The slices themselves."""
-        return [slices]
-
-    def _pull_rows(self, rows: Array, out: Array) -> None:
-        self.client.pull([(self.info.shards[0], out, rows)])
-
-
 class SplitStorage(ServedStorage):
-    """In several shards, each of some rows."""
+    """A value in several shards, each of some rows."""
 
     def __init__(self, client: Client, info: VariableInfo) -> None:
         super().__init__(client, info)
@@ -172,6 +155,11 @@ class SplitStorage(ServedStorage):
         self.client.pull(wanted)
         for (_, part, _), places in zip(wanted, goals, strict=True):
             out[places] = part
+
+
+def stored(client: Client, info: VariableInfo) -> ServedStorage:
+    """The storage of a variable, or of a part of one."""
+    return (SplitStorage if info.split else ServedStorage)(client, info)
 
 
 class ServedSlot(Storage):

@@ -25,7 +25,7 @@ from strategies.core.storage import Storage
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
-from strategies.parameter_server.roles import Roles
+from strategies.parameter_server.requests import Roles
 from strategies.parameter_server.server import Server
 from strategies.parameter_server.sharded_variable import ShardedVariable
 from strategies.parameter_server.storage import ServedStorage, SplitStorage
@@ -137,7 +137,7 @@ class ParameterServerStrategy(Strategy):
                 " that has a chief; others run the program"
             )
         self._serves_chief = True
-        self.worker.begin_serving()
+        self.worker.stop_listening()
         serve_chief(self, self.link, self.worker.client.fence)
         self.shutdown()
 
