@@ -7,7 +7,6 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator, MismatchError
 from collectives.consistency.uncaught import raised_on_all
@@ -27,13 +26,12 @@ from strategies.core.replication import Replication
 from strategies.core.reports import Report, agree
 from strategies.core.same_error import compare
 from strategies.core.storage import LocalStorage, Storage
+from strategies.core.values import Array
 from strategies.core.world import world_of
 from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
 from strategies.optimizers import Optimizer
 from strategies.optimizers.optimizer import StepSeries
 from strategies.variables.variable import Variable
-
-Array = NDArray[Any]
 
 _ON_HOSTS = frozenset({np.ndarray})
 

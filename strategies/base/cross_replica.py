@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator, MismatchError
 from collectives.arrays.kinds import to_array
@@ -26,8 +25,7 @@ from strategies.core.reduce_op import ReduceOp, as_reduce_op
 from strategies.core.replication import Replication
 from strategies.core.reports import Report, agree, explained
 from strategies.core.same_error import PropagatedErrors
-
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 AllReduce: TypeAlias = Callable[[Sequence[Any], ReduceOp], list[Any]]
 """The arrays, folded over the replicas one by one."""

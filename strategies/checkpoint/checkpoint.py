@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
@@ -18,9 +17,9 @@ from strategies.checkpoint.tensor_file import CheckpointError
 from strategies.checkpoint.tracking import find_states
 from strategies.core.contexts import require_cross_replica
 from strategies.core.same_error import call_on_all, call_on_first
+from strategies.core.values import Array
 from strategies.synchronous.default import default_strategy
 
-Array = NDArray[Any]
 States = dict[str, State]
 GetStates = Callable[[], States]
 

@@ -7,13 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from numpy.typing import NDArray
-
 from strategies.checkpoint.states import SaveableState
+from strategies.core.values import Array
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
-
-Array = NDArray[Any]
 
 _SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)").fullmatch
 

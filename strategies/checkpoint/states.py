@@ -6,15 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from numpy.typing import NDArray
-
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import compare
-from strategies.core.values import as_array
+from strategies.core.values import Array, as_array
 from strategies.variables.variable import Variable
-
-Array = NDArray[Any]
 
 
 @runtime_checkable

@@ -21,9 +21,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 FORMAT, VERSION = "strategies.Checkpoint", 1
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from numpy.typing import NDArray
 
 from collectives import Communicator, ReduceOp
 from collectives.cuda.host_copies import fetched, filled
@@ -14,6 +11,7 @@ from collectives.cuda.runtime import cuda
 from collectives.gpu import probe
 from collectives.gpu.bootstrap import Health, examine, judge
 from strategies.core.device_names import nccl_problem
+from strategies.core.values import Array
 
 
 class OverNccl:
@@ -23,9 +21,7 @@ class OverNccl:
         """`device` is the number of this rank's GPU."""
         self._device = device
 
-    def all_reduce(
-        self, communicator: Communicator, pack: NDArray[Any], op: ReduceOp | str
-    ) -> None:
+    def all_reduce(self, communicator: Communicator, pack: Array, op: ReduceOp | str) -> None:
         """Reduce a contiguous array in place: to the GPU, there, and back. Collective."""
         elements = pack.reshape(-1)
         with self._on_device():

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
 from collectives.cuda.runtime import on_gpu
-
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 _ON_HOSTS = frozenset({np.ndarray})
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from numpy.typing import NDArray
-
 from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.uncaught import raised_on_all
@@ -21,6 +19,7 @@ from strategies.core.device_names import nccl_problem
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.reports import Report, agree
 from strategies.core.same_error import refuse_differences
+from strategies.core.values import Array
 
 log = logging.getLogger("strategies")
 
@@ -56,13 +55,13 @@ class CollectivesWithOptions:
         agree(self._communicator, report, "all_reduce")
         return reduce_packed(inputs, by_bytes(inputs, options.bytes_per_pack), partial(way, op))
 
-    def _automatically(self, op: ReduceOp, pack: NDArray[Any]) -> None:
+    def _automatically(self, op: ReduceOp, pack: Array) -> None:
         self._communicator.all_reduce(pack, op.value, out=pack)
 
-    def _ring(self, op: ReduceOp, pack: NDArray[Any]) -> None:
+    def _ring(self, op: ReduceOp, pack: Array) -> None:
         self._communicator.all_reduce(pack, op.value, out=pack, algorithm="ring")
 
-    def _over_nccl(self, op: ReduceOp, pack: NDArray[Any]) -> None:
+    def _over_nccl(self, op: ReduceOp, pack: Array) -> None:
         assert self._nccl is not None
         self._nccl.all_reduce(self._communicator, pack, op.value)
 
@@ -87,7 +86,7 @@ class CollectivesWithOptions:
         finally:
             self._communicator.deadline = before
 
-    def _reducer(self, options: CommunicationOptions) -> Callable[[ReduceOp, NDArray[Any]], None]:
+    def _reducer(self, options: CommunicationOptions) -> Callable[[ReduceOp, Array], None]:
         """The function that reduces a pack in place. Collective at the first use of NCCL."""
         if options.implementation is CommunicationImplementation.RING:
             return self._ring

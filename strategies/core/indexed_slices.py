@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.core.reduce_op import ReduceOp
-from strategies.core.values import as_array
-
-Array = NDArray[Any]
+from strategies.core.values import Array, as_array
 
 
 class IndexedSlices:

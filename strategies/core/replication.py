@@ -11,15 +11,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from numpy.typing import NDArray
-
 from collectives import Communicator
 from strategies.core.communication_options import CommunicationOptions
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.storage import Storage
-
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 
 class Replication(ABC):

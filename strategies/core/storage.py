@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 Change: TypeAlias = Callable[..., None]
 """`change(array, *operands)` changes the array in place. A function of a module, so that it can be

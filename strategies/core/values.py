@@ -8,7 +8,7 @@ itself. The containers are for programs that make them or test for them by `isin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from collectives.arrays.kinds import to_numpy
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.cuda.runtime import on_gpu
 from strategies.core import nest
+
+Array: TypeAlias = NDArray[Any]
 
 
 class DistributedValues:
@@ -53,7 +55,7 @@ def _unwrapped(leaf: Any) -> Any:
     return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
 
 
-def as_array(value: Any, name: str, dtype: Any = None) -> NDArray[Any]:
+def as_array(value: Any, name: str, dtype: Any = None) -> Array:
     """The argument `name` as a NumPy array, which shares its memory where possible.
 
     A torch tensor is converted by DLPack: NumPy's own conversion would fix its storage's size.

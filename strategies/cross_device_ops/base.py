@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.core import values
@@ -20,8 +19,6 @@ from strategies.core.reduce_op import ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
     from typing import Self
-
-Array = NDArray[Any]
 
 Pairs: TypeAlias = Sequence[tuple[Any, Any]]
 """Values, each with its destinations."""

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
 from collectives import ReduceOp as Reduction
@@ -27,6 +26,7 @@ from strategies.core.communication_options import CommunicationOptions
 from strategies.core.device_names import nccl_problem, parse_device
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.reports import Report, agree
+from strategies.core.values import Array
 from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
 
 __all__ = [
@@ -37,8 +37,6 @@ __all__ = [
     "ReductionToOneDevice",
     "RingAllReduce",
 ]
-
-Array = NDArray[Any]
 
 
 class PackedAllReduce(CrossDeviceOps, ABC):

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.arrays.kinds import to_numpy
 from collectives.arrays.tensors import to_torch
 from collectives.cuda.interface import is_torch
 from strategies.core import nest
+from strategies.core.values import Array
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class _Placeholder:
     tensor: bool
 
 
-def pack(batch: Any) -> tuple[Any, list[NDArray[Any]]]:
+def pack(batch: Any) -> tuple[Any, list[Array]]:
     """The header, and copies of the arrays in C order.
 
     Copies, since a dataset may reuse the same array for every batch. Everything that is neither
     a NumPy array of fixed-size elements nor a torch tensor on the CPU stays in the header.
     """
-    arrays: list[NDArray[Any]] = []
+    arrays: list[Array] = []
 
     def replace(leaf: Any) -> Any:
         tensor = is_torch(leaf)
@@ -44,7 +44,7 @@ def pack(batch: Any) -> tuple[Any, list[NDArray[Any]]]:
     return nest.map_leaves(replace, batch), arrays
 
 
-def unpack(header: Any, arrays: list[NDArray[Any]]) -> Any:
+def unpack(header: Any, arrays: list[Array]) -> Any:
     """The batch of a header and its arrays, which are not copied."""
 
     def restore(leaf: Any) -> Any:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from strategies.core.indexed_slices import Gradient, IndexedSlices
-
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 
 def check_limits(clipnorm: Any, global_clipnorm: Any) -> None:

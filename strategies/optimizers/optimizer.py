@@ -9,21 +9,19 @@ from operator import is_
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Fusion
 from strategies.core.contexts import get_replica_context
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.same_error import propagate, wrong_context
 from strategies.core.storage import Storage, assign
+from strategies.core.values import Array
 from strategies.optimizers.clipping import check_limits, clip, limits_as_text
 from strategies.optimizers.learning_rate import LearningRate, Rate
 from strategies.optimizers.pairs import absent_text, check_variable, checked_pairs
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.variable import Variable
-
-Array = NDArray[Any]
 
 
 @dataclass

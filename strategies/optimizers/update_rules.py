@@ -10,12 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 # Temporary arrays of a block stay in the cache, and in memory that the process has already.
 _BLOCK_ELEMENTS = 64 << 10

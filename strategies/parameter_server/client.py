@@ -7,14 +7,13 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from collectives.messaging.rpc import PendingAnswer
 from collectives.shm.seqlock import MappedArray, MappedArrays
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change
+from strategies.core.values import Array
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.parameter_server.requests import Request, ShardInfo
 from strategies.parameter_server.rpc_client import RpcClient
@@ -23,7 +22,6 @@ from strategies.parameter_server.server import Server
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
 
-Array = NDArray[Any]
 _ATTEMPTS = 4
 _LONGEST_CHANGE = 1e-3
 

@@ -6,19 +6,15 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
-
-from numpy.typing import NDArray
 
 from collectives import RankFailedError
 from collectives.messaging.buffers import SendWindow
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import RemoteTracebackError, rebuild
 from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
+from strategies.core.values import Array
 from strategies.parameter_server.requests import PushFailed, Request, Roles
 from strategies.parameter_server.server import Server
-
-Array = NDArray[Any]
 
 _MOST_PUSHES_UNDER_WAY = 256
 _MOST_BYTES_UNDER_WAY = 256 << 20

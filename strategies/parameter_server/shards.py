@@ -5,17 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.shm.seqlock import SharedArray
 from strategies.core.indexed_slices import IndexedSlices
+from strategies.core.values import Array
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.variables.scatter import scatter_sub
-
-Array = NDArray[Any]
 
 
 @dataclass

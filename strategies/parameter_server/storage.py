@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.messaging.buffers import ReusedArray
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change, Storage
+from strategies.core.values import Array
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
 from strategies.variables import scatter
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
-
-Array = NDArray[Any]
 
 _BY_ROWS = frozenset(
     function for name, function in vars(scatter).items() if name.startswith("scatter_")

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from collectives import Communicator, RankFailedError
 from collectives.lifecycle.process_exit import leave_at_exit
 from collectives.lifecycle.shutdown import survive_deaths
@@ -22,6 +20,7 @@ from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
 from strategies.core.reduce_op import ReduceOp
 from strategies.core.storage import Storage
+from strategies.core.values import Array
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
@@ -34,8 +33,6 @@ from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
-
-Array = NDArray[Any]
 
 
 class ParameterServerStrategy(Strategy):

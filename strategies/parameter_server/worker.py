@@ -14,7 +14,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator, DtypeMismatchError, ShapeMismatchError
 from collectives.messaging.mailbox import Mailbox
@@ -22,6 +21,7 @@ from collectives.messaging.remote_error import describe, rebuild
 from collectives.shm.seqlock import MappedArrays
 from strategies.core.indexed_slices import Gradient
 from strategies.core.storage import Storage
+from strategies.core.values import Array
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
 from strategies.parameter_server.requests import Request, Roles, ShardInfo, VariableInfo
@@ -31,8 +31,6 @@ from strategies.parameter_server.storage import ServedStorage, stored
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
-
-Array = NDArray[Any]
 
 _HOME = 0
 """The server that keeps announcements."""

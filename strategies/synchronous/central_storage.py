@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
 from strategies.base.strategy import Strategy
@@ -17,10 +16,9 @@ from strategies.core.device_names import nccl_problem, parse_devices
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import call_on_all, raise_on_all
 from strategies.core.storage import Change, Storage, assign
+from strategies.core.values import Array
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
-
-Array = NDArray[Any]
 
 _CPU = re.compile(r"(.*/)?(device:)?cpu(:\d+)?", re.IGNORECASE)
 
@@ -62,7 +60,7 @@ class CentralStorageStrategy(Strategy):
             is_chief=self.membership.place.is_chief,
         )
 
-    def store(self, value: NDArray[Any], what: str) -> Storage:
+    def store(self, value: Array, what: str) -> Storage:
         """In the node's memory. Collective; raises as `mirror`."""
         first = self.mirror(value, what)
         stored = shared_zeros(self.communicator, first.shape, first.dtype)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from numpy.typing import NDArray
 
 from strategies.core.contexts import get_strategy, has_strategy
 from strategies.core.indexed_slices import IndexedSlices, check_rows
@@ -24,7 +23,7 @@ from strategies.core.storage import (
     assign_add,
     assign_sub,
 )
-from strategies.core.values import as_array
+from strategies.core.values import Array, as_array
 from strategies.variables import scatter
 from strategies.variables.aggregation import (
     Replicated,
@@ -34,8 +33,6 @@ from strategies.variables.aggregation import (
 from strategies.variables.initial import as_initial, fits
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
-
-Array = NDArray[Any]
 
 
 class Variable(Replicated, NDArrayOperatorsMixin):

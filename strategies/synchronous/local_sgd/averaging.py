@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Change, LocalStorage, assign
+from strategies.core.values import Array
 from strategies.optimizers import Optimizer
-
-Array = NDArray[Any]
 
 _UNKNOWN, _UNTOUCHED, _TOUCHED = range(3)
 _GROWTH = 2

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
@@ -26,6 +25,7 @@ from strategies.core.contexts import require_cross_replica
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import refuse_differences
 from strategies.core.storage import Storage
+from strategies.core.values import Array
 from strategies.input import InputContext, InputOptions
 from strategies.input.rebatching import join_batches
 from strategies.optimizers import Optimizer
@@ -121,7 +121,7 @@ class LocalSGDStrategy(Strategy):
         """1: between two averagings gradients are not aggregated."""
         return 1
 
-    def store(self, value: NDArray[Any], what: str) -> Storage:
+    def store(self, value: Array, what: str) -> Storage:
         """A value of this replica's own, beginning with the chief's. Collective."""
         stored = ReplicaStorage(self.mirror(value, what))
         self._averaging.add(stored)
