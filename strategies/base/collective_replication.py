@@ -13,7 +13,6 @@ from collectives.consistency.uncaught import raised_on_all
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.communication.with_options import CollectivesWithOptions
 from strategies.core import contexts
-from strategies.core.communication_options import CommunicationOptions
 from strategies.core.indexed_slices import (
     Gradient,
     IndexedSlices,
@@ -21,7 +20,7 @@ from strategies.core.indexed_slices import (
     map_apart,
     reduce_slices,
 )
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.replication import Replication
 from strategies.core.reports import Report, agree
 from strategies.core.same_error import compare

@@ -14,14 +14,13 @@ from collectives.arrays.kinds import to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.cuda.runtime import on_gpu
 from strategies.core import nest, values
-from strategies.core.communication_options import CommunicationOptions
 from strategies.core.indexed_slices import (
     IndexedSlices,
     map_apart,
     reduce_slices,
     refuse_slices,
 )
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
+from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 from strategies.core.replication import Replication
 from strategies.core.reports import Report, agree, explained
 from strategies.core.same_error import PropagatedErrors

@@ -11,8 +11,7 @@ from typing import Any
 
 from strategies.base.cross_replica import reduce_nest
 from strategies.core import contexts, values
-from strategies.core.communication_options import CommunicationOptions
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors
 

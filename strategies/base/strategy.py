@@ -13,10 +13,9 @@ from typing import Any
 from strategies.base.collective_replication import CollectiveReplication
 from strategies.base.cross_replica import gather_nest, reduce_nest
 from strategies.base.extended import StrategyExtended
-from strategies.base.run_options import RunOptions
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.core import contexts, values
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import ReduceOp, RunOptions
 from strategies.input import (
     ArraysDataset,
     InputContext,

@@ -12,8 +12,13 @@ import numpy as np
 from collectives import Communicator
 from strategies import foreign
 from strategies.base.strategy import Strategy
-from strategies.checkpoint.optimizer_state import OptimizerState
-from strategies.checkpoint.states import Saveable, SaveableState, State, VariableState
+from strategies.checkpoint.states import (
+    OptimizerState,
+    Saveable,
+    SaveableState,
+    State,
+    VariableState,
+)
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
 

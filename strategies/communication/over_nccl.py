@@ -10,8 +10,8 @@ from collectives.cuda.host_copies import fetched, filled
 from collectives.cuda.runtime import cuda
 from collectives.gpu import probe
 from collectives.gpu.bootstrap import Health, examine, judge
-from strategies.core.device_names import nccl_problem
 from strategies.core.values import Array
+from strategies.core.world import nccl_problem
 
 
 class OverNccl:

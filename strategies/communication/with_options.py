@@ -14,12 +14,11 @@ from collectives.consistency.uncaught import raised_on_all
 from collectives.cuda.runtime import on_gpu
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
-from strategies.core.communication_options import CommunicationImplementation, CommunicationOptions
-from strategies.core.device_names import nccl_problem
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
 from strategies.core.same_error import refuse_differences
 from strategies.core.values import Array
+from strategies.core.world import nccl_problem
 
 log = logging.getLogger("strategies")
 

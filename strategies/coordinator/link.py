@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from collectives.errors import RankFailedError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.rpc import Endpoint
-from strategies.coordinator.references import MakeReferences
+from strategies.coordinator.packing import ChiefReferences, WorkerReferences
 
 
 class Run(NamedTuple):
@@ -33,13 +33,6 @@ class End(NamedTuple):
     """Notification to a worker: the chief schedules nothing more."""
 
 
-class Ending(Protocol):
-    """What the chief ends before its workers."""
-
-    def end(self) -> None:
-        """End it; a second call does nothing."""
-
-
 class Link:
     """One rank's end of the connection. Ranks are those of the whole world.
 
@@ -52,12 +45,14 @@ class Link:
         chief: int,
         workers: Mapping[int, str],
         servers: Mapping[int, str],
-        make_references: MakeReferences = MakeReferences(),  # noqa: B008 -- a constant
+        on_chief: type[ChiefReferences] = ChiefReferences,
+        on_worker: type[WorkerReferences] = WorkerReferences,
     ) -> None:
-        """`workers` and `servers` map ranks to names."""
+        """`workers` and `servers` map ranks to names; the classes name what each side sends."""
         self.box, self.chief, self.workers, self.servers = box, chief, workers, servers
-        self.make_references = make_references
-        self.coordinator: Ending | None = None
+        self.on_chief, self.on_worker = on_chief, on_worker
+        self.coordinator: Any = None
+        """The chief's `ClusterCoordinator`, if there is one: it ends the workers' service."""
         self._ended = False
         if self.is_chief:
             atexit.register(self.end)

@@ -13,9 +13,8 @@ from collectives.messaging.remote_error import Failure, describe
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
 from strategies.base.strategy import Strategy
 from strategies.coordinator.link import End, Link, NewDataset, Restored, Run
-from strategies.coordinator.packing import pack, unpack
-from strategies.coordinator.per_worker import WorkerDatasets
-from strategies.coordinator.references import WorkerReferences
+from strategies.coordinator.packing import WorkerReferences, pack, unpack
+from strategies.coordinator.values import WorkerDatasets
 from strategies.core import contexts
 from strategies.errors import OutOfRangeError
 
@@ -51,7 +50,7 @@ def serve_chief(strategy: Strategy, link: Link, settle: Callable[[], None]) -> N
             settle()
 
     datasets = WorkerDatasets(lambda arrays: unpack(arrays, references))
-    references = link.make_references.on_worker(strategy, datasets)
+    references = link.on_worker(strategy, datasets)
     Worker(link, call, references, datasets).serve()
 
 

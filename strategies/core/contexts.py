@@ -16,9 +16,8 @@ import numpy as np
 
 from strategies import foreign
 from strategies.core import nest, values
-from strategies.core.communication_options import CommunicationOptions
 from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
+from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors, wrong_context
 

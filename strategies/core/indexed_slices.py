@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from collectives import Communicator
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import ReduceOp
 from strategies.core.values import Array, as_array
 
 

@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from collectives import Communicator
-from strategies.core.communication_options import CommunicationOptions
 from strategies.core.indexed_slices import Gradient, IndexedSlices
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.storage import Storage
 from strategies.core.values import Array
 

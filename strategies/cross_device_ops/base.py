@@ -13,9 +13,8 @@ import numpy as np
 
 from collectives import Communicator
 from strategies.core import values
-from strategies.core.communication_options import CommunicationOptions
 from strategies.core.contexts import get_strategy
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
+from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
     from typing import Self

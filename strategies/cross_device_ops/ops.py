@@ -22,11 +22,10 @@ from strategies.communication.packing import (
     reduce_apart,
     reduce_packed,
 )
-from strategies.core.communication_options import CommunicationOptions
-from strategies.core.device_names import nccl_problem, parse_device
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
 from strategies.core.values import Array
+from strategies.core.world import nccl_problem, parse_device
 from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from collectives import Mailbox, RankFailedError
 from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
 from strategies.data_service.server import Closed, Leave, Next
-from strategies.input import DatasetError, messages
+from strategies.input import DatasetError, batches
 
 _Wanted: TypeAlias = tuple[int, PendingAnswer | None]
 """A dataset rank, and the request for a batch; None where that rank receives none any more."""
@@ -44,7 +44,7 @@ class DatasetClient:
                     continue
                 number, header = answer
                 wanted.append(self._request(server, Next(epoch, number)))
-                yield messages.unpack(header, arrays)
+                yield batches.unpack(header, arrays)
                 if epoch != self._epoch:
                     text = "another iteration of the dataset has begun: this one has ended"
                     raise RuntimeError(text)

@@ -7,7 +7,7 @@ from strategies.parameter_server.placement import (
     Partitioner,
     replica_device_setter,
 )
-from strategies.parameter_server.sharded_variable import ShardedVariable
+from strategies.parameter_server.storage import ShardedVariable
 from strategies.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = [

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple, cast
 from strategies.base.strategy import Strategy
 from strategies.cluster.membership import Membership
 from strategies.coordinator.link import Link, Restored
-from strategies.coordinator.packing import pack
-from strategies.coordinator.per_worker import WorkerDatasets
-from strategies.coordinator.references import (
+from strategies.coordinator.packing import (
     ChiefReferences,
-    MakeReferences,
     NotifyWorkers,
     References,
     WorkerReferences,
+    pack,
 )
+from strategies.coordinator.values import WorkerDatasets
 from strategies.core.storage import LocalStorage
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client
@@ -177,8 +176,8 @@ def open_link(membership: Membership, roles: Roles) -> Link | None:
         return None
     workers = {rank: roles.name(rank) for rank in membership.ranks_of("worker")}
     servers = {rank: roles.name(rank) for rank in roles.servers}
-    make = MakeReferences(ChiefServedReferences, WorkerServedReferences)
-    return Link(membership.world.mailbox(), roles.chief, workers, servers, make)
+    references = ChiefServedReferences, WorkerServedReferences
+    return Link(membership.world.mailbox(), roles.chief, workers, servers, *references)
 
 
 def _key(info: VariableInfo) -> tuple[bool, int]:

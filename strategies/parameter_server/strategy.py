@@ -11,14 +11,13 @@ from collectives import Communicator, RankFailedError
 from collectives.lifecycle.process_exit import leave_at_exit
 from collectives.lifecycle.shutdown import survive_deaths
 from collectives.transports.local import alone
-from strategies.base.run_options import RunOptions
 from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
 from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import ReduceOp, RunOptions
 from strategies.core.storage import Storage
 from strategies.core.values import Array
 from strategies.input import InputContext, InputOptions
@@ -26,8 +25,7 @@ from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
 from strategies.parameter_server.requests import Roles
 from strategies.parameter_server.server import Server
-from strategies.parameter_server.sharded_variable import ShardedVariable
-from strategies.parameter_server.storage import ServedStorage, SplitStorage
+from strategies.parameter_server.storage import ServedStorage, ShardedVariable, SplitStorage
 from strategies.parameter_server.worker import Worker
 from strategies.variables.variable import Variable
 

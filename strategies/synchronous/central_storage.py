@@ -12,11 +12,11 @@ from collectives import BackendUnavailableError, Communicator
 from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.core.device_names import nccl_problem, parse_devices
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import call_on_all, raise_on_all
 from strategies.core.storage import Change, Storage, assign
 from strategies.core.values import Array
+from strategies.core.world import nccl_problem, parse_devices
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
 

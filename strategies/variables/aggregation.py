@@ -12,7 +12,7 @@ import numpy as np
 
 from strategies.core.contexts import get_replica_context, has_strategy
 from strategies.core.indexed_slices import IndexedSlices
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import ReduceOp
 from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Storage
