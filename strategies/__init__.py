@@ -20,15 +20,7 @@ from strategies.checkpoint import (
 )
 from strategies.cluster.spec import ClusterSpec
 from strategies.coordinator import ClusterCoordinator, RemoteValue
-from strategies.core.contexts import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    has_strategy,
-    in_cross_replica_context,
-)
 from strategies.core.indexed_slices import IndexedSlices, embedding_lookup
-from strategies.core.losses import compute_average_loss, scale_regularization_loss
 from strategies.core.options import (
     CollectiveCommunication,
     CommunicationImplementation,
@@ -70,6 +62,14 @@ from strategies.parameter_server import (
     ShardedVariable,
     replica_device_setter,
 )
+from strategies.replication.contexts import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    has_strategy,
+    in_cross_replica_context,
+)
+from strategies.replication.losses import compute_average_loss, scale_regularization_loss
 from strategies.synchronous.central_storage import CentralStorageStrategy
 from strategies.synchronous.default import DefaultStrategy, OneDeviceStrategy, TPUStrategy
 from strategies.synchronous.local_sgd.strategy import LocalSGDStrategy

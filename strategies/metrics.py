@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from collectives.scope import named_scope
-from strategies.core.losses import broadcast_weights
 from strategies.core.values import Array, as_array
+from strategies.replication.losses import broadcast_weights
 from strategies.variables.variable import (
     Variable,
     VariableAggregation,

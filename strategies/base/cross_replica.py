@@ -21,10 +21,10 @@ from strategies.core.indexed_slices import (
     refuse_slices,
 )
 from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
-from strategies.core.replication import Replication
 from strategies.core.reports import Report, agree, explained
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.values import Array
+from strategies.replication.replication import Replication
 
 AllReduce: TypeAlias = Callable[[Sequence[Any], ReduceOp], list[Any]]
 """The arrays, folded over the replicas one by one."""
@@ -62,7 +62,11 @@ def reduce_nest(
         axes = None if axis is None else _check_axis(axis)
         if axes is not None:
             refuse_slices(given, "reduce over an axis")
-            _refuse_gpus(given)
+            if any(on_gpu(leaf) for leaf in given):
+                raise TypeError(
+                    "reduce over an axis takes arrays of the host: sum over the axis first and"
+                    " reduce with axis=None, or give the array's get()"
+                )
         arrays = [_seen(leaf) for leaf in given]
     report = Report(f"reduce({op.value}, axis={axes})", _structure(value, given))
     if axes is not None:
@@ -71,7 +75,11 @@ def reduce_nest(
         leaf = given[0] if hasattr(given[0], "__dlpack__") else arrays[0]
         totals = [_fold_at_once(communicator, leaf, op.value, report)]
     else:
-        heads = [_rows_alone(leaf, array) for leaf, array in zip(given, arrays, strict=True)]
+        # The number of rows of slices may differ.
+        heads = [
+            array[:0] if isinstance(leaf, IndexedSlices) else array
+            for leaf, array in zip(given, arrays, strict=True)
+        ]
         agree(communicator, report.of(heads), "reduce")
         totals = map_apart(
             given,
@@ -110,14 +118,6 @@ def _seen(leaf: Any) -> Array:
     return to_array(content, "value")
 
 
-def _refuse_gpus(given: Sequence[Any]) -> None:
-    if any(on_gpu(leaf) for leaf in given):
-        raise TypeError(
-            "reduce over an axis takes arrays of the host: sum over the axis first and reduce with"
-            " axis=None, or give the array's get()"
-        )
-
-
 def _structure(value: Any, given: Sequence[Any]) -> str:
     """The nest, and which of its arrays are rows of larger ones."""
     rows = [
@@ -126,11 +126,6 @@ def _structure(value: Any, given: Sequence[Any]) -> str:
         if isinstance(leaf, IndexedSlices)
     ]
     return nest.structure(value) + (f" with {', '.join(rows)}" if rows else "")
-
-
-def _rows_alone(leaf: Any, array: Array) -> Array:
-    """The part of a leaf that must be equal: the number of rows may differ."""
-    return array[:0] if isinstance(leaf, IndexedSlices) else array
 
 
 def gather_nest(strategy: Replication, value: Any, axis: int) -> Any:

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from strategies.base.cross_replica import reduce_nest
-from strategies.core import contexts, values
+from strategies.core import values
 from strategies.core.options import CommunicationOptions, ReduceOp
-from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors
+from strategies.replication import contexts
+from strategies.replication.replication import Replication
 
 
 class StrategyExtended:

@@ -15,9 +15,9 @@ from strategies.checkpoint import tensor_file
 from strategies.checkpoint.states import State, refuse_different_names
 from strategies.checkpoint.tensor_file import CheckpointError
 from strategies.checkpoint.tracking import find_states
-from strategies.core.contexts import require_cross_replica
 from strategies.core.same_error import call_on_all, call_on_first
 from strategies.core.values import Array
+from strategies.replication.contexts import require_cross_replica
 from strategies.synchronous.default import default_strategy
 
 States = dict[str, State]
@@ -178,9 +178,13 @@ def _save(get_states: GetStates, strategy: Strategy, path: str | os.PathLike[str
     refuse_different_names(communicator, "Checkpoint.save", list(states))
     strategy.settle()
     tensors = call_on_all(communicator, "Checkpoint.save", lambda: _saved(states))
-    return call_on_first(
-        communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))
-    )
+
+    def write() -> str:
+        given = os.fspath(path)
+        target = given if given.endswith(SUFFIX) else given + SUFFIX
+        return tensor_file.write(target, tensor_file.encode(tensors))
+
+    return call_on_first(communicator, write)
 
 
 def _restore_from(
@@ -202,11 +206,6 @@ def _restore_from(
     call_on_all(communicator, what, lambda: _check_fit(states, by_state, surplus, source))
     call_on_all(communicator, what, lambda: _restore(states, by_state))
     return source
-
-
-def _target(path: str | os.PathLike[str]) -> str:
-    target = os.fspath(path)
-    return target if target.endswith(SUFFIX) else target + SUFFIX
 
 
 def _saved(states: Mapping[str, State]) -> dict[str, Array]:

@@ -83,37 +83,29 @@ class VariableState(State):
 
     kept_by_strategy = True
 
-    def __init__(self, path: str, variable: Variable) -> None:
-        super().__init__(path, variable)
-        self.variable = variable
-
     def save(self) -> Mapping[str, Array]:
         """The value."""
-        return {"": self.variable.read_value()}
+        return {"": self.owner.read_value()}
 
     def problems(self, tensors: Mapping[str, Array]) -> list[str]:
         """Another shape or dtype. Not collective."""
-        return self._differences({"": self.variable}, tensors)
+        return self._differences({"": self.owner}, tensors)
 
     def restore(self, tensors: Mapping[str, Array]) -> None:
         """Assign the value."""
-        self.variable.assign(tensors[""])
+        self.owner.assign(tensors[""])
 
 
 class SaveableState(State):
     """The state of an object with the protocol `Saveable`."""
 
-    def __init__(self, path: str, saveable: Saveable) -> None:
-        super().__init__(path, saveable)
-        self.saveable = saveable
-
     def save(self) -> Mapping[str, Array]:
         """The object's tensors."""
-        return {name: as_array(each, name) for name, each in self.saveable.saved_tensors().items()}
+        return {name: as_array(each, name) for name, each in self.owner.saved_tensors().items()}
 
     def problems(self, tensors: Mapping[str, Array]) -> list[str]:
         """The error of the object's `check_tensors`, or differences from its present tensors."""
-        check = getattr(self.saveable, "check_tensors", None)
+        check = getattr(self.owner, "check_tensors", None)
         if check is None:
             return self._differences(self.save(), tensors)
         try:
@@ -124,7 +116,7 @@ class SaveableState(State):
 
     def restore(self, tensors: Mapping[str, Array]) -> None:
         """Pass the tensors to the object."""
-        self.saveable.restore_tensors(tensors)
+        self.owner.restore_tensors(tensors)
 
 
 def refuse_different_names(communicator: Communicator, what: str, names: Iterable[str]) -> None:

@@ -10,28 +10,13 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
 
+from collectives import Communicator
 from strategies.cluster.ranks import ordered_tasks, worker_cluster
 from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
 from strategies.cluster.spec import ClusterSpec, Task, read_index
 from strategies.cluster.tf_config import TFConfig, parse_tf_config
 from strategies.core.world import world_of
-
-
-class Communicator(Protocol):
-    """The part of a communicator that a resolver needs."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def size(self) -> int:
-        """How many processes there are."""
-
-    def all_gather_object(self, obj: Any, /) -> list[Any]:
-        """Every rank's object, in rank order."""
 
 
 class ClusterResolver(ABC):

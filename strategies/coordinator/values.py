@@ -54,12 +54,8 @@ class RemoteValue:
         )
 
     def __repr__(self) -> str:
-        return f"<RemoteValue {self._state()}>"
-
-    def _state(self) -> str:
-        if not self._settled.is_set():
-            return "not ready"
-        return "ready" if self._error is None else f"failed with {type(self._error).__name__}"
+        failure = "" if self._error is None else f"failed with {type(self._error).__name__}"
+        return f"<RemoteValue {failure or ('ready' if self._settled.is_set() else 'not ready')}>"
 
 
 def _as_array(leaf: Any) -> Any:

@@ -15,8 +15,8 @@ from strategies.base.strategy import Strategy
 from strategies.coordinator.link import End, Link, NewDataset, Restored, Run
 from strategies.coordinator.packing import WorkerReferences, pack, unpack
 from strategies.coordinator.values import WorkerDatasets
-from strategies.core import contexts
 from strategies.errors import OutOfRangeError
+from strategies.replication import contexts
 
 CallFunction = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 

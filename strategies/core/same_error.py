@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator, MismatchError
@@ -64,12 +63,7 @@ class PropagatedErrors:
     def __enter__(self) -> None:
         """Begin the checks."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Propagate an error; interruptions of this rank are not errors of the call."""
         if isinstance(error, Exception):
             propagate(self._communicator, error, *self._what)

@@ -48,11 +48,9 @@ def local(value: Any) -> Any:
     """A nest with this replica's values in place of their containers; else the very same object."""
     if not any(isinstance(leaf, DistributedValues) for leaf in nest.leaves(value)):
         return value
-    return nest.map_leaves(_unwrapped, value)
-
-
-def _unwrapped(leaf: Any) -> Any:
-    return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
+    return nest.map_leaves(
+        lambda leaf: leaf.values[0] if isinstance(leaf, DistributedValues) else leaf, value
+    )
 
 
 def as_array(value: Any, name: str, dtype: Any = None) -> Array:

@@ -13,8 +13,8 @@ import numpy as np
 
 from collectives import Communicator
 from strategies.core import values
-from strategies.core.contexts import get_strategy
 from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
+from strategies.replication.contexts import get_strategy
 
 if TYPE_CHECKING:
     from typing import Self

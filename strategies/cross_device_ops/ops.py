@@ -16,7 +16,6 @@ from collectives.calls.reductions import ReduceInput
 from collectives.reductions.reduction import finish
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.communication.packing import (
-    Groups,
     by_bytes,
     one_by_one,
     reduce_apart,
@@ -27,15 +26,6 @@ from strategies.core.reports import Report, agree
 from strategies.core.values import Array
 from strategies.core.world import nccl_problem, parse_device
 from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
-
-__all__ = [
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "PackedAllReduce",
-    "ReductionToOneDevice",
-    "RingAllReduce",
-]
 
 
 class PackedAllReduce(CrossDeviceOps, ABC):
@@ -66,15 +56,11 @@ class PackedAllReduce(CrossDeviceOps, ABC):
         call = f"{self!r}.batch_reduce({reduce_op.value})"
         report = Report(call).of([each.array for each in inputs])
         agree(self.communicator, report, "batch_reduce")
-        groups = self.groups_of(inputs)
+        groups = by_bytes(inputs, 0) if self.num_packs else one_by_one(inputs)
         reduction = Reduction[reduce_op.name]
         return reduce_packed(
             inputs, groups, lambda pack: self.all_reduce_pack(pack, reduction), self.num_packs or 1
         )
-
-    def groups_of(self, inputs: Sequence[ReduceInput]) -> Groups:
-        """Which arrays are joined."""
-        return by_bytes(inputs, 0) if self.num_packs else one_by_one(inputs)
 
     @abstractmethod
     def all_reduce_pack(self, pack: Array, op: Reduction) -> None:

@@ -11,7 +11,6 @@ import socket
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 from collectives import Communicator
@@ -89,10 +88,8 @@ class DatasetWorker:
             self._join(membership, credits)
 
     def _join(self, membership: Membership, credits: int) -> None:
-        training, self._servers = (
-            membership.ranks_of("chief", "worker"),
-            membership.ranks_of("data"),
-        )
+        training = membership.ranks_of("chief", "worker")
+        self._servers = membership.ranks_of("data")
         if not training:
             raise ValueError("the cluster has tasks of job 'data', but neither chief nor worker")
         self._ranks = membership.world
@@ -207,11 +204,6 @@ class DatasetWorker:
     def __enter__(self) -> DatasetWorker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # What has failed here may keep this rank from doing what others wait for.
         (self.close if error is None else self._take_no_more)()

@@ -10,7 +10,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from strategies.base.strategy import Strategy, get_strategy
@@ -30,18 +29,6 @@ class Evaluation(NamedTuple):
     path: str
     step: int | None
     result: Any
-
-
-@dataclass(frozen=True)
-class _Polling:
-    """The interval of polling, and the limit without a new checkpoint (None: none), in seconds."""
-
-    poll_seconds: float = 1.0
-    idle_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.poll_seconds > 0:
-            raise ValueError(f"poll_seconds={self.poll_seconds}: must be positive")
 
 
 def evaluate_checkpoints(
@@ -81,14 +68,19 @@ def evaluate_checkpoints(
     `idle_seconds`, and if there never was a checkpoint. Raises ValueError unless `poll_seconds` is
     positive, and the errors of `Checkpoint.restore` and of the functions.
     """
-    polling = _Polling(poll_seconds, idle_seconds)
+    if not poll_seconds > 0:
+        raise ValueError(f"poll_seconds={poll_seconds}: must be positive")
     strategy = get_strategy() if strategy is None else strategy
     with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
-    for path, step in _new_checkpoints(strategy, os.fspath(directory), run, polling):
+    end = EndOfTraining(directory, run)
+    limits = poll_seconds, idle_seconds
+    for path, step in _new_checkpoints(strategy, os.fspath(directory), end, *limits):
         with strategy.evaluating():
-            if not _restored(checkpoint, path):
+            try:
+                checkpoint.restore(path, expect_partial=True)
+            except FileNotFoundError:
                 continue
             evaluations.append(Evaluation(path, step, evaluate()))
         if on_result is not None:
@@ -96,21 +88,15 @@ def evaluate_checkpoints(
     return evaluations
 
 
-def _restored(checkpoint: Checkpoint, path: str) -> bool:
-    """Restore the checkpoint; False where it no longer exists. Collective."""
-    try:
-        checkpoint.restore(path, expect_partial=True)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _new_checkpoints(
-    strategy: Strategy, directory: str, run: str | None, polling: _Polling
+    strategy: Strategy,
+    directory: str,
+    end: EndOfTraining,
+    poll_seconds: float,
+    idle_seconds: float | None,
 ) -> Iterator[tuple[str, int | None]]:
     """The path and step of each new checkpoint, until the end of training. Collective."""
     seen: set[FoundCheckpoint] = set()
-    end = EndOfTraining(directory, run)
     last_found = time.monotonic()
 
     def poll() -> tuple[FoundCheckpoint | None, bool, float]:
@@ -130,9 +116,9 @@ def _new_checkpoints(
                 text = f"{directory}: training has ended without any checkpoint in this directory"
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
-        elif polling.idle_seconds is not None and idle >= polling.idle_seconds:
+        elif idle_seconds is not None and idle >= idle_seconds:
             text = f"{directory}: no new checkpoint for {idle:.0f} s, and no end of training"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
         else:
-            time.sleep(polling.poll_seconds)
+            time.sleep(poll_seconds)

@@ -82,7 +82,10 @@ def decide(reports: Sequence[Report]) -> tuple[Sharding, int, str]:
     first = reports[0]
     requested = [(each.policy, each.own_seeds) for each in reports]
     if len(set(requested)) > 1:
-        lines = [f"rank {rank}: {_option_text(*each)}" for rank, each in enumerate(requested)]
+        lines = [
+            f"rank {rank}: {'seed_offset' if own_seeds else policy.name}"
+            for rank, (policy, own_seeds) in enumerate(requested)
+        ]
         raise ValueError(f"the ranks request different sharding: {', '.join(lines)}")
     if first.own_seeds:
         _check_seeds(reports)
@@ -126,10 +129,6 @@ def _check_seeds(reports: Sequence[Report]) -> None:
                 " shuffle that takes a seed: must have a method with_seed(seed, offset), as those"
                 " of strategies.input with a shuffle have"
             )
-
-
-def _option_text(policy: AutoShardPolicy, own_seeds: bool) -> str:
-    return "seed_offset" if own_seeds else policy.name
 
 
 def _digest(files: Sequence[str] | None) -> tuple[int, str] | None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import numpy as np
 
 from collectives import Fusion
-from strategies.core.contexts import get_replica_context
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.same_error import propagate, wrong_context
 from strategies.core.storage import Storage, assign
@@ -20,18 +18,10 @@ from strategies.optimizers.clipping import check_limits, clip, limits_as_text
 from strategies.optimizers.learning_rate import LearningRate, Rate
 from strategies.optimizers.pairs import absent_text, check_variable, checked_pairs
 from strategies.optimizers.update_rules import UpdateRule
+from strategies.replication.contexts import get_replica_context
+from strategies.replication.replication import StepSeries
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.variable import Variable
-
-
-@dataclass
-class StepSeries:
-    """Steps whose numbers the ranks of a strategy agree on, since they agreed on the first one."""
-
-    owner: object
-    number: int
-    """The series' own number, equal on all ranks."""
-    next_step: int = 0
 
 
 class Optimizer(ABC):

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from strategies import foreign
-from strategies.core.contexts import has_strategy
 from strategies.core.indexed_slices import Gradient, IndexedSlices
-from strategies.core.replication import Replication
 from strategies.core.same_error import wrong_context
 from strategies.core.values import as_array
+from strategies.replication.contexts import has_strategy
+from strategies.replication.replication import Replication
 from strategies.variables.variable import Variable
 
 Pairs = Sequence[tuple[Any, Any]]

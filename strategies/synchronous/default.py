@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 from collectives import BackendUnavailableError, Communicator
 from collectives.transports.local import alone
 from strategies.base.strategy import Strategy
-from strategies.core import contexts, values
+from strategies.core import values
 from strategies.core.options import ReduceOp, as_reduce_op
 from strategies.core.same_error import wrong_context
 from strategies.core.world import gpu_problem, parse_device, use_gpu, world_of
 from strategies.input import InputContext, InputOptions
+from strategies.replication import contexts
 
 
 class DefaultStrategy(Strategy):

@@ -10,13 +10,13 @@ import enum
 
 import numpy as np
 
-from strategies.core.contexts import get_replica_context, has_strategy
 from strategies.core.indexed_slices import IndexedSlices
 from strategies.core.options import ReduceOp
-from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Storage
 from strategies.core.values import Array
+from strategies.replication.contexts import get_replica_context, has_strategy
+from strategies.replication.replication import Replication
 
 # A sum or a mean of the replicas' rows has no meaning for these.
 _UNSUMMED = ("scatter_min", "scatter_max", "scatter_update")

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from strategies.core.contexts import get_strategy, has_strategy
 from strategies.core.indexed_slices import IndexedSlices, check_rows
-from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import (
     Change,
@@ -24,6 +22,8 @@ from strategies.core.storage import (
     assign_sub,
 )
 from strategies.core.values import Array, as_array
+from strategies.replication.contexts import get_strategy, has_strategy
+from strategies.replication.replication import Replication
 from strategies.variables import scatter
 from strategies.variables.aggregation import (
     Replicated,

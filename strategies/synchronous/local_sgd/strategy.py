@@ -21,7 +21,6 @@ from strategies.base.strategy import Strategy
 from strategies.cluster.membership import join_cluster
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.core.contexts import require_cross_replica
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import refuse_differences
 from strategies.core.storage import Storage
@@ -29,6 +28,7 @@ from strategies.core.values import Array
 from strategies.input import InputContext, InputOptions
 from strategies.input.rebatching import join_batches
 from strategies.optimizers import Optimizer
+from strategies.replication.contexts import require_cross_replica
 from strategies.synchronous.local_sgd.averaging import Averaging, RankStates, ReplicaStorage, Rounds
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
 from strategies.variables.variable import Variable

@@ -18,8 +18,8 @@ from strategies import foreign
 from strategies.core import nest, values
 from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices
 from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
-from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors, wrong_context
+from strategies.replication.replication import Replication
 
 
 class _Frame(NamedTuple):
@@ -113,7 +113,10 @@ class ReplicaContext:
         with PropagatedErrors(self.strategy.communicator, "all_gather"):
             leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
             refuse_slices(leaves, "all_gather")
-            refuse_numbers(leaves, "all_gather")
+            if any(np.ndim(leaf) == 0 for leaf in leaves):
+                raise ValueError(
+                    "all_gather takes arrays of at least one axis: make an array of one element"
+                )
             self._compare("all_gather", value, leaves, options)
             joined = [self.strategy.all_gather(leaf, axis, options) for leaf in leaves]
         return nest.pack_like(value, joined)
@@ -144,12 +147,6 @@ class ReplicaContext:
                 f"ReplicaContext.{what} must be called as that replica of {self.strategy}, inside"
                 f" `run`, but the context is {'another' if current else 'cross-replica'}"
             )
-
-
-def refuse_numbers(leaves: Sequence[Any], what: str) -> None:
-    """ValueError where a leaf has no axis to be gathered along."""
-    if any(np.ndim(leaf) == 0 for leaf in leaves):
-        raise ValueError(f"{what} takes arrays of at least one axis: make an array of one element")
 
 
 def _description(value: Any, leaves: Sequence[Any]) -> str:

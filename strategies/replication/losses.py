@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from strategies.core.contexts import get_strategy, in_cross_replica_context
 from strategies.core.same_error import wrong_context
 from strategies.core.values import Array, as_array
+from strategies.replication.contexts import get_strategy, in_cross_replica_context
 
 
 def _require_replica_context(what: str) -> None:
