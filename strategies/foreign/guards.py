@@ -139,9 +139,9 @@ class ScopeGuard:
             entered.callback(_state.created.pop)
             self._exits = entered.pop_all()
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Check the recorded objects."""
-        self._exits.close()
+        self._exits.__exit__(kind, error, traceback)
         if kind is not None or self._largest_trainable() is None:
             return
         with _collecting:

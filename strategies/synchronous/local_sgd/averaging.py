@@ -153,7 +153,7 @@ class Averaging:
                 value.return_to_agreed()
             # The outer gradient points from the replicas' mean to where they began.
             gradients = [array - mean for array, mean in zip(arrays, means, strict=True)]
-            self._outer.update_stored(gradients, values)
+            self._outer.update_clipped(self._outer.clipped(gradients), values)
         elif all(counted):
             self._communicator.all_reduce_many(arrays, "mean", out=arrays)
         else:
