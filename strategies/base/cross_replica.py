@@ -14,12 +14,7 @@ from collectives.arrays.kinds import to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.cuda.runtime import on_gpu
 from strategies.core import nest, values
-from strategies.core.indexed_slices import (
-    IndexedSlices,
-    map_apart,
-    reduce_slices,
-    refuse_slices,
-)
+from strategies.core.indexed_slices import IndexedSlices, map_apart, reduce_slices, refuse_slices
 from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 from strategies.core.reports import Report, agree, explained
 from strategies.core.same_error import PropagatedErrors

@@ -68,7 +68,7 @@ class Strategy(Replication):
         Raises RuntimeError inside `run` and another strategy's scope. Where several ranks train,
         leaving it raises TypeError for a trainable model of torch, Keras or TensorFlow made in it.
         """
-        contexts.require_scope_allowed(self)
+        contexts.require_cross_replica("Strategy.scope()", self)
         return contexts.scope_of(self)
 
     def run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,8 +35,8 @@ class Saveable(Protocol):
         """Set the state from arrays of those names. The object may keep the arrays."""
 
 
-class State(ABC):
-    """The state of `owner`, the object that `path` reaches from the checkpoint."""
+class State:
+    """The state of `owner`, a `Saveable` that `path` reaches from the checkpoint."""
 
     kept_by_strategy = False
     """Whether the strategy stores all of it, so that one process can restore it for all."""
@@ -49,17 +48,27 @@ class State(ABC):
         """The name in the file of the tensor with this relative name."""
         return f"{self.path}/{relative}" if relative else self.path
 
-    @abstractmethod
     def save(self) -> Mapping[str, Array]:
         """The tensors by relative name. Collective."""
+        return {name: as_array(each, name) for name, each in self.owner.saved_tensors().items()}
 
-    @abstractmethod
     def problems(self, tensors: Mapping[str, Array]) -> list[str]:
-        """A line for each reason why these tensors can't be restored. Collective."""
+        """A line for each reason why these tensors can't be restored. Collective.
 
-    @abstractmethod
+        The error of the owner's `check_tensors`, or differences from its present tensors.
+        """
+        check = getattr(self.owner, "check_tensors", None)
+        if check is None:
+            return self._differences(self.save(), tensors)
+        try:
+            check(tensors)
+        except ValueError as error:
+            return [f"{self.path}: {error}"]
+        return []
+
     def restore(self, tensors: Mapping[str, Array]) -> None:
         """Restore tensors that have no problems. Collective."""
+        self.owner.restore_tensors(tensors)
 
     def _differences(self, wanted: Mapping[str, Any], tensors: Mapping[str, Array]) -> list[str]:
         """A line for each name, shape or dtype that differs from the wanted one."""
@@ -68,14 +77,9 @@ class State(ABC):
             if name not in wanted:
                 lines.append(f"{self.full_name(name)}: is in the file, but not in the program")
             elif (array.shape, array.dtype) != (wanted[name].shape, wanted[name].dtype):
-                lines.append(
-                    f"{self.full_name(name)}: {_kind(array)}, wanted {_kind(wanted[name])}"
-                )
+                kinds = [f"{each.dtype} of shape {each.shape}" for each in (array, wanted[name])]
+                lines.append(f"{self.full_name(name)}: {kinds[0]}, wanted {kinds[1]}")
         return lines
-
-
-def _kind(array: Any) -> str:
-    return f"{array.dtype} of shape {array.shape}"
 
 
 class VariableState(State):
@@ -96,29 +100,6 @@ class VariableState(State):
         self.owner.assign(tensors[""])
 
 
-class SaveableState(State):
-    """The state of an object with the protocol `Saveable`."""
-
-    def save(self) -> Mapping[str, Array]:
-        """The object's tensors."""
-        return {name: as_array(each, name) for name, each in self.owner.saved_tensors().items()}
-
-    def problems(self, tensors: Mapping[str, Array]) -> list[str]:
-        """The error of the object's `check_tensors`, or differences from its present tensors."""
-        check = getattr(self.owner, "check_tensors", None)
-        if check is None:
-            return self._differences(self.save(), tensors)
-        try:
-            check(tensors)
-        except ValueError as error:
-            return [f"{self.path}: {error}"]
-        return []
-
-    def restore(self, tensors: Mapping[str, Array]) -> None:
-        """Pass the tensors to the object."""
-        self.owner.restore_tensors(tensors)
-
-
 def refuse_different_names(communicator: Communicator, what: str, names: Iterable[str]) -> None:
     """The same ValueError on every rank where the ranks' names differ. Collective."""
     own = sorted(names)
@@ -134,7 +115,7 @@ def refuse_different_names(communicator: Communicator, what: str, names: Iterabl
 _SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)").fullmatch
 
 
-class OptimizerState(SaveableState):
+class OptimizerState(State):
     """An optimizer's state: its counts and slots. Slots may not exist yet when it is restored.
 
     `variables` are those in the same checkpoint by path. Their slots are "slots_of/PATH/SLOT" in

@@ -10,15 +10,9 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from strategies import foreign
 from strategies.base.strategy import Strategy
-from strategies.checkpoint.states import (
-    OptimizerState,
-    Saveable,
-    SaveableState,
-    State,
-    VariableState,
-)
+from strategies.checkpoint.states import OptimizerState, Saveable, State, VariableState
+from strategies.foreign.registry import framework_of, refused_by_checkpoint
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
 
@@ -76,7 +70,7 @@ def _has_state(value: Any) -> bool:
 
 def _refuse_foreign(path: str, value: Any, *, named: bool = False) -> None:
     """Else a file would silently be written without it."""
-    refused = foreign.refused_by_checkpoint(value, path, named=named)
+    refused = refused_by_checkpoint(value, path, named=named)
     if refused is not None and not _has_state(value):
         raise refused
 
@@ -84,13 +78,13 @@ def _refuse_foreign(path: str, value: Any, *, named: bool = False) -> None:
 def _state(path: str, value: Any, variables: Mapping[str, Variable]) -> State:
     if isinstance(value, Optimizer):
         return OptimizerState(path, value, variables)
-    return SaveableState(path, value) if isinstance(value, Saveable) else VariableState(path, value)
+    return (State if isinstance(value, Saveable) else VariableState)(path, value)
 
 
 def _has_children(value: Any) -> bool:
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         return True
-    if foreign.framework_of(value) is not None:
+    if framework_of(value) is not None:
         return False
     return not isinstance(value, _OPAQUE) and (hasattr(value, "__dict__") or bool(_slots(value)))
 

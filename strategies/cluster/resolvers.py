@@ -43,7 +43,17 @@ class ClusterResolver(ABC):
         return TFConfig(cluster, Task(self.task_type, self.task_id))
 
 
-class TFConfigClusterResolver(ClusterResolver):
+class _KnownCluster(ClusterResolver):
+    """A resolver whose cluster is known from when it was made."""
+
+    _cluster: ClusterSpec
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it was when this resolver was made."""
+        return self._cluster
+
+
+class TFConfigClusterResolver(_KnownCluster):
     """The cluster and task in the environment variable `TF_CONFIG`, read once, when made.
 
     As `tf.distribute.cluster_resolver.TFConfigClusterResolver`, which reads the variable anew on
@@ -65,12 +75,8 @@ class TFConfigClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
         self.environment = environment or ""
 
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster that `TF_CONFIG` named when this resolver was made."""
-        return self._cluster
 
-
-class SimpleClusterResolver(ClusterResolver):
+class SimpleClusterResolver(_KnownCluster):
     """A cluster and task given by the caller.
 
     As `tf.distribute.cluster_resolver.SimpleClusterResolver`. Raises TypeError where
@@ -94,12 +100,8 @@ class SimpleClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
         self.environment = environment
 
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster that the caller gave."""
-        return self._cluster
 
-
-class MPIClusterResolver(ClusterResolver):
+class MPIClusterResolver(_KnownCluster):
     """The ranks of an MPI world as the workers of a cluster, in rank order.
 
     TensorFlow has no counterpart in its releases. Addresses are `host:rank`, for reading only.
@@ -113,12 +115,8 @@ class MPIClusterResolver(ClusterResolver):
         self.task_type = "worker"
         self.task_id = communicator.rank
 
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster of one job, `worker`, with a task for each rank."""
-        return self._cluster
 
-
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(_KnownCluster):
     """The tasks of a Slurm step, from its environment, read once, when made.
 
     As `tf.distribute.cluster_resolver.SlurmClusterResolver`; GPUs are not needed, and not counted.
@@ -157,10 +155,6 @@ class SlurmClusterResolver(ClusterResolver):
         )
         self.task_type, self.task_id = tasks[rank].type, tasks[rank].index
         self.rpc_layer = rpc_layer
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The step's tasks as jobs."""
-        return self._cluster
 
 
 def _of_slurm(*names: str) -> str:

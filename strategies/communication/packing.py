@@ -42,11 +42,6 @@ def by_bytes(inputs: Sequence[ReduceInput], bytes_per_pack: int) -> Groups:
     return groups
 
 
-def one_by_one(inputs: Sequence[ReduceInput]) -> Groups:
-    """Nothing joined."""
-    return [[index] for index in reversed(range(len(inputs)))]
-
-
 def reduce_apart(
     communicator: Communicator,
     arrays: Sequence[Any],

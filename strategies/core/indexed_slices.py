@@ -117,13 +117,6 @@ def refuse_slices(leaves: Sequence[Any], what: str) -> None:
             raise NotImplementedError(f"{what} takes arrays, not {leaf}: use its to_dense()")
 
 
-def first_slices(communicator: Communicator, slices: IndexedSlices) -> IndexedSlices:
-    """The first rank's slices, for all. Collective."""
-    kept = len(slices.indices) if communicator.rank == 0 else 0
-    own = IndexedSlices(slices.values[:kept], slices.indices[:kept], slices.dense_shape)
-    return reduce_slices(communicator, own, ReduceOp.SUM)
-
-
 def embedding_lookup(params: Any, ids: Any) -> Array:
     """Rows of a variable, as `tf.nn.embedding_lookup`: an array of shape (*ids.shape, *row shape).
 

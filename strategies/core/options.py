@@ -10,6 +10,7 @@ import enum
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
 Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
@@ -125,6 +126,7 @@ def _checked_implementation(given: Any) -> CommunicationImplementation:
     )
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True)
 class CommunicationOptions(CheckedAttributes):
     """Options of collectives, for a strategy or for a single call.
 
@@ -178,12 +180,6 @@ class CommunicationOptions(CheckedAttributes):
             self.timeout_seconds if kept else options.timeout_seconds,
             self.implementation if auto else options.implementation,
         )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CommunicationOptions) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
     def __repr__(self) -> str:
         return (

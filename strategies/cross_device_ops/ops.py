@@ -15,12 +15,7 @@ from collectives import ReduceOp as Reduction
 from collectives.calls.reductions import ReduceInput
 from collectives.reductions.reduction import finish
 from strategies.communication.over_nccl import OverNccl, find_nccl
-from strategies.communication.packing import (
-    by_bytes,
-    one_by_one,
-    reduce_apart,
-    reduce_packed,
-)
+from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
 from strategies.core.values import Array
@@ -56,7 +51,7 @@ class PackedAllReduce(CrossDeviceOps, ABC):
         call = f"{self!r}.batch_reduce({reduce_op.value})"
         report = Report(call).of([each.array for each in inputs])
         agree(self.communicator, report, "batch_reduce")
-        groups = by_bytes(inputs, 0) if self.num_packs else one_by_one(inputs)
+        groups = by_bytes(inputs, 0) if self.num_packs else [[n] for n in range(len(inputs))][::-1]
         reduction = Reduction[reduce_op.name]
         return reduce_packed(
             inputs, groups, lambda pack: self.all_reduce_pack(pack, reduction), self.num_packs or 1

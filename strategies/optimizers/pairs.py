@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from strategies import foreign
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.same_error import wrong_context
 from strategies.core.values import as_array
+from strategies.foreign.registry import refused_for_variable
 from strategies.replication.contexts import has_strategy
 from strategies.replication.replication import Replication
 from strategies.variables.variable import Variable
@@ -49,7 +49,7 @@ def checked_pairs(pairs: Pairs, strategy: Replication) -> tuple[list[Gradient], 
 def check_variable(variable: Any, position: int) -> None:
     """TypeError for anything else than a Variable, such as a parameter of torch."""
     if not isinstance(variable, Variable):
-        raise foreign.refused_for_variable(variable, position) or TypeError(
+        raise refused_for_variable(variable, position) or TypeError(
             f"the variable at position {position} is a {type(variable).__name__}: must be a"
             " strategies.Variable"
         )

@@ -90,14 +90,6 @@ class ServedStorage(Storage):
             parts = [(shard, own) for shard, *own in zip(self.info.shards, *split, strict=True)]
         self.client.change(change, parts)
 
-    def own_part(self) -> Array:
-        """Nothing: TypeError, since only the servers change the value in place."""
-        raise TypeError("a value on parameter servers can't be changed in place")
-
-    def zeros(self) -> Storage:
-        """Nothing: TypeError, since servers keep what belongs to a value beside it."""
-        raise TypeError("a value on parameter servers has no second one like it: see `slot`")
-
     def slot(self, optimizer: Optimizer, name: str, initial: Array | None) -> ServedSlot:
         """An optimizer's array, which the servers keep beside the value.
 
@@ -196,14 +188,6 @@ class ServedSlot(Storage):
         parts = list(zip(self._value.info.shards, slots, strict=True))
         iteration = self._optimizer.iterations
         self._value.client.write_slots(self._number, parts, iteration, keep=keep)
-
-    def own_part(self) -> Array:
-        """Nothing: TypeError, since only the servers change it in place."""
-        raise TypeError("an optimizer's slot on parameter servers can't be changed in place")
-
-    def zeros(self) -> Storage:
-        """Nothing: TypeError, since a slot has no slots."""
-        raise TypeError("an optimizer's slot has no slots of its own")
 
 
 class ShardedVariable(Variable):

@@ -20,7 +20,7 @@ from strategies.core.indexed_slices import Gradient
 from strategies.core.options import ReduceOp, RunOptions
 from strategies.core.storage import Storage
 from strategies.core.values import Array
-from strategies.input import InputContext, InputOptions
+from strategies.input import InputContext
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
 from strategies.parameter_server.requests import Roles
@@ -41,7 +41,9 @@ class ParameterServerStrategy(Strategy):
     Ranks of the job ps call `serve`. All others run one script, which creates its variables in one
     order: the chief's initial values count, the others wait until the chief has made theirs. What
     is read is pulled, what is assigned is pushed, and gradients are applied by the servers in the
-    order of arrival; optimizers' slots lie there, too. A read never gives half of an update of a
+    order of arrival; optimizers' slots lie there, too. `experimental_distribute_dataset` gives each
+    worker all batches, whole; datasets that differ are made in `distribute_datasets_from_function`.
+    A read never gives half of an update of a
     part, and sees all that its worker has pushed. Each worker is a sync group of one: `reduce`,
     `all_reduce` and the like are its own alone.
 
@@ -236,15 +238,6 @@ class ParameterServerStrategy(Strategy):
                 yield
         finally:
             self._evaluates = before
-
-    def experimental_distribute_dataset(
-        self, dataset: Iterable[Any], options: InputOptions | None = None
-    ) -> Iterable[Any]:
-        """All batches of the dataset, whole, for each worker by itself: none agrees on the end.
-
-        Workers that are to get different ones make them in `distribute_datasets_from_function`.
-        """
-        return super().experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], *options: Any

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from strategies import foreign
 from strategies.core import nest, values
 from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices
 from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 from strategies.core.same_error import PropagatedErrors, wrong_context
+from strategies.foreign.guards import ScopeGuard, call_guarded
+from strategies.foreign.registry import any_loaded
 from strategies.replication.replication import Replication
 
 
@@ -225,15 +226,12 @@ def require_cross_replica(what: str, strategy: Replication | None = None) -> Non
         )
 
 
-def require_scope_allowed(strategy: Replication) -> None:
-    """RuntimeError where the strategy's scope can't be entered now."""
-    require_cross_replica("Strategy.scope()", strategy)
-
-
 @contextmanager
 def scope_of(strategy: Replication) -> Iterator[None]:
     """A context in which the strategy is in force, for all replicas. Raises RuntimeError."""
-    require_scope_allowed(strategy)  # it may be entered elsewhere than it was made
+    require_cross_replica(
+        "Strategy.scope()", strategy
+    )  # it may be entered elsewhere than it was made
     with entered(strategy, None), foreign_kept_out(strategy):
         yield
 
@@ -242,7 +240,7 @@ def foreign_kept_out(strategy: Replication) -> AbstractContextManager[None]:
     """A context that raises TypeError for a framework's model made in it, where ranks train it."""
     if strategy.trains_alone:
         return nullcontext()
-    return foreign.ScopeGuard(type(strategy).__name__, strategy.communicator.rank)
+    return ScopeGuard(type(strategy).__name__, strategy.communicator.rank)
 
 
 def call_as_replica(
@@ -255,10 +253,10 @@ def call_as_replica(
     strategy, frames = replica.strategy, _stack.frames
     frames.append(_Frame(strategy, replica))
     try:
-        if strategy.trains_alone or not foreign.any_loaded():
+        if strategy.trains_alone or not any_loaded():
             return fn(*args, **kwargs)
         name, rank = type(strategy).__name__, strategy.communicator.rank
-        return foreign.call_guarded(name, rank, fn, args, kwargs)
+        return call_guarded(name, rank, fn, args, kwargs)
     finally:
         frames.pop()
 

@@ -18,13 +18,7 @@ import numpy as np
 from collectives import Communicator, MismatchError
 from collectives.consistency.uncaught import raised_on_all
 from strategies.communication.with_options import CollectivesWithOptions
-from strategies.core.indexed_slices import (
-    Gradient,
-    IndexedSlices,
-    first_slices,
-    map_apart,
-    reduce_slices,
-)
+from strategies.core.indexed_slices import Gradient, IndexedSlices, map_apart, reduce_slices
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
 from strategies.core.same_error import compare
@@ -142,7 +136,9 @@ class Replication(ABC):
     def gather_slices(self, slices: IndexedSlices, op: ReduceOp | None) -> IndexedSlices:
         """Concatenate the replicas' rows, in their order; with op None the first replica's rows."""
         if op is None:
-            return first_slices(self.communicator, slices)
+            kept = len(slices.indices) if self.communicator.rank == 0 else 0
+            rows = slices.values[:kept], slices.indices[:kept]
+            slices, op = IndexedSlices(*rows, slices.dense_shape), ReduceOp.SUM
         return reduce_slices(self.communicator, slices, op)
 
     def broadcast_first(self, value: Array) -> Array:

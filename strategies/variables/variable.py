@@ -13,14 +13,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from strategies.core.indexed_slices import IndexedSlices, check_rows
 from strategies.core.same_error import PropagatedErrors
-from strategies.core.storage import (
-    Change,
-    LocalStorage,
-    Storage,
-    assign,
-    assign_add,
-    assign_sub,
-)
+from strategies.core.storage import Change, LocalStorage, Storage, assign, assign_add, assign_sub
 from strategies.core.values import Array, as_array
 from strategies.replication.contexts import get_strategy, has_strategy
 from strategies.replication.replication import Replication

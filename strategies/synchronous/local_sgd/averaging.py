@@ -105,13 +105,6 @@ class RankStates(NamedTuple):
         return flags
 
 
-def _agree_on_step(communicator: Communicator, outer: Optimizer) -> None:
-    """A MismatchError on every rank where the outer optimizers would take different steps."""
-    with PropagatedErrors(communicator, "outer_optimizer"):
-        step = f"outer step {outer.iterations + 1} of {outer.settings}"
-    communicator.barrier(step)
-
-
 class Averaging:
     """The values that the replicas average, and how."""
 
@@ -147,7 +140,10 @@ class Averaging:
     def _average_values(self, values: list[ReplicaStorage], counted: Sequence[bool]) -> None:
         arrays = [value.view() for value in values]
         if self._outer is not None:
-            _agree_on_step(self._communicator, self._outer)
+            # A MismatchError on every rank where the outer optimizers would take different steps.
+            with PropagatedErrors(self._communicator, "outer_optimizer"):
+                step = f"outer step {self._outer.iterations + 1} of {self._outer.settings}"
+            self._communicator.barrier(step)
             means = self._means(arrays, counted)
             for value in values:
                 value.return_to_agreed()
