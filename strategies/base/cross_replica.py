@@ -144,13 +144,11 @@ def gather_nest(strategy: Replication, value: Any, axis: int) -> Any:
 
 def _own_values(given: Sequence[Any]) -> list[Any]:
     """Variables as this replica's values, so that other arrays keep their kind."""
-    return [_own_value(leaf) if hasattr(leaf, "read_value") else leaf for leaf in given]
-
-
-def _own_value(variable: Any) -> Any:
-    # Here an ON_READ variable's read_value is the replicas' aggregate already.
-    own = getattr(variable, "on_read", False)
-    return variable.storage.read() if own else variable.read_value()
+    # An ON_READ variable's read_value is the replicas' aggregate already.
+    return [
+        leaf.storage.read() if getattr(leaf, "on_read", False) else values.content(leaf)
+        for leaf in given
+    ]
 
 
 def _check_axis(axis: Any) -> tuple[int, ...]:

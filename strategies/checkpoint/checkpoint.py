@@ -204,7 +204,12 @@ def _restore_from(
     by_state, unknown = _by_state(tensors, states)
     surplus = [] if expect_partial else unknown
     call_on_all(communicator, what, lambda: _check_fit(states, by_state, surplus, source))
-    call_on_all(communicator, what, lambda: _restore(states, by_state))
+
+    def restore() -> None:
+        for path, state in states.items():
+            state.restore(by_state[path])
+
+    call_on_all(communicator, what, restore)
     return source
 
 
@@ -214,11 +219,6 @@ def _saved(states: Mapping[str, State]) -> dict[str, Array]:
         for state in states.values()
         for name, array in state.save().items()
     }
-
-
-def _restore(states: Mapping[str, State], by_state: Mapping[str, Mapping[str, Array]]) -> None:
-    for path, state in states.items():
-        state.restore(by_state[path])
 
 
 def _existing(given: str | os.PathLike[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
-from strategies.core.same_error import compare
+from strategies.core.same_error import by_rank, compare
 from strategies.core.values import Array, as_array
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
@@ -107,8 +107,8 @@ def refuse_different_names(communicator: Communicator, what: str, names: Iterabl
     if reports is not None:
         everywhere = set.intersection(*map(set, reports))
         extra = [[name for name in report if name not in everywhere] for report in reports]
-        lines = [f"  rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(extra)]
-        text = "\n".join([f"{what}: some ranks have states that others lack", *lines])
+        names = [", ".join(each) or "none" for each in extra]
+        text = by_rank(f"{what}: some ranks have states that others lack", names)
         raise raised_on_all(ValueError(text), communicator.rank)
 
 

@@ -61,7 +61,13 @@ def find_states(objects: Mapping[str, Any]) -> dict[str, State]:
             visited[id(value)] = value
             queue.extend(_named(path + "/", _children(path, value)))
     variables = {path: value for path, value in found.items() if isinstance(value, Variable)}
-    return {path: _state(path, value, variables) for path, value in sorted(found.items())}
+    states: dict[str, State] = {}
+    for path, value in sorted(found.items()):
+        if isinstance(value, Optimizer):
+            states[path] = OptimizerState(path, value, variables)
+        else:
+            states[path] = (State if isinstance(value, Saveable) else VariableState)(path, value)
+    return states
 
 
 def _has_state(value: Any) -> bool:
@@ -73,12 +79,6 @@ def _refuse_foreign(path: str, value: Any, *, named: bool = False) -> None:
     refused = refused_by_checkpoint(value, path, named=named)
     if refused is not None and not _has_state(value):
         raise refused
-
-
-def _state(path: str, value: Any, variables: Mapping[str, Variable]) -> State:
-    if isinstance(value, Optimizer):
-        return OptimizerState(path, value, variables)
-    return (State if isinstance(value, Saveable) else VariableState)(path, value)
 
 
 def _has_children(value: Any) -> bool:

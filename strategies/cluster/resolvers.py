@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from collectives import Communicator
-from strategies.cluster.ranks import ordered_tasks, worker_cluster
 from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
-from strategies.cluster.spec import ClusterSpec, Task, read_index
+from strategies.cluster.spec import ClusterSpec, Task, ordered_tasks, read_index, worker_cluster
 from strategies.cluster.tf_config import TFConfig, parse_tf_config
 from strategies.core.world import world_of
 

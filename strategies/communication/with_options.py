@@ -16,7 +16,7 @@ from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
 from strategies.core.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
-from strategies.core.same_error import refuse_differences
+from strategies.core.same_error import by_rank, refuse_differences
 from strategies.core.values import Array
 from strategies.core.world import nccl_problem
 
@@ -108,8 +108,8 @@ def agreed_options(
     what = "communication_options must be equal CommunicationOptions"
     refuse_differences(communicator, what, repr(given))
     if not isinstance(given, CommunicationOptions):
-        lines = [f"  rank {rank}: {given!r}" for rank in range(communicator.size)]
-        raise raised_on_all(ValueError("\n".join([what, *lines])), communicator.rank)
+        text = by_rank(what, [repr(given)] * communicator.size)
+        raise raised_on_all(ValueError(text), communicator.rank)
     first = communicator.rank == 0
     if given.implementation is CommunicationImplementation.NCCL:
         for rank, problem in enumerate(communicator.all_gather_object(nccl_problem())):

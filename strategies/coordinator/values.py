@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from strategies.core import nest
+from strategies.core import nest, values
 from strategies.core.values import Array
 
 
@@ -35,7 +35,7 @@ class RemoteValue:
 
     def fetch(self) -> Any:
         """As `get`, with the variables in a nest as arrays."""
-        return nest.map_leaves(_as_array, self.get())
+        return nest.map_leaves(values.content, self.get())
 
     def settle(self, value: Any) -> None:
         """The function has returned. For the coordinator."""
@@ -56,10 +56,6 @@ class RemoteValue:
     def __repr__(self) -> str:
         failure = "" if self._error is None else f"failed with {type(self._error).__name__}"
         return f"<RemoteValue {failure or ('ready' if self._settled.is_set() else 'not ready')}>"
-
-
-def _as_array(leaf: Any) -> Any:
-    return leaf.read_value() if hasattr(leaf, "read_value") else leaf
 
 
 class PerWorkerValue:

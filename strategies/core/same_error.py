@@ -8,7 +8,7 @@ which costs a barrier; reports are gathered only where the texts differ.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator, MismatchError
@@ -111,12 +111,16 @@ def reports_after(
         return communicator.all_gather_object(report)
 
 
+def by_rank(text: str, entries: Iterable[object]) -> str:
+    """The text, and a line with each rank's entry."""
+    return "\n".join([text, *(f"  rank {rank}: {each}" for rank, each in enumerate(entries))])
+
+
 def refuse_differences(communicator: Communicator, what: str, text: str) -> None:
     """The same ValueError on every rank where the ranks' texts differ. Collective."""
     texts = compare(communicator, f"{what}: ", text, text)
     if texts is not None:
-        lines = [f"  rank {rank}: {each}" for rank, each in enumerate(texts)]
-        raise raised_on_all(ValueError("\n".join([what, *lines])), communicator.rank)
+        raise raised_on_all(ValueError(by_rank(what, texts)), communicator.rank)
 
 
 Errors = Sequence[Exception | None]

@@ -66,3 +66,8 @@ def as_array(value: Any, name: str, dtype: Any = None) -> Array:
         kind = type(value).__name__
         raise TypeError(f"{name} is a {kind} on a GPU: must lie on the CPU here")
     return np.asarray(to_numpy(value, name), dtype)
+
+
+def content(leaf: Any) -> Any:
+    """The value of a variable, which is known by its `read_value`; anything else as it is."""
+    return leaf.read_value() if hasattr(leaf, "read_value") else leaf

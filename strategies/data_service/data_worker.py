@@ -15,7 +15,7 @@ from typing import Any
 
 from collectives import Communicator
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import Membership
+from strategies.cluster.ranks import Membership
 from strategies.cluster.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,

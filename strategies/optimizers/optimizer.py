@@ -14,8 +14,14 @@ from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.same_error import propagate, wrong_context
 from strategies.core.storage import Storage, assign
 from strategies.core.values import Array
-from strategies.optimizers.clipping import check_limits, clip, limits_as_text
-from strategies.optimizers.pairs import absent_text, check_variable, checked_pairs
+from strategies.optimizers.gradients import (
+    absent_text,
+    check_limits,
+    check_variable,
+    checked_pairs,
+    clip,
+    limits_as_text,
+)
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.replication.contexts import get_replica_context
 from strategies.replication.replication import StepSeries

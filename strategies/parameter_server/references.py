@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import Membership
+from strategies.cluster.ranks import Membership
 from strategies.coordinator.link import Link, Restored
 from strategies.coordinator.packing import (
     ChiefReferences,

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.messaging.remote_error import Failure
 from collectives.shm.seqlock import ArrayAddress
-from strategies.cluster.membership import Membership
+from strategies.cluster.ranks import Membership
 
 
 class ShardInfo(NamedTuple):

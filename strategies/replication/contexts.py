@@ -84,7 +84,7 @@ class ReplicaContext:
             return self._all_reduce(as_reduce_op(reduce_op), value, options)
 
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
-        strategy, leaves = self.strategy, [_as_array(leaf) for leaf in nest.leaves(value)]
+        strategy, leaves = self.strategy, _contents(value)
         self._compare("all_reduce", value, leaves, options)
         folded = map_apart(
             leaves,
@@ -112,7 +112,7 @@ class ReplicaContext:
         """
         self._require_in_force("all_gather")
         with PropagatedErrors(self.strategy.communicator, "all_gather"):
-            leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
+            leaves = _contents(value)
             refuse_slices(leaves, "all_gather")
             if any(np.ndim(leaf) == 0 for leaf in leaves):
                 raise ValueError(
@@ -125,9 +125,14 @@ class ReplicaContext:
     def _compare(
         self, what: str, value: Any, leaves: Sequence[Any], options: CommunicationOptions | None
     ) -> None:
-        """A MismatchError where the nests differ; a single array is compared when it is sent."""
+        """A MismatchError where the nests' structures differ.
+
+        Shapes and dtypes, and so a single array, are compared when the arrays are sent.
+        """
         if isinstance(value, Mapping | list | tuple):
-            self.strategy.barrier(f"{what} of {_description(value, leaves)}", options)
+            sparse = [n for n, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
+            text = f"{what} of {nest.structure(value)}" + (f", sparse {sparse}" if sparse else "")
+            self.strategy.barrier(text, options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
@@ -150,16 +155,9 @@ class ReplicaContext:
             )
 
 
-def _description(value: Any, leaves: Sequence[Any]) -> str:
-    """The nest's structure: shapes and dtypes are compared when the arrays are reduced."""
-    sparse = [place for place, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
-    return nest.structure(value) + (f", sparse {sparse}" if sparse else "")
-
-
-def _as_array(leaf: Any) -> Any:
-    """This replica's value of a variable or a container; everything else as it is."""
-    leaf = values.local(leaf)
-    return leaf.read_value() if hasattr(leaf, "read_value") else leaf
+def _contents(value: Any) -> list[Any]:
+    """The leaves of a nest; of variables and containers this replica's values."""
+    return [values.content(values.local(leaf)) for leaf in nest.leaves(value)]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from collectives import BackendUnavailableError, Communicator
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import join_cluster
+from strategies.cluster.ranks import join_cluster
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.communication.with_options import agreed_options

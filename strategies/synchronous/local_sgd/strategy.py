@@ -18,7 +18,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.scope import named_scope
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import join_cluster
+from strategies.cluster.ranks import join_cluster
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.core.indexed_slices import Gradient
