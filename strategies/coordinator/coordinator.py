@@ -43,8 +43,8 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: Strategy, link: Link) -> None:
         self._strategy = strategy
-        self._references = link.on_chief(
-            strategy, lambda body, packed: self._dispatcher.notify_all(body, packed)
+        self._references = link.make_references(
+            strategy, notify_workers=lambda *what: self._dispatcher.notify_all(*what)
         )
         self._queue = ClosureQueue()
         self._dispatcher = Dispatcher(self._queue, link, self._unpacked)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from collectives.errors import RankFailedError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.rpc import Endpoint
-from strategies.coordinator.packing import ChiefReferences, WorkerReferences
+from strategies.coordinator.packing import References
 
 
 class Run(NamedTuple):
@@ -45,12 +45,11 @@ class Link:
         chief: int,
         workers: Mapping[int, str],
         servers: Mapping[int, str],
-        on_chief: type[ChiefReferences] = ChiefReferences,
-        on_worker: type[WorkerReferences] = WorkerReferences,
+        make_references: Callable[..., References] = References,
     ) -> None:
-        """`workers` and `servers` map ranks to names; the classes name what each side sends."""
+        """`workers` and `servers` map ranks to names."""
         self.box, self.chief, self.workers, self.servers = box, chief, workers, servers
-        self.on_chief, self.on_worker = on_chief, on_worker
+        self.make_references = make_references
         self.coordinator: Any = None
         """The chief's `ClusterCoordinator`, if there is one: it ends the workers' service."""
         self._ended = False

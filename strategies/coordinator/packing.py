@@ -39,68 +39,60 @@ class IteratorName(NamedTuple):
 
 
 class References:
-    """The strategy travels by name. Strategies whose variables do, too, have a subclass."""
+    """Objects that travel between the chief and its workers by name, since each rank has its own.
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    The strategy does, and per-worker iterators. A strategy whose variables do, too, has a subclass.
+    """
 
-    def name(self, thing: Any) -> Any:
-        """A picklable name; None for an object that is packed itself."""
-        return StrategyName() if thing is self._strategy else None
-
-    def resolve(self, name: Any) -> Any:
-        """This process's own object of that name; ValueError for an unknown one."""
-        if isinstance(name, StrategyName):
-            return self._strategy
-        raise ValueError(f"{name!r}: no object of this name exists here")
-
-
-class ChiefReferences(References):
-    """The chief's: per-worker iterators travel by name as well."""
-
-    def __init__(self, strategy: Strategy, notify_workers: NotifyWorkers) -> None:
-        super().__init__(strategy)
-        self._notify_workers = notify_workers
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        notify_workers: NotifyWorkers | None = None,
+        datasets: WorkerDatasets | None = None,
+    ) -> None:
+        """The chief gives `notify_workers`, a worker its `datasets`."""
+        self._strategy, self._notify_workers, self._datasets = strategy, notify_workers, datasets
 
     def name(self, thing: Any) -> Any:
         """A picklable name; None for an object that is packed itself.
 
-        TypeError for a variable of another strategy.
+        On the chief TypeError for a variable of another strategy.
         """
+        if thing is self._strategy:
+            return StrategyName()
         if isinstance(thing, PerWorkerIterator):
             return IteratorName(thing.dataset, thing.number)
-        if isinstance(thing, Variable) and thing.strategy is not self._strategy:
+        foreign = isinstance(thing, Variable) and thing.strategy is not self._strategy
+        if foreign and self._notify_workers is not None:
             raise TypeError(
                 f"{thing} belongs to {thing.strategy}: workers can't reach it; create it in the"
                 f" scope of {self._strategy}, or schedule the function with its value"
             )
-        return super().name(thing)
-
-    def add_uses(self, uses: Any) -> None:
-        """Keep what a worker sent with a result, for `apply_uses`; called by any thread."""
-
-    def apply_uses(self) -> None:
-        """Apply what workers sent to the chief's own objects; called by the program's thread."""
-
-
-class WorkerReferences(References):
-    """A worker's: names of per-worker iterators are resolved to its own."""
-
-    def __init__(self, strategy: Strategy, datasets: WorkerDatasets) -> None:
-        super().__init__(strategy)
-        self._datasets = datasets
+        return None
 
     def resolve(self, name: Any) -> Any:
-        """This process's own object of that name; an iterator begins here if it is new."""
-        if isinstance(name, IteratorName):
-            return self._datasets.iterator(*name)
-        return super().resolve(name)
+        """This process's own object of that name; ValueError for an unknown one.
 
-    def restore(self, number: int, restored: Any) -> None:
-        """Keep an optimizer's first slots."""
+        An iterator begins here if it is new.
+        """
+        if isinstance(name, StrategyName):
+            return self._strategy
+        if isinstance(name, IteratorName) and self._datasets is not None:
+            return self._datasets.iterator(*name)
+        raise ValueError(f"{name!r}: no object of this name exists here")
 
     def uses(self) -> Any:
-        """What is sent to the chief with a result."""
+        """What a worker sends to the chief with a result."""
+
+    def add_uses(self, uses: Any) -> None:
+        """On the chief: keep it for `apply_uses`; called by any thread."""
+
+    def apply_uses(self) -> None:
+        """Apply it to the chief's own objects; called by the program's thread."""
+
+    def restore(self, number: int, restored: Any) -> None:
+        """On a worker: keep an optimizer's first slots."""
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from collectives.messaging.remote_error import Failure, describe
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
 from strategies.base.strategy import Strategy
 from strategies.coordinator.link import End, Link, NewDataset, Restored, Run
-from strategies.coordinator.packing import WorkerReferences, pack, unpack
+from strategies.coordinator.packing import References, pack, unpack
 from strategies.coordinator.values import WorkerDatasets
 from strategies.errors import OutOfRangeError
 from strategies.replication import contexts
@@ -50,7 +50,7 @@ def serve_chief(strategy: Strategy, link: Link, settle: Callable[[], None]) -> N
             settle()
 
     datasets = WorkerDatasets(lambda arrays: unpack(arrays, references))
-    references = link.on_worker(strategy, datasets)
+    references = link.make_references(strategy, datasets=datasets)
     Worker(link, call, references, datasets).serve()
 
 
@@ -61,7 +61,7 @@ class Worker:
         self,
         link: Link,
         call: CallFunction,
-        references: WorkerReferences,
+        references: References,
         datasets: WorkerDatasets,
     ) -> None:
         self._chief, self._name = link.chief, link.workers[link.box.rank]
