@@ -37,7 +37,8 @@ from strategies.cross_device_ops import (
     RingAllReduce,
 )
 from strategies.data_service.data_worker import DatasetWorker
-from strategies.evaluation.evaluate import Evaluation, evaluate_checkpoints, training_ends
+from strategies.evaluation.end_marker import training_ends
+from strategies.evaluation.evaluate import Evaluation, evaluate_checkpoints
 from strategies.evaluation.side_by_side import TrainedAndEvaluated, train_and_evaluate
 from strategies.input import (
     AutoShardPolicy,

@@ -1,91 +1,22 @@
 """Evaluate checkpoints while other ranks train, as `tf.estimator.train_and_evaluate` does.
 
 Trainers and evaluators share only a directory with the checkpoints and, after training, the end
-marker: a file that signals the end of training.
+marker.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from strategies.base.strategy import Strategy, get_strategy
-from strategies.checkpoint import Checkpoint, tensor_file
+from strategies.checkpoint import Checkpoint
 from strategies.checkpoint.manager import FoundCheckpoint, find_checkpoints
 from strategies.core.same_error import call_on_first
-
-END_MARKER = "training_ended.json"
-
-PROCESS_START = time.time()
-"""An end of training before this time belongs to an earlier run."""
-
-
-@contextlib.contextmanager
-def training_ends(
-    directory: str | os.PathLike[str], *, run: str | None = None, writes: bool = True
-) -> Iterator[None]:
-    """Write the end marker when the block ends or fails: no more checkpoints. Not collective.
-
-        with strategies.training_ends("checkpoints", writes=strategy.is_chief):
-            train()
-
-    run: the name of this run, if the evaluator waits for one. writes: whether this rank writes the
-    marker; one rank should. It removes the marker of an earlier run first. Raises OSError where
-    the directory can't be written.
-    """
-    marker = Path(directory, END_MARKER)
-    if writes:
-        marker.unlink(missing_ok=True)
-    failure: str | None = None
-    try:
-        yield
-    except BaseException as error:
-        failure = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        if writes:
-            content = {"run": run, "ended": time.time(), "failure": failure}
-            tensor_file.write(str(marker), json.dumps(content).encode())
-
-
-class EndOfTraining:
-    """Detects the end of a run by polling the marker.
-
-    Without a run's name, any marker that appears or changes after the first poll counts, whatever
-    its host's clock says, and so does an end after the start of this process.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], run: str | None) -> None:
-        self._directory, self._run = directory, run
-        self._first_poll: list[dict[str, Any] | None] = []
-
-    def poll(self) -> bool:
-        """Whether the run has ended. Raises ValueError for a file that isn't an end marker."""
-        content = _read(self._directory)
-        if not self._first_poll:
-            self._first_poll.append(content)
-        if content is None or self._run is not None:
-            return content is not None and content["run"] == self._run
-        return content not in self._first_poll or bool(content["ended"] >= PROCESS_START)
-
-
-def _read(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The marker's content; None where there is no marker."""
-    marker = Path(directory, END_MARKER)
-    try:
-        content = dict(json.loads(marker.read_bytes()))
-        return content | {"run": content["run"], "ended": float(content["ended"])}
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{marker} is not a marker of the end of training: {error!r}") from None
-
+from strategies.evaluation.end_marker import EndOfTraining
 
 ModelFunction: TypeAlias = Callable[[Strategy], tuple[Checkpoint, Callable[[], Any]]]
 """`model_fn(strategy)` is called once in the strategy's scope. It returns a Checkpoint of the model

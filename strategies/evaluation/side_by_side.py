@@ -12,12 +12,8 @@ from collectives import Communicator
 from strategies.base.strategy import Strategy
 from strategies.cluster.tf_config import parse_tf_config, validate_for_train_and_evaluate
 from strategies.core.world import world_of
-from strategies.evaluation.evaluate import (
-    Evaluation,
-    ModelFunction,
-    evaluate_checkpoints,
-    training_ends,
-)
+from strategies.evaluation.end_marker import training_ends
+from strategies.evaluation.evaluate import Evaluation, ModelFunction, evaluate_checkpoints
 from strategies.input.failures import check_together
 from strategies.parameter_server.strategy import ParameterServerStrategy
 from strategies.synchronous.mirrored import MultiWorkerMirroredStrategy

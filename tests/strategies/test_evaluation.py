@@ -13,12 +13,8 @@ from strategies import ClusterSpec, MultiWorkerMirroredStrategy, Variable, optim
 from strategies.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from strategies.cluster_resolver import SimpleClusterResolver
 from strategies.evaluation import evaluate as evaluation
-from strategies.evaluation.evaluate import (
-    END_MARKER,
-    EndOfTraining,
-    evaluate_checkpoints,
-    training_ends,
-)
+from strategies.evaluation.end_marker import END_MARKER, EndOfTraining, training_ends
+from strategies.evaluation.evaluate import evaluate_checkpoints
 from strategies.evaluation.side_by_side import train_and_evaluate
 from strategies.parameter_server.strategy import ParameterServerStrategy
 from tests.strategies.support import refusal, same_refusal, tf_config

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from strategies import Checkpoint, CheckpointManager, Variable, metrics
-from strategies.evaluation.evaluate import evaluate_checkpoints, training_ends
+from strategies.evaluation.end_marker import training_ends
+from strategies.evaluation.evaluate import evaluate_checkpoints
 from strategies.evaluation.side_by_side import train_and_evaluate
 from strategies.parameter_server import FixedShardsPartitioner
 from strategies.parameter_server.strategy import ParameterServerStrategy
