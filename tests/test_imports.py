@@ -61,17 +61,20 @@ STRATEGIES = {
     | {"synchronous", "collectives"},
     "checkpoint": {"base", "core", "foreign", "optimizers", "replication", "synchronous"}
     | {"variables", "collectives", "collectives.consistency", "collectives.scope"},
-    "data_service": {"base", "cluster", "core", "input", "collectives"} | {"collectives.messaging"},
+    "data_service": {"base", "cluster", "cluster_resolver", "core", "input", "collectives"}
+    | {"collectives.messaging"},
     "coordinator": {"base", "core", "errors", "replication", "variables"}
     | {"collectives.errors", "collectives.messaging"},
-    "parameter_server": {"base", "cluster", "coordinator", "core", "input", "optimizers"}
-    | {"variables", "collectives", "collectives.lifecycle", "collectives.messaging"}
-    | {"collectives.shm", "collectives.transports"},
-    "synchronous": {"base", "cluster", "communication", "core", "cross_device_ops"}
-    | {"input", "optimizers", "replication", "variables", "collectives"}
-    | {"collectives.consistency", "collectives.scope", "collectives.transports"},
-    "base": {"cluster", "core", "cross_device_ops", "input", "replication", "collectives"}
-    | {"collectives.arrays", "collectives.cuda"},
+    "parameter_server": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
+    | {"input", "optimizers", "variables", "collectives", "collectives.lifecycle"}
+    | {"collectives.messaging", "collectives.shm", "collectives.transports"},
+    "synchronous": {"base", "cluster", "cluster_resolver", "communication", "core"}
+    | {"cross_device_ops", "input", "optimizers", "replication", "variables"}
+    | {"collectives", "collectives.consistency", "collectives.scope"}
+    | {"collectives.transports"},
+    "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "input"}
+    | {"replication", "collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.cuda"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
     "optimizers": {"core", "foreign", "replication", "variables", "collectives"},
     "variables": {"core", "replication"},
@@ -83,8 +86,8 @@ STRATEGIES = {
     | {"collectives.consistency", "collectives.cuda", "collectives.gpu"},
     "input": {"core", "collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.cuda", "collectives.scope"},
-    "cluster_resolver": {"cluster"},
-    "cluster": {"core", "collectives", "collectives.consistency"},
+    "cluster_resolver": {"cluster", "core", "collectives"},
+    "cluster": set(),
     "core": {"collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.cuda", "collectives.errors", "collectives.gpu", "collectives.scope"},
     "foreign": {"collectives.consistency"},

@@ -13,7 +13,7 @@ from typing import Any
 from collectives import Communicator
 from strategies.base.cross_replica import gather_nest, reduce_nest
 from strategies.base.extended import StrategyExtended
-from strategies.cluster.resolvers import ClusterResolver
+from strategies.cluster_resolver import ClusterResolver
 from strategies.core import values
 from strategies.core.options import CommunicationOptions, ReduceOp, RunOptions
 from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by

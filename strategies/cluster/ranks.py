@@ -1,4 +1,4 @@
-"""The assignment of MPI ranks to tasks, from every rank's `TF_CONFIG`, and the groups of ranks.
+"""The assignment of MPI ranks to tasks, from every rank's `TF_CONFIG`.
 
 `assign_ranks` is a pure function of what all ranks reported, so every rank finds the same
 assignment or raises the same error. Ids follow the cluster, not the launch: chief, workers by
@@ -8,20 +8,13 @@ jobs before the workers; `multi_worker_util.is_chief` and `id_in_cluster` give t
 
 from __future__ import annotations
 
-import os
-import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from collectives import Communicator
-from collectives.consistency.uncaught import raising_on_all
-from strategies.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from strategies.cluster.spec import ClusterSpec, Task, ordered_tasks, shown, worker_cluster
 from strategies.cluster.tf_config import TFConfig, parse_tf_config, validate_task
-from strategies.core.same_error import PropagatedErrors
-from strategies.core.world import world_of
 
 _LONE_EVALUATOR = Task("evaluator", 0)
 
@@ -188,55 +181,3 @@ def _places(tasks: Sequence[Task], cluster: ClusterSpec) -> tuple[RankPlace, ...
         )
         for task in tasks
     )
-
-
-# Ranks of different groups train, evaluate, feed data or hold parameters apart from each other.
-_GROUPS = {"chief": 0, "worker": 0, "evaluator": 1, "data": 2, "ps": 3}
-
-
-@dataclass(frozen=True)
-class Membership:
-    """One rank's place among those of the whole program."""
-
-    world: Communicator
-    """Of all tasks."""
-    group: Communicator
-    """Of the tasks that work in step with this one, numbered by their ids."""
-    places: tuple[RankPlace, ...]
-    """The place of each rank of the world."""
-    resolver: ClusterResolver
-
-    @property
-    def place(self) -> RankPlace:
-        """This rank's own."""
-        return self.places[self.world.rank]
-
-    def ranks_of(self, *roles: str) -> list[int]:
-        """The world's ranks that have one of these roles, by the ids of their tasks."""
-        held = [rank for rank, place in enumerate(self.places) if place.role in roles]
-        return sorted(held, key=lambda rank: self.places[rank].id)
-
-
-def join_cluster(
-    communicator: Communicator | None,
-    resolver: ClusterResolver | None,
-    validate: Callable[[TFConfig], None],
-) -> Membership:
-    """Compare all ranks' clusters and tasks, and split the ranks by what they do. Collective.
-
-    The cluster comes from the resolver, else from `TF_CONFIG`, else every rank is a worker. Raises
-    the same ValueError on every rank where they don't fit together, and what `validate` raises.
-    """
-    world = world_of(communicator)
-    with PropagatedErrors(world, "cluster_resolver"):
-        text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
-    with raising_on_all(world.rank):
-        places = assign_ranks(world.all_gather_object((text, socket.gethostname())))
-        validate(TFConfig(places[0].cluster, places[0].task))
-    place = places[world.rank]
-    group = world.split(_GROUPS.get(place.role, 0), key=place.key)
-    assert group is not None
-    if resolver is None:
-        task = place.task
-        resolver = SimpleClusterResolver(place.cluster, task_type=task.type, task_id=task.index)
-    return Membership(world, group, places, resolver)

@@ -14,14 +14,14 @@ from itertools import islice
 from typing import Any
 
 from collectives import Communicator
+from strategies.base.membership import Membership
 from strategies.base.strategy import Strategy
-from strategies.cluster.ranks import Membership
-from strategies.cluster.resolvers import (
+from strategies.cluster.spec import ClusterSpec
+from strategies.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from strategies.cluster.spec import ClusterSpec
 from strategies.core.world import world_of
 from strategies.data_service.client import DatasetClient
 from strategies.data_service.server import DatasetServer

@@ -26,7 +26,11 @@ def distribute(
     sharding = agree_on_sharding(communicator, dataset, options)
     rank, size = communicator.rank, communicator.size
     shard = call_together(communicator, lambda: _shard(dataset, sharding, rank, size))
-    begin = partial(_begin, shard, checked_options(options))
+    depth = checked_options(options).experimental_per_replica_buffer_size
+
+    def begin() -> Batches:
+        return read_ahead(shard(), depth)
+
     if isinstance(shard, _Parts):
         return DistributedDataset(communicator, begin, lambda: shard.digest)
     return DistributedDataset(communicator, begin)
@@ -43,7 +47,8 @@ def distribute_from_function(
     checked = check_together(communicator, lambda: _without_sharding(options))
     dataset = call_together(communicator, lambda: dataset_fn(context))
     check_together(communicator, lambda: check_iterable(dataset))
-    return DistributedDataset(communicator, partial(_begin, partial(_unchanged, dataset), checked))
+    depth = checked.experimental_per_replica_buffer_size
+    return DistributedDataset(communicator, lambda: read_ahead(_unchanged(dataset), depth))
 
 
 def _without_sharding(options: Any) -> InputOptions:
@@ -54,10 +59,6 @@ def _without_sharding(options: Any) -> InputOptions:
             " function: must have neither auto_shard_policy nor sharding"
         )
     return checked
-
-
-def _begin(shard: Callable[[], Batches], options: InputOptions) -> Batches:
-    return read_ahead(shard(), options.experimental_per_replica_buffer_size)
 
 
 def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[], Batches]:

@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from collectives.messaging.rpc import PendingAnswer
@@ -14,7 +14,7 @@ from collectives.shm.seqlock import MappedArray, MappedArrays
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change
 from strategies.core.values import Array
-from strategies.optimizers.update_rules import UpdateRule
+from strategies.optimizers.update_rules import Slots, UpdateRule
 from strategies.parameter_server.requests import Request, ShardInfo
 from strategies.parameter_server.rpc_client import RpcClient
 from strategies.parameter_server.server import Server
@@ -142,7 +142,7 @@ class Client:
     def write_slots(
         self,
         optimizer: int,
-        parts: Iterable[tuple[ShardInfo, Mapping[str, Array]]],
+        parts: Iterable[tuple[ShardInfo, Slots]],
         iteration: int,
         *,
         keep: bool,

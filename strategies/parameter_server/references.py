@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
+from strategies.base.membership import Membership
 from strategies.base.strategy import Strategy
-from strategies.cluster.ranks import Membership
 from strategies.coordinator.link import Link, Restored
 from strategies.coordinator.packing import NotifyWorkers, References, pack
 from strategies.core.storage import LocalStorage

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.messaging.remote_error import Failure
 from collectives.shm.seqlock import ArrayAddress
-from strategies.cluster.ranks import Membership
+from strategies.base.membership import Membership
 
 
 class ShardInfo(NamedTuple):

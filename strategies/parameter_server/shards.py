@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from collectives.shm.seqlock import SharedArray
 from strategies.core.indexed_slices import IndexedSlices
 from strategies.core.values import Array
-from strategies.optimizers.update_rules import UpdateRule
+from strategies.optimizers.update_rules import Slots, UpdateRule
 from strategies.variables.scatter import scatter_sub
 
 
@@ -60,12 +60,7 @@ class Shard:
             state.iteration = iteration
 
     def _update_rows(
-        self,
-        rule: UpdateRule,
-        slots: Mapping[str, Array],
-        iteration: int,
-        indices: Array,
-        values: Array,
+        self, rule: UpdateRule, slots: Slots, iteration: int, indices: Array, values: Array
     ) -> None:
         """As with a gradient that is zero in all other rows."""
         summed = IndexedSlices(values, indices, self.value.shape).summed()
@@ -80,13 +75,7 @@ class Shard:
         return self._states.get(optimizer, OptimizerState())
 
     def set_state(
-        self,
-        worker: int,
-        optimizer: int,
-        slots: Mapping[str, Array],
-        iteration: int,
-        *,
-        keep: bool,
+        self, worker: int, optimizer: int, slots: Slots, iteration: int, *, keep: bool
     ) -> None:
         """Set slots of an optimizer and its count, but for those that are there if `keep`."""
         state = self._states.setdefault(optimizer, OptimizerState())

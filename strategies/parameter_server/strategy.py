@@ -11,10 +11,10 @@ from collectives import Communicator, RankFailedError
 from collectives.lifecycle.process_exit import leave_at_exit
 from collectives.lifecycle.shutdown import survive_deaths
 from collectives.transports.local import alone
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.ranks import join_cluster
-from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
+from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
 from strategies.core.options import ReduceOp, RunOptions

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from collectives import BackendUnavailableError, Communicator
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.ranks import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import call_on_all, raise_on_all

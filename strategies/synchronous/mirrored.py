@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives import BackendUnavailableError, Communicator
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.ranks import join_cluster
-from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
+from strategies.cluster_resolver import ClusterResolver
 from strategies.communication.with_options import agreed_options
 from strategies.core.options import CommunicationOptions
 from strategies.core.same_error import call_on_all, refuse_differences

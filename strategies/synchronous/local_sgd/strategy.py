@@ -17,10 +17,10 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.scope import named_scope
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.ranks import join_cluster
-from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
+from strategies.cluster_resolver import ClusterResolver
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import refuse_differences
 from strategies.core.storage import Storage
