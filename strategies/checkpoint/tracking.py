@@ -12,6 +12,7 @@ import numpy as np
 from collectives import Communicator
 from strategies.base.strategy import Strategy
 from strategies.checkpoint.states import OptimizerState, Saveable, State, VariableState
+from strategies.foreign.reach import slots_of_class
 from strategies.foreign.registry import framework_of, refused_by_checkpoint
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
@@ -105,12 +106,8 @@ def _children(path: str, value: Any) -> Mapping[Any, Any]:
 
 
 def _slots(value: Any) -> list[str]:
-    """The names in the `__slots__` of an object's classes."""
-    names: list[str] = []
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return [name for name in names if not name.startswith("__")]
+    kind: type = type(value)
+    return [name for name in slots_of_class(kind) if not name.startswith("__")]
 
 
 def _named(prefix: str, children: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

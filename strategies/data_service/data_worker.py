@@ -119,11 +119,8 @@ class DatasetWorker:
         workers = max(world.size - data_tasks, 1)
         jobs = {"worker": addresses[:workers], "data": addresses[workers:]}
         cluster = ClusterSpec({job: tasks for job, tasks in jobs.items() if tasks})
-        serves = world.rank >= workers
-        place = world.rank - workers if serves else world.rank
-        return SimpleClusterResolver(
-            cluster, task_type="data" if serves else "worker", task_id=place
-        )
+        job, first = ("worker", 0) if world.rank < workers else ("data", workers)
+        return SimpleClusterResolver(cluster, task_type=job, task_id=world.rank - first)
 
     @property
     def serves(self) -> bool:
