@@ -42,9 +42,12 @@ def parse_device(name: Any) -> tuple[str, int]:
     return match[1].upper(), int(match[2])
 
 
-def parse_devices(names: Any) -> list[tuple[str, int]]:
-    """As `parse_device`, of one name or several; TypeError for what is neither."""
-    return [parse_device(name) for name in ([names] if isinstance(names, str) else names)]
+def parse_devices(names: Any, where: str) -> list[tuple[str, int]]:
+    """As `parse_device`, of one name or several; ValueErrors begin with `where` they stand."""
+    try:
+        return [parse_device(name) for name in ([names] if isinstance(names, str) else names)]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def nccl_problem() -> str | None:

@@ -107,12 +107,6 @@ def check_limits(clipnorm: Any, global_clipnorm: Any) -> None:
             raise ValueError(f"{name}={limit!r}: must be a number above 0, or None")
 
 
-def limits_as_text(clipnorm: float | None, global_clipnorm: float | None) -> str:
-    """The limit that is given, to follow another text."""
-    limits = {"clipnorm": clipnorm, "global_clipnorm": global_clipnorm}
-    return "".join(f", {name}={limit}" for name, limit in limits.items() if limit is not None)
-
-
 def clip(
     gradients: Sequence[Gradient], clipnorm: float | None, global_clipnorm: float | None
 ) -> list[Gradient]:

@@ -20,7 +20,6 @@ from strategies.optimizers.gradients import (
     check_variable,
     checked_pairs,
     clip,
-    limits_as_text,
 )
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.replication.contexts import get_replica_context
@@ -151,7 +150,9 @@ class Optimizer(ABC):
     @property
     def settings(self) -> str:
         """The numbers of the next step, as a text."""
-        return f"{self.rule}{limits_as_text(self.clipnorm, self.global_clipnorm)}"
+        limits = {"clipnorm": self.clipnorm, "global_clipnorm": self.global_clipnorm}
+        given = [f", {name}={limit}" for name, limit in limits.items() if limit is not None]
+        return f"{self.rule}{''.join(given)}"
 
     def fusion_of(self, variables: Sequence[Variable]) -> Fusion | None:
         """Where `gradient_views` of these variables lie, which are the same ones on all ranks."""

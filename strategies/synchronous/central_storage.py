@@ -146,10 +146,7 @@ def shared_zeros(
 def _check_devices(group: Communicator, compute_devices: Any, parameter_device: Any) -> None:
     """ValueError or BackendUnavailableError for this rank's arguments."""
     given = f"rank {group.rank}: compute_devices={compute_devices!r}"
-    try:
-        names = None if compute_devices is None else parse_devices(compute_devices)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{given}: {error}") from None
+    names = None if compute_devices is None else parse_devices(compute_devices, given)
     if names is not None and len(names) != group.local_size:
         raise ValueError(
             f"{given}: must have one entry for each of the {group.local_size} ranks of the node"

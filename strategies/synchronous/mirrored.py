@@ -69,10 +69,7 @@ def _checked(world: Communicator, devices: Any, ops: Any) -> list[tuple[str, int
     if devices is None:
         return None
     given = f"MirroredStrategy: devices={devices!r}"
-    try:
-        parsed = parse_devices(devices)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{given}: {error}") from None
+    parsed = parse_devices(devices, given)
     gpus = [device for device in parsed if device[0] == "GPU"]
     if len(set(gpus)) != len(gpus):
         raise ValueError(f"{given}: a GPU is there twice")
