@@ -6,7 +6,6 @@ overrides the hooks in which it differs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class StepSeries:
     next_step: int = 0
 
 
-class Replication(ABC):
+class Replication:
     """The replicas of a program, one for each rank of `communicator`, and how they stay equal."""
 
     device = "/device:CPU:0"
@@ -82,20 +81,6 @@ class Replication(ABC):
     def is_chief(self) -> bool:
         """Whether this process writes what is written once (checkpoints, logs)."""
         return self._is_chief
-
-    @abstractmethod
-    def scope(self) -> AbstractContextManager[None]:
-        """A context in which the strategy is in force, for all replicas."""
-
-    @abstractmethod
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: Any = None,
-    ) -> Any:
-        """Call `fn(*args, **kwargs)` as one replica, and return its result."""
 
     # Communication between the replicas. All of it is collective, and every rank gets the result.
 
@@ -165,7 +150,7 @@ class Replication(ABC):
         """
         return LocalStorage(self.mirror(value, what))
 
-    def complete(self, variable: Any) -> None:  # noqa: B027 -- a hook
+    def complete(self, variable: Any) -> None:
         """Finish a variable that was just created."""
 
     def colocate_with(self, variable: Any) -> AbstractContextManager[None]:
@@ -239,7 +224,7 @@ class Replication(ABC):
         sums: list[Array] = fusion.all_reduce()
         return sums
 
-    def settle(self) -> None:  # noqa: B027 -- a hook
+    def settle(self) -> None:
         """Make the replicas' values equal, before a checkpoint takes the chief's. Collective."""
 
     # Replicas that don't take each step together override the following.
@@ -266,5 +251,5 @@ class Replication(ABC):
         """
         return batches
 
-    def leave_loops(self) -> None:  # noqa: B027 -- a hook
+    def leave_loops(self) -> None:
         """Wait for the ranks that are in a loop that this one has ended. Collective."""
