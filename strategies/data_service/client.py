@@ -49,7 +49,13 @@ class DatasetClient:
                     text = "another iteration of the dataset has begun: this one has ended"
                     raise RuntimeError(text)
         finally:
-            self._leave(dealing, wanted, epoch)
+            for _, request in wanted:
+                if request is not None:
+                    self._endpoint.withdraw(request)
+            for server in dealing:
+                if not self._box.closed:
+                    with suppress(RankFailedError):
+                        self._endpoint.notify(server, Leave(epoch))
 
     def _note_closed(self, call: Call) -> None:
         self._closed[call.source] = call.body
@@ -80,12 +86,3 @@ class DatasetClient:
         if epoch >= closed.epoch:
             raise DatasetError(closed.reason)
         return server, None, []
-
-    def _leave(self, dealing: set[int], wanted: deque[_Wanted], epoch: int) -> None:
-        for _, request in wanted:
-            if request is not None:
-                self._endpoint.withdraw(request)
-        for server in dealing:
-            if not self._box.closed:
-                with suppress(RankFailedError):
-                    self._endpoint.notify(server, Leave(epoch))

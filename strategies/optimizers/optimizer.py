@@ -202,17 +202,13 @@ class Optimizer(ABC):
         slots = known[1]
         for name in names:
             if name not in slots:
-                slots[name] = self._new_slot(value, name)
+                kept = f"slots/{self.number_of(value)}/{name}"
+                restored = self._restored.get(kept)
+                _check_slot(name, restored, value)
+                slots[name] = value.slot(self, name, restored)
+                # Where that has failed it is tried again.
+                self._restored.pop(kept, None)
         return slots
-
-    def _new_slot(self, value: Storage, name: str) -> Storage:
-        kept = f"slots/{self.number_of(value)}/{name}"
-        restored = self._restored.get(kept)
-        _check_slot(name, restored, value)
-        made = value.slot(self, name, restored)
-        # Where that has failed it is tried again.
-        self._restored.pop(kept, None)
-        return made
 
     def number_of(self, value: Storage) -> int | None:
         """The value's number in the names of its slots; None where it has none yet."""
