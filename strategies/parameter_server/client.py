@@ -17,7 +17,6 @@ from strategies.core.values import Array
 from strategies.optimizers.update_rules import Slots, UpdateRule
 from strategies.parameter_server.requests import Request, ShardInfo
 from strategies.parameter_server.rpc_client import RpcClient
-from strategies.parameter_server.server import Server
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
@@ -79,7 +78,7 @@ class Client:
 
     def _request(self, info: ShardInfo, out: Array, rows: Array | None) -> PendingAnswer:
         arrays = () if rows is None else (rows,)
-        return self._rpc.request(info.server, Request(Server.read, info.number), arrays)
+        return self._rpc.request(info.server, Request("read", info.number), arrays)
 
     def _map(self, info: ShardInfo) -> MappedArray | None:
         """The shard's memory, where it can be read in place."""
@@ -117,8 +116,7 @@ class Client:
         """Change shards by a function of a module, each with its own operands."""
         pickled = (pickle.dumps(change, pickle.HIGHEST_PROTOCOL),)
         self._push(
-            ([info], Request(Server.change, info.number, pickled), operands)
-            for info, operands in parts
+            ([info], Request("change", info.number, pickled), operands) for info, operands in parts
         )
 
     def update(
@@ -135,7 +133,7 @@ class Client:
             numbers = tuple(info.number for info in infos)
             sparse = tuple(isinstance(gradient, IndexedSlices) for gradient in gradients)
             arrays = [array for gradient in gradients for array in _arrays_of(gradient)]
-            request = Request(Server.update, None, (optimizer, pickled, numbers, sparse))
+            request = Request("update", None, (optimizer, pickled, numbers, sparse))
             pushes.append((infos, request, arrays))
         self._push(pushes)
 
@@ -151,9 +149,7 @@ class Client:
         self._push(
             (
                 [info],
-                Request(
-                    Server.write_slots, info.number, (optimizer, tuple(slots), iteration, keep)
-                ),
+                Request("write_slots", info.number, (optimizer, tuple(slots), iteration, keep)),
                 list(slots.values()),
             )
             for info, slots in parts
@@ -177,9 +173,7 @@ class Client:
         """What an optimizer keeps of each shard: the slots by name, and the count of updates."""
         with self._rpc.lock:
             pending = [
-                self._rpc.request(
-                    info.server, Request(Server.read_slots, info.number, (optimizer,))
-                )
+                self._rpc.request(info.server, Request("read_slots", info.number, (optimizer,)))
                 for info in infos
             ]
             found = self._rpc.endpoint.results(pending, "reading slots")
@@ -195,14 +189,14 @@ class Client:
         """
         with self._rpc.lock:
             self._await_pushes()
-            tick = self._rpc.request(0, Request(Server.tick))
+            tick = self._rpc.request(0, Request("tick"))
             what = "apply_gradients, too far ahead of the slowest worker"
             self._rpc.endpoint.results([tick], what, self._slowest)
             self._rpc.poll()
 
     def _slowest(self) -> dict[int, str]:
         """The ranks to name once the deadline is over."""
-        request = self._rpc.request(0, Request(Server.slowest))
+        request = self._rpc.request(0, Request("slowest"))
         [(ranks, _)] = self._rpc.endpoint.results([request], "requesting the slowest worker")
         return dict.fromkeys(ranks, "")
 
@@ -214,7 +208,7 @@ class Client:
 
     def _await_pushes(self) -> None:
         servers = sorted(self._unfenced)
-        pending = [self._rpc.request(server, Request(Server.fence)) for server in servers]
+        pending = [self._rpc.request(server, Request("fence")) for server in servers]
         self._rpc.endpoint.results(pending, "waiting for pushes")
         self._unfenced.difference_update(servers)
 

@@ -6,7 +6,6 @@ request is answered after all that its worker pushed before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,9 +39,9 @@ class VariableInfo(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The call of a method of the server, which pickle sends by name."""
+    """The call of a method of `Server` that takes a `Call`."""
 
-    method: Callable[..., Any]
+    method: str
     shard: int | None = None
     """The shard that it is about, if it is about one."""
     arguments: tuple[Any, ...] = ()

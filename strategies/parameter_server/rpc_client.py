@@ -14,7 +14,6 @@ from collectives.messaging.remote_error import RemoteTracebackError, rebuild
 from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
 from strategies.core.values import Array
 from strategies.parameter_server.requests import PushFailed, Request, Roles
-from strategies.parameter_server.server import Server
 
 _MOST_PUSHES_UNDER_WAY = 256
 _MOST_BYTES_UNDER_WAY = 256 << 20
@@ -116,7 +115,7 @@ class RpcClient:
                 return
             for rank in self._ranks:
                 with contextlib.suppress(RankFailedError):
-                    self.endpoint.notify(rank, Request(Server.leave))
+                    self.endpoint.notify(rank, Request("leave"))
             self.has_left = True
             with contextlib.suppress(RankFailedError):
                 self._mailbox.flush()

@@ -134,7 +134,7 @@ class Server:
     def _handle(self, call: Call) -> None:
         request: Request = call.body
         try:
-            result = request.method(self, call, *request.arguments)
+            result = getattr(self, request.method)(call, *request.arguments)
         except Exception as error:
             self._fail(call, error, request.shard)
             return

@@ -26,7 +26,6 @@ from strategies.parameter_server.client import Client
 from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
 from strategies.parameter_server.requests import Request, Roles, ShardInfo, VariableInfo
 from strategies.parameter_server.rpc_client import RpcClient
-from strategies.parameter_server.server import Server
 from strategies.parameter_server.storage import ServedStorage, stored
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Worker:
         with self._rpc.lock:
             self._rpc.poll()
             pending = [
-                self._rpc.request(server, Request(Server.create, shard, (name,)), [part])
+                self._rpc.request(server, Request("create", shard, (name,)), [part])
                 for (shard, server), part, name in zip(places, parts, names, strict=True)
             ]
             made = self._rpc.endpoint.results(pending, f"creating {what}")
@@ -144,7 +143,7 @@ class Worker:
         key = kind, self._announcements[kind]
         self._announcements[kind] += 1
         with self._rpc.lock:
-            self._rpc.push(_HOME, Request(Server.announce, None, (key, pickle.dumps(value))))
+            self._rpc.push(_HOME, Request("announce", None, (key, pickle.dumps(value))))
 
     def _find_announced(self, kind: str, what: str) -> Any:
         """As another worker: what the chief announced at its call of that number."""
@@ -152,7 +151,7 @@ class Worker:
             raise RuntimeError(f"{what}: this worker serves the chief, which alone makes variables")
         key = kind, self._announcements[kind]
         with self._rpc.lock:
-            pending = [self._rpc.request(_HOME, Request(Server.find, None, (key,)))]
+            pending = [self._rpc.request(_HOME, Request("find", None, (key,)))]
             chief = {self._roles.chief: ", the chief"}
             [(found, _)] = self._rpc.endpoint.results(pending, what, lambda: chief)
         # A call that wasn't made in time is made again.
@@ -163,7 +162,7 @@ class Worker:
         """Make no variables and find no announcements any more: the chief schedules."""
         self._listens = False
         with self._rpc.lock:
-            self._rpc.push(_HOME, Request(Server.stop_finding))
+            self._rpc.push(_HOME, Request("stop_finding"))
 
     # The end
 
