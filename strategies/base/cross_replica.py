@@ -57,11 +57,7 @@ def reduce_nest(
         axes = None if axis is None else _check_axis(axis)
         if axes is not None:
             refuse_slices(given, "reduce over an axis")
-            if any(on_gpu(leaf) for leaf in given):
-                raise TypeError(
-                    "reduce over an axis takes arrays of the host: sum over the axis first and"
-                    " reduce with axis=None, or give the array's get()"
-                )
+            _refuse_gpus(given)
         arrays = [_seen(leaf) for leaf in given]
     report = Report(f"reduce({op.value}, axis={axes})", _structure(value, given))
     if axes is not None:
@@ -111,6 +107,14 @@ def _seen(leaf: Any) -> Array:
         return values.as_array(content, "value")
     refuse_lost_gradient(content, "value")
     return to_array(content, "value")
+
+
+def _refuse_gpus(given: Sequence[Any]) -> None:
+    if any(on_gpu(leaf) for leaf in given):
+        raise TypeError(
+            "reduce over an axis takes arrays of the host: sum over the axis first and reduce with"
+            " axis=None, or give the array's get()"
+        )
 
 
 def _structure(value: Any, given: Sequence[Any]) -> str:

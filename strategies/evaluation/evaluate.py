@@ -74,13 +74,10 @@ def evaluate_checkpoints(
     with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
-    end = EndOfTraining(directory, run)
-    limits = poll_seconds, idle_seconds
-    for path, step in _new_checkpoints(strategy, os.fspath(directory), end, *limits):
+    when = poll_seconds, idle_seconds
+    for path, step in _new_checkpoints(strategy, os.fspath(directory), run, *when):
         with strategy.evaluating():
-            try:
-                checkpoint.restore(path, expect_partial=True)
-            except FileNotFoundError:
+            if not _restored(checkpoint, path):
                 continue
             evaluations.append(Evaluation(path, step, evaluate()))
         if on_result is not None:
@@ -88,15 +85,25 @@ def evaluate_checkpoints(
     return evaluations
 
 
+def _restored(checkpoint: Checkpoint, path: str) -> bool:
+    """Restore the checkpoint; False where it no longer exists. Collective."""
+    try:
+        checkpoint.restore(path, expect_partial=True)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _new_checkpoints(
     strategy: Strategy,
     directory: str,
-    end: EndOfTraining,
+    run: str | None,
     poll_seconds: float,
     idle_seconds: float | None,
 ) -> Iterator[tuple[str, int | None]]:
     """The path and step of each new checkpoint, until the end of training. Collective."""
     seen: set[FoundCheckpoint] = set()
+    end = EndOfTraining(directory, run)
     last_found = time.monotonic()
 
     def poll() -> tuple[FoundCheckpoint | None, bool, float]:
