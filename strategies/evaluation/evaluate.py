@@ -68,14 +68,12 @@ def evaluate_checkpoints(
     `idle_seconds`, and if there never was a checkpoint. Raises ValueError unless `poll_seconds` is
     positive, and the errors of `Checkpoint.restore` and of the functions.
     """
-    if not poll_seconds > 0:
-        raise ValueError(f"poll_seconds={poll_seconds}: must be positive")
+    _check_interval(poll_seconds)
     strategy = get_strategy() if strategy is None else strategy
     with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
-    when = poll_seconds, idle_seconds
-    for path, step in _new_checkpoints(strategy, os.fspath(directory), run, *when):
+    for path, step in _new_checkpoints(strategy, directory, run, poll_seconds, idle_seconds):
         with strategy.evaluating():
             if not _restored(checkpoint, path):
                 continue
@@ -83,6 +81,11 @@ def evaluate_checkpoints(
         if on_result is not None:
             on_result(evaluations[-1])
     return evaluations
+
+
+def _check_interval(poll_seconds: float) -> None:
+    if not poll_seconds > 0:
+        raise ValueError(f"poll_seconds={poll_seconds}: must be positive")
 
 
 def _restored(checkpoint: Checkpoint, path: str) -> bool:
@@ -96,12 +99,13 @@ def _restored(checkpoint: Checkpoint, path: str) -> bool:
 
 def _new_checkpoints(
     strategy: Strategy,
-    directory: str,
+    given: str | os.PathLike[str],
     run: str | None,
     poll_seconds: float,
     idle_seconds: float | None,
 ) -> Iterator[tuple[str, int | None]]:
     """The path and step of each new checkpoint, until the end of training. Collective."""
+    directory = os.fspath(given)
     seen: set[FoundCheckpoint] = set()
     end = EndOfTraining(directory, run)
     last_found = time.monotonic()
