@@ -10,7 +10,6 @@ from strategies import (
     optimizers,
 )
 from strategies.base.extended import StrategyExtended
-from strategies.base.run_options import RunOptions
 from strategies.base.strategy import Strategy, get_strategy
 from strategies.checkpoint import (
     Checkpoint,
@@ -21,21 +20,14 @@ from strategies.checkpoint import (
 )
 from strategies.cluster.spec import ClusterSpec
 from strategies.coordinator import ClusterCoordinator, RemoteValue
-from strategies.core.communication_options import (
+from strategies.core.indexed_slices import IndexedSlices, embedding_lookup
+from strategies.core.options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,
+    ReduceOp,
+    RunOptions,
 )
-from strategies.core.contexts import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    has_strategy,
-    in_cross_replica_context,
-)
-from strategies.core.indexed_slices import IndexedSlices, embedding_lookup
-from strategies.core.losses import compute_average_loss, scale_regularization_loss
-from strategies.core.reduce_op import ReduceOp
 from strategies.core.values import DistributedValues, Mirrored, PerReplica
 from strategies.cross_device_ops import (
     CrossDeviceOps,
@@ -70,13 +62,18 @@ from strategies.parameter_server import (
     ShardedVariable,
     replica_device_setter,
 )
+from strategies.replication.contexts import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    has_strategy,
+    in_cross_replica_context,
+)
+from strategies.replication.losses import compute_average_loss, scale_regularization_loss
 from strategies.synchronous.central_storage import CentralStorageStrategy
-from strategies.synchronous.default import DefaultStrategy
+from strategies.synchronous.default import DefaultStrategy, OneDeviceStrategy, TPUStrategy
 from strategies.synchronous.local_sgd.strategy import LocalSGDStrategy
-from strategies.synchronous.mirrored import MirroredStrategy
-from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
-from strategies.synchronous.one_device import OneDeviceStrategy
-from strategies.synchronous.tpu import TPUStrategy
+from strategies.synchronous.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
 from strategies.variables.variable import Variable
 

@@ -16,19 +16,16 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.scope import named_scope
-from strategies.core.losses import broadcast_weights
-from strategies.core.values import as_array
+from strategies.core.values import Array, as_array
+from strategies.replication.losses import broadcast_weights
 from strategies.variables.variable import (
     Variable,
     VariableAggregation,
     VariableSynchronization,
     made_together,
 )
-
-Array = NDArray[Any]
 
 
 class Metric(ABC):

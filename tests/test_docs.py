@@ -193,7 +193,7 @@ def is_hidden(page, block):
 def test_hooks_of_strategies_that_are_named_are_there():
     page = (ROOT / "docs" / "how-to" / "add-strategy.md").read_text(encoding="utf-8")
     section = page.split("## What a strategy may override")[1].split(
-        "`strategies/core/replication.py` lists"
+        "`strategies/replication/replication.py` lists"
     )[0]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     names = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}

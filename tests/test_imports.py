@@ -51,41 +51,44 @@ COLLECTIVES = {
 # The same of `strategies`; "collectives" is its public face.
 STRATEGIES = {
     "__init__": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator"}
-    | {"core", "cross_device_ops", "data_service", "errors", "evaluation"}
-    | {"experimental", "input", "metrics", "optimizers", "parameter_server"}
-    | {"synchronous", "variables"},
+    | {"core", "cross_device_ops", "data_service", "errors", "evaluation", "experimental"}
+    | {"input", "metrics", "optimizers", "parameter_server", "replication", "synchronous"}
+    | {"variables"},
     "experimental": {"cluster_resolver", "coordinator", "core", "parameter_server"}
     | {"synchronous", "collectives"},
     "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
     | {"synchronous", "collectives"},
-    "checkpoint": {"base", "core", "foreign", "optimizers", "synchronous", "variables"}
-    | {"collectives", "collectives.consistency", "collectives.scope"},
-    "data_service": {"base", "cluster", "core", "input", "collectives"} | {"collectives.messaging"},
-    "coordinator": {"base", "core", "errors", "variables", "collectives.errors"}
+    "checkpoint": {"base", "core", "foreign", "optimizers", "replication", "synchronous"}
+    | {"variables", "collectives", "collectives.consistency", "collectives.scope"},
+    "data_service": {"base", "cluster", "cluster_resolver", "core", "input", "collectives"}
     | {"collectives.messaging"},
-    "parameter_server": {"base", "cluster", "coordinator", "core", "input", "optimizers"}
-    | {"variables", "collectives", "collectives.lifecycle"}
+    "coordinator": {"base", "core", "errors", "replication", "variables"}
+    | {"collectives.errors", "collectives.messaging"},
+    "parameter_server": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
+    | {"input", "optimizers", "variables", "collectives", "collectives.lifecycle"}
     | {"collectives.messaging", "collectives.shm", "collectives.transports"},
-    "synchronous": {"base", "cluster", "communication", "core", "cross_device_ops", "input"}
-    | {"optimizers", "variables", "collectives", "collectives.consistency"}
-    | {"collectives.scope", "collectives.transports"},
-    "base": {"cluster", "communication", "core", "cross_device_ops", "input"}
-    | {"optimizers", "variables", "collectives", "collectives.arrays"}
-    | {"collectives.consistency", "collectives.cuda"},
-    "metrics": {"core", "variables", "collectives.scope"},
-    "optimizers": {"core", "foreign", "variables", "collectives"},
-    "variables": {"core"},
-    "cross_device_ops": {"communication", "core", "collectives", "collectives.calls"}
-    | {"collectives.reductions"},
-    "communication": {"core", "collectives", "collectives.calls", "collectives.consistency"}
-    | {"collectives.cuda", "collectives.gpu"},
+    "synchronous": {"base", "cluster", "cluster_resolver", "communication", "core"}
+    | {"cross_device_ops", "input", "optimizers", "replication", "variables"}
+    | {"collectives", "collectives.consistency", "collectives.scope"}
+    | {"collectives.transports"},
+    "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "input"}
+    | {"replication", "collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.cuda"},
+    "metrics": {"core", "replication", "variables", "collectives.scope"},
+    "optimizers": {"core", "foreign", "replication", "variables", "collectives"},
+    "variables": {"core", "replication"},
+    "cross_device_ops": {"communication", "core", "replication", "collectives"}
+    | {"collectives.calls", "collectives.reductions"},
+    "replication": {"communication", "core", "foreign", "collectives"}
+    | {"collectives.consistency"},
+    "communication": {"core", "collectives", "collectives.calls"}
+    | {"collectives.consistency", "collectives.cuda", "collectives.gpu"},
     "input": {"core", "collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.cuda", "collectives.scope"},
-    "cluster_resolver": {"cluster"},
-    "cluster": {"core", "collectives", "collectives.consistency"},
-    "core": {"foreign", "collectives", "collectives.arrays", "collectives.consistency"}
-    | {"collectives.cuda", "collectives.errors", "collectives.gpu"}
-    | {"collectives.scope"},
+    "cluster_resolver": {"cluster", "core", "collectives"},
+    "cluster": set(),
+    "core": {"collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.cuda", "collectives.errors", "collectives.gpu", "collectives.scope"},
     "foreign": {"collectives.consistency"},
     "errors": {"collectives.messaging"},
 }

@@ -8,26 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator, MismatchError
 from collectives.arrays.kinds import to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.cuda.runtime import on_gpu
 from strategies.core import nest, values
-from strategies.core.communication_options import CommunicationOptions
-from strategies.core.indexed_slices import (
-    IndexedSlices,
-    map_apart,
-    reduce_slices,
-    refuse_slices,
-)
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
-from strategies.core.replication import Replication
+from strategies.core.indexed_slices import IndexedSlices, map_apart, reduce_slices, refuse_slices
+from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 from strategies.core.reports import Report, agree, explained
 from strategies.core.same_error import PropagatedErrors
-
-Array = NDArray[Any]
+from strategies.core.values import Array
+from strategies.replication.replication import Replication
 
 AllReduce: TypeAlias = Callable[[Sequence[Any], ReduceOp], list[Any]]
 """The arrays, folded over the replicas one by one."""
@@ -74,7 +66,11 @@ def reduce_nest(
         leaf = given[0] if hasattr(given[0], "__dlpack__") else arrays[0]
         totals = [_fold_at_once(communicator, leaf, op.value, report)]
     else:
-        heads = [_rows_alone(leaf, array) for leaf, array in zip(given, arrays, strict=True)]
+        # The number of rows of slices may differ.
+        heads = [
+            array[:0] if isinstance(leaf, IndexedSlices) else array
+            for leaf, array in zip(given, arrays, strict=True)
+        ]
         agree(communicator, report.of(heads), "reduce")
         totals = map_apart(
             given,
@@ -131,11 +127,6 @@ def _structure(value: Any, given: Sequence[Any]) -> str:
     return nest.structure(value) + (f" with {', '.join(rows)}" if rows else "")
 
 
-def _rows_alone(leaf: Any, array: Array) -> Array:
-    """The part of a leaf that must be equal: the number of rows may differ."""
-    return array[:0] if isinstance(leaf, IndexedSlices) else array
-
-
 def gather_nest(strategy: Replication, value: Any, axis: int) -> Any:
     """`Strategy.gather` of a nest."""
     communicator = strategy.communicator
@@ -157,13 +148,11 @@ def gather_nest(strategy: Replication, value: Any, axis: int) -> Any:
 
 def _own_values(given: Sequence[Any]) -> list[Any]:
     """Variables as this replica's values, so that other arrays keep their kind."""
-    return [_own_value(leaf) if hasattr(leaf, "read_value") else leaf for leaf in given]
-
-
-def _own_value(variable: Any) -> Any:
-    # Here an ON_READ variable's read_value is the replicas' aggregate already.
-    own = getattr(variable, "on_read", False)
-    return variable.storage.read() if own else variable.read_value()
+    # An ON_READ variable's read_value is the replicas' aggregate already.
+    return [
+        leaf.storage.read() if getattr(leaf, "on_read", False) else values.content(leaf)
+        for leaf in given
+    ]
 
 
 def _check_axis(axis: Any) -> tuple[int, ...]:

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from strategies.base.cross_replica import reduce_nest
-from strategies.core import contexts, values
-from strategies.core.communication_options import CommunicationOptions
-from strategies.core.reduce_op import ReduceOp
-from strategies.core.replication import Replication
+from strategies.core import values
+from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.same_error import PropagatedErrors
+from strategies.replication import contexts
 
 
 class StrategyExtended:
@@ -24,7 +23,8 @@ class StrategyExtended:
     variable, an array or the name of a device, as in TensorFlow; results are on every replica.
     """
 
-    def __init__(self, strategy: Replication) -> None:
+    def __init__(self, strategy: Any) -> None:
+        """`strategy` is a `Strategy`, whose module imports this one."""
         self._strategy = strategy
 
     def call_for_each_replica(
@@ -148,12 +148,12 @@ class StrategyExtended:
     @property
     def should_checkpoint(self) -> bool:
         """Whether this process writes checkpoints: the chief does."""
-        return self._strategy.is_chief
+        return bool(self._strategy.is_chief)
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this process writes summaries: the chief does."""
-        return self._strategy.is_chief
+        return bool(self._strategy.is_chief)
 
     def _require(self, method: str) -> None:
         contexts.require_cross_replica(f"StrategyExtended.{method}", self._strategy)

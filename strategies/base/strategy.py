@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from strategies.base.collective_replication import CollectiveReplication
+from collectives import Communicator
 from strategies.base.cross_replica import gather_nest, reduce_nest
 from strategies.base.extended import StrategyExtended
-from strategies.base.run_options import RunOptions
-from strategies.cluster.resolvers import ClusterResolver
-from strategies.core import contexts, values
-from strategies.core.reduce_op import ReduceOp
+from strategies.cluster_resolver import ClusterResolver
+from strategies.core import values
+from strategies.core.options import CommunicationOptions, ReduceOp, RunOptions
+from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
 from strategies.input import (
     ArraysDataset,
     InputContext,
@@ -26,23 +26,36 @@ from strategies.input import (
     distribute_from_function,
     make_numpy_dataset,
 )
+from strategies.replication import contexts
+from strategies.replication.replication import Replication
 
 
-class Strategy(CollectiveReplication):
+class Strategy(Replication):
     """Base of the strategies, as `tf.distribute.Strategy`: the replicas are ranks.
 
-    A strategy of one's own overrides methods of this class, or hooks (`core.replication`).
+    A strategy of one's own overrides methods of this class, or hooks (`Replication`).
     """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        cluster_resolver: ClusterResolver | None = None,
+        is_chief: bool | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        """`cross_device_ops` reduce where they are given, else `collectives` by the options."""
+        super().__init__(
+            communicator, is_chief=is_chief, communication_options=communication_options
+        )
+        self._cluster_resolver, self._cross_device_ops = cluster_resolver, cross_device_ops
+        self.reduces_plainly &= cross_device_ops is None
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver of the cluster and this process's task; None on a single worker."""
         return self._cluster_resolver
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process writes what is written once (checkpoints, logs)."""
-        return self._is_chief
 
     @property
     def extended(self) -> StrategyExtended:
@@ -55,7 +68,7 @@ class Strategy(CollectiveReplication):
         Raises RuntimeError inside `run` and another strategy's scope. Where several ranks train,
         leaving it raises TypeError for a trainable model of torch, Keras or TensorFlow made in it.
         """
-        contexts.require_scope_allowed(self)
+        contexts.require_cross_replica("Strategy.scope()", self)
         return contexts.scope_of(self)
 
     def run(
@@ -150,23 +163,24 @@ class Strategy(CollectiveReplication):
         """
         return make_numpy_dataset(numpy_input)
 
-    def experimental_run_v2(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
+    def experimental_run_v2(self, *args: Any, **kwargs: Any) -> Any:
         """As `run`; TensorFlow's older name."""
-        return self.run(fn, args, kwargs, options)
+        return self.run(*args, **kwargs)
 
     def experimental_distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Iterable[Any]],
-        options: InputOptions | None = None,
+        self, *args: Any, **kwargs: Any
     ) -> Iterable[Any]:
         """As `distribute_datasets_from_function`; TensorFlow's older name."""
-        return self.distribute_datasets_from_function(dataset_fn, options)
+        return self.distribute_datasets_from_function(*args, **kwargs)
+
+    def _all_reduce_by(
+        self, arrays: Sequence[Any], op: ReduceOp, options: CommunicationOptions | None, batch: bool
+    ) -> list[Any]:
+        if self._cross_device_ops is None:
+            return super()._all_reduce_by(arrays, op, options, batch)
+        with self._collectives.deadline(options), contexts.entered(self, None):
+            merged = self._collectives.options.merge(options)
+            return reduce_by(self._cross_device_ops, op, arrays, merged, batch=batch)
 
     def __repr__(self) -> str:
         rank, size = self.communicator.rank, self.communicator.size

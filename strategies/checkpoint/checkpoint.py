@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
@@ -16,11 +15,11 @@ from strategies.checkpoint import tensor_file
 from strategies.checkpoint.states import State, refuse_different_names
 from strategies.checkpoint.tensor_file import CheckpointError
 from strategies.checkpoint.tracking import find_states
-from strategies.core.contexts import require_cross_replica
 from strategies.core.same_error import call_on_all, call_on_first
+from strategies.core.values import Array
+from strategies.replication.contexts import require_cross_replica
 from strategies.synchronous.default import default_strategy
 
-Array = NDArray[Any]
 States = dict[str, State]
 GetStates = Callable[[], States]
 
@@ -179,9 +178,13 @@ def _save(get_states: GetStates, strategy: Strategy, path: str | os.PathLike[str
     refuse_different_names(communicator, "Checkpoint.save", list(states))
     strategy.settle()
     tensors = call_on_all(communicator, "Checkpoint.save", lambda: _saved(states))
-    return call_on_first(
-        communicator, lambda: tensor_file.write(_target(path), tensor_file.encode(tensors))
-    )
+
+    def write() -> str:
+        given = os.fspath(path)
+        target = given if given.endswith(SUFFIX) else given + SUFFIX
+        return tensor_file.write(target, tensor_file.encode(tensors))
+
+    return call_on_first(communicator, write)
 
 
 def _restore_from(
@@ -201,13 +204,13 @@ def _restore_from(
     by_state, unknown = _by_state(tensors, states)
     surplus = [] if expect_partial else unknown
     call_on_all(communicator, what, lambda: _check_fit(states, by_state, surplus, source))
-    call_on_all(communicator, what, lambda: _restore(states, by_state))
+
+    def restore() -> None:
+        for path, state in states.items():
+            state.restore(by_state[path])
+
+    call_on_all(communicator, what, restore)
     return source
-
-
-def _target(path: str | os.PathLike[str]) -> str:
-    target = os.fspath(path)
-    return target if target.endswith(SUFFIX) else target + SUFFIX
 
 
 def _saved(states: Mapping[str, State]) -> dict[str, Array]:
@@ -216,11 +219,6 @@ def _saved(states: Mapping[str, State]) -> dict[str, Array]:
         for state in states.values()
         for name, array in state.save().items()
     }
-
-
-def _restore(states: Mapping[str, State], by_state: Mapping[str, Mapping[str, Array]]) -> None:
-    for path, state in states.items():
-        state.restore(by_state[path])
 
 
 def _existing(given: str | os.PathLike[str]) -> str:

@@ -1,20 +1,18 @@
-"""States: how a variable or other stateful object is saved, checked and restored."""
+"""How a variable, an optimizer or another stateful object is saved, checked and restored."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import itertools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from numpy.typing import NDArray
-
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
-from strategies.core.same_error import compare
-from strategies.core.values import as_array
+from strategies.core.same_error import by_rank, compare
+from strategies.core.values import Array, as_array
+from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
-
-Array = NDArray[Any]
 
 
 @runtime_checkable
@@ -37,8 +35,8 @@ class Saveable(Protocol):
         """Set the state from arrays of those names. The object may keep the arrays."""
 
 
-class State(ABC):
-    """The state of `owner`, the object that `path` reaches from the checkpoint."""
+class State:
+    """The state of `owner`, a `Saveable` that `path` reaches from the checkpoint."""
 
     kept_by_strategy = False
     """Whether the strategy stores all of it, so that one process can restore it for all."""
@@ -50,71 +48,16 @@ class State(ABC):
         """The name in the file of the tensor with this relative name."""
         return f"{self.path}/{relative}" if relative else self.path
 
-    @abstractmethod
     def save(self) -> Mapping[str, Array]:
         """The tensors by relative name. Collective."""
-
-    @abstractmethod
-    def problems(self, tensors: Mapping[str, Array]) -> list[str]:
-        """A line for each reason why these tensors can't be restored. Collective."""
-
-    @abstractmethod
-    def restore(self, tensors: Mapping[str, Array]) -> None:
-        """Restore tensors that have no problems. Collective."""
-
-    def _differences(self, wanted: Mapping[str, Any], tensors: Mapping[str, Array]) -> list[str]:
-        """A line for each name, shape or dtype that differs from the wanted one."""
-        lines = [f"{self.full_name(name)}: is missing" for name in wanted if name not in tensors]
-        for name, array in tensors.items():
-            if name not in wanted:
-                lines.append(f"{self.full_name(name)}: is in the file, but not in the program")
-            elif (array.shape, array.dtype) != (wanted[name].shape, wanted[name].dtype):
-                lines.append(
-                    f"{self.full_name(name)}: {_kind(array)}, wanted {_kind(wanted[name])}"
-                )
-        return lines
-
-
-def _kind(array: Any) -> str:
-    return f"{array.dtype} of shape {array.shape}"
-
-
-class VariableState(State):
-    """A variable's value; of ON_READ the replicas' aggregate, which `assign` distributes."""
-
-    kept_by_strategy = True
-
-    def __init__(self, path: str, variable: Variable) -> None:
-        super().__init__(path, variable)
-        self.variable = variable
-
-    def save(self) -> Mapping[str, Array]:
-        """The value."""
-        return {"": self.variable.read_value()}
+        return {name: as_array(each, name) for name, each in self.owner.saved_tensors().items()}
 
     def problems(self, tensors: Mapping[str, Array]) -> list[str]:
-        """Another shape or dtype. Not collective."""
-        return self._differences({"": self.variable}, tensors)
+        """A line for each reason why these tensors can't be restored. Collective.
 
-    def restore(self, tensors: Mapping[str, Array]) -> None:
-        """Assign the value."""
-        self.variable.assign(tensors[""])
-
-
-class SaveableState(State):
-    """The state of an object with the protocol `Saveable`."""
-
-    def __init__(self, path: str, saveable: Saveable) -> None:
-        super().__init__(path, saveable)
-        self.saveable = saveable
-
-    def save(self) -> Mapping[str, Array]:
-        """The object's tensors."""
-        return {name: as_array(each, name) for name, each in self.saveable.saved_tensors().items()}
-
-    def problems(self, tensors: Mapping[str, Array]) -> list[str]:
-        """The error of the object's `check_tensors`, or differences from its present tensors."""
-        check = getattr(self.saveable, "check_tensors", None)
+        The error of the owner's `check_tensors`, or differences from its present tensors.
+        """
+        check = getattr(self.owner, "check_tensors", None)
         if check is None:
             return self._differences(self.save(), tensors)
         try:
@@ -124,8 +67,37 @@ class SaveableState(State):
         return []
 
     def restore(self, tensors: Mapping[str, Array]) -> None:
-        """Pass the tensors to the object."""
-        self.saveable.restore_tensors(tensors)
+        """Restore tensors that have no problems. Collective."""
+        self.owner.restore_tensors(tensors)
+
+    def _differences(self, wanted: Mapping[str, Any], tensors: Mapping[str, Array]) -> list[str]:
+        """A line for each name, shape or dtype that differs from the wanted one."""
+        lines = [f"{self.full_name(name)}: is missing" for name in wanted if name not in tensors]
+        for name, array in tensors.items():
+            if name not in wanted:
+                lines.append(f"{self.full_name(name)}: is in the file, but not in the program")
+            elif (array.shape, array.dtype) != (wanted[name].shape, wanted[name].dtype):
+                kinds = [f"{each.dtype} of shape {each.shape}" for each in (array, wanted[name])]
+                lines.append(f"{self.full_name(name)}: {kinds[0]}, wanted {kinds[1]}")
+        return lines
+
+
+class VariableState(State):
+    """A variable's value; of ON_READ the replicas' aggregate, which `assign` distributes."""
+
+    kept_by_strategy = True
+
+    def save(self) -> Mapping[str, Array]:
+        """The value."""
+        return {"": self.owner.read_value()}
+
+    def problems(self, tensors: Mapping[str, Array]) -> list[str]:
+        """Another shape or dtype. Not collective."""
+        return self._differences({"": self.owner}, tensors)
+
+    def restore(self, tensors: Mapping[str, Array]) -> None:
+        """Assign the value."""
+        self.owner.assign(tensors[""])
 
 
 def refuse_different_names(communicator: Communicator, what: str, names: Iterable[str]) -> None:
@@ -135,6 +107,77 @@ def refuse_different_names(communicator: Communicator, what: str, names: Iterabl
     if reports is not None:
         everywhere = set.intersection(*map(set, reports))
         extra = [[name for name in report if name not in everywhere] for report in reports]
-        lines = [f"  rank {rank}: {', '.join(each) or 'none'}" for rank, each in enumerate(extra)]
-        text = "\n".join([f"{what}: some ranks have states that others lack", *lines])
+        names = [", ".join(each) or "none" for each in extra]
+        text = by_rank(f"{what}: some ranks have states that others lack", names)
         raise raised_on_all(ValueError(text), communicator.rank)
+
+
+_SLOT = re.compile(r"(slots/([0-9]+)|slots_of/(.+))/(\w+)").fullmatch
+
+
+class OptimizerState(State):
+    """An optimizer's state: its counts and slots. Slots may not exist yet when it is restored.
+
+    `variables` are those in the same checkpoint by path. Their slots are "slots_of/PATH/SLOT" in
+    the file, and are created when they are restored. Slots of other variables are numbered in the
+    order of the first updates, "slots/0/SLOT", and restored when the first step creates them.
+    Existing slots that aren't in the file are reset.
+    """
+
+    def __init__(self, path: str, optimizer: Optimizer, variables: Mapping[str, Variable]) -> None:
+        super().__init__(path, optimizer)
+        self.optimizer, self.variables = optimizer, variables
+
+    def save(self) -> Mapping[str, Array]:
+        """The optimizer's tensors, with paths in place of the numbers of variables."""
+        tensors = super().save()
+        numbers = [int(slot[2]) for slot in map(_SLOT, tensors) if slot]
+        prefixes = self._prefixes(1 + max(numbers, default=0))
+        return {
+            f"{prefixes[int(slot[2])]}/{slot[4]}" if (slot := _SLOT(name)) else name: array
+            for name, array in tensors.items()
+        }
+
+    def problems(self, tensors: Mapping[str, Array]) -> list[str]:
+        """Slots that this optimizer doesn't have, or other shapes and dtypes."""
+        wanted: dict[str, Any] = {
+            name: array for name, array in self.save().items() if name in tensors or not _SLOT(name)
+        }
+        known = dict(tensors)
+        for name in tensors:
+            slot = _SLOT(name)
+            if slot is None or slot[4] not in self.optimizer.rule.slots:
+                continue
+            if slot[3] in self.variables:
+                wanted[name] = self.variables[slot[3]]
+            elif slot[2] and name not in wanted:
+                del known[name]  # its variable is unknown before the first step
+        return self._differences(wanted, known)
+
+    def restore(self, tensors: Mapping[str, Array]) -> None:
+        """Pass the tensors to the optimizer, with its own numbers of variables."""
+        slots = {name: slot for name in tensors if (slot := _SLOT(name))}
+        names = self.optimizer.rule.slots
+        for slot in slots.values():
+            if slot[3]:
+                # Creates the slots now: processes may number the variables differently.
+                self.optimizer.slots_of(self.variables[slot[3]].storage, names)
+        prefixes = self._prefixes(len(self.optimizer.values) + len(slots))
+        numbers = {prefix: number for number, prefix in enumerate(prefixes)}
+        super().restore(
+            {
+                f"slots/{numbers[slots[name][1]]}/{slots[name][4]}" if name in slots else name: each
+                for name, each in tensors.items()
+            }
+        )
+
+    def _prefixes(self, count: int) -> list[str]:
+        """The prefixes of the slots' names in the file, by the optimizer's variable numbers."""
+        paths = {
+            self.optimizer.number_of(each.storage): path for path, each in self.variables.items()
+        }
+        unnamed = itertools.count()
+        return [
+            f"slots_of/{paths[number]}" if number in paths else f"slots/{next(unnamed)}"
+            for number in range(count)
+        ]

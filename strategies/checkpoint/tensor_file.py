@@ -21,9 +21,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 FORMAT, VERSION = "strategies.Checkpoint", 1
 
@@ -71,8 +70,11 @@ def encode(tensors: Mapping[str, Array]) -> bytes:
         if array.dtype.name not in _NAMES.values()
     }
     entry = {"version": VERSION, "sha256": _checksum(arrays), "as_bytes": as_bytes}
-    stored = {name: _bytes_of(each) if name in as_bytes else each for name, each in arrays.items()}
-    return safetensors.numpy.save(stored, {FORMAT: json.dumps(entry)})
+    for name in as_bytes:
+        array = arrays[name]
+        flat = np.frombuffer(array.tobytes(), np.uint8)
+        arrays[name] = flat.reshape(*array.shape, array.dtype.itemsize)
+    return safetensors.numpy.save(arrays, {FORMAT: json.dumps(entry)})
 
 
 def decode(content: bytes, path: str) -> dict[str, Array]:
@@ -148,19 +150,11 @@ def _plain(name: str, array: Any) -> Array:
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
-def _bytes_of(array: Array) -> Array:
-    flat = np.frombuffer(array.tobytes(), np.uint8)
-    return flat.reshape(*array.shape, array.dtype.itemsize)
-
-
 def _array(stored: Mapping[str, Any], name: str | None) -> Array:
-    dtype = _dtype(_NAMES[stored["dtype"]] if name is None else name)
+    kind = _NAMES[stored["dtype"]] if name is None else name
+    dtype = np.dtype(getattr(ml_dtypes, kind, kind))
     shape = stored["shape"] if name is None else stored["shape"][:-1]
     return np.frombuffer(stored["data"], dtype).reshape(shape)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _checksum(arrays: Mapping[str, Array]) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from strategies import foreign
 from strategies.base.strategy import Strategy
-from strategies.checkpoint.optimizer_state import OptimizerState
-from strategies.checkpoint.states import Saveable, SaveableState, State, VariableState
+from strategies.checkpoint.states import OptimizerState, Saveable, State, VariableState
+from strategies.foreign.reach import slots_of_class
+from strategies.foreign.registry import framework_of, refused_by_checkpoint
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
 
@@ -62,7 +62,13 @@ def find_states(objects: Mapping[str, Any]) -> dict[str, State]:
             visited[id(value)] = value
             queue.extend(_named(path + "/", _children(path, value)))
     variables = {path: value for path, value in found.items() if isinstance(value, Variable)}
-    return {path: _state(path, value, variables) for path, value in sorted(found.items())}
+    states: dict[str, State] = {}
+    for path, value in sorted(found.items()):
+        if isinstance(value, Optimizer):
+            states[path] = OptimizerState(path, value, variables)
+        else:
+            states[path] = (State if isinstance(value, Saveable) else VariableState)(path, value)
+    return states
 
 
 def _has_state(value: Any) -> bool:
@@ -71,21 +77,15 @@ def _has_state(value: Any) -> bool:
 
 def _refuse_foreign(path: str, value: Any, *, named: bool = False) -> None:
     """Else a file would silently be written without it."""
-    refused = foreign.refused_by_checkpoint(value, path, named=named)
+    refused = refused_by_checkpoint(value, path, named=named)
     if refused is not None and not _has_state(value):
         raise refused
-
-
-def _state(path: str, value: Any, variables: Mapping[str, Variable]) -> State:
-    if isinstance(value, Optimizer):
-        return OptimizerState(path, value, variables)
-    return SaveableState(path, value) if isinstance(value, Saveable) else VariableState(path, value)
 
 
 def _has_children(value: Any) -> bool:
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         return True
-    if foreign.framework_of(value) is not None:
+    if framework_of(value) is not None:
         return False
     return not isinstance(value, _OPAQUE) and (hasattr(value, "__dict__") or bool(_slots(value)))
 
@@ -106,12 +106,8 @@ def _children(path: str, value: Any) -> Mapping[Any, Any]:
 
 
 def _slots(value: Any) -> list[str]:
-    """The names in the `__slots__` of an object's classes."""
-    names: list[str] = []
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return [name for name in names if not name.startswith("__")]
+    kind: type = type(value)
+    return [name for name in slots_of_class(kind) if not name.startswith("__")]
 
 
 def _named(prefix: str, children: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,1 +1,1 @@
-"""Clusters from TF_CONFIG, Slurm or a program, and the assignment of ranks to tasks."""
+"""Clusters from TF_CONFIG or Slurm, and the assignment of ranks to tasks."""

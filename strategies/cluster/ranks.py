@@ -9,14 +9,13 @@ jobs before the workers; `multi_worker_util.is_chief` and `id_in_cluster` give t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strategies.cluster.spec import ClusterSpec, Task, shown
+from strategies.cluster.spec import ClusterSpec, Task, ordered_tasks, shown, worker_cluster
 from strategies.cluster.tf_config import TFConfig, parse_tf_config, validate_task
 
-_ROLES = ("chief", "worker", "ps", "evaluator")
 _LONE_EVALUATOR = Task("evaluator", 0)
 
 
@@ -61,21 +60,6 @@ class _Claim(NamedTuple):
         return f"rank {self.rank} on {self.host}"
 
 
-def ordered_tasks(cluster: ClusterSpec) -> list[Task]:
-    """The cluster's tasks by id: chief, workers, ps, evaluator, then other jobs by name."""
-
-    def place(job: str) -> tuple[int, str]:
-        return (_ROLES.index(job) if job in _ROLES else len(_ROLES), job)
-
-    jobs = sorted(cluster.jobs, key=place)
-    return [Task(job, index) for job in jobs for index in cluster.task_indices(job)]
-
-
-def worker_cluster(hosts: Iterable[str]) -> ClusterSpec:
-    """The cluster of a world without `TF_CONFIG`: each rank is the worker of its number."""
-    return ClusterSpec({"worker": [f"{host}:{rank}" for rank, host in enumerate(hosts)]})
-
-
 def assign_ranks(reports: Sequence[tuple[str | None, str]]) -> tuple[RankPlace, ...]:
     """Each MPI rank's place, from the `RankReport` of every rank in rank order.
 
@@ -85,7 +69,9 @@ def assign_ranks(reports: Sequence[tuple[str | None, str]]) -> tuple[RankPlace, 
     saw and what was expected, and is the same whatever rank computes it.
     """
     claims = [_read(rank, RankReport(*report)) for rank, report in enumerate(reports)]
-    cluster = _common_cluster(claims)
+    # That of most ranks, the lowest rank's among equals; None where none has any.
+    counts = Counter(claim.config.cluster for claim in claims if claim.config.cluster)
+    cluster = max(counts, key=counts.__getitem__, default=None)
     problems = _size_problems(claims, cluster) + _rank_problems(claims, cluster)
     # Shared tasks are reported only where the world has the right size.
     problems = problems or _sharing_problems(claims, cluster)
@@ -102,12 +88,6 @@ def _read(rank: int, report: RankReport) -> _Claim:
         return _Claim(rank, report.host, parse_tf_config(report.tf_config), None)
     except (TypeError, ValueError) as error:
         return _Claim(rank, report.host, TFConfig(), f"{type(error).__name__}: {error}")
-
-
-def _common_cluster(claims: Sequence[_Claim]) -> ClusterSpec | None:
-    """The cluster that most ranks have, the lowest rank's among equals; None where none has."""
-    counts = Counter(claim.config.cluster for claim in claims if claim.config.cluster)
-    return max(counts, key=counts.__getitem__, default=None)
 
 
 def _expected_tasks(claims: Sequence[_Claim], cluster: ClusterSpec) -> list[Task]:

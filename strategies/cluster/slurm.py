@@ -19,7 +19,11 @@ def expand_hosts(text: str) -> list[str]:
 
     As `scontrol show hostnames`. Raises ValueError for what is no host list.
     """
-    return [host for part in _split(text) for host in _expand(part, text)]
+    if not text or text.count("[") != text.count("]"):
+        raise ValueError(f"{text!r} is no host list")
+    # At the commas outside of brackets.
+    parts = re.split(r",(?![^\[]*\])", text)
+    return [host for part in parts for host in _expand(part, text)]
 
 
 def expand_counts(text: str) -> list[int]:
@@ -51,13 +55,6 @@ def place_tasks(
     elif kind not in ("", "*", "block"):
         raise ValueError(f"tasks are distributed by {distribution!r}: known are block and cyclic")
     return [hosts[host] for _, host in places[:tasks]]
-
-
-def _split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
-    if not text or text.count("[") != text.count("]"):
-        raise ValueError(f"{text!r} is no host list")
-    return re.split(r",(?![^\[]*\])", text)
 
 
 def _expand(part: str, text: str) -> list[str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Jobs: TypeAlias = Mapping[str, Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 
 _DIGITS = re.compile("[0-9]{1,9}")
+_ROLES = ("chief", "worker", "ps", "evaluator")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,21 @@ class ClusterSpec:
         tasks = self._jobs[job]
         gapless = tasks and max(tasks) + 1 == len(tasks)
         return self.job_tasks(job) if gapless else dict(sorted(tasks.items()))
+
+
+def ordered_tasks(cluster: ClusterSpec) -> list[Task]:
+    """The cluster's tasks by id: chief, workers, ps, evaluator, then other jobs by name."""
+
+    def place(job: str) -> tuple[int, str]:
+        return (_ROLES.index(job) if job in _ROLES else len(_ROLES), job)
+
+    jobs = sorted(cluster.jobs, key=place)
+    return [Task(job, index) for job in jobs for index in cluster.task_indices(job)]
+
+
+def worker_cluster(hosts: Iterable[str]) -> ClusterSpec:
+    """The cluster of a world without `TF_CONFIG`: each rank is the worker of its number."""
+    return ClusterSpec({"worker": [f"{host}:{rank}" for rank, host in enumerate(hosts)]})
 
 
 def shown(value: object) -> str:

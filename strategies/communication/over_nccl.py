@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from numpy.typing import NDArray
 
 from collectives import Communicator, ReduceOp
 from collectives.cuda.runtime import cuda, fetched, filled
 from collectives.gpu import probe
 from collectives.gpu.probe import Health, examine, judge
-from strategies.core.device_names import nccl_problem
+from strategies.core.values import Array
+from strategies.core.world import nccl_problem
 
 
 class OverNccl:
@@ -22,9 +20,7 @@ class OverNccl:
         """`device` is the number of this rank's GPU."""
         self._device = device
 
-    def all_reduce(
-        self, communicator: Communicator, pack: NDArray[Any], op: ReduceOp | str
-    ) -> None:
+    def all_reduce(self, communicator: Communicator, pack: Array, op: ReduceOp | str) -> None:
         """Reduce a contiguous array in place: to the GPU, there, and back. Collective."""
         elements = pack.reshape(-1)
         with self._on_device():

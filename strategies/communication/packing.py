@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
 from collectives.cuda.runtime import on_gpu
-
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 _ON_HOSTS = frozenset({np.ndarray})
 
@@ -42,11 +40,6 @@ def by_bytes(inputs: Sequence[ReduceInput], bytes_per_pack: int) -> Groups:
         group.append(index)
         filling[given.dtype] = group, nbytes + given.array.size * given.dtype.itemsize
     return groups
-
-
-def one_by_one(inputs: Sequence[ReduceInput]) -> Groups:
-    """Nothing joined."""
-    return [[index] for index in reversed(range(len(inputs)))]
 
 
 def reduce_apart(

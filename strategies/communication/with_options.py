@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
@@ -16,11 +14,11 @@ from collectives.consistency.uncaught import raised_on_all
 from collectives.cuda.runtime import on_gpu
 from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
-from strategies.core.communication_options import CommunicationImplementation, CommunicationOptions
-from strategies.core.device_names import nccl_problem
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
-from strategies.core.same_error import refuse_differences
+from strategies.core.same_error import by_rank, refuse_differences
+from strategies.core.values import Array
+from strategies.core.world import nccl_problem
 
 log = logging.getLogger("strategies")
 
@@ -47,24 +45,22 @@ class CollectivesWithOptions:
     def _all_reduce_hosts(
         self, op: ReduceOp, options: CommunicationOptions, arrays: Sequence[Any]
     ) -> list[Any]:
-        way = self._reducer(options)
-        if way == self._automatically and not options.bytes_per_pack:
+        chosen = self._available(options.implementation)
+        if chosen is CommunicationImplementation.AUTO and not options.bytes_per_pack:
             return self._communicator.all_reduce_many(arrays, op.value)
         inputs = [ReduceInput(each, op.value) for each in arrays]
         call = f"all_reduce({op.value}, {options})"
         report = Report(call).of([each.array for each in inputs])
         agree(self._communicator, report, "all_reduce")
-        return reduce_packed(inputs, by_bytes(inputs, options.bytes_per_pack), partial(way, op))
+        algorithm = "ring" if chosen is CommunicationImplementation.RING else None
 
-    def _automatically(self, op: ReduceOp, pack: NDArray[Any]) -> None:
-        self._communicator.all_reduce(pack, op.value, out=pack)
+        def all_reduce(pack: Array) -> None:
+            if chosen is CommunicationImplementation.NCCL and self._nccl is not None:
+                self._nccl.all_reduce(self._communicator, pack, op.value)
+            else:
+                self._communicator.all_reduce(pack, op.value, out=pack, algorithm=algorithm)
 
-    def _ring(self, op: ReduceOp, pack: NDArray[Any]) -> None:
-        self._communicator.all_reduce(pack, op.value, out=pack, algorithm="ring")
-
-    def _over_nccl(self, op: ReduceOp, pack: NDArray[Any]) -> None:
-        assert self._nccl is not None
-        self._nccl.all_reduce(self._communicator, pack, op.value)
+        return reduce_packed(inputs, by_bytes(inputs, options.bytes_per_pack), all_reduce)
 
     def all_gather(self, array: Any, axis: int, options: CommunicationOptions | None) -> Any:
         """The ranks' arrays joined along the axis."""
@@ -87,12 +83,10 @@ class CollectivesWithOptions:
         finally:
             self._communicator.deadline = before
 
-    def _reducer(self, options: CommunicationOptions) -> Callable[[ReduceOp, NDArray[Any]], None]:
-        """The function that reduces a pack in place. Collective at the first use of NCCL."""
-        if options.implementation is CommunicationImplementation.RING:
-            return self._ring
-        if options.implementation is CommunicationImplementation.AUTO:
-            return self._automatically
+    def _available(self, chosen: CommunicationImplementation) -> CommunicationImplementation:
+        """The implementation, AUTO for NCCL without it. Collective at the first use of NCCL."""
+        if chosen is not CommunicationImplementation.NCCL:
+            return chosen
         if not self._looked:
             found = find_nccl(self._communicator)
             self._looked = True
@@ -100,7 +94,7 @@ class CollectivesWithOptions:
                 self._nccl = found
             elif self._communicator.rank == 0:
                 warn_fallback(found)
-        return self._automatically if self._nccl is None else self._over_nccl
+        return CommunicationImplementation.AUTO if self._nccl is None else chosen
 
 
 def agreed_options(
@@ -114,8 +108,8 @@ def agreed_options(
     what = "communication_options must be equal CommunicationOptions"
     refuse_differences(communicator, what, repr(given))
     if not isinstance(given, CommunicationOptions):
-        lines = [f"  rank {rank}: {given!r}" for rank in range(communicator.size)]
-        raise raised_on_all(ValueError("\n".join([what, *lines])), communicator.rank)
+        text = by_rank(what, [repr(given)] * communicator.size)
+        raise raised_on_all(ValueError(text), communicator.rank)
     first = communicator.rank == 0
     if given.implementation is CommunicationImplementation.NCCL:
         for rank, problem in enumerate(communicator.all_gather_object(nccl_problem())):

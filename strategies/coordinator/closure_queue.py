@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any
 
 from strategies.coordinator.packing import Packed
-from strategies.coordinator.remote_value import RemoteValue
+from strategies.coordinator.values import RemoteValue
 from strategies.errors import CancelledError
 
 QUEUE_LIMIT = 256 * 1024

@@ -11,8 +11,7 @@ from strategies.coordinator.closure_queue import Closure, ClosureQueue
 from strategies.coordinator.dispatcher import Dispatcher
 from strategies.coordinator.link import Link, NewDataset
 from strategies.coordinator.packing import Packed, pack_copy, unpack
-from strategies.coordinator.per_worker import PerWorkerDataset
-from strategies.coordinator.remote_value import RemoteValue
+from strategies.coordinator.values import PerWorkerDataset, RemoteValue
 from strategies.core import nest
 
 
@@ -44,8 +43,8 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: Strategy, link: Link) -> None:
         self._strategy = strategy
-        self._references = link.make_references.on_chief(
-            strategy, lambda body, packed: self._dispatcher.notify_all(body, packed)
+        self._references = link.make_references(
+            strategy, notify_workers=lambda *what: self._dispatcher.notify_all(*what)
         )
         self._queue = ClosureQueue()
         self._dispatcher = Dispatcher(self._queue, link, self._unpacked)

@@ -45,15 +45,12 @@ class Dispatcher:
         """Send what is queued to idle workers. Doesn't wait."""
         with self._lock:
             while self._idle and (closure := self._queue.take()) is not None:
-                self._run(self._idle.popleft(), closure)
-
-    def _run(self, worker: int, closure: Closure) -> None:
-        # First, so that an error that leaves `request` puts the closure back.
-        self._running[worker] = closure
-        with self._losing(worker):
-            self._endpoint.request(
-                worker, Run(), closure.packed, partial(self._settle, worker, closure)
-            )
+                worker = self._idle.popleft()
+                settle = partial(self._settle, worker, closure)
+                # First, so that an error that leaves `request` puts the closure back.
+                self._running[worker] = closure
+                with self._losing(worker):
+                    self._endpoint.request(worker, Run(), closure.packed, settle)
 
     def notify_all(self, body: Any, packed: Packed) -> None:
         """Send every worker a notification, which precedes what is dispatched later."""

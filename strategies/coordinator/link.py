@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from collectives.errors import RankFailedError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.rpc import Endpoint
-from strategies.coordinator.references import MakeReferences
+from strategies.coordinator.packing import References
 
 
 class Run(NamedTuple):
@@ -33,13 +33,6 @@ class End(NamedTuple):
     """Notification to a worker: the chief schedules nothing more."""
 
 
-class Ending(Protocol):
-    """What the chief ends before its workers."""
-
-    def end(self) -> None:
-        """End it; a second call does nothing."""
-
-
 class Link:
     """One rank's end of the connection. Ranks are those of the whole world.
 
@@ -52,12 +45,13 @@ class Link:
         chief: int,
         workers: Mapping[int, str],
         servers: Mapping[int, str],
-        make_references: MakeReferences = MakeReferences(),  # noqa: B008 -- a constant
+        make_references: Callable[..., References] = References,
     ) -> None:
         """`workers` and `servers` map ranks to names."""
         self.box, self.chief, self.workers, self.servers = box, chief, workers, servers
         self.make_references = make_references
-        self.coordinator: Ending | None = None
+        self.coordinator: Any = None
+        """The chief's `ClusterCoordinator`, if there is one: it ends the workers' service."""
         self._ended = False
         if self.is_chief:
             atexit.register(self.end)

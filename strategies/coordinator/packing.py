@@ -1,31 +1,98 @@
 """Functions and values as bytes that another process can read: pickles by cloudpickle.
 
-What belongs to a place, such as a variable, is packed as a reference, which the reader resolves to
-its own: `References` says how.
+What belongs to a place, such as a variable, is packed as a name, which the reader resolves to its
+own object.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
+from strategies.base.strategy import Strategy
+from strategies.coordinator.values import PerWorkerIterator, WorkerDatasets
+from strategies.variables.variable import Variable
+
 Packed: TypeAlias = list[NDArray[np.uint8]]
 """An object in arrays of bytes."""
 
 
-class References(Protocol):
-    """What travels by name."""
+NotifyWorkers: TypeAlias = Callable[[Any, Packed], None]
+"""Sends every worker a notification, which precedes what is scheduled later."""
+
+
+class StrategyName(NamedTuple):
+    """The strategy itself."""
+
+
+class IteratorName(NamedTuple):
+    """An iterator that each worker has of its own."""
+
+    dataset: int
+    number: int
+
+
+class References:
+    """Objects that travel between the chief and its workers by name, since each rank has its own.
+
+    The strategy does, and per-worker iterators. A strategy whose variables do, too, has a subclass.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        notify_workers: NotifyWorkers | None = None,
+        datasets: WorkerDatasets | None = None,
+    ) -> None:
+        """The chief gives `notify_workers`, a worker its `datasets`."""
+        self._strategy, self._notify_workers, self._datasets = strategy, notify_workers, datasets
 
     def name(self, thing: Any) -> Any:
-        """A picklable name of the thing; None for what is to be packed itself."""
+        """A picklable name; None for an object that is packed itself.
+
+        On the chief TypeError for a variable of another strategy.
+        """
+        if thing is self._strategy:
+            return StrategyName()
+        if isinstance(thing, PerWorkerIterator):
+            return IteratorName(thing.dataset, thing.number)
+        foreign = isinstance(thing, Variable) and thing.strategy is not self._strategy
+        if foreign and self._notify_workers is not None:
+            raise TypeError(
+                f"{thing} belongs to {thing.strategy}: workers can't reach it; create it in the"
+                f" scope of {self._strategy}, or schedule the function with its value"
+            )
+        return None
 
     def resolve(self, name: Any) -> Any:
-        """The reader's own thing of that name."""
+        """This process's own object of that name; ValueError for an unknown one.
+
+        An iterator begins here if it is new.
+        """
+        if isinstance(name, StrategyName):
+            return self._strategy
+        if isinstance(name, IteratorName) and self._datasets is not None:
+            return self._datasets.iterator(*name)
+        raise ValueError(f"{name!r}: no object of this name exists here")
+
+    def uses(self) -> Any:
+        """What a worker sends to the chief with a result."""
+
+    def add_uses(self, uses: Any) -> None:
+        """On the chief: keep it for `apply_uses`; called by any thread."""
+
+    def apply_uses(self) -> None:
+        """Apply it to the chief's own objects; called by the program's thread."""
+
+    def restore(self, number: int, restored: Any) -> None:
+        """On a worker: keep an optimizer's first slots."""
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]

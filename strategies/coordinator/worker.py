@@ -13,11 +13,10 @@ from collectives.messaging.remote_error import Failure, describe
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
 from strategies.base.strategy import Strategy
 from strategies.coordinator.link import End, Link, NewDataset, Restored, Run
-from strategies.coordinator.packing import pack, unpack
-from strategies.coordinator.per_worker import WorkerDatasets
-from strategies.coordinator.references import WorkerReferences
-from strategies.core import contexts
+from strategies.coordinator.packing import References, pack, unpack
+from strategies.coordinator.values import WorkerDatasets
 from strategies.errors import OutOfRangeError
+from strategies.replication import contexts
 
 CallFunction = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
@@ -51,7 +50,7 @@ def serve_chief(strategy: Strategy, link: Link, settle: Callable[[], None]) -> N
             settle()
 
     datasets = WorkerDatasets(lambda arrays: unpack(arrays, references))
-    references = link.make_references.on_worker(strategy, datasets)
+    references = link.make_references(strategy, datasets=datasets)
     Worker(link, call, references, datasets).serve()
 
 
@@ -62,7 +61,7 @@ class Worker:
         self,
         link: Link,
         call: CallFunction,
-        references: WorkerReferences,
+        references: References,
         datasets: WorkerDatasets,
     ) -> None:
         self._chief, self._name = link.chief, link.workers[link.box.rank]

@@ -1,1 +1,1 @@
-"""The lowest layer: values, nests, contexts, the hooks of strategies, errors on every rank."""
+"""The lowest layer: values, nests, options, storage, errors on every rank."""

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
-from strategies.core.reduce_op import ReduceOp
-from strategies.core.values import as_array
-
-Array = NDArray[Any]
+from strategies.core.options import ReduceOp
+from strategies.core.values import Array, as_array
 
 
 class IndexedSlices:
@@ -118,13 +115,6 @@ def refuse_slices(leaves: Sequence[Any], what: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, IndexedSlices):
             raise NotImplementedError(f"{what} takes arrays, not {leaf}: use its to_dense()")
-
-
-def first_slices(communicator: Communicator, slices: IndexedSlices) -> IndexedSlices:
-    """The first rank's slices, for all. Collective."""
-    kept = len(slices.indices) if communicator.rank == 0 else 0
-    own = IndexedSlices(slices.values[:kept], slices.indices[:kept], slices.dense_shape)
-    return reduce_slices(communicator, own, ReduceOp.SUM)
 
 
 def embedding_lookup(params: Any, ids: Any) -> Array:

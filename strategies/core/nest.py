@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -15,9 +15,17 @@ def leaves(nest: Any) -> list[Any]:
     return [nest]
 
 
-def pack_like(nest: Any, flat: list[Any]) -> Any:
+def pack_like(nest: Any, flat: Iterable[Any]) -> Any:
     """A nest of the same structure with these leaves."""
-    return _pack(nest, iter(flat))
+    rest = iter(flat)
+    if isinstance(nest, Mapping):
+        packed = {key: pack_like(nest[key], rest) for key in _keys(nest)}
+        return {key: packed[key] for key in nest}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(pack_like(part, rest) for part in nest))
+    if isinstance(nest, list | tuple):
+        return type(nest)(pack_like(part, rest) for part in nest)
+    return next(rest)
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -40,14 +48,3 @@ def structure(nest: Any) -> str:
 def _keys(nest: Mapping[Any, Any]) -> list[Any]:
     # Ranks may fill a dict in different orders; keys that can't be compared are sorted by text.
     return sorted(nest, key=lambda key: (type(key).__name__, repr(key)))
-
-
-def _pack(nest: Any, flat: Iterator[Any]) -> Any:
-    if isinstance(nest, Mapping):
-        packed = {key: _pack(nest[key], flat) for key in _keys(nest)}
-        return {key: packed[key] for key in nest}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_pack(part, flat) for part in nest))
-    if isinstance(nest, list | tuple):
-        return type(nest)(_pack(part, flat) for part in nest)
-    return next(flat)

@@ -13,7 +13,7 @@ from collectives import (
     ShapeMismatchError,
 )
 from collectives.consistency.uncaught import raised_on_all
-from strategies.core.same_error import compare, reports_after
+from strategies.core.same_error import by_rank, compare, reports_after
 
 AGREEING = "agreeing on "
 """The prefix of the texts of all ranks that can gather reports."""
@@ -85,8 +85,7 @@ def _difference(reports: Sequence[Report], what: str) -> Exception | None:
         return OpMismatchError(differ, given)
     calls = tuple(str(report) for report in reports)
     if any(report.problem for report in reports):
-        lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]
-        return ValueError("\n".join([f"{what}: not every rank's value will do", *lines]))
+        return ValueError(by_rank(f"{what}: not every rank's value will do", calls))
     if len({report.structure for report in reports}) > 1:
         nests = tuple(report.structure for report in reports)
         return ShapeMismatchError(f"{what}: the ranks' nests differ, * being an array", nests)

@@ -8,8 +8,7 @@ which costs a barrier; reports are gathered only where the texts differ.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator, MismatchError
@@ -64,12 +63,7 @@ class PropagatedErrors:
     def __enter__(self) -> None:
         """Begin the checks."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Propagate an error; interruptions of this rank are not errors of the call."""
         if isinstance(error, Exception):
             propagate(self._communicator, error, *self._what)
@@ -117,12 +111,16 @@ def reports_after(
         return communicator.all_gather_object(report)
 
 
+def by_rank(text: str, entries: Iterable[object]) -> str:
+    """The text, and a line with each rank's entry."""
+    return "\n".join([text, *(f"  rank {rank}: {each}" for rank, each in enumerate(entries))])
+
+
 def refuse_differences(communicator: Communicator, what: str, text: str) -> None:
     """The same ValueError on every rank where the ranks' texts differ. Collective."""
     texts = compare(communicator, f"{what}: ", text, text)
     if texts is not None:
-        lines = [f"  rank {rank}: {each}" for rank, each in enumerate(texts)]
-        raise raised_on_all(ValueError("\n".join([what, *lines])), communicator.rank)
+        raise raised_on_all(ValueError(by_rank(what, texts)), communicator.rank)
 
 
 Errors = Sequence[Exception | None]

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 Change: TypeAlias = Callable[..., None]
 """`change(array, *operands)` changes the array in place. A function of a module, so that it can be
@@ -53,13 +52,19 @@ class Storage(ABC):
         """What this process updates of an array of the value's shape: all, unless ranks share."""
         return array
 
-    @abstractmethod
     def own_part(self) -> Array:
-        """`part_of` the value, to be changed in place; ranks synchronize before it is read."""
+        """`part_of` the value, to be changed in place; ranks synchronize before it is read.
 
-    @abstractmethod
+        TypeError where other processes keep the value.
+        """
+        raise TypeError(f"a {type(self).__name__} can't be changed in place")
+
     def zeros(self) -> Storage:
-        """A second value, kept as this one is: zeros of the same shape. Collective."""
+        """A second value, kept as this one is: zeros of the same shape. Collective.
+
+        TypeError where slots are kept in another way.
+        """
+        raise TypeError(f"a {type(self).__name__} has no second value like it: see `slot`")
 
     def slot(self, optimizer: Any, name: str, initial: Array | None) -> Storage:
         """An array that an optimizer keeps for the value; None: of zeros. Collective."""

@@ -8,7 +8,7 @@ itself. The containers are for programs that make them or test for them by `isin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from collectives.arrays.kinds import to_numpy
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.cuda.runtime import on_gpu
 from strategies.core import nest
+
+Array: TypeAlias = NDArray[Any]
 
 
 class DistributedValues:
@@ -46,14 +48,12 @@ def local(value: Any) -> Any:
     """A nest with this replica's values in place of their containers; else the very same object."""
     if not any(isinstance(leaf, DistributedValues) for leaf in nest.leaves(value)):
         return value
-    return nest.map_leaves(_unwrapped, value)
+    return nest.map_leaves(
+        lambda leaf: leaf.values[0] if isinstance(leaf, DistributedValues) else leaf, value
+    )
 
 
-def _unwrapped(leaf: Any) -> Any:
-    return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf
-
-
-def as_array(value: Any, name: str, dtype: Any = None) -> NDArray[Any]:
+def as_array(value: Any, name: str, dtype: Any = None) -> Array:
     """The argument `name` as a NumPy array, which shares its memory where possible.
 
     A torch tensor is converted by DLPack: NumPy's own conversion would fix its storage's size.
@@ -66,3 +66,8 @@ def as_array(value: Any, name: str, dtype: Any = None) -> NDArray[Any]:
         kind = type(value).__name__
         raise TypeError(f"{name} is a {kind} on a GPU: must lie on the CPU here")
     return np.asarray(to_numpy(value, name), dtype)
+
+
+def content(leaf: Any) -> Any:
+    """The value of a variable, which is known by its `read_value`; anything else as it is."""
+    return leaf.read_value() if hasattr(leaf, "read_value") else leaf

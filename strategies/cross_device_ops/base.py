@@ -10,18 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.core import values
-from strategies.core.communication_options import CommunicationOptions
-from strategies.core.contexts import get_strategy
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
+from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
+from strategies.replication.contexts import get_strategy
 
 if TYPE_CHECKING:
     from typing import Self
-
-Array = NDArray[Any]
 
 Pairs: TypeAlias = Sequence[tuple[Any, Any]]
 """Values, each with its destinations."""

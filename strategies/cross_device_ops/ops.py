@@ -9,36 +9,18 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
 from collectives import ReduceOp as Reduction
 from collectives.calls.reductions import ReduceInput
 from collectives.reductions.reduction import reduction_for
 from strategies.communication.over_nccl import OverNccl, find_nccl
-from strategies.communication.packing import (
-    Groups,
-    by_bytes,
-    one_by_one,
-    reduce_apart,
-    reduce_packed,
-)
-from strategies.core.communication_options import CommunicationOptions
-from strategies.core.device_names import nccl_problem, parse_device
-from strategies.core.reduce_op import ReduceOp
+from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
+from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
+from strategies.core.values import Array
+from strategies.core.world import nccl_problem, parse_device
 from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
-
-__all__ = [
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "PackedAllReduce",
-    "ReductionToOneDevice",
-    "RingAllReduce",
-]
-
-Array = NDArray[Any]
 
 
 class PackedAllReduce(CrossDeviceOps, ABC):
@@ -69,15 +51,11 @@ class PackedAllReduce(CrossDeviceOps, ABC):
         call = f"{self!r}.batch_reduce({reduce_op.value})"
         report = Report(call).of([each.array for each in inputs])
         agree(self.communicator, report, "batch_reduce")
-        groups = self.groups_of(inputs)
+        groups = by_bytes(inputs, 0) if self.num_packs else [[n] for n in range(len(inputs))][::-1]
         reduction = Reduction[reduce_op.name]
         return reduce_packed(
             inputs, groups, lambda pack: self.all_reduce_pack(pack, reduction), self.num_packs or 1
         )
-
-    def groups_of(self, inputs: Sequence[ReduceInput]) -> Groups:
-        """Which arrays are joined."""
-        return by_bytes(inputs, 0) if self.num_packs else one_by_one(inputs)
 
     @abstractmethod
     def all_reduce_pack(self, pack: Array, op: Reduction) -> None:

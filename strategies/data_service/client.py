@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from collectives import Mailbox, RankFailedError
 from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
 from strategies.data_service.server import Closed, Leave, Next
-from strategies.input import DatasetError, messages
+from strategies.input import DatasetError, batches
 
 _Wanted: TypeAlias = tuple[int, PendingAnswer | None]
 """A dataset rank, and the request for a batch; None where that rank receives none any more."""
@@ -44,12 +44,18 @@ class DatasetClient:
                     continue
                 number, header = answer
                 wanted.append(self._request(server, Next(epoch, number)))
-                yield messages.unpack(header, arrays)
+                yield batches.unpack(header, arrays)
                 if epoch != self._epoch:
                     text = "another iteration of the dataset has begun: this one has ended"
                     raise RuntimeError(text)
         finally:
-            self._leave(dealing, wanted, epoch)
+            for _, request in wanted:
+                if request is not None:
+                    self._endpoint.withdraw(request)
+            for server in dealing:
+                if not self._box.closed:
+                    with suppress(RankFailedError):
+                        self._endpoint.notify(server, Leave(epoch))
 
     def _note_closed(self, call: Call) -> None:
         self._closed[call.source] = call.body
@@ -80,12 +86,3 @@ class DatasetClient:
         if epoch >= closed.epoch:
             raise DatasetError(closed.reason)
         return server, None, []
-
-    def _leave(self, dealing: set[int], wanted: deque[_Wanted], epoch: int) -> None:
-        for _, request in wanted:
-            if request is not None:
-                self._endpoint.withdraw(request)
-        for server in dealing:
-            if not self._box.closed:
-                with suppress(RankFailedError):
-                    self._endpoint.notify(server, Leave(epoch))

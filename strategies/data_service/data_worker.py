@@ -11,18 +11,17 @@ import socket
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 from collectives import Communicator
+from strategies.base.membership import Membership
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import Membership
-from strategies.cluster.resolvers import (
+from strategies.cluster.spec import ClusterSpec
+from strategies.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from strategies.cluster.spec import ClusterSpec
 from strategies.core.world import world_of
 from strategies.data_service.client import DatasetClient
 from strategies.data_service.server import DatasetServer
@@ -89,10 +88,8 @@ class DatasetWorker:
             self._join(membership, credits)
 
     def _join(self, membership: Membership, credits: int) -> None:
-        training, self._servers = (
-            membership.ranks_of("chief", "worker"),
-            membership.ranks_of("data"),
-        )
+        training = membership.ranks_of("chief", "worker")
+        self._servers = membership.ranks_of("data")
         if not training:
             raise ValueError("the cluster has tasks of job 'data', but neither chief nor worker")
         self._ranks = membership.world
@@ -122,11 +119,8 @@ class DatasetWorker:
         workers = max(world.size - data_tasks, 1)
         jobs = {"worker": addresses[:workers], "data": addresses[workers:]}
         cluster = ClusterSpec({job: tasks for job, tasks in jobs.items() if tasks})
-        serves = world.rank >= workers
-        place = world.rank - workers if serves else world.rank
-        return SimpleClusterResolver(
-            cluster, task_type="data" if serves else "worker", task_id=place
-        )
+        job, first = ("worker", 0) if world.rank < workers else ("data", workers)
+        return SimpleClusterResolver(cluster, task_type=job, task_id=world.rank - first)
 
     @property
     def serves(self) -> bool:
@@ -207,11 +201,6 @@ class DatasetWorker:
     def __enter__(self) -> DatasetWorker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # What has failed here may keep this rank from doing what others wait for.
         (self.close if error is None else self._take_no_more)()

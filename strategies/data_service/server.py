@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from collectives import Mailbox, RankFailedError, SendRequest
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
-from strategies.input import messages
+from strategies.input import batches
 from strategies.input.failures import as_told
 from strategies.input.sources import iterate
 
@@ -183,7 +183,7 @@ class DatasetServer:
         """Whether the dataset had one more batch; without one, the epoch ends."""
         assert self._source is not None
         for number, batch in self._source:
-            self._ready.append((number, messages.pack(batch)))
+            self._ready.append((number, batches.pack(batch)))
             return True
         if not self._ready:
             self._next_epoch()

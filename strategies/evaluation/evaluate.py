@@ -10,7 +10,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from strategies.base.strategy import Strategy, get_strategy
@@ -30,18 +29,6 @@ class Evaluation(NamedTuple):
     path: str
     step: int | None
     result: Any
-
-
-@dataclass(frozen=True)
-class _Polling:
-    """The interval of polling, and the limit without a new checkpoint (None: none), in seconds."""
-
-    poll_seconds: float = 1.0
-    idle_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.poll_seconds > 0:
-            raise ValueError(f"poll_seconds={self.poll_seconds}: must be positive")
 
 
 def evaluate_checkpoints(
@@ -81,12 +68,12 @@ def evaluate_checkpoints(
     `idle_seconds`, and if there never was a checkpoint. Raises ValueError unless `poll_seconds` is
     positive, and the errors of `Checkpoint.restore` and of the functions.
     """
-    polling = _Polling(poll_seconds, idle_seconds)
+    _check_interval(poll_seconds)
     strategy = get_strategy() if strategy is None else strategy
     with strategy.evaluating(), strategy.scope():
         checkpoint, evaluate = model_fn(strategy)
     evaluations = []
-    for path, step in _new_checkpoints(strategy, os.fspath(directory), run, polling):
+    for path, step in _new_checkpoints(strategy, directory, run, poll_seconds, idle_seconds):
         with strategy.evaluating():
             if not _restored(checkpoint, path):
                 continue
@@ -94,6 +81,11 @@ def evaluate_checkpoints(
         if on_result is not None:
             on_result(evaluations[-1])
     return evaluations
+
+
+def _check_interval(poll_seconds: float) -> None:
+    if not poll_seconds > 0:
+        raise ValueError(f"poll_seconds={poll_seconds}: must be positive")
 
 
 def _restored(checkpoint: Checkpoint, path: str) -> bool:
@@ -106,9 +98,14 @@ def _restored(checkpoint: Checkpoint, path: str) -> bool:
 
 
 def _new_checkpoints(
-    strategy: Strategy, directory: str, run: str | None, polling: _Polling
+    strategy: Strategy,
+    given: str | os.PathLike[str],
+    run: str | None,
+    poll_seconds: float,
+    idle_seconds: float | None,
 ) -> Iterator[tuple[str, int | None]]:
     """The path and step of each new checkpoint, until the end of training. Collective."""
+    directory = os.fspath(given)
     seen: set[FoundCheckpoint] = set()
     end = EndOfTraining(directory, run)
     last_found = time.monotonic()
@@ -130,9 +127,9 @@ def _new_checkpoints(
                 text = f"{directory}: training has ended without any checkpoint in this directory"
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
-        elif polling.idle_seconds is not None and idle >= polling.idle_seconds:
+        elif idle_seconds is not None and idle >= idle_seconds:
             text = f"{directory}: no new checkpoint for {idle:.0f} s, and no end of training"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
             return
         else:
-            time.sleep(polling.poll_seconds)
+            time.sleep(poll_seconds)

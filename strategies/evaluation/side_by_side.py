@@ -16,7 +16,7 @@ from strategies.evaluation.end_marker import training_ends
 from strategies.evaluation.evaluate import Evaluation, ModelFunction, evaluate_checkpoints
 from strategies.input.failures import check_together
 from strategies.parameter_server.strategy import ParameterServerStrategy
-from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
+from strategies.synchronous.mirrored import MultiWorkerMirroredStrategy
 
 
 class TrainedAndEvaluated(NamedTuple):

@@ -7,16 +7,16 @@ from typing import Any
 
 from collectives import Communicator
 from strategies.cluster_resolver import ClusterResolver
-from strategies.core.communication_options import (
+from strategies.core.options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,
 )
 from strategies.experimental import coordinator, partitioners
-from strategies.synchronous.multi_worker import (
+from strategies.synchronous.default import TPUStrategy
+from strategies.synchronous.mirrored import (
     MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy,
 )
-from strategies.synchronous.tpu import TPUStrategy
 
 __all__ = [
     "CollectiveCommunication",

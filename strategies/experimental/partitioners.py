@@ -1,6 +1,6 @@
 """How variables are split over parameter servers, as `tf.distribute.experimental.partitioners`."""
 
-from strategies.parameter_server.partitioners import (
+from strategies.parameter_server.placement import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

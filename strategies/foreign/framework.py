@@ -96,14 +96,18 @@ def replace_method(owner: Any, method: str, make: Callable[[Any], Any]) -> Undo:
     return lambda: setattr(defining, method, original)
 
 
-def call_before(owner: Any, method: str, callback: Callback) -> Undo:
-    """Have `callback` called with the object before each call of a method."""
+def call_with(owner: Any, method: str, callback: Callback, *, after: bool = False) -> Undo:
+    """Have `callback` called with the object before, or after, each call of a method."""
 
     def make(original: Any) -> Callable[..., Any]:
         @wraps(original)
         def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
-            callback(thing)
-            return original(thing, *args, **kwargs)
+            if not after:
+                callback(thing)
+            result = original(thing, *args, **kwargs)
+            if after:
+                callback(thing)
+            return result
 
         return call
 

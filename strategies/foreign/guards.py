@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from strategies.foreign.framework import Framework, Undo
@@ -140,17 +139,10 @@ class ScopeGuard:
             entered.callback(_state.created.pop)
             self._exits = entered.pop_all()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Check the recorded objects."""
         self._exits.__exit__(kind, error, traceback)
-        if kind is not None:
-            return
-        if self._largest_trainable() is None:
+        if kind is not None or self._largest_trainable() is None:
             return
         with _collecting:
             gc.collect()  # else unreferenced objects would still exist on some ranks only
@@ -162,7 +154,8 @@ class ScopeGuard:
         """The largest recorded object that still exists and trains; None without one."""
         imported = [framework for framework in loaded() if framework not in self._hooked]
         created = [thing for reference in self._created if (thing := reference()) is not None]
-        created += _objects_of(imported) if imported else []
+        if imported:
+            created += [each for each in gc.get_objects() if framework_of(each) in imported]
         owned = [(framework_of(thing), thing) for thing in created]
         components = {
             id(each) for owner, thing in owned if owner for each in owner.components(thing)
@@ -175,7 +168,3 @@ class ScopeGuard:
             if trainable:
                 return max(trainable, key=framework.size)
         return None
-
-
-def _objects_of(frameworks: Sequence[Framework | None]) -> list[Any]:
-    return [thing for thing in gc.get_objects() if framework_of(thing) in frameworks]

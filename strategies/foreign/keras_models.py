@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
-from strategies.foreign.framework import Callback, Framework, Undo, call_before, replace_method
+from strategies.foreign.framework import Callback, Framework, Undo, call_with, replace_method
 
 # Layers of these modules have no weights, though they define `build`.
 _WEIGHTLESS = ("keras.src.layers.preprocessing.", "keras.src.layers.merging.")
@@ -68,7 +67,7 @@ class Keras(Framework):
 
     def hook_steps(self, refuse: Callback) -> Undo:
         """Wraps `apply`, which every method that applies gradients calls."""
-        return call_before(self.find("optimizers.Optimizer"), "apply", refuse)
+        return call_with(self.find("optimizers.Optimizer"), "apply", refuse)
 
     def hook_creation(self, record: Callback) -> Undo:
         """Wraps the constructors of layers and of variables."""
@@ -81,16 +80,8 @@ class Keras(Framework):
 
             return staticmethod(new)
 
-        def make_init(original: Any) -> Callable[..., None]:
-            @wraps(original)
-            def init(variable: Any, *args: Any, **kwargs: Any) -> None:
-                original(variable, *args, **kwargs)
-                record(variable)
-
-            return init
-
         undo_layers = replace_method(self.find("layers.Layer"), "__new__", make_new)
-        undo_variables = replace_method(self.find("Variable"), "__init__", make_init)
+        undo_variables = call_with(self.find("Variable"), "__init__", record, after=True)
 
         def undo() -> None:
             undo_layers()

@@ -157,12 +157,13 @@ def _wrapped(thing: Any) -> Iterable[Any]:
 
 def _attributes(thing: Any) -> Iterable[Any]:
     kind: type = type(thing)
-    slots = [getattr(thing, name, None) for name in _slots(kind)]
+    slots = [getattr(thing, name, None) for name in slots_of_class(kind)]
     return [*getattr(thing, "__dict__", {}).values(), *slots, kind]
 
 
 @lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
+def slots_of_class(kind: type) -> tuple[str, ...]:
+    """The names in the `__slots__` of a class and its bases."""
     slots = [vars(each).get("__slots__", ()) for each in kind.__mro__]
     return tuple(name for each in slots for name in ([each] if isinstance(each, str) else each))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from strategies.foreign.framework import Callback, Framework, Undo, call_before
+from strategies.foreign.framework import Callback, Framework, Undo, call_with
 
 
 class TensorFlow(Framework):
@@ -42,7 +42,7 @@ class TensorFlow(Framework):
 
     def hook_steps(self, refuse: Callback) -> Undo:
         """Wraps the only method in which TensorFlow 1's optimizers change variables."""
-        return call_before(self.find("compat.v1.train.Optimizer"), "apply_gradients", refuse)
+        return call_with(self.find("compat.v1.train.Optimizer"), "apply_gradients", refuse)
 
     def creation_context(self, record: Callback) -> AbstractContextManager[Any]:
         """A `tf.variable_creator_scope`."""

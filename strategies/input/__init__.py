@@ -4,7 +4,7 @@ The counterpart of TensorFlow's "Distributed input" guide: AutoShardPolicy, Inpu
 InputContext, and the part of `tf.data` that arrays and files need.
 """
 
-from strategies.input.dataset import Dataset
+from strategies.input.dataset import ArraysDataset, Dataset, FileDataset, make_numpy_dataset
 from strategies.input.distributed import DistributedDataset, DistributedIterator, NextBatch
 from strategies.input.distribution import distribute, distribute_from_function
 from strategies.input.element_spec import TensorSpec
@@ -18,7 +18,6 @@ from strategies.input.options import (
     ValueContext,
 )
 from strategies.input.rebatching import batch_sizes_for_worker
-from strategies.input.source_datasets import ArraysDataset, FileDataset, make_numpy_dataset
 
 __all__ = [
     "ArraysDataset",

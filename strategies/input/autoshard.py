@@ -54,13 +54,18 @@ def make_report(dataset: Any, options: InputOptions | None) -> Report:
     """This rank's report. Raises TypeError or ValueError for what can't be distributed."""
     check_iterable(dataset)
     checked = checked_options(options)
-    own_policy = checked.auto_shard_policy
+    own_policy, files = checked.auto_shard_policy, files_of(dataset)
+    digest = None
+    if files is not None:
+        # Without directories, which may differ by node.
+        names = "\0".join(PurePath(file).name for file in files)
+        digest = len(files), hashlib.sha256(names.encode()).hexdigest()
     return Report(
         kind=type(dataset).__name__,
         policy=policy_of(dataset) if own_policy is None else as_policy(own_policy),
         own_seeds=checked.sharding == "seed_offset",
         takes_seed=takes_seed(dataset),
-        files=_digest(files_of(dataset)),
+        files=digest,
         seed=secrets.randbits(32),
     )
 
@@ -82,7 +87,10 @@ def decide(reports: Sequence[Report]) -> tuple[Sharding, int, str]:
     first = reports[0]
     requested = [(each.policy, each.own_seeds) for each in reports]
     if len(set(requested)) > 1:
-        lines = [f"rank {rank}: {_option_text(*each)}" for rank, each in enumerate(requested)]
+        lines = [
+            f"rank {rank}: {'seed_offset' if own_seeds else policy.name}"
+            for rank, (policy, own_seeds) in enumerate(requested)
+        ]
         raise ValueError(f"the ranks request different sharding: {', '.join(lines)}")
     if first.own_seeds:
         _check_seeds(reports)
@@ -126,15 +134,3 @@ def _check_seeds(reports: Sequence[Report]) -> None:
                 " shuffle that takes a seed: must have a method with_seed(seed, offset), as those"
                 " of strategies.input with a shuffle have"
             )
-
-
-def _option_text(policy: AutoShardPolicy, own_seeds: bool) -> str:
-    return "seed_offset" if own_seeds else policy.name
-
-
-def _digest(files: Sequence[str] | None) -> tuple[int, str] | None:
-    """Number of files and digest of their names without directories, which may differ by node."""
-    if files is None:
-        return None
-    names = "\0".join(PurePath(file).name for file in files)
-    return len(files), hashlib.sha256(names.encode()).hexdigest()

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
+from operator import itemgetter
+from os import PathLike
 from typing import Any, TypeVar
 
 import numpy as np
 
 from strategies.core import nest
 from strategies.core.values import as_array
+from strategies.input.batches import length_of
 from strategies.input.options import Options
 
 Epoch = tuple[int, ...]  # the number of the iteration, then those of nested repeats
@@ -28,6 +31,18 @@ Derived = TypeVar("Derived", bound="Transformed")
 class Dataset(ABC):
     """Elements that can be iterated any number of times, as `tf.data.Dataset`."""
 
+    files: Sequence[Any] | None = None
+    """The files that the dataset reads; None where it reads none."""
+
+    batch_size: int | None = None
+    """The number of examples in a full batch; None where it is unknown."""
+
+    is_shuffled = False
+    """Whether a shuffle is part of the dataset, so that a seed has an effect."""
+
+    is_infinite = False
+    """Whether the dataset is known to have no end."""
+
     def __iter__(self) -> Iterator[Any]:
         iterations = self.__dict__.setdefault("_iterations", count())
         return self.elements((next(iterations),))
@@ -35,26 +50,6 @@ class Dataset(ABC):
     @abstractmethod
     def elements(self, epoch: Epoch) -> Iterator[Any]:
         """The elements of one epoch."""
-
-    @property
-    def files(self) -> Sequence[Any] | None:
-        """The files that the dataset reads; None where it reads none."""
-        return None
-
-    @property
-    def batch_size(self) -> int | None:
-        """The number of examples in a full batch; None where it is unknown."""
-        return None
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether a shuffle is part of the dataset, so that a seed has an effect."""
-        return False
-
-    @property
-    def is_infinite(self) -> bool:
-        """Whether the dataset is known to have no end."""
-        return False
 
     def options(self) -> Any:
         """The options set by `with_options`, or the defaults."""
@@ -103,31 +98,16 @@ class Dataset(ABC):
         return self.transform(_WithOptions, options)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Transformed(Dataset):
     """A dataset derived from another, whose properties it inherits."""
 
     source: Dataset
 
-    @property
-    def files(self) -> Sequence[Any] | None:
-        """The source's."""
-        return self.source.files
-
-    @property
-    def batch_size(self) -> int | None:
-        """The source's."""
-        return self.source.batch_size
-
-    @property
-    def is_shuffled(self) -> bool:
-        """The source's."""
-        return self.source.is_shuffled
-
-    @property
-    def is_infinite(self) -> bool:
-        """The source's."""
-        return self.source.is_infinite
+    def __post_init__(self) -> None:
+        source = self.source
+        self.files, self.batch_size = source.files, source.batch_size
+        self.is_shuffled, self.is_infinite = source.is_shuffled, source.is_infinite
 
     def options(self) -> Any:
         """The source's."""
@@ -142,18 +122,16 @@ class Transformed(Dataset):
         return replace(self, source=self.source.with_seed(seed + 1, offset))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Batched(Transformed):
     size: int
     drop_remainder: bool
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.size < 1:
             raise ValueError(f"batch_size={self.size!r}: must be positive")
-
-    @property
-    def batch_size(self) -> int:
-        return self.size
+        self.batch_size = self.size
 
     def elements(self, epoch: Epoch) -> Iterator[Any]:
         elements = self.source.elements(epoch)
@@ -162,13 +140,13 @@ class _Batched(Transformed):
                 yield _stacked(rows)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Repeated(Transformed):
     times: int | None
 
-    @property
-    def is_infinite(self) -> bool:
-        return self.times is None or self.source.is_infinite
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_infinite |= self.times is None
 
     def elements(self, epoch: Epoch) -> Iterator[Any]:
         for number in count() if self.times is None else range(self.times):
@@ -180,7 +158,7 @@ class _Repeated(Transformed):
                 return
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Shuffled(Transformed):
     buffer_size: int | None
     seed: int | None
@@ -189,15 +167,13 @@ class _Shuffled(Transformed):
     default_seed: int = field(default_factory=lambda: secrets.randbits(32))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         size = self.buffer_size
         if size is not None and size < 1:
             raise ValueError(f"buffer_size={size!r}: must be positive, or None for all elements")
-        if size is None and self.source.is_infinite:
+        if size is None and self.is_infinite:
             raise ValueError("buffer_size=None: must be a number, since the dataset has no end")
-
-    @property
-    def is_shuffled(self) -> bool:
-        return True
+        self.is_shuffled = True
 
     def with_seed(self, seed: int, offset: int) -> _Shuffled:
         source = self.source.with_seed(seed + 1, offset)
@@ -216,7 +192,7 @@ class _Shuffled(Transformed):
         yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _WithOptions(Transformed):
     given_options: Any
 
@@ -234,3 +210,71 @@ def _stacked(rows: list[Any]) -> Any:
     columns = zip(*map(nest.leaves, rows), strict=True)
     stacks = [np.stack([as_array(leaf, "an element") for leaf in column]) for column in columns]
     return nest.pack_like(rows[0], stacks)
+
+
+def make_numpy_dataset(numpy_input: Any) -> ArraysDataset:
+    """The rows of a nest of arrays, as `tf.data.Dataset.from_tensor_slices`.
+
+    Each element is the nest with one slice along axis 0 of each array. Raises ValueError where
+    an array has no axis 0 or the lengths of axis 0 differ.
+    """
+    arrays = nest.map_leaves(lambda leaf: as_array(leaf, "numpy_input"), numpy_input)
+    return ArraysDataset(_Indices(length_of(arrays)), arrays)
+
+
+class _Indices(Dataset):
+    """The integers from 0 to `length` − 1."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def elements(self, epoch: Epoch) -> Iterator[int]:
+        return iter(range(self._length))
+
+
+@dataclass(eq=False)
+class ArraysDataset(Transformed):
+    """Slices along axis 0 of a nest of arrays, by the indices that `source` yields.
+
+    Shuffles, batches and repeats act on the indices; a whole batch is one indexing operation.
+    """
+
+    arrays: Any
+
+    def elements(self, epoch: Epoch) -> Iterator[Any]:
+        """The slices of one epoch."""
+        for indices in self.source.elements(epoch):
+            yield nest.map_leaves(itemgetter(indices), self.arrays)
+
+    def transform(self, make: Callable[..., Dataset], *arguments: Any) -> ArraysDataset:
+        """The same arrays with transformed indices."""
+        return replace(self, source=make(self.source, *arguments))
+
+
+class FileDataset(Dataset):
+    """The elements of `read(file)` for each file in turn: batches, or examples to be batched.
+
+    Supports `AutoShardPolicy.FILE` without `tf.data`: rank r of W reads the files r, r + W,
+    r + 2W, … The order of the files must be the same on every rank: sort directory listings.
+    Raises TypeError where `files` is a single path or `read` isn't callable.
+    """
+
+    def __init__(
+        self, files: Iterable[str | PathLike[str]], read: Callable[[Any], Iterable[Any]]
+    ) -> None:
+        if isinstance(files, str | PathLike):
+            raise TypeError(f"files={files!r} is one path: must be a list of paths")
+        if not callable(read):
+            raise TypeError(f"read={read!r}: must be a function of a path")
+        self.files: Sequence[str | PathLike[str]] = tuple(files)
+        """In reading order."""
+        self._read = read
+
+    def elements(self, epoch: Epoch) -> Iterator[Any]:
+        """The elements of all files."""
+        for file in self.files:
+            yield from self._read(file)
+
+    def auto_shard(self, num_shards: int, index: int) -> FileDataset:
+        """The dataset of the files index, index + num_shards, … only."""
+        return FileDataset(self.files[index::num_shards], self._read)

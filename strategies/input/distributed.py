@@ -7,7 +7,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
@@ -30,15 +29,6 @@ class _Read(NamedTuple):
     batch: Any = None
     first: FirstBatch | None = None
     error: Exception | None = None
-
-
-def _vote(state: int, position: tuple[int, int]) -> NDArray[np.int64]:
-    """The vector whose maximum over the ranks is computed.
-
-    Its last four elements equal the maximum on every rank only where all positions are equal.
-    """
-    number, step = position
-    return np.array([state, next(_numbers), number, step, -number, -step], np.int64)
 
 
 class NextBatch:
@@ -145,15 +135,18 @@ class DistributedIterator(Iterator[Any]):
         # Stored until the ranks have agreed: after a deadline the same step is repeated.
         self._read = self._read or self._read_one()
         communicator = self._dataset.communicator
-        vote = _vote(self._read.state, self._position)
+        # The last four elements equal the maximum on every rank only where all positions are equal.
+        iteration, step = self._position
+        vote = np.array(
+            [self._read.state, next(_numbers), iteration, step, -iteration, -step], np.int64
+        )
         with named_scope(communicator, "the next batch of a distributed dataset"):
             state, number, *positions = communicator.all_reduce(vote, "max").tolist()
         read, self._read = self._read, None
         if positions != vote[2:].tolist():
             self._end()
             raise_apart(communicator, self._position)
-        step = self._position[1]
-        self._position = (self._position[0] if step else number, step + 1)
+        self._position = (iteration if step else number, step + 1)
         if state == _BATCH:
             return self._batch_of(read)
         self._end()
@@ -178,15 +171,12 @@ class DistributedIterator(Iterator[Any]):
 
     def _batch_of(self, read: _Read) -> Any:
         if self._dataset.format is None:
-            self._dataset.format = self._agree_on_format(read)
+            try:
+                self._dataset.format = agree_on_format(self._dataset.communicator, read.first)
+            except ValueError:
+                self._end()
+                raise
         return read.batch if read.state == _BATCH else self._dataset.format.empty
-
-    def _agree_on_format(self, read: _Read) -> BatchFormat:
-        try:
-            return agree_on_format(self._dataset.communicator, read.first)
-        except ValueError:
-            self._end()
-            raise
 
     def _end(self) -> None:
         self._ended = True

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 from collectives import Communicator
 from strategies.input.autoshard import Sharding, agree_on_sharding, checked_options
-from strategies.input.batches import arrays_of, contiguous_part
+from strategies.input.batches import arrays_of, contiguous_part, digest_of
 from strategies.input.distributed import DistributedDataset
 from strategies.input.failures import call_together, check_together
-from strategies.input.messages import digest_of
 from strategies.input.options import AutoShardPolicy, InputContext, InputOptions
-from strategies.input.read_ahead import Batches, read_ahead
 from strategies.input.rebatching import rebatched
 from strategies.input.sources import batch_size_of, check_iterable, iterate
 
@@ -25,7 +26,11 @@ def distribute(
     sharding = agree_on_sharding(communicator, dataset, options)
     rank, size = communicator.rank, communicator.size
     shard = call_together(communicator, lambda: _shard(dataset, sharding, rank, size))
-    begin = partial(_begin, shard, checked_options(options))
+    depth = checked_options(options).experimental_per_replica_buffer_size
+
+    def begin() -> Batches:
+        return read_ahead(shard(), depth)
+
     if isinstance(shard, _Parts):
         return DistributedDataset(communicator, begin, lambda: shard.digest)
     return DistributedDataset(communicator, begin)
@@ -42,7 +47,8 @@ def distribute_from_function(
     checked = check_together(communicator, lambda: _without_sharding(options))
     dataset = call_together(communicator, lambda: dataset_fn(context))
     check_together(communicator, lambda: check_iterable(dataset))
-    return DistributedDataset(communicator, partial(_begin, partial(_unchanged, dataset), checked))
+    depth = checked.experimental_per_replica_buffer_size
+    return DistributedDataset(communicator, lambda: read_ahead(_unchanged(dataset), depth))
 
 
 def _without_sharding(options: Any) -> InputOptions:
@@ -53,10 +59,6 @@ def _without_sharding(options: Any) -> InputOptions:
             " function: must have neither auto_shard_policy nor sharding"
         )
     return checked
-
-
-def _begin(shard: Callable[[], Batches], options: InputOptions) -> Batches:
-    return read_ahead(shard(), options.experimental_per_replica_buffer_size)
 
 
 def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[], Batches]:
@@ -97,3 +99,64 @@ def _unchanged(dataset: Any) -> Batches:
     for batch in iterate(dataset):
         arrays_of(batch)
         yield batch
+
+
+THREAD_NAME = "strategies-read-ahead"
+Batches = Generator[Any, None, None]
+
+
+class _End(NamedTuple):
+    error: BaseException | None
+
+
+def read_ahead(batches: Batches, depth: int) -> Batches:
+    """The same batches, up to `depth` of them read in advance by a thread; 0: no thread.
+
+    The thread starts with the first request. It ends with the batches; where this generator is
+    closed or deleted earlier, it ends after the batch that it is reading. An exception of the
+    batches is raised here in its place, with the original traceback.
+    """
+    if depth == 0:
+        yield from batches
+        return
+    reader = _Reader(batches, depth)
+    try:
+        while not isinstance(batch := reader.next_batch(), _End):
+            yield batch
+        if batch.error is not None:
+            raise batch.error
+    finally:
+        reader.stop()
+
+
+class _Reader:
+    def __init__(self, batches: Batches, depth: int) -> None:
+        self._ready: SimpleQueue[Any] = SimpleQueue()
+        self._free_slots, self._stopped = threading.Semaphore(depth), threading.Event()
+        threading.Thread(target=self._read, args=(batches,), name=THREAD_NAME, daemon=True).start()
+
+    def next_batch(self) -> Any:
+        """The next batch or `_End`; waits for it."""
+        batch = self._ready.get()
+        self._free_slots.release()
+        return batch
+
+    def stop(self) -> None:
+        """End the thread after the batch that it is reading."""
+        self._stopped.set()
+        self._free_slots.release()
+
+    def _read(self, batches: Batches) -> None:
+        error = None
+        try:
+            with closing(batches):
+                self._free_slots.acquire()
+                for batch in batches:
+                    self._ready.put(batch)
+                    self._free_slots.acquire()
+                    if self._stopped.is_set():
+                        return
+        except BaseException as raised:  # SystemExit too: the consumer waits for an answer
+            error = raised
+        finally:
+            self._ready.put(_End(error))

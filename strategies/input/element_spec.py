@@ -73,14 +73,21 @@ def agree_on_format(communicator: Communicator, first: FirstBatch | None) -> Bat
     known = [first for first in firsts if first is not None]
     if communicator.rank == 0 and len({first.global_digest for first in known}) > 1:
         log.warning("%s", _DIFFERENT_BATCHES)
-    if len({_invariants(first) for first in known}) > 1:
+    kinds = {
+        (nest.structure(each.structure), *((len(spec.shape), spec.dtype) for spec in each.specs))
+        for each in known
+    }
+    if len(kinds) > 1:
         lines = [
             f"  rank {rank}: {first}" for rank, first in enumerate(firsts) if first is not None
         ]
         text = "\n".join(["the ranks' first batches differ, * being an array", *lines])
         raise raised_on_all(ValueError(text), communicator.rank)
     specs = [_common(specs) for specs in zip(*(first.specs for first in known), strict=True)]
-    return BatchFormat(nest.pack_like(known[0].structure, specs), _empty(first or known[0]))
+    own = first or known[0]
+    pairs = zip(own.specs, own.of_torch, strict=True)
+    empty = nest.pack_like(own.structure, [_empty_array(*pair) for pair in pairs])
+    return BatchFormat(nest.pack_like(known[0].structure, specs), empty)
 
 
 def describe(batch: Any, global_digest: str = "") -> FirstBatch:
@@ -95,20 +102,10 @@ def _dtype(array: Any) -> np.dtype[Any]:
     return np.dtype(str(array.dtype).removeprefix("torch.") if is_torch(array) else array.dtype)
 
 
-def _invariants(first: FirstBatch) -> tuple[Any, ...]:
-    return nest.structure(first.structure), *((len(s.shape), s.dtype) for s in first.specs)
-
-
 def _common(specs: Sequence[TensorSpec]) -> TensorSpec:
     columns = zip(*(spec.shape for spec in specs), strict=True)
     shape = tuple(column[0] if len(set(column)) == 1 else None for column in columns)
     return TensorSpec(shape, specs[0].dtype)
-
-
-def _empty(first: FirstBatch) -> Any:
-    """A batch without examples, with the structure and array kinds of the one described."""
-    pairs = zip(first.specs, first.of_torch, strict=True)
-    return nest.pack_like(first.structure, [_empty_array(*pair) for pair in pairs])
 
 
 def _empty_array(spec: TensorSpec, of_torch: bool) -> Any:

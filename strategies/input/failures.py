@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
-from strategies.core.same_error import Errors, call_on_all, lowest_error, raise_on_all
+from strategies.core.same_error import Errors, by_rank, call_on_all, lowest_error, raise_on_all
 
 Result = TypeVar("Result")
 
@@ -72,10 +72,9 @@ def raise_apart(communicator: Communicator, place: tuple[int, int]) -> NoReturn:
 
     `place` is the number of an iteration, or of the dataset at the first step, and the step.
     """
-    lines = [
-        f"  rank {rank}: step {step + 1} of {'iteration' if step else 'a new iteration of dataset'}"
-        f" {number}"
-        for rank, (number, step) in enumerate(communicator.all_gather_object(place))
+    places = [
+        f"step {step + 1} of {'iteration' if step else 'a new iteration of dataset'} {number}"
+        for number, step in communicator.all_gather_object(place)
     ]
     text = "the ranks' iterations have come apart: must be left by all ranks at the same step"
-    raise raised_on_all(DatasetError("\n".join([text, *lines])), communicator.rank)
+    raise raised_on_all(DatasetError(by_rank(text, places)), communicator.rank)

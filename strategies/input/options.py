@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from strategies.core.declared import CheckedAttributes, Checks, FixedAttributes
+from strategies.core.options import CheckedAttributes, Checks, FixedAttributes
 
 
 class AutoShardPolicy(enum.IntEnum):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.optimizers.learning_rate import Rate
-from strategies.optimizers.optimizer import Optimizer
+from strategies.optimizers.optimizer import Optimizer, Rate
 from strategies.optimizers.update_rules import AdaptiveMomentsRule, DescentRule
 
 

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Fusion
-from strategies.core.contexts import get_replica_context
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.same_error import propagate, wrong_context
 from strategies.core.storage import Storage, assign
-from strategies.optimizers.clipping import check_limits, clip, limits_as_text
-from strategies.optimizers.learning_rate import LearningRate, Rate
-from strategies.optimizers.pairs import absent_text, check_variable, checked_pairs
+from strategies.core.values import Array
+from strategies.optimizers.gradients import (
+    absent_text,
+    check_limits,
+    check_variable,
+    checked_pairs,
+    clip,
+)
 from strategies.optimizers.update_rules import UpdateRule
+from strategies.replication.contexts import get_replica_context
+from strategies.replication.replication import StepSeries
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.variable import Variable
 
-Array = NDArray[Any]
-
-
-@dataclass
-class StepSeries:
-    """Steps whose numbers the ranks of a strategy agree on, since they agreed on the first one."""
-
-    owner: object
-    number: int
-    """The series' own number, equal on all ranks."""
-    next_step: int = 0
+Rate: TypeAlias = float | Callable[[int], float]
 
 
 class Optimizer(ABC):
@@ -52,6 +46,9 @@ class Optimizer(ABC):
     the value it gives. Raises ValueError for a limit that isn't above 0, and for both limits.
     """
 
+    _known_rate: tuple[int, float] | None
+    """The step that a function was called for last, and the rate that it gave."""
+
     def __init__(
         self,
         learning_rate: Rate,
@@ -59,7 +56,7 @@ class Optimizer(ABC):
         global_clipnorm: float | None = None,
     ) -> None:
         check_limits(clipnorm, global_clipnorm)
-        self._rate = LearningRate(learning_rate)
+        self.learning_rate = learning_rate
         self.clipnorm, self.global_clipnorm = clipnorm, global_clipnorm
         self.iterations = 0
         # By the storage's id, which stays its own as long as the storage is kept.
@@ -74,11 +71,17 @@ class Optimizer(ABC):
     @property
     def learning_rate(self) -> Any:
         """The rate of the next step; a number, or a function of the step, may be assigned."""
-        return self._rate.at(self.iterations)
+        if not callable(self._given_rate):
+            return self._given_rate
+        step = self.iterations
+        if self._known_rate is None or self._known_rate[0] != step:
+            self._known_rate = step, _as_number(self._given_rate(step), step)
+        return self._known_rate[1]
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Rate) -> None:
-        self._rate = LearningRate(learning_rate)
+        self._given_rate = learning_rate
+        self._known_rate = None
 
     @property
     @abstractmethod
@@ -123,7 +126,7 @@ class Optimizer(ABC):
             gradients, variables = checked_pairs(pairs, strategy)
             if self.clipnorm is not None or self.global_clipnorm is not None:
                 check_limits(self.clipnorm, self.global_clipnorm)
-            self._rate.forget()
+            self._known_rate = None
             self.action = self._next_action(gradients, variables)
         except Exception as error:
             propagate(strategy.communicator if together else None, error, "apply_gradients")
@@ -147,7 +150,9 @@ class Optimizer(ABC):
     @property
     def settings(self) -> str:
         """The numbers of the next step, as a text."""
-        return f"{self.rule}{limits_as_text(self.clipnorm, self.global_clipnorm)}"
+        limits = {"clipnorm": self.clipnorm, "global_clipnorm": self.global_clipnorm}
+        given = [f", {name}={limit}" for name, limit in limits.items() if limit is not None]
+        return f"{self.rule}{''.join(given)}"
 
     def fusion_of(self, variables: Sequence[Variable]) -> Fusion | None:
         """Where `gradient_views` of these variables lie, which are the same ones on all ranks."""
@@ -161,10 +166,6 @@ class Optimizer(ABC):
         """Count a step, and change the variables by it; overwrites the gradients."""
         self.update_clipped(self.clipped(gradients), [each.storage for each in variables])
 
-    def update_stored(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
-        """As `update`, of values that no variable needs to have: each process changes its part."""
-        self.update_clipped(self.clipped(gradients), values)
-
     def clipped(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """A step's gradients within their limit, if there is one; none is overwritten."""
         if self.clipnorm is None and self.global_clipnorm is None:
@@ -172,7 +173,10 @@ class Optimizer(ABC):
         return clip(gradients, self.clipnorm, self.global_clipnorm)
 
     def update_clipped(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
-        """As `update_stored`, of gradients that `clipped` gave."""
+        """As `update`, of gradients that `clipped` gave, and of values that may have no variable.
+
+        Each process changes its part of them.
+        """
         rule = self.rule
         names = rule.slots
         self.iterations += 1
@@ -198,17 +202,13 @@ class Optimizer(ABC):
         slots = known[1]
         for name in names:
             if name not in slots:
-                slots[name] = self._new_slot(value, name)
+                kept = f"slots/{self.number_of(value)}/{name}"
+                restored = self._restored.get(kept)
+                _check_slot(name, restored, value)
+                slots[name] = value.slot(self, name, restored)
+                # Where that has failed it is tried again.
+                self._restored.pop(kept, None)
         return slots
-
-    def _new_slot(self, value: Storage, name: str) -> Storage:
-        kept = f"slots/{self.number_of(value)}/{name}"
-        restored = self._restored.get(kept)
-        _check_slot(name, restored, value)
-        made = value.slot(self, name, restored)
-        # Where that has failed it is tried again.
-        self._restored.pop(kept, None)
-        return made
 
     def number_of(self, value: Storage) -> int | None:
         """The value's number in the names of its slots; None where it has none yet."""
@@ -252,12 +252,21 @@ class Optimizer(ABC):
         that don't exist yet when they are made.
         """
         self.iterations = int(tensors["iterations"])
-        if not self._rate.scheduled:
+        if not callable(self._given_rate):
             self.learning_rate = float(tensors["learning_rate"])
         self._restored = {name: each for name, each in tensors.items() if name.startswith("slots/")}
         for name, slot in self._numbered_slots().items():
             # What was saved before the first step has no slots: they begin anew.
             slot.change(assign, self._restored.pop(name, 0))
+
+
+def _as_number(value: Any, step: int) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        text = f"learning_rate gave a {kind} for step {step}: must be a number"
+        raise TypeError(text) from None
 
 
 def _check_slot(name: str, restored: Array | None, value: Storage) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from strategies.core.values import Array
+
+Slots: TypeAlias = Mapping[str, Array]
+"""The arrays that an optimizer keeps for a value, by name."""
 
 # Temporary arrays of a block stay in the cache, and in memory that the process has already.
 _BLOCK_ELEMENTS = 64 << 10
@@ -29,9 +31,7 @@ class UpdateRule(ABC):
     def slots(self) -> tuple[str, ...]:
         """The names of the arrays that the rule keeps for each variable, zeros at first."""
 
-    def apply(
-        self, value: Array, gradient: Array, slots: Mapping[str, Array], iteration: int
-    ) -> None:
+    def apply(self, value: Array, gradient: Array, slots: Slots, iteration: int) -> None:
         """Change the value, and the slots, in place; the gradient may be overwritten.
 
         All arrays have the variable's shape and dtype, or are equal parts of such; iterations count
@@ -44,9 +44,7 @@ class UpdateRule(ABC):
             self._apply(own, change, dict(zip(slots, kept, strict=True)), iteration)
 
     @abstractmethod
-    def _apply(
-        self, value: Array, gradient: Array, slots: Mapping[str, Array], iteration: int
-    ) -> None:
+    def _apply(self, value: Array, gradient: Array, slots: Slots, iteration: int) -> None:
         """As `apply`, element by element."""
 
     def rows_step(self, values: Array) -> Array | None:
@@ -81,9 +79,7 @@ class DescentRule(UpdateRule):
         """The velocity, where there is momentum."""
         return ("velocity",) if self.momentum else ()
 
-    def _apply(
-        self, value: Array, gradient: Array, slots: Mapping[str, Array], iteration: int
-    ) -> None:
+    def _apply(self, value: Array, gradient: Array, slots: Slots, iteration: int) -> None:
         """Move against the gradient, or on with the velocity."""
         gradient *= gradient.dtype.type(self.learning_rate)
         if not self.momentum:
@@ -114,9 +110,7 @@ class AdaptiveMomentsRule(UpdateRule):
         """The running means of the gradient and of its square."""
         return ("mean", "square")
 
-    def _apply(
-        self, value: Array, gradient: Array, slots: Mapping[str, Array], iteration: int
-    ) -> None:
+    def _apply(self, value: Array, gradient: Array, slots: Slots, iteration: int) -> None:
         """Move against the running mean, in units of the root of the mean square."""
         number = gradient.dtype.type
         mean, square = slots["mean"], slots["square"]

@@ -1,13 +1,13 @@
 """Asynchronous training with parameter servers."""
 
-from strategies.parameter_server.partitioners import (
+from strategies.parameter_server.placement import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
     Partitioner,
+    replica_device_setter,
 )
-from strategies.parameter_server.placement import replica_device_setter
-from strategies.parameter_server.sharded_variable import ShardedVariable
+from strategies.parameter_server.storage import ShardedVariable
 from strategies.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = [

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from collectives.messaging.rpc import PendingAnswer
 from collectives.shm.seqlock import MappedArray, MappedArrays
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change
-from strategies.optimizers.update_rules import UpdateRule
-from strategies.parameter_server import requests
-from strategies.parameter_server.requests import ShardInfo, as_pickle
+from strategies.core.values import Array
+from strategies.optimizers.update_rules import Slots, UpdateRule
+from strategies.parameter_server.requests import Request, ShardInfo
 from strategies.parameter_server.rpc_client import RpcClient
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
 
-Array = NDArray[Any]
 _ATTEMPTS = 4
 _LONGEST_CHANGE = 1e-3
 
-
-class _Push(NamedTuple):
-    """A request to a server that changes these shards."""
-
-    server: int
-    infos: Sequence[ShardInfo]
-    request: Any
-    arrays: Sequence[Array]
+_Push: TypeAlias = tuple[Sequence[ShardInfo], Request, Sequence[Array]]
+"""A request that changes these shards of one server, and its arrays."""
 
 
 class Client:
@@ -86,7 +78,7 @@ class Client:
 
     def _request(self, info: ShardInfo, out: Array, rows: Array | None) -> PendingAnswer:
         arrays = () if rows is None else (rows,)
-        return self._rpc.request(info.server, requests.Read(info.number), arrays)
+        return self._rpc.request(info.server, Request("read", info.number), arrays)
 
     def _map(self, info: ShardInfo) -> MappedArray | None:
         """The shard's memory, where it can be read in place."""
@@ -120,55 +112,56 @@ class Client:
 
     # Pushes
 
-    def change(self, change: Change, parts: Sequence[tuple[ShardInfo, Sequence[Array]]]) -> None:
+    def change(self, change: Change, parts: Iterable[tuple[ShardInfo, Sequence[Array]]]) -> None:
         """Change shards by a function of a module, each with its own operands."""
-        pickled = as_pickle(change)
+        pickled = (pickle.dumps(change, pickle.HIGHEST_PROTOCOL),)
         self._push(
-            _Push(info.server, [info], requests.Change(info.number, pickled), operands)
-            for info, operands in parts
+            ([info], Request("change", info.number, pickled), operands) for info, operands in parts
         )
 
     def update(
         self, optimizer: int, rule: UpdateRule, parts: Sequence[tuple[ShardInfo, Gradient]]
     ) -> None:
         """Apply an optimizer's rule to shards; all are on their way when it returns."""
-        pickled = as_pickle(rule)
+        pickled = pickle.dumps(rule, pickle.HIGHEST_PROTOCOL)
         by_server: dict[int, list[tuple[ShardInfo, Gradient]]] = {}
         for info, gradient in parts:
             by_server.setdefault(info.server, []).append((info, gradient))
-        pushes = []
-        for server, own in by_server.items():
-            infos = [info for info, _ in own]
+        pushes: list[_Push] = []
+        for own in by_server.values():
+            infos, gradients = [info for info, _ in own], [gradient for _, gradient in own]
             numbers = tuple(info.number for info in infos)
-            sparse = tuple(isinstance(gradient, IndexedSlices) for _, gradient in own)
-            arrays = [array for _, gradient in own for array in _arrays_of(gradient)]
-            request = requests.Update(optimizer, pickled, numbers, sparse)
-            pushes.append(_Push(server, infos, request, arrays))
+            sparse = tuple(isinstance(gradient, IndexedSlices) for gradient in gradients)
+            arrays = [array for gradient in gradients for array in _arrays_of(gradient)]
+            request = Request("update", None, (optimizer, pickled, numbers, sparse))
+            pushes.append((infos, request, arrays))
         self._push(pushes)
 
     def write_slots(
         self,
         optimizer: int,
-        parts: Sequence[tuple[ShardInfo, Mapping[str, Array]]],
+        parts: Iterable[tuple[ShardInfo, Slots]],
         iteration: int,
         *,
         keep: bool,
     ) -> None:
         """Set what an optimizer keeps of shards; leave what is there if `keep`."""
-        pushes = []
-        for info, slots in parts:
-            names = tuple(slots)
-            request = requests.WriteSlots(info.number, optimizer, names, iteration, keep)
-            pushes.append(_Push(info.server, [info], request, list(slots.values())))
-        self._push(pushes)
+        self._push(
+            (
+                [info],
+                Request("write_slots", info.number, (optimizer, tuple(slots), iteration, keep)),
+                list(slots.values()),
+            )
+            for info, slots in parts
+        )
 
     def _push(self, pushes: Iterable[_Push]) -> None:
         """All of them; none where an earlier push has failed, whose error is raised."""
         with self._rpc.lock:
             self._rpc.prepare()
-            for server, infos, request, arrays in pushes:
-                self._rpc.push(server, request, arrays)
-                self._unfenced.add(server)
+            for infos, request, arrays in pushes:
+                self._rpc.push(infos[0].server, request, arrays)
+                self._unfenced.add(infos[0].server)
                 for info in infos:
                     self._pushed[info.number] += 1
 
@@ -180,7 +173,7 @@ class Client:
         """What an optimizer keeps of each shard: the slots by name, and the count of updates."""
         with self._rpc.lock:
             pending = [
-                self._rpc.request(info.server, requests.ReadSlots(info.number, optimizer))
+                self._rpc.request(info.server, Request("read_slots", info.number, (optimizer,)))
                 for info in infos
             ]
             found = self._rpc.endpoint.results(pending, "reading slots")
@@ -196,14 +189,14 @@ class Client:
         """
         with self._rpc.lock:
             self._await_pushes()
-            tick = self._rpc.request(0, requests.Tick())
+            tick = self._rpc.request(0, Request("tick"))
             what = "apply_gradients, too far ahead of the slowest worker"
             self._rpc.endpoint.results([tick], what, self._slowest)
             self._rpc.poll()
 
     def _slowest(self) -> dict[int, str]:
         """The ranks to name once the deadline is over."""
-        request = self._rpc.request(0, requests.Slowest())
+        request = self._rpc.request(0, Request("slowest"))
         [(ranks, _)] = self._rpc.endpoint.results([request], "requesting the slowest worker")
         return dict.fromkeys(ranks, "")
 
@@ -215,7 +208,7 @@ class Client:
 
     def _await_pushes(self) -> None:
         servers = sorted(self._unfenced)
-        pending = [self._rpc.request(server, requests.Fence()) for server in servers]
+        pending = [self._rpc.request(server, Request("fence")) for server in servers]
         self._rpc.endpoint.results(pending, "waiting for pushes")
         self._unfenced.difference_update(servers)
 

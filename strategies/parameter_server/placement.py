@@ -1,15 +1,117 @@
-"""Which parameter server holds which variable."""
+"""Into how many parts a variable is split, and which parameter server holds which part.
+
+The partitioners are those of `tf.distribute.experimental`. All of them split along one axis, by
+default 0. Called as in TensorFlow: `partitioner(shape=(10, 3), dtype=numpy.float32)` gives the
+number of parts along each axis.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from strategies.cluster.spec import ClusterSpec, Jobs, Task
-from strategies.parameter_server.partitioners import div_lengths
 
 PartitionFunction = Callable[..., Sequence[int]]
+
+
+class Partitioner(ABC):
+    """A function from a shape and a dtype to the number of parts along each axis."""
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """The numbers of parts: 1, but for the axis. Raises ValueError for an axis not there."""
+        if not 0 <= axis < len(shape):
+            raise ValueError(f"axis={axis}: a shape of {len(shape)} axes has no such")
+        parts = [1] * len(shape)
+        parts[axis] = self.count(tuple(shape), np.dtype(dtype), axis)
+        return parts
+
+    @abstractmethod
+    def count(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        """The number of parts along the axis."""
+
+
+class FixedShardsPartitioner(Partitioner):
+    """Always `num_shards` parts, or as many as there are rows where those are fewer.
+
+    As `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = _positive("num_shards", num_shards)
+
+    def count(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        """The smaller of the two numbers."""
+        return min(self.num_shards, shape[axis])
+
+
+class MinSizePartitioner(Partitioner):
+    """As many parts as keep the mean part at `min_shard_bytes` or a little below, up to a number.
+
+    As `tf.distribute.experimental.partitioners.MinSizePartitioner`, whose name promises more than
+    it keeps: with 6 rows of 4 bytes and a minimum of 7 there are 4 parts, of 8, 8, 4 and 4 bytes.
+    Each element of a variable of strings counts as `bytes_per_string`.
+    """
+
+    def __init__(
+        self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
+    ) -> None:
+        self.min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
+        self.max_shards = _positive("max_shards", max_shards)
+        self.bytes_per_string = _positive("bytes_per_string", bytes_per_string)
+
+    def count(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        """From 1 to the number of rows, or to `max_shards`."""
+        total = math.prod(shape) * element_bytes(dtype, self.bytes_per_string)
+        wanted = -(-total // self.min_shard_bytes)
+        return max(1, min(shape[axis], self.max_shards, wanted))
+
+
+class MaxSizePartitioner(Partitioner):
+    """As few parts as keep each at `max_shard_bytes` or below, but never below one row.
+
+    As `tf.distribute.experimental.partitioners.MaxSizePartitioner`. Where `max_shards` is given,
+    it goes before the size.
+    """
+
+    def __init__(
+        self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
+    ) -> None:
+        self.max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
+        self.max_shards = None if max_shards is None else _positive("max_shards", max_shards)
+        self.bytes_per_string = _positive("bytes_per_string", bytes_per_string)
+
+    def count(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
+        """The rows divided by the rows that fit into a part."""
+        elements_of_a_row = math.prod(shape[:axis] + shape[axis + 1 :])
+        row_bytes = elements_of_a_row * element_bytes(dtype, self.bytes_per_string)
+        rows_of_a_part = max(1, self.max_shard_bytes // row_bytes) if row_bytes else shape[axis]
+        parts = -(-shape[axis] // max(1, rows_of_a_part))
+        return parts if self.max_shards is None else min(parts, self.max_shards)
+
+
+def element_bytes(dtype: np.dtype[Any], bytes_per_string: int) -> int:
+    """The size that an element counts for."""
+    return bytes_per_string if dtype.kind in "SUTO" else dtype.itemsize
+
+
+def div_lengths(rows: int, parts: int) -> list[int]:
+    """How many rows each part has: TensorFlow's "div" split, the first parts one row longer."""
+    base, extra = divmod(rows, parts)
+    return [base + (part < extra) for part in range(parts)]
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}={value!r}: must be a whole number")
+    if value < 1:
+        raise ValueError(f"{name}={value!r}: must be positive")
+    return int(value)
 
 
 class RoundRobin:

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
+from strategies.base.membership import Membership
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import Membership
 from strategies.coordinator.link import Link, Restored
-from strategies.coordinator.packing import pack
-from strategies.coordinator.per_worker import WorkerDatasets
-from strategies.coordinator.references import (
-    ChiefReferences,
-    MakeReferences,
-    NotifyWorkers,
-    References,
-    WorkerReferences,
-)
+from strategies.coordinator.packing import NotifyWorkers, References, pack
 from strategies.core.storage import LocalStorage
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client
-from strategies.parameter_server.requests import VariableInfo
-from strategies.parameter_server.roles import Roles
-from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
+from strategies.parameter_server.requests import Roles, VariableInfo
+from strategies.parameter_server.storage import ServedStorage, stored
 from strategies.variables.variable import Variable
 
 
@@ -51,14 +42,18 @@ class Use(NamedTuple):
 
 
 class ServedReferences(References):
-    """Storages on the servers travel by name, and are the same object on each return.
+    """Storages on the servers and the chief's optimizers, of which workers have copies.
 
-    Optimizers identify a storage by its object.
+    A storage is the same object on each return: optimizers identify it by its object.
     """
 
-    def __init__(self, strategy: Strategy, *arguments: Any) -> None:
-        super().__init__(strategy, *arguments)
+    def __init__(self, strategy: Strategy, **side: Any) -> None:
+        super().__init__(strategy, **side)
         self._storages: dict[tuple[bool, int], ServedStorage] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+        self._restored: dict[int, dict[str, Any]] = {}
+        self._uses: list[Use] = []
+        self._sent: set[tuple[int, int]] = set()
 
     @property
     def client(self) -> Client:
@@ -66,54 +61,46 @@ class ServedReferences(References):
         return cast(Client, self._strategy.worker.client)  # type: ignore[attr-defined]
 
     def name(self, thing: Any) -> Any:
-        """A picklable name; None for an object that is packed itself."""
+        """As of every strategy; the chief moves an ON_READ variable to the servers.
+
+        All workers share it then.
+        """
         if isinstance(thing, ServedStorage) and thing.client is self.client:
             self._storages.setdefault(_key(thing.info), thing)
             return StorageName(thing.info)
+        if self._notify_workers is not None and isinstance(thing, Optimizer):
+            return self._name_of(thing, self._notify_workers)
+        if self._notify_workers is not None and isinstance(thing, Variable):
+            self._serve(thing)
         return super().name(thing)
 
     def resolve(self, name: Any) -> Any:
         """This process's own object of that name."""
-        return self.storage(name.info) if isinstance(name, StorageName) else super().resolve(name)
+        if isinstance(name, StorageName):
+            return self.storage(name.info)
+        return self._optimizer(name) if isinstance(name, OptimizerName) else super().resolve(name)
 
     def storage(self, info: VariableInfo) -> ServedStorage:
         """The storage of this value."""
         key = _key(info)
         if key not in self._storages:
-            kind = SplitStorage if info.split else WholeStorage
-            self._storages[key] = kind(self.client, info)
+            self._storages[key] = stored(self.client, info)
         return self._storages[key]
 
+    # On the chief
 
-class ChiefServedReferences(ServedReferences, ChiefReferences):
-    """The chief's: variables' storages, and its optimizers, which workers have copies of."""
-
-    def __init__(self, strategy: Strategy, notify_workers: NotifyWorkers) -> None:
-        super().__init__(strategy, notify_workers)
-        self._optimizers: dict[int, Optimizer] = {}
-        self._restored: dict[int, dict[str, Any]] = {}
-        self._uses: list[Use] = []
-
-    def name(self, thing: Any) -> Any:
-        """A picklable name. Moves an ON_READ variable to the servers: all workers share it then."""
-        if isinstance(thing, Optimizer):
-            return self._name_of(thing)
-        if isinstance(thing, Variable) and thing.strategy is self._strategy:
-            self._serve(thing)
-        return super().name(thing)
-
-    def _name_of(self, optimizer: Optimizer) -> OptimizerName:
+    def _name_of(self, optimizer: Optimizer, notify_workers: NotifyWorkers) -> OptimizerName:
         number, state = self.client.number_of(optimizer), optimizer.__getstate__()
         self._optimizers[number] = optimizer
         restored = state.pop("_restored")
         if restored and self._restored.get(number) is not restored:
             # Once, since it may be as large as the model.
             self._restored[number] = restored
-            self._notify_workers(Restored(number), pack(restored, self))
+            notify_workers(Restored(number), pack(restored, self))
         return OptimizerName(number, type(optimizer), state)
 
     def _serve(self, variable: Variable) -> None:
-        if isinstance(variable.storage, LocalStorage):
+        if variable.strategy is self._strategy and isinstance(variable.storage, LocalStorage):
             variable.storage = self._strategy.store(variable.local.copy(), repr(variable))
             self._strategy.complete(variable)
 
@@ -128,23 +115,7 @@ class ChiefServedReferences(ServedReferences, ChiefReferences):
             optimizer = self._optimizers[use.optimizer]
             optimizer.slots_of(self.storage(use.value), optimizer.rule.slots)
 
-
-class WorkerServedReferences(ServedReferences, WorkerReferences):
-    """A worker's: its storages, and its optimizers, each a copy of the chief's."""
-
-    def __init__(self, strategy: Strategy, datasets: WorkerDatasets) -> None:
-        super().__init__(strategy, datasets)
-        self._optimizers: dict[int, Optimizer] = {}
-        self._sent: set[tuple[int, int]] = set()
-        self._restored: dict[int, dict[str, Any]] = {}
-
-    def resolve(self, name: Any) -> Any:
-        """This process's own object of that name."""
-        return self._optimizer(name) if isinstance(name, OptimizerName) else super().resolve(name)
-
-    def restore(self, number: int, restored: dict[str, Any]) -> None:
-        """Keep an optimizer's first slots; it keeps those that it has already."""
-        self._restored[number] = restored
+    # On a worker
 
     def _optimizer(self, name: OptimizerName) -> Optimizer:
         own = self._optimizers.get(name.number)
@@ -158,6 +129,10 @@ class WorkerServedReferences(ServedReferences, WorkerReferences):
         if name.number in self._restored:
             own.__dict__["_restored"] = self._restored.pop(name.number)
         return own
+
+    def restore(self, number: int, restored: dict[str, Any]) -> None:
+        """Keep an optimizer's first slots; it keeps those that it has already."""
+        self._restored[number] = restored
 
     def uses(self) -> list[Use]:
         """The values that optimizers have updated since the last call."""
@@ -179,8 +154,7 @@ def open_link(membership: Membership, roles: Roles) -> Link | None:
         return None
     workers = {rank: roles.name(rank) for rank in membership.ranks_of("worker")}
     servers = {rank: roles.name(rank) for rank in roles.servers}
-    make = MakeReferences(ChiefServedReferences, WorkerServedReferences)
-    return Link(membership.world.mailbox(), roles.chief, workers, servers, make)
+    return Link(membership.world.mailbox(), roles.chief, workers, servers, ServedReferences)
 
 
 def _key(info: VariableInfo) -> tuple[bool, int]:

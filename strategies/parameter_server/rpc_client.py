@@ -6,20 +6,14 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
-
-from numpy.typing import NDArray
 
 from collectives import RankFailedError
 from collectives.messaging.buffers import SendWindow
 from collectives.messaging.mailbox import Mailbox
-from collectives.messaging.message import SendRequest
 from collectives.messaging.remote_error import RemoteTracebackError, rebuild
 from collectives.messaging.rpc import Call, Endpoint, PendingAnswer
-from strategies.parameter_server.requests import Leave, PushFailed
-from strategies.parameter_server.roles import Roles
-
-Array = NDArray[Any]
+from strategies.core.values import Array
+from strategies.parameter_server.requests import PushFailed, Request, Roles
 
 _MOST_PUSHES_UNDER_WAY = 256
 _MOST_BYTES_UNDER_WAY = 256 << 20
@@ -48,12 +42,12 @@ class RpcClient:
         self.lock = threading.RLock()
         """Held during every exchange with the servers: one thread at a time."""
 
-    def request(self, server: int, body: Any, arrays: Sequence[Array] = ()) -> PendingAnswer:
+    def request(self, server: int, body: Request, arrays: Sequence[Array] = ()) -> PendingAnswer:
         """Send a request; the arrays must not be changed before its answer."""
         self._check_usable()
         return self.endpoint.request(self._ranks[server], body, arrays)
 
-    def push(self, server: int, body: Any, arrays: Iterable[Array] = ()) -> None:
+    def push(self, server: int, body: Request, arrays: Iterable[Array] = ()) -> None:
         """Send a notification with copies of the arrays.
 
         It doesn't raise errors of earlier pushes, so that all pushes of one step are sent: call
@@ -65,7 +59,10 @@ class RpcClient:
 
     def wait(self, ready: Callable[[], bool], server: int, what: str) -> None:
         """Return when `ready()`, which depends on the server; raise errors of pushes."""
-        self.endpoint.wait(ready, [self._ranks[server]], what)
+        self._wait(ready, self._ranks[server], what)
+
+    def _wait(self, ready: Callable[[], bool], rank: int, what: str) -> None:
+        self.endpoint.wait(ready, [rank], what)
         self._raise_errors()
 
     def poll(self) -> None:
@@ -77,10 +74,7 @@ class RpcClient:
     def prepare(self) -> None:
         """Before pushes: as `poll`; waits while too much is under way."""
         self.poll()
-        self._window.make_room(self._wait_until_sent)
-
-    def _wait_until_sent(self, push: SendRequest) -> None:
-        self.wait(push.done, self._ranks.index(push.peer), "a push")
+        self._window.make_room(lambda push: self._wait(push.done, push.peer, "a push"))
 
     def check_present(self, server: int) -> None:
         """RankFailedError where a server has ended, as polled a short while ago."""
@@ -121,7 +115,7 @@ class RpcClient:
                 return
             for rank in self._ranks:
                 with contextlib.suppress(RankFailedError):
-                    self.endpoint.notify(rank, Leave())
+                    self.endpoint.notify(rank, Request("leave"))
             self.has_left = True
             with contextlib.suppress(RankFailedError):
                 self._mailbox.flush()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
+from typing import TypeAlias
 
 from collectives import RankFailedError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import describe
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint, Result
-from strategies.parameter_server import requests
-from strategies.parameter_server.registry import KeyValueStore
-from strategies.parameter_server.roles import Roles
-from strategies.parameter_server.shards import Shards, arrays_of_shards
+from collectives.shm.seqlock import SharedArrays
+from strategies.parameter_server.requests import PushFailed, Request, Roles
+from strategies.parameter_server.shards import Shard
 
-_NOTHING: Result = (None, ())
+Key: TypeAlias = tuple[str, int]
+"""A kind of announcement, and the number of this one among those."""
 
 
 class Clock:
@@ -42,35 +45,68 @@ class Clock:
         return [worker for worker, steps in self._steps.items() if steps == least]
 
 
+class KeyValueStore:
+    """The chief's announcements. Each listener requests those of a kind by number.
+
+    A listener may repeat a request whose answer took too long: an announcement is kept until every
+    remaining listener has requested the next one of its kind.
+    """
+
+    def __init__(self, listeners: Iterable[int]) -> None:
+        self._requested: dict[int, Counter[str]] = {worker: Counter() for worker in listeners}
+        self._values: dict[Key, bytes] = {}
+        self._first: Counter[str] = Counter()
+
+    def put(self, key: Key, value: bytes) -> None:
+        """Keep a value, if there are listeners."""
+        if self._requested:
+            self._values[key] = value
+
+    def get(self, listener: int, key: Key) -> bytes | None:
+        """The value for a listener; None where it is not there yet."""
+        kind, number = key
+        if listener in self._requested:
+            self._requested[listener][kind] = number
+            self._drop(kind)
+        return self._values.get(key)
+
+    def leave(self, listener: int) -> None:
+        """It requests nothing any more."""
+        if self._requested.pop(listener, None) is not None:
+            for kind in {kind for kind, _ in self._values}:
+                self._drop(kind)
+
+    def _drop(self, kind: str) -> None:
+        if not self._requested:
+            self._values.clear()
+            return
+        least = min(requested[kind] for requested in self._requested.values())
+        while self._first[kind] < least:
+            self._values.pop((kind, self._first[kind]), None)
+            self._first[kind] += 1
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class Server:
-    """One parameter server. An error of a request is sent to its worker; the server continues."""
+    """One parameter server. An error of a request is sent to its worker; the server continues.
+
+    Requests name the methods below that take a `Call`, with further arguments. They return the
+    answer's value and arrays, or None where they answer later, or never.
+    """
 
     def __init__(self, mailbox: Mailbox, roles: Roles, staleness: int | None) -> None:
         self._mailbox, self._roles, self._staleness = mailbox, roles, staleness
         self._endpoint = Endpoint(mailbox, self._handle, roles.name)
         self._index = {rank: place for place, rank in enumerate(roles.workers)}
         self._present = set(roles.workers)
-        self._shards = Shards(len(roles.workers))
+        self._memory = SharedArrays(len(roles.workers))
+        self._shards: dict[int, Shard] = {}
         self._clock = Clock(roles.workers)
         self._announced = KeyValueStore(set(roles.workers) - {roles.chief})
         self._finding: list[Call] = []
         self._ticking: list[Call] = []
-        # Those that return None are answered later, or never.
-        self._handlers: dict[type, Callable[[Call], Result | None]] = {
-            requests.Create: self._create,
-            requests.Announce: self._announce,
-            requests.Find: self._find,
-            requests.Serve: lambda call: self._announced.leave(call.source),
-            requests.Read: self._read,
-            requests.Change: self._change,
-            requests.Update: self._update,
-            requests.ReadSlots: self._read_slots,
-            requests.WriteSlots: self._write_slots,
-            requests.Fence: lambda call: _NOTHING,
-            requests.Tick: self._tick,
-            requests.Slowest: lambda call: (self._clock.slowest(), ()),
-            requests.Leave: lambda call: self._drop(call.source),
-        }
 
     def serve(self) -> None:
         """Return when every worker has left or died, and all answers are on their way."""
@@ -82,7 +118,7 @@ class Server:
             for worker in self._endpoint.departed(self._present):
                 self._drop(worker)
         # Release the memory: no request follows.
-        self._shards = Shards(0)
+        self._shards, self._memory = {}, SharedArrays(0)
 
     def _drop(self, worker: int) -> None:
         """Continue without a worker that has left or died."""
@@ -96,41 +132,101 @@ class Server:
             self._answer_finds()
 
     def _handle(self, call: Call) -> None:
+        request: Request = call.body
         try:
-            result = self._handlers[type(call.body)](call)
+            result = getattr(self, request.method)(call, *request.arguments)
         except Exception as error:
-            self._fail(call, error, getattr(call.body, "shard", None))
+            self._fail(call, error, request.shard)
             return
         if call.number is not None and result is not None:
             self._endpoint.answer(call, *result)
 
-    def _fail(self, call: Call, error: Exception, shard: int | None = None) -> None:
+    def _fail(self, call: Call, error: Exception, shard: int | None) -> None:
         """Send an error to the worker: as the answer, or as a notification for a push."""
         place = self._roles.name(self._mailbox.rank)
-        if shard is not None and shard in self._shards:
+        if shard in self._shards:
             place = f"{self._shards[shard].what} on {place}"
         failure = describe(error, place)
         if call.number is not None:
             self._endpoint.fail(call, failure)
         else:
             with suppress(RankFailedError):
-                self._endpoint.notify(call.source, requests.PushFailed(failure, shard))
+                self._endpoint.notify(call.source, PushFailed(failure, shard))
 
-    def _create(self, call: Call) -> Result:
-        shard, what = call.body
-        return self._shards.create(shard, what, call.arrays[0]), ()
+    # Shards
 
-    def _announce(self, call: Call) -> None:
-        self._announced.put(*call.body)
+    def _shard_of(self, call: Call) -> Shard:
+        return self._shard(call.body.shard)
+
+    def _shard(self, number: int) -> Shard:
+        if number not in self._shards:
+            raise RuntimeError(
+                f"shard {number} doesn't exist here: must be one of {sorted(self._shards)}"
+            )
+        return self._shards[number]
+
+    def create(self, call: Call, what: str) -> Result:
+        """Make a shard of the array that is sent along; the answer is its address, or None."""
+        number = call.body.shard
+        if number in self._shards:
+            raise RuntimeError(f"shard {number} exists already: only the chief creates variables")
+        shard = self._shards[number] = Shard(self._memory.put(call.arrays[0]), what)
+        return shard.address, ()
+
+    def read(self, call: Call) -> Result:
+        """The shard's value; with an array of row numbers, these rows."""
+        value = self._shard_of(call).value
+        # What is sent must not change before it has gone.
+        return None, [value[call.arrays[0]] if call.arrays else value.copy()]
+
+    def change(self, call: Call, function: bytes) -> None:
+        """Change the shard by a pickled function of its value and the arrays. A push."""
+        self._shard_of(call).change(self._index[call.source], function, call.arrays)
+
+    def update(
+        self,
+        call: Call,
+        optimizer: int,
+        rule: bytes,
+        shards: tuple[int, ...],
+        sparse: tuple[bool, ...],
+    ) -> None:
+        """Apply an optimizer's rule, given as a pickle, to several shards. A push.
+
+        For each shard the gradient is sent along, or row numbers and their gradients if sparse. A
+        rule that fails on one shard is applied to the others all the same.
+        """
+        arrays = iter(call.arrays)
+        for number, is_sparse in zip(shards, sparse, strict=True):
+            gradient = list(islice(arrays, 1 + is_sparse))
+            try:
+                self._shard(number).update(self._index[call.source], optimizer, rule, gradient)
+            except Exception as error:
+                self._fail(call, error, number)
+
+    def read_slots(self, call: Call, optimizer: int) -> Result:
+        """The names of an optimizer's slots of a shard, its count of updates, and the arrays."""
+        state = self._shard_of(call).state_of(optimizer)
+        copies = [slot.copy() for slot in state.slots.values()]
+        return (tuple(state.slots), state.iteration), copies
+
+    def write_slots(
+        self, call: Call, optimizer: int, names: tuple[str, ...], iteration: int, keep: bool
+    ) -> None:
+        """Set an optimizer's slots of a shard, unless there are any and `keep`. A push."""
+        slots = dict(zip(names, call.arrays, strict=True))
+        worker = self._index[call.source]
+        self._shard_of(call).set_state(worker, optimizer, slots, iteration, keep=keep)
+
+    # Announcements
+
+    def announce(self, call: Call, key: Key, value: bytes) -> None:
+        """Publish a value, which is a pickle, under the key. A push."""
+        self._announced.put(key, value)
         self._answer_finds()
 
-    def _answer_finds(self) -> None:
-        waiting, self._finding = self._finding, []
-        for call in waiting:
-            self._handle(call)
-
-    def _find(self, call: Call) -> Result | None:
-        key = call.body.key
+    def find(self, call: Call, key: Key) -> Result | None:
+        """The value under the key, once it is announced."""
         value = self._announced.get(call.source, key)
         if value is not None:
             return value, ()
@@ -141,39 +237,23 @@ class Server:
         self._finding.append(call)
         return None
 
-    def _read(self, call: Call) -> Result:
-        value = self._shards[call.body.shard].value
-        # What is sent must not change before it has gone.
-        return None, [value[call.arrays[0]] if call.arrays else value.copy()]
+    def _answer_finds(self) -> None:
+        waiting, self._finding = self._finding, []
+        for call in waiting:
+            self._handle(call)
 
-    def _change(self, call: Call) -> None:
-        shard, function = call.body
-        self._shards[shard].change(self._index[call.source], function, call.arrays)
+    def stop_finding(self, call: Call) -> None:
+        """The worker runs what the chief schedules, and finds nothing any more. A push."""
+        self._announced.leave(call.source)
 
-    def _update(self, call: Call) -> None:
-        """A rule that fails on one shard is applied to the others all the same."""
-        request: requests.Update = call.body
-        worker = self._index[call.source]
-        parts = arrays_of_shards(call.arrays, request.sparse)
-        for number, part in zip(request.shards, parts, strict=True):
-            try:
-                self._shards[number].update(worker, request.optimizer, request.rule, part)
-            except Exception as error:
-                self._fail(call, error, number)
+    # Steps
 
-    def _read_slots(self, call: Call) -> Result:
-        shard, optimizer = call.body
-        state = self._shards[shard].state_of(optimizer)
-        copies = [slot.copy() for slot in state.slots.values()]
-        return (tuple(state.slots), state.iteration), copies
+    def fence(self, call: Call) -> Result:
+        """Answered when all that the worker pushed before has been applied."""
+        return None, ()
 
-    def _write_slots(self, call: Call) -> None:
-        shard, optimizer, names, iteration, keep = call.body
-        slots = dict(zip(names, call.arrays, strict=True))
-        worker = self._index[call.source]
-        self._shards[shard].set_state(worker, optimizer, slots, iteration, keep=keep)
-
-    def _tick(self, call: Call) -> None:
+    def tick(self, call: Call) -> None:
+        """A step is done; answered when its worker may begin the next one."""
         self._clock.tick(call.source)
         self._ticking.append(call)
         self._answer_ticks()
@@ -186,3 +266,11 @@ class Server:
                 self._endpoint.answer(call)
             else:
                 self._ticking.append(call)
+
+    def slowest(self, call: Call) -> Result:
+        """The ranks that have done the fewest steps."""
+        return self._clock.slowest(), ()
+
+    def leave(self, call: Call) -> None:
+        """The worker takes part no more. A push."""
+        self._drop(call.source)

@@ -1,21 +1,18 @@
-"""A parameter server's shards, and the changes of their values."""
+"""A shard on its parameter server, and the changes of its value."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from collectives.shm.seqlock import ArrayAddress, SharedArray, SharedArrays
+from collectives.shm.seqlock import SharedArray
 from strategies.core.indexed_slices import IndexedSlices
-from strategies.optimizers.update_rules import UpdateRule
+from strategies.core.values import Array
+from strategies.optimizers.update_rules import Slots, UpdateRule
 from strategies.variables.scatter import scatter_sub
-
-Array = NDArray[Any]
 
 
 @dataclass
@@ -32,17 +29,8 @@ class Shard:
     def __init__(self, shared: SharedArray, what: str) -> None:
         """`what` is its name in errors."""
         self._shared, self.what = shared, what
+        self.value, self.address = shared.value, shared.address
         self._states: dict[int, OptimizerState] = {}
-
-    @property
-    def value(self) -> Array:
-        """The value itself."""
-        return self._shared.value
-
-    @property
-    def address(self) -> ArrayAddress | None:
-        """Where workers of this host map it."""
-        return self._shared.address
 
     def change(self, worker: int, change: bytes, operands: Sequence[Array]) -> None:
         """Change the value by a function, given as a pickle."""
@@ -72,12 +60,7 @@ class Shard:
             state.iteration = iteration
 
     def _update_rows(
-        self,
-        rule: UpdateRule,
-        slots: Mapping[str, Array],
-        iteration: int,
-        indices: Array,
-        values: Array,
+        self, rule: UpdateRule, slots: Slots, iteration: int, indices: Array, values: Array
     ) -> None:
         """As with a gradient that is zero in all other rows."""
         summed = IndexedSlices(values, indices, self.value.shape).summed()
@@ -92,13 +75,7 @@ class Shard:
         return self._states.get(optimizer, OptimizerState())
 
     def set_state(
-        self,
-        worker: int,
-        optimizer: int,
-        slots: Mapping[str, Array],
-        iteration: int,
-        *,
-        keep: bool,
+        self, worker: int, optimizer: int, slots: Slots, iteration: int, *, keep: bool
     ) -> None:
         """Set slots of an optimizer and its count, but for those that are there if `keep`."""
         state = self._states.setdefault(optimizer, OptimizerState())
@@ -106,38 +83,3 @@ class Shard:
             state.iteration = max(iteration, state.iteration) if keep else iteration
             kept = state.slots if keep else {}
             state.slots.update({**slots, **kept})
-
-
-class Shards:
-    """All shards of one server, by their numbers."""
-
-    def __init__(self, workers: int) -> None:
-        self._memory = SharedArrays(workers)
-        self._shards: dict[int, Shard] = {}
-
-    def create(self, number: int, what: str, value: Array) -> ArrayAddress | None:
-        """Make a shard; RuntimeError where its number is taken."""
-        if number in self._shards:
-            raise RuntimeError(f"shard {number} exists already: only the chief creates variables")
-        self._shards[number] = Shard(self._memory.put(value), what)
-        return self._shards[number].address
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._shards
-
-    def __getitem__(self, number: int) -> Shard:
-        if number not in self._shards:
-            raise RuntimeError(
-                f"shard {number} doesn't exist here: must be one of {sorted(self._shards)}"
-            )
-        return self._shards[number]
-
-
-def arrays_of_shards(arrays: Sequence[Array], sparse: Iterable[bool]) -> list[Sequence[Array]]:
-    """The arrays of each shard: two where it is sparse, one otherwise."""
-    taken, parts = 0, []
-    for is_sparse in sparse:
-        count = 2 if is_sparse else 1
-        parts.append(arrays[taken : taken + count])
-        taken += count
-    return parts

@@ -1,25 +1,24 @@
-"""Storages of variables on servers: in one shard on one server, or in several by rows."""
+"""Variables on servers: in one shard on one server, or in several by rows."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.messaging.buffers import ReusedArray
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change, Storage
+from strategies.core.values import Array
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
 from strategies.variables import scatter
+from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
-
-Array = NDArray[Any]
 
 _BY_ROWS = frozenset(
     function for name, function in vars(scatter).items() if name.startswith("scatter_")
@@ -28,7 +27,7 @@ _BY_ROWS = frozenset(
 
 
 class ServedStorage(Storage):
-    """A value on parameter servers."""
+    """A value on a parameter server, in one shard."""
 
     def __init__(self, client: Client, info: VariableInfo) -> None:
         self.client, self.info = client, info
@@ -58,17 +57,16 @@ class ServedStorage(Storage):
         self._pull_rows(flat, out)
         return out.reshape(*np.shape(indices), *self.shape[1:])
 
-    @abstractmethod
     def _pull_rows(self, rows: Array, out: Array) -> None:
-        """Pull them into `out`."""
+        self.client.pull([(self.info.shards[0], out, rows)])
 
-    @abstractmethod
     def parts_of(self, array: Array) -> list[Array]:
         """An array of the value's shape, cut as the shards are."""
+        return [array]
 
-    @abstractmethod
     def slices_of(self, slices: IndexedSlices) -> list[IndexedSlices]:
         """The slices of each shard, numbered from its first row; empty where it has none."""
+        return [slices]
 
     def gradients_of(self, gradient: Gradient) -> list[tuple[ShardInfo, Gradient]]:
         """Each shard with its part, be it empty: so every shard counts the update."""
@@ -92,14 +90,6 @@ class ServedStorage(Storage):
             parts = [(shard, own) for shard, *own in zip(self.info.shards, *split, strict=True)]
         self.client.change(change, parts)
 
-    def own_part(self) -> Array:
-        """Nothing: TypeError, since only the servers change the value in place."""
-        raise TypeError("a value on parameter servers can't be changed in place")
-
-    def zeros(self) -> Storage:
-        """Nothing: TypeError, since servers keep what belongs to a value beside it."""
-        raise TypeError("a value on parameter servers has no second one like it: see `slot`")
-
     def slot(self, optimizer: Optimizer, name: str, initial: Array | None) -> ServedSlot:
         """An optimizer's array, which the servers keep beside the value.
 
@@ -117,23 +107,8 @@ class ServedStorage(Storage):
         return max(iteration for _, iteration in states)
 
 
-class WholeStorage(ServedStorage):
-    """In one shard."""
-
-    def parts_of(self, array: Array) -> list[Array]:
-        """The array itself."""
-        return [array]
-
-    def slices_of(self, slices: IndexedSlices) -> list[IndexedSlices]:
-        """The slices themselves."""
-        return [slices]
-
-    def _pull_rows(self, rows: Array, out: Array) -> None:
-        self.client.pull([(self.info.shards[0], out, rows)])
-
-
 class SplitStorage(ServedStorage):
-    """In several shards, each of some rows."""
+    """A value in several shards, each of some rows."""
 
     def __init__(self, client: Client, info: VariableInfo) -> None:
         super().__init__(client, info)
@@ -174,6 +149,11 @@ class SplitStorage(ServedStorage):
             out[places] = part
 
 
+def stored(client: Client, info: VariableInfo) -> ServedStorage:
+    """The storage of a variable, or of a part of one."""
+    return (SplitStorage if info.split else ServedStorage)(client, info)
+
+
 class ServedSlot(Storage):
     """An optimizer's array beside a value on parameter servers; zeros before the first update."""
 
@@ -209,10 +189,59 @@ class ServedSlot(Storage):
         iteration = self._optimizer.iterations
         self._value.client.write_slots(self._number, parts, iteration, keep=keep)
 
-    def own_part(self) -> Array:
-        """Nothing: TypeError, since only the servers change it in place."""
-        raise TypeError("an optimizer's slot on parameter servers can't be changed in place")
 
-    def zeros(self) -> Storage:
-        """Nothing: TypeError, since a slot has no slots."""
-        raise TypeError("an optimizer's slot has no slots of its own")
+class ShardedVariable(Variable):
+    """What a variable becomes that a partitioner splits by rows over parameter servers.
+
+    As TensorFlow's `ShardedVariable`: it reads, assigns and computes as a whole; `variables` are
+    its parts. Programs don't make one themselves (TypeError): they make a `Variable` in the scope
+    of a strategy that has a partitioner.
+    """
+
+    def __init__(self, *variables: Any, **named: Any) -> None:
+        raise TypeError(
+            "a ShardedVariable isn't made of variables: make a Variable in the scope of a"
+            " ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2)), which splits"
+            " it"
+        )
+
+    _parts: list[Variable] | None = None
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The parts in the order of their rows, each a variable of its own."""
+        if self._parts is None:
+            shards = self._split.info.shards
+            self._parts = [self._part(number, info) for number, info in enumerate(shards)]
+        return self._parts
+
+    @property
+    def _split(self) -> SplitStorage:
+        assert isinstance(self.storage, SplitStorage)
+        return self.storage
+
+    def _part(self, number: int, info: ShardInfo) -> Variable:
+        part = Variable.__new__(Variable)
+        part.__dict__.update(self.__dict__)
+        part.name = f"{self.name or 'Variable'}/part_{number}"
+        whole = VariableInfo(part.name, info.shape, info.dtype, (info,), split=False)
+        part.storage = ServedStorage(self._split.client, whole)
+        return part
+
+    def __getitem__(self, index: Any) -> Any:
+        """As of an array; of rows given by a number or a slice no others are moved."""
+        first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        if isinstance(first, slice):
+            rows = np.arange(*first.indices(self.shape[0]))
+            return self.storage.rows(rows)[(slice(None), *rest)]
+        if hasattr(first, "__index__") and not isinstance(first, bool | np.bool_ | np.ndarray):
+            number = operator.index(first)
+            if not -self.shape[0] <= number < self.shape[0]:
+                raise IndexError(f"row {number}: {self} has rows 0 to {self.shape[0] - 1}")
+            return self.storage.rows(np.array([number % self.shape[0]]))[0][rest or ...]
+        return super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        shards = len(self._split.info.shards)
+        return f"<ShardedVariable{name} {self.dtype}{list(self.shape)} in {shards} parts>"

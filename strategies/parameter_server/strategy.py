@@ -7,34 +7,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from collectives import Communicator, RankFailedError
 from collectives.lifecycle.shutdown import leave_at_exit, survive_deaths
 from collectives.transports.local import alone
-from strategies.base.run_options import RunOptions
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import join_cluster
-from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import TFConfig, validate_for_parameter_servers
+from strategies.cluster_resolver import ClusterResolver
 from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import ReduceOp, RunOptions
 from strategies.core.storage import Storage
-from strategies.input import InputContext, InputOptions
+from strategies.core.values import Array
+from strategies.input import InputContext
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
-from strategies.parameter_server.roles import Roles
+from strategies.parameter_server.requests import Roles
 from strategies.parameter_server.server import Server
-from strategies.parameter_server.sharded_variable import ShardedVariable
-from strategies.parameter_server.storage import ServedStorage, SplitStorage
+from strategies.parameter_server.storage import ServedStorage, ShardedVariable, SplitStorage
 from strategies.parameter_server.worker import Worker
 from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
-
-Array = NDArray[Any]
 
 
 class ParameterServerStrategy(Strategy):
@@ -45,7 +40,9 @@ class ParameterServerStrategy(Strategy):
     Ranks of the job ps call `serve`. All others run one script, which creates its variables in one
     order: the chief's initial values count, the others wait until the chief has made theirs. What
     is read is pulled, what is assigned is pushed, and gradients are applied by the servers in the
-    order of arrival; optimizers' slots lie there, too. A read never gives half of an update of a
+    order of arrival; optimizers' slots lie there, too. `experimental_distribute_dataset` gives each
+    worker all batches, whole; datasets that differ are made in `distribute_datasets_from_function`.
+    A read never gives half of an update of a
     part, and sees all that its worker has pushed. Each worker is a sync group of one: `reduce`,
     `all_reduce` and the like are its own alone.
 
@@ -136,7 +133,7 @@ class ParameterServerStrategy(Strategy):
                 " that has a chief; others run the program"
             )
         self._serves_chief = True
-        self.worker.begin_serving()
+        self.worker.stop_listening()
         serve_chief(self, self.link, self.worker.client.fence)
         self.shutdown()
 
@@ -240,15 +237,6 @@ class ParameterServerStrategy(Strategy):
                 yield
         finally:
             self._evaluates = before
-
-    def experimental_distribute_dataset(
-        self, dataset: Iterable[Any], options: InputOptions | None = None
-    ) -> Iterable[Any]:
-        """All batches of the dataset, whole, for each worker by itself: none agrees on the end.
-
-        Workers that are to get different ones make them in `distribute_datasets_from_function`.
-        """
-        return super().experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], *options: Any

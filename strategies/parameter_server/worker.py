@@ -1,30 +1,38 @@
-"""Worker-side access to the parameter servers: variables, steps, announcements, the end."""
+"""Worker-side access to the parameter servers: variables, steps, announcements, the end.
+
+What the chief announces, such as its variables, the other workers find by number. Neither side is
+a collective: a worker that makes its third variable waits until the chief has made its third.
+"""
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
+import numpy as np
 
-from collectives import Communicator
+from collectives import Communicator, DtypeMismatchError, ShapeMismatchError
 from collectives.messaging.mailbox import Mailbox
 from collectives.messaging.remote_error import describe, rebuild
 from collectives.shm.seqlock import MappedArrays
 from strategies.core.indexed_slices import Gradient
 from strategies.core.storage import Storage
+from strategies.core.values import Array
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
-from strategies.parameter_server.registry import Registry
-from strategies.parameter_server.roles import Roles
+from strategies.parameter_server.requests import Request, Roles, ShardInfo, VariableInfo
 from strategies.parameter_server.rpc_client import RpcClient
-from strategies.parameter_server.storage import ServedStorage, SplitStorage, WholeStorage
+from strategies.parameter_server.storage import ServedStorage, stored
 
 if TYPE_CHECKING:
     from strategies.optimizers import Optimizer
 
-Array = NDArray[Any]
+_HOME = 0
+"""The server that keeps announcements."""
 
 
 class Worker:
@@ -39,32 +47,67 @@ class Worker:
         partitioner: PartitionFunction | None,
     ) -> None:
         """`nodes` has the node of each rank."""
-        self._is_chief = world.rank == roles.chief
-        self._partitioner = partitioner
+        self._roles, self._partitioner = roles, partitioner
+        self._is_chief, self._name = world.rank == roles.chief, roles.name(world.rank)
         self._placement = RoundRobin(len(roles.servers))
-        self._name = roles.name(world.rank)
         self._rpc = RpcClient(mailbox, roles)
         memory = MappedArrays(roles.workers.index(world.rank), len(roles.workers))
         near = {number for number, rank in enumerate(roles.servers) if nodes[rank] == world.node}
         self.client = Client(self._rpc, memory, near.__contains__, is_chief=self._is_chief)
-        self._registry = Registry(self._rpc, roles, self._placement)
+        self._shards = count()
+        self._announcements: Counter[str] = Counter()
+        self._listens = True
+
+    # Variables
 
     def store(self, value: Array, what: str) -> ServedStorage:
-        """As the chief: a new variable's storage; as another worker: that of the chief's one."""
-        if self._is_chief:
-            lengths = None
-            if not self._placement.colocating:
-                lengths = lengths_of_parts(self._partitioner, value.shape, value.dtype)
-            info = self._registry.create(value, lengths, what)
-        else:
-            info = self._registry.find(value, what)
-        return (SplitStorage if info.split else WholeStorage)(self.client, info)
+        """As the chief: a new variable's storage; as another worker: that of the chief's one.
+
+        There it raises ShapeMismatchError or DtypeMismatchError where the chief's is another,
+        DeadlineExceededError where it isn't made in time, RankFailedError where the chief has left.
+        """
+        return stored(self.client, (self._create if self._is_chief else self._find)(value, what))
+
+    def _create(self, value: Array, what: str) -> VariableInfo:
+        """Put a variable onto the servers, and announce it."""
+        lengths = None
+        if not self._placement.colocating:
+            lengths = lengths_of_parts(self._partitioner, value.shape, value.dtype)
+        parts = [value] if lengths is None else np.split(value, np.cumsum(lengths)[:-1])
+        places = [(next(self._shards), self._placement.next()) for _ in parts]
+        names = _names_of_parts(what, lengths)
+        with self._rpc.lock:
+            self._rpc.poll()
+            pending = [
+                self._rpc.request(server, Request("create", shard, (name,)), [part])
+                for (shard, server), part, name in zip(places, parts, names, strict=True)
+            ]
+            made = self._rpc.endpoint.results(pending, f"creating {what}")
+            shards = tuple(
+                ShardInfo(shard, server, part.shape, part.dtype, address)
+                for (shard, server), part, (address, _) in zip(places, parts, made, strict=True)
+            )
+            info = VariableInfo(what, value.shape, value.dtype, shards, lengths is not None)
+            self._announce("variable", info)
+        return info
+
+    def _find(self, value: Array, what: str) -> VariableInfo:
+        info: VariableInfo = self._find_announced("variable", what)
+        chiefs, own = (f"{each.dtype} of shape {each.shape}" for each in (info, value))
+        text = f"{what}: the chief's is {info.what}, {chiefs}; this worker's is {own}"
+        if info.shape != value.shape:
+            raise ShapeMismatchError(text)
+        if info.dtype != value.dtype:
+            raise DtypeMismatchError(text)
+        return info
 
     def colocate_with(self, storage: Storage) -> AbstractContextManager[None]:
         """Within it variables are put where this one is."""
         if not isinstance(storage, ServedStorage):
             raise ValueError("the variable isn't on a parameter server: nothing can be put there")
         return self._placement.colocate_with(storage.info.shards[0].server)
+
+    # Steps
 
     def push_gradients(
         self, optimizer: Optimizer, pairs: Sequence[tuple[Gradient, ServedStorage]]
@@ -76,10 +119,12 @@ class Worker:
         parts = [part for gradient, value in pairs for part in value.gradients_of(gradient)]
         self.client.update(self.client.number_of(optimizer), rule, parts)
 
+    # Announcements
+
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """The outcome of the chief's action, on every worker."""
         if not self._is_chief:
-            outcome, failure = self._registry.find_announced("action", "an action of the chief's")
+            outcome, failure = self._find_announced("action", "an action of the chief's")
             if failure is not None:
                 raise rebuild(failure)
             return outcome
@@ -88,10 +133,38 @@ class Worker:
             # The other workers must read what it pushed.
             self.client.fence()
         except Exception as error:
-            self._registry.announce("action", (None, describe(error, self._name)))
+            self._announce("action", (None, describe(error, self._name)))
             raise
-        self._registry.announce("action", (outcome, None))
+        self._announce("action", (outcome, None))
         return outcome
+
+    def _announce(self, kind: str, value: Any) -> None:
+        """As the chief: publish an object for the other workers' call of that number."""
+        key = kind, self._announcements[kind]
+        self._announcements[kind] += 1
+        with self._rpc.lock:
+            self._rpc.push(_HOME, Request("announce", None, (key, pickle.dumps(value))))
+
+    def _find_announced(self, kind: str, what: str) -> Any:
+        """As another worker: what the chief announced at its call of that number."""
+        if not self._listens:
+            raise RuntimeError(f"{what}: this worker serves the chief, which alone makes variables")
+        key = kind, self._announcements[kind]
+        with self._rpc.lock:
+            pending = [self._rpc.request(_HOME, Request("find", None, (key,)))]
+            chief = {self._roles.chief: ", the chief"}
+            [(found, _)] = self._rpc.endpoint.results(pending, what, lambda: chief)
+        # A call that wasn't made in time is made again.
+        self._announcements[kind] += 1
+        return pickle.loads(found)
+
+    def stop_listening(self) -> None:
+        """Make no variables and find no announcements any more: the chief schedules."""
+        self._listens = False
+        with self._rpc.lock:
+            self._rpc.push(_HOME, Request("stop_finding"))
+
+    # The end
 
     def apart(self) -> AbstractContextManager[None]:
         """Within it no exchange with the servers is allowed: RuntimeError."""
@@ -99,10 +172,6 @@ class Worker:
             "while a worker evaluates, variables on the parameter servers can't be read or changed:"
             " must be made by model_fn, in which they are the worker's own"
         )
-
-    def begin_serving(self) -> None:
-        """Make no variables and find no announcements any more: the chief schedules."""
-        self._registry.stop_listening()
 
     def shutdown(self) -> None:
         """Wait until all that was pushed is applied, and leave."""
@@ -115,3 +184,13 @@ class Worker:
     def leave(self) -> None:
         """Leave without waiting for anything to be applied."""
         self._rpc.leave()
+
+
+def _names_of_parts(what: str, lengths: Sequence[int] | None) -> list[str]:
+    if lengths is None:
+        return [what]
+    lasts = (int(end) - 1 for end in np.cumsum(lengths))
+    return [
+        f"{what}, rows {last - length + 1} to {last}"
+        for length, last in zip(lengths, lasts, strict=True)
+    ]

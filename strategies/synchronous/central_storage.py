@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import BackendUnavailableError, Communicator
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import join_cluster
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.core.device_names import nccl_problem, parse_devices
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import call_on_all, raise_on_all
 from strategies.core.storage import Change, Storage, assign
+from strategies.core.values import Array
+from strategies.core.world import nccl_problem, parse_devices
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
-
-Array = NDArray[Any]
 
 _CPU = re.compile(r"(.*/)?(device:)?cpu(:\d+)?", re.IGNORECASE)
 
@@ -62,7 +60,7 @@ class CentralStorageStrategy(Strategy):
             is_chief=self.membership.place.is_chief,
         )
 
-    def store(self, value: NDArray[Any], what: str) -> Storage:
+    def store(self, value: Array, what: str) -> Storage:
         """In the node's memory. Collective; raises as `mirror`."""
         first = self.mirror(value, what)
         stored = shared_zeros(self.communicator, first.shape, first.dtype)
@@ -148,10 +146,7 @@ def shared_zeros(
 def _check_devices(group: Communicator, compute_devices: Any, parameter_device: Any) -> None:
     """ValueError or BackendUnavailableError for this rank's arguments."""
     given = f"rank {group.rank}: compute_devices={compute_devices!r}"
-    try:
-        names = None if compute_devices is None else parse_devices(compute_devices)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{given}: {error}") from None
+    names = None if compute_devices is None else parse_devices(compute_devices, given)
     if names is not None and len(names) != group.local_size:
         raise ValueError(
             f"{given}: must have one entry for each of the {group.local_size} ranks of the node"

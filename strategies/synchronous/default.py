@@ -1,19 +1,21 @@
-"""The default strategy, in force outside of every scope: one replica, nothing to distribute."""
+"""Strategies of one replica: the default one, and one on a named device. TPUs aren't supported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
-from collectives import Communicator
+from collectives import BackendUnavailableError, Communicator
 from collectives.transports.local import alone
 from strategies.base.strategy import Strategy
-from strategies.core import contexts, values
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
+from strategies.core import values
+from strategies.core.options import ReduceOp, as_reduce_op
 from strategies.core.same_error import wrong_context
+from strategies.core.world import gpu_problem, parse_device, use_gpu, world_of
 from strategies.input import InputContext, InputOptions
+from strategies.replication import contexts
 
 
 class DefaultStrategy(Strategy):
@@ -62,3 +64,38 @@ def default_strategy() -> DefaultStrategy:
 
 
 contexts.provide_default(default_strategy)
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica, on the device named, such as "/cpu:0". Variables are plain, on the host.
+
+    As `tf.distribute.OneDeviceStrategy`. It needs no MPI: under `mpirun` with several ranks, each
+    rank is alone and trains by itself; a `communicator` is taken as by every strategy, and not
+    used. A GPU becomes the current one. Raises ValueError for anything else than a device's name,
+    BackendUnavailableError for a GPU where there is none.
+    """
+
+    mirrors_variables = False
+
+    def __init__(self, device: str, *, communicator: Communicator | None = None) -> None:
+        kind, number = parse_device(device)
+        if kind == "GPU":
+            problem = gpu_problem(number)
+            if problem is not None:
+                raise BackendUnavailableError(f"OneDeviceStrategy({device!r}): {problem}")
+            use_gpu(number)
+        if communicator is not None:
+            world_of(communicator)
+        super().__init__(Communicator(alone()))
+        self.device = f"/device:{kind}:{number}"
+
+
+class TPUStrategy:
+    """Raises NotImplementedError: the arrays of this package are on CPUs."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """NotImplementedError, with the alternatives."""
+        raise NotImplementedError(
+            "TPUStrategy: TPUs aren't supported; use MirroredStrategy for the ranks of one node, or"
+            " MultiWorkerMirroredStrategy for several, under mpirun"
+        )

@@ -1,4 +1,4 @@
-"""MirroredStrategy: synchronous training on one node, a copy of every variable on every rank."""
+"""Synchronous training with a copy of every variable on every rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives import BackendUnavailableError, Communicator
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.core.device_names import gpu_problem, parse_devices, use_gpu
+from strategies.cluster.tf_config import validate_for_collective_training
+from strategies.cluster_resolver import ClusterResolver
+from strategies.communication.with_options import agreed_options
+from strategies.core.options import CommunicationOptions
 from strategies.core.same_error import call_on_all, refuse_differences
-from strategies.core.world import world_of
+from strategies.core.world import gpu_problem, parse_devices, use_gpu, world_of
 from strategies.cross_device_ops.base import CrossDeviceOps
 
 
@@ -65,10 +69,7 @@ def _checked(world: Communicator, devices: Any, ops: Any) -> list[tuple[str, int
     if devices is None:
         return None
     given = f"MirroredStrategy: devices={devices!r}"
-    try:
-        parsed = parse_devices(devices)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{given}: {error}") from None
+    parsed = parse_devices(devices, given)
     gpus = [device for device in parsed if device[0] == "GPU"]
     if len(set(gpus)) != len(gpus):
         raise ValueError(f"{given}: a GPU is there twice")
@@ -83,3 +84,40 @@ def _checked(world: Communicator, devices: Any, ops: Any) -> list[tuple[str, int
             " as many ranks by `mpirun -n`"
         )
     return parsed
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Variables are mirrored on all ranks, gradients summed over them, updates identical.
+
+    As `tf.distribute.MultiWorkerMirroredStrategy`, started by mpirun. The cluster comes from
+    `cluster_resolver`, else from `TF_CONFIG`, else every rank is a worker. All ranks compare
+    theirs: they must name the same cluster and each task exactly once, or the same ValueError is
+    raised on every rank. Replicas are numbered chief first, then workers by index, whatever order
+    mpirun started them in. Evaluators form a group of their own, as they do in TensorFlow: where
+    the program doesn't branch on `cluster_resolver.task_type`, an evaluator trains for itself, and
+    is the chief of its group (see `train_and_evaluate`). Making one is collective.
+
+    communication_options: the algorithm, message size and timeout of reductions and gathers
+    (`CommunicationOptions`). They must be equal on all ranks, or the same ValueError
+    is raised on every rank. NCCL is AUTO on all ranks where one of them lacks it; rank 0 logs
+    that.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        communicator: Communicator | None = None,
+    ) -> None:
+        world = world_of(communicator)
+        options = agreed_options(world, communication_options)
+        self.membership = join_cluster(world, cluster_resolver, validate_for_collective_training)
+        super().__init__(
+            self.membership.group,
+            cluster_resolver=self.membership.resolver,
+            is_chief=self.membership.place.is_chief,
+            communication_options=options,
+        )
+        if options.timeout_seconds is not None:
+            self.communicator.deadline = options.timeout_seconds or None

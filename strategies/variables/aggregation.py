@@ -7,19 +7,16 @@ silently: there an error is raised or the first replica's value is taken.
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from strategies.core.contexts import get_replica_context, has_strategy
 from strategies.core.indexed_slices import IndexedSlices
-from strategies.core.reduce_op import ReduceOp
-from strategies.core.replication import Replication
+from strategies.core.options import ReduceOp
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Storage
-
-Array = NDArray[Any]
+from strategies.core.values import Array
+from strategies.replication.contexts import get_replica_context, has_strategy
+from strategies.replication.replication import Replication
 
 # A sum or a mean of the replicas' rows has no meaning for these.
 _UNSUMMED = ("scatter_min", "scatter_max", "scatter_update")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from strategies.core.values import as_array
-
-Array = NDArray[Any]
+from strategies.core.values import Array, as_array
 
 _OF_PYTHON: dict[Any, Any] = {float: np.float32, int: np.int32}
 

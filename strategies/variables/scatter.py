@@ -6,12 +6,9 @@ process that holds the array. Duplicate rows are applied one after the other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from strategies.core.values import Array
 
 
 def scatter_add(array: Array, indices: Array, values: Array) -> None:

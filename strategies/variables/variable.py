@@ -10,21 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
-from numpy.typing import NDArray
 
-from strategies.core.contexts import get_strategy, has_strategy
 from strategies.core.indexed_slices import IndexedSlices, check_rows
-from strategies.core.replication import Replication
 from strategies.core.same_error import PropagatedErrors
-from strategies.core.storage import (
-    Change,
-    LocalStorage,
-    Storage,
-    assign,
-    assign_add,
-    assign_sub,
-)
-from strategies.core.values import as_array
+from strategies.core.storage import Change, LocalStorage, Storage, assign, assign_add, assign_sub
+from strategies.core.values import Array, as_array
+from strategies.replication.contexts import get_strategy, has_strategy
+from strategies.replication.replication import Replication
 from strategies.variables import scatter
 from strategies.variables.aggregation import (
     Replicated,
@@ -34,8 +26,6 @@ from strategies.variables.aggregation import (
 from strategies.variables.initial import as_initial, fits
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
-
-Array = NDArray[Any]
 
 
 class Variable(Replicated, NDArrayOperatorsMixin):

@@ -17,7 +17,7 @@ from strategies import (
     get_replica_context,
     optimizers,
 )
-from strategies.core.communication_options import CommunicationOptions
+from strategies.core.options import CommunicationOptions
 from strategies.cross_device_ops import NcclAllReduce
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, simulated

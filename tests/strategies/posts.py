@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from collectives.errors import RankFailedError
 from strategies.coordinator.link import Link, Run
-from strategies.coordinator.per_worker import WorkerDatasets
+from strategies.coordinator.values import WorkerDatasets
 from strategies.coordinator.worker import Worker
 
 CHIEF = 0

@@ -13,7 +13,7 @@ from strategies import (
     VariableSynchronization,
     optimizers,
 )
-from strategies.optimizers.clipping import clip
+from strategies.optimizers.gradients import clip
 from tests.strategies.parameter_servers import run_workers
 from tests.strategies.support import refusal
 

@@ -9,7 +9,7 @@ from collectives import Communicator, DeadlineExceededError, OpMismatchError
 from collectives.transports.local import alone
 from strategies import MultiWorkerMirroredStrategy, get_replica_context
 from strategies.communication import with_options
-from strategies.core.communication_options import (
+from strategies.core.options import (
     CollectiveCommunication,
     CommunicationImplementation,
     CommunicationOptions,

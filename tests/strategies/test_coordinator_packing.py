@@ -9,7 +9,7 @@ import pytest
 
 from collectives.messaging.remote_error import Failure, rebuild
 from strategies.coordinator.packing import pack, pack_copy, unpack
-from strategies.coordinator.remote_value import RemoteValue
+from strategies.coordinator.values import RemoteValue
 from strategies.coordinator.worker import describe_failure
 from strategies.errors import OutOfRangeError, RemoteError
 from tests.strategies.posts import PlainReferences

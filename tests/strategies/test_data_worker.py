@@ -15,7 +15,7 @@ from collectives import Communicator
 from collectives.transports import local
 from strategies import DatasetError, MultiWorkerMirroredStrategy
 from strategies.data_service.data_worker import DatasetWorker
-from strategies.input.messages import pack, unpack
+from strategies.input.batches import pack, unpack
 from tests.slow import slow
 from tests.strategies.support import limited, lone_strategy, refusal
 from tests.worlds.dying import run_dying

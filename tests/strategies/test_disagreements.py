@@ -14,8 +14,7 @@ from strategies import (
 )
 from strategies.core.indexed_slices import IndexedSlices
 from strategies.synchronous.central_storage import CentralStorageStrategy
-from strategies.synchronous.mirrored import MirroredStrategy
-from strategies.synchronous.multi_worker import MultiWorkerMirroredStrategy
+from strategies.synchronous.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from tests.strategies.support import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]

@@ -7,7 +7,7 @@ import pytest
 
 from collectives import OpMismatchError, ShapeMismatchError
 from strategies import Variable, get_replica_context, get_strategy, in_cross_replica_context
-from strategies.core.communication_options import CommunicationOptions
+from strategies.core.options import CommunicationOptions
 from strategies.core.values import PerReplica
 from tests.strategies.support import lone_strategy, mirrored, recorded, refusal, same_refusal
 

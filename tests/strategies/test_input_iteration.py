@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from collectives import Communicator, DeadlineExceededError
 from collectives.transports import local
 from strategies.input import DatasetError, InputOptions, TensorSpec, distribute, make_numpy_dataset
-from strategies.input.read_ahead import THREAD_NAME, read_ahead
+from strategies.input.distribution import THREAD_NAME, read_ahead
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 Example = namedtuple("Example", "image label")

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from strategies import get_strategy
-from strategies.base.run_options import RunOptions
-from strategies.core.communication_options import CommunicationOptions
+from strategies.core.options import CommunicationOptions, RunOptions
 from strategies.input import (
     AutoShardPolicy,
     InputOptions,

@@ -7,8 +7,7 @@ import pytest
 
 import strategies
 from strategies import InputContext, MultiWorkerMirroredStrategy, experimental, get_strategy
-from strategies.base.run_options import RunOptions
-from strategies.core.communication_options import CommunicationImplementation, CommunicationOptions
+from strategies.core.options import CommunicationImplementation, CommunicationOptions, RunOptions
 from strategies.core.values import PerReplica
 from tests.strategies.support import Call, lone_strategy, recorded, refusal
 

@@ -13,8 +13,7 @@ from strategies import (
     has_strategy,
     optimizers,
 )
-from strategies.synchronous.one_device import OneDeviceStrategy
-from strategies.synchronous.tpu import TPUStrategy
+from strategies.synchronous.default import OneDeviceStrategy, TPUStrategy
 from tests.strategies.support import refusal
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from strategies import Variable, VariableAggregation, get_replica_context, optimizers
-from strategies.core.communication_options import CommunicationOptions
-from strategies.core.reduce_op import ReduceOp
+from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.values import PerReplica
 from strategies.cross_device_ops import CrossDeviceOps, RingAllReduce
 from tests.strategies.support import Call, mirrored, recorded, refusal, same_refusal

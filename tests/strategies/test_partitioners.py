@@ -15,8 +15,7 @@ from strategies.parameter_server import (
     MinSizePartitioner,
     replica_device_setter,
 )
-from strategies.parameter_server.partitioners import div_lengths
-from strategies.parameter_server.placement import RoundRobin, lengths_of_parts
+from strategies.parameter_server.placement import RoundRobin, div_lengths, lengths_of_parts
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float64", "int8", "complex128"]).map(np.dtype)

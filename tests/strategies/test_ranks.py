@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.cluster.ranks import (
-    RankReport,
-    assign_ranks,
-    ordered_tasks,
-    worker_cluster,
-)
-from strategies.cluster.spec import ClusterSpec, Task
+from strategies.cluster.ranks import RankReport, assign_ranks
+from strategies.cluster.spec import ClusterSpec, Task, ordered_tasks, worker_cluster
 
 FULL = ClusterSpec(
     {

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Change, LocalStorage, assign
+from strategies.core.values import Array
 from strategies.optimizers import Optimizer
-
-Array = NDArray[Any]
 
 _UNKNOWN, _UNTOUCHED, _TOUCHED = range(3)
 _GROWTH = 2
@@ -107,13 +105,6 @@ class RankStates(NamedTuple):
         return flags
 
 
-def _agree_on_step(communicator: Communicator, outer: Optimizer) -> None:
-    """A MismatchError on every rank where the outer optimizers would take different steps."""
-    with PropagatedErrors(communicator, "outer_optimizer"):
-        step = f"outer step {outer.iterations + 1} of {outer.settings}"
-    communicator.barrier(step)
-
-
 class Averaging:
     """The values that the replicas average, and how."""
 
@@ -149,13 +140,16 @@ class Averaging:
     def _average_values(self, values: list[ReplicaStorage], counted: Sequence[bool]) -> None:
         arrays = [value.view() for value in values]
         if self._outer is not None:
-            _agree_on_step(self._communicator, self._outer)
+            # A MismatchError on every rank where the outer optimizers would take different steps.
+            with PropagatedErrors(self._communicator, "outer_optimizer"):
+                step = f"outer step {self._outer.iterations + 1} of {self._outer.settings}"
+            self._communicator.barrier(step)
             means = self._means(arrays, counted)
             for value in values:
                 value.return_to_agreed()
             # The outer gradient points from the replicas' mean to where they began.
             gradients = [array - mean for array, mean in zip(arrays, means, strict=True)]
-            self._outer.update_stored(gradients, values)
+            self._outer.update_clipped(self._outer.clipped(gradients), values)
         elif all(counted):
             self._communicator.all_reduce_many(arrays, "mean", out=arrays)
         else:

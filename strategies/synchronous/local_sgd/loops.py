@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from collectives import CollectiveError, Communicator
 from collectives.consistency.uncaught import raised_on_all
+from strategies.core.same_error import by_rank
 from strategies.input import DatasetError
 from strategies.input.failures import as_told
 
@@ -199,9 +200,8 @@ class Loops:
             self._shared -= loops
             self._left = [number for number in self._left if number in self._shared]
             if len(loops) > 1:
-                lines = [f"  rank {rank}: loop {part.loop}" for rank, part in enumerate(parts)]
                 text = (
                     "the ranks' loops have come apart: each waits for the others to leave its own"
                 )
-                error = DatasetError("\n".join([text, *lines]))
+                error = DatasetError(by_rank(text, [f"loop {part.loop}" for part in parts]))
                 raise raised_on_all(error, self._communicator.rank)

@@ -14,21 +14,21 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.scope import named_scope
+from strategies.base.membership import join_cluster
 from strategies.base.strategy import Strategy
-from strategies.cluster.membership import join_cluster
-from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.tf_config import validate_for_collective_training
-from strategies.core.contexts import require_cross_replica
+from strategies.cluster_resolver import ClusterResolver
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import refuse_differences
 from strategies.core.storage import Storage
+from strategies.core.values import Array
 from strategies.input import InputContext, InputOptions
 from strategies.input.rebatching import join_batches
 from strategies.optimizers import Optimizer
+from strategies.replication.contexts import require_cross_replica
 from strategies.synchronous.local_sgd.averaging import Averaging, RankStates, ReplicaStorage, Rounds
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
 from strategies.variables.variable import Variable
@@ -121,7 +121,7 @@ class LocalSGDStrategy(Strategy):
         """1: between two averagings gradients are not aggregated."""
         return 1
 
-    def store(self, value: NDArray[Any], what: str) -> Storage:
+    def store(self, value: Array, what: str) -> Storage:
         """A value of this replica's own, beginning with the chief's. Collective."""
         stored = ReplicaStorage(self.mirror(value, what))
         self._averaging.add(stored)

@@ -1,12 +1,61 @@
-"""Datasets of which every worker has its own."""
+"""What stands for values on the workers: results to come, and per-worker datasets."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from strategies.coordinator.packing import Packed
+from strategies.core import nest, values
+from strategies.core.values import Array
+
+
+class RemoteValue:
+    """The result of a scheduled function, once there is one.
+
+    As `tf.distribute.coordinator.RemoteValue`; made by `ClusterCoordinator.schedule`.
+    """
+
+    def __init__(self) -> None:
+        self._settled = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def get(self) -> Any:
+        """What the function returned; waits for it.
+
+        Raises what the function raised, CancelledError where it was not run, and RankFailedError
+        where no worker is left to run it.
+        """
+        self._settled.wait()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._value
+
+    def fetch(self) -> Any:
+        """As `get`, with the variables in a nest as arrays."""
+        return nest.map_leaves(values.content, self.get())
+
+    def settle(self, value: Any) -> None:
+        """The function has returned. For the coordinator."""
+        self._value = value
+        self._settled.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The function will not return. For the coordinator."""
+        self._error = error
+        self._settled.set()
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            "a RemoteValue can't be given to a scheduled function: fetch it first, and give it the"
+            " value"
+        )
+
+    def __repr__(self) -> str:
+        failure = "" if self._error is None else f"failed with {type(self._error).__name__}"
+        return f"<RemoteValue {failure or ('ready' if self._settled.is_set() else 'not ready')}>"
 
 
 class PerWorkerValue:
@@ -58,13 +107,13 @@ class PerWorkerIterator(PerWorkerValue):
 class WorkerDatasets:
     """One worker's datasets and iterators, by their numbers."""
 
-    def __init__(self, unpack: Callable[[Packed], Any]) -> None:
+    def __init__(self, unpack: Callable[[list[Array]], Any]) -> None:
         self._unpack = unpack
-        self._packed: dict[int, Packed] = {}
+        self._packed: dict[int, list[Array]] = {}
         self._made: dict[int, Any] = {}
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
 
-    def add(self, dataset: int, packed: Packed) -> None:
+    def add(self, dataset: int, packed: list[Array]) -> None:
         """Keep what makes a dataset."""
         self._packed[dataset] = packed
 

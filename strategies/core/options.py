@@ -1,12 +1,80 @@
-"""Options of collectives, as `tf.distribute.experimental.CommunicationOptions`."""
+"""Options: reductions and how collectives are done, and attributes that only a class declares.
+
+A misspelt attribute is no option. A subclass declares its own by annotations in the class, as a
+dataclass does.
+"""
 
 from __future__ import annotations
 
 import enum
+import inspect
 import operator
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
-from strategies.core.declared import CheckedAttributes, Checks
+Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
+"""By an attribute's name what makes its value of a given one, or raises."""
+
+
+def declared(kind: type) -> list[str]:
+    """The names of the attributes that a class of options and its bases annotate."""
+    classes = reversed(kind.__mro__)
+    names = dict.fromkeys(name for each in classes for name in inspect.get_annotations(each))
+    names.pop("checks", None)
+    return list(names)
+
+
+def refuse_unknown(owner: object, name: str, allowed: Iterable[str]) -> NoReturn:
+    """Raise AttributeError for an attribute that the owner doesn't have."""
+    kind = type(owner).__name__
+    raise AttributeError(f"{kind} has no attribute {name!r}: it has {', '.join(allowed)}")
+
+
+def refuse_change(owner: object, name: str, allowed: Iterable[str]) -> NoReturn:
+    """Raise AttributeError for an attribute of an owner whose attributes can't be set."""
+    if name not in allowed:
+        refuse_unknown(owner, name, allowed)
+    kind = type(owner).__name__
+    raise AttributeError(f"{kind}.{name} can't be changed: make a new one, {kind}({name}=…)")
+
+
+class CheckedAttributes:
+    """Base of options that may be changed: what is assigned is checked as in the constructor."""
+
+    checks: ClassVar[Checks]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = self.checks.get(name)
+        if check is None and name not in declared(type(self)):
+            refuse_unknown(self, name, declared(type(self)))
+        object.__setattr__(self, name, check(value) if check else value)
+
+
+class FixedAttributes:
+    """Base of dataclasses of options that can't be changed: each attribute is set once."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        allowed = declared(type(self))
+        if name in vars(self) or name not in allowed:
+            refuse_change(self, name, allowed)
+        object.__setattr__(self, name, value)
+
+
+class ReduceOp(enum.Enum):
+    """SUM or MEAN over the replicas; the strings do as well, in any case."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+def as_reduce_op(op: Any) -> ReduceOp:
+    """The op that `op` names; ValueError for anything else."""
+    if isinstance(op, ReduceOp):
+        return op
+    if isinstance(op, str) and op.upper() in ReduceOp.__members__:
+        return ReduceOp[op.upper()]
+    raise ValueError(f"reduce_op={op!r}: must be ReduceOp.SUM, ReduceOp.MEAN or one of their names")
 
 
 class CommunicationImplementation(enum.Enum):
@@ -58,6 +126,7 @@ def _checked_implementation(given: Any) -> CommunicationImplementation:
     )
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True)
 class CommunicationOptions(CheckedAttributes):
     """Options of collectives, for a strategy or for a single call.
 
@@ -112,14 +181,25 @@ class CommunicationOptions(CheckedAttributes):
             self.implementation if auto else options.implementation,
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CommunicationOptions) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
     def __repr__(self) -> str:
         return (
             f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack},"
             f" timeout_seconds={self.timeout_seconds}, implementation={self.implementation.name})"
         )
+
+
+class RunOptions(NamedTuple):
+    """Options of TensorFlow's compiler for TPUs. Nothing is compiled here.
+
+    Raises AttributeError where an attribute is assigned.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        allowed = declared(type(self))
+        if name in self._fields or name not in allowed or name in vars(self):
+            refuse_change(self, name, allowed)
+        object.__setattr__(self, name, value)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from strategies import foreign
 from strategies.core import nest, values
-from strategies.core.communication_options import CommunicationOptions
 from strategies.core.indexed_slices import IndexedSlices, map_apart, refuse_slices
-from strategies.core.reduce_op import ReduceOp, as_reduce_op
-from strategies.core.replication import Replication
+from strategies.core.options import CommunicationOptions, ReduceOp, as_reduce_op
 from strategies.core.same_error import PropagatedErrors, wrong_context
+from strategies.foreign.guards import ScopeGuard, call_guarded
+from strategies.foreign.registry import any_loaded
+from strategies.replication.replication import Replication
 
 
 class _Frame(NamedTuple):
@@ -84,7 +84,7 @@ class ReplicaContext:
             return self._all_reduce(as_reduce_op(reduce_op), value, options)
 
     def _all_reduce(self, op: ReduceOp, value: Any, options: CommunicationOptions | None) -> Any:
-        strategy, leaves = self.strategy, [_as_array(leaf) for leaf in nest.leaves(value)]
+        strategy, leaves = self.strategy, _contents(value)
         self._compare("all_reduce", value, leaves, options)
         folded = map_apart(
             leaves,
@@ -112,9 +112,12 @@ class ReplicaContext:
         """
         self._require_in_force("all_gather")
         with PropagatedErrors(self.strategy.communicator, "all_gather"):
-            leaves = [_as_array(leaf) for leaf in nest.leaves(value)]
+            leaves = _contents(value)
             refuse_slices(leaves, "all_gather")
-            refuse_numbers(leaves, "all_gather")
+            if any(np.ndim(leaf) == 0 for leaf in leaves):
+                raise ValueError(
+                    "all_gather takes arrays of at least one axis: make an array of one element"
+                )
             self._compare("all_gather", value, leaves, options)
             joined = [self.strategy.all_gather(leaf, axis, options) for leaf in leaves]
         return nest.pack_like(value, joined)
@@ -122,9 +125,14 @@ class ReplicaContext:
     def _compare(
         self, what: str, value: Any, leaves: Sequence[Any], options: CommunicationOptions | None
     ) -> None:
-        """A MismatchError where the nests differ; a single array is compared when it is sent."""
+        """A MismatchError where the nests' structures differ.
+
+        Shapes and dtypes, and so a single array, are compared when the arrays are sent.
+        """
         if isinstance(value, Mapping | list | tuple):
-            self.strategy.barrier(f"{what} of {_description(value, leaves)}", options)
+            sparse = [n for n, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
+            text = f"{what} of {nest.structure(value)}" + (f", sparse {sparse}" if sparse else "")
+            self.strategy.barrier(text, options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
@@ -147,22 +155,9 @@ class ReplicaContext:
             )
 
 
-def refuse_numbers(leaves: Sequence[Any], what: str) -> None:
-    """ValueError where a leaf has no axis to be gathered along."""
-    if any(np.ndim(leaf) == 0 for leaf in leaves):
-        raise ValueError(f"{what} takes arrays of at least one axis: make an array of one element")
-
-
-def _description(value: Any, leaves: Sequence[Any]) -> str:
-    """The nest's structure: shapes and dtypes are compared when the arrays are reduced."""
-    sparse = [place for place, leaf in enumerate(leaves) if isinstance(leaf, IndexedSlices)]
-    return nest.structure(value) + (f", sparse {sparse}" if sparse else "")
-
-
-def _as_array(leaf: Any) -> Any:
-    """This replica's value of a variable or a container; everything else as it is."""
-    leaf = values.local(leaf)
-    return leaf.read_value() if hasattr(leaf, "read_value") else leaf
+def _contents(value: Any) -> list[Any]:
+    """The leaves of a nest; of variables and containers this replica's values."""
+    return [values.content(values.local(leaf)) for leaf in nest.leaves(value)]
 
 
 @contextmanager
@@ -229,15 +224,12 @@ def require_cross_replica(what: str, strategy: Replication | None = None) -> Non
         )
 
 
-def require_scope_allowed(strategy: Replication) -> None:
-    """RuntimeError where the strategy's scope can't be entered now."""
-    require_cross_replica("Strategy.scope()", strategy)
-
-
 @contextmanager
 def scope_of(strategy: Replication) -> Iterator[None]:
     """A context in which the strategy is in force, for all replicas. Raises RuntimeError."""
-    require_scope_allowed(strategy)  # it may be entered elsewhere than it was made
+    require_cross_replica(
+        "Strategy.scope()", strategy
+    )  # it may be entered elsewhere than it was made
     with entered(strategy, None), foreign_kept_out(strategy):
         yield
 
@@ -246,7 +238,7 @@ def foreign_kept_out(strategy: Replication) -> AbstractContextManager[None]:
     """A context that raises TypeError for a framework's model made in it, where ranks train it."""
     if strategy.trains_alone:
         return nullcontext()
-    return foreign.ScopeGuard(type(strategy).__name__, strategy.communicator.rank)
+    return ScopeGuard(type(strategy).__name__, strategy.communicator.rank)
 
 
 def call_as_replica(
@@ -259,10 +251,10 @@ def call_as_replica(
     strategy, frames = replica.strategy, _stack.frames
     frames.append(_Frame(strategy, replica))
     try:
-        if strategy.trains_alone or not foreign.any_loaded():
+        if strategy.trains_alone or not any_loaded():
             return fn(*args, **kwargs)
         name, rank = type(strategy).__name__, strategy.communicator.rank
-        return foreign.call_guarded(name, rank, fn, args, kwargs)
+        return call_guarded(name, rank, fn, args, kwargs)
     finally:
         frames.pop()
 

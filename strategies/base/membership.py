@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from collectives import Communicator
 from collectives.consistency.uncaught import raising_on_all
 from strategies.cluster.ranks import RankPlace, assign_ranks
-from strategies.cluster.resolvers import ClusterResolver, SimpleClusterResolver
 from strategies.cluster.tf_config import TFConfig
+from strategies.cluster_resolver import ClusterResolver, SimpleClusterResolver
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.world import world_of
 

@@ -9,11 +9,10 @@ import operator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from strategies.core.contexts import get_strategy, in_cross_replica_context
 from strategies.core.same_error import wrong_context
-from strategies.core.values import as_array
+from strategies.core.values import Array, as_array
+from strategies.replication.contexts import get_strategy, in_cross_replica_context
 
 
 def _require_replica_context(what: str) -> None:
@@ -55,7 +54,7 @@ def _checked_size(global_batch_size: Any) -> int:
     return size
 
 
-def broadcast_weights(sample_weight: Any, losses: NDArray[Any]) -> NDArray[Any]:
+def broadcast_weights(sample_weight: Any, losses: Array) -> Array:
     """One weight for each loss: missing trailing axes are added, those of length one dropped."""
     dtype = None if losses.dtype.kind in "biu" else losses.dtype
     weights = as_array(sample_weight, "sample_weight", dtype)

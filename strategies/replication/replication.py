@@ -1,0 +1,255 @@
+"""Replication: the hooks by which contexts, variables and optimizers use a strategy.
+
+They know a strategy by this class alone. `strategies.base` adds what users call; a strategy
+overrides the hooks in which it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from collectives import Communicator, MismatchError
+from collectives.consistency.uncaught import raised_on_all
+from strategies.communication.with_options import CollectivesWithOptions
+from strategies.core.indexed_slices import Gradient, IndexedSlices, map_apart, reduce_slices
+from strategies.core.options import CommunicationOptions, ReduceOp
+from strategies.core.reports import Report, agree
+from strategies.core.same_error import compare
+from strategies.core.storage import LocalStorage, Storage
+from strategies.core.values import Array
+from strategies.core.world import world_of
+
+_ON_HOSTS = frozenset({np.ndarray})
+
+
+@dataclass
+class StepSeries:
+    """Steps whose numbers the ranks of a strategy agree on, since they agreed on the first one."""
+
+    owner: object
+    number: int
+    """The series' own number, equal on all ranks."""
+    next_step: int = 0
+
+
+class Replication:
+    """The replicas of a program, one for each rank of `communicator`, and how they stay equal."""
+
+    device = "/device:CPU:0"
+    """The name of this replica's device."""
+
+    mirrors_variables = True
+    """Whether variables follow their synchronization and aggregation; they are plain otherwise."""
+
+    aggregates = True
+    """Whether values assigned inside `run` are aggregated first, or applied as they arrive."""
+
+    steps_together = True
+    """Whether each step of an optimizer is collective."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        is_chief: bool | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        self.communicator = world_of(communicator)
+        self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
+        options = communication_options or CommunicationOptions()
+        self._collectives = CollectivesWithOptions(communicator, options)
+        self.reduces_plainly = options.leave_it_to_collectives
+        """Whether `collectives` alone decides how arrays are reduced, which may be in place."""
+        self.trains_alone = communicator.size == 1
+        """Whether no other rank trains with this one."""
+        self.variable_numbers = count()
+        """The numbers of new variables: the order of creation, equal on all ranks."""
+        self._series_numbers = count()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are aggregated."""
+        return self.communicator.size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes what is written once (checkpoints, logs)."""
+        return self._is_chief
+
+    # Communication between the replicas. All of it is collective, and every rank gets the result.
+
+    def barrier(self, what: str, options: CommunicationOptions | None = None) -> None:
+        """Wait for all replicas; a MismatchError on every rank where their texts differ."""
+        with self._collectives.deadline(options):
+            self.communicator.barrier(what)
+
+    def all_reduce_arrays(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp,
+        options: CommunicationOptions | None = None,
+        *,
+        batch: bool = True,
+    ) -> list[Any]:
+        """Fold arrays of any kinds over the replicas, each with its peers.
+
+        Cross-device ops reduce them as a batch; a single one alone where `batch` is false. Raises a
+        MismatchError on every rank where the arrays differ.
+        """
+        if self.reduces_plainly and options is None:
+            if len(arrays) == 1:
+                return [self.communicator.all_reduce(arrays[0], op.value)]
+            if _ON_HOSTS.issuperset(map(type, arrays)):
+                return self.communicator.all_reduce_many(arrays, op.value)
+        return self._all_reduce_by(arrays, op, options, batch or len(arrays) != 1)
+
+    def _all_reduce_by(
+        self, arrays: Sequence[Any], op: ReduceOp, options: CommunicationOptions | None, batch: bool
+    ) -> list[Any]:
+        return self._collectives.all_reduce(arrays, op, options)
+
+    def all_gather(self, array: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate the replicas' arrays along the axis."""
+        return self._collectives.all_gather(array, axis, options)
+
+    def gather_slices(self, slices: IndexedSlices, op: ReduceOp | None) -> IndexedSlices:
+        """Concatenate the replicas' rows, in their order; with op None the first replica's rows."""
+        if op is None:
+            kept = len(slices.indices) if self.communicator.rank == 0 else 0
+            rows = slices.values[:kept], slices.indices[:kept]
+            slices, op = IndexedSlices(*rows, slices.dense_shape), ReduceOp.SUM
+        return reduce_slices(self.communicator, slices, op)
+
+    def broadcast_first(self, value: Array) -> Array:
+        """A copy of the first replica's value."""
+        first: Array = self.communicator.broadcast(value.copy())
+        return first
+
+    def mirror(self, value: Array, what: str) -> Array:
+        """Overwrite the array with the chief's, and return it.
+
+        Raises the same MismatchError on every rank where shapes, dtypes or `what` differ.
+        """
+        self.barrier(what)
+        agree(self.communicator, Report(what).of([value]), what)
+        mirrored: Array = self.communicator.broadcast(value)
+        return mirrored
+
+    # Variables.
+
+    def store(self, value: Array, what: str) -> Storage:
+        """Storage for a variable that all replicas see alike, with the chief's value. Collective.
+
+        Here it is an array of this process's own. Raises as `mirror`.
+        """
+        return LocalStorage(self.mirror(value, what))
+
+    def complete(self, variable: Any) -> None:
+        """Finish a variable that was just created."""
+
+    def colocate_with(self, variable: Any) -> AbstractContextManager[None]:
+        """A context in which variables are stored where this one is, where there is a choice."""
+        return nullcontext()
+
+    # Training.
+
+    def apply_gradients(
+        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+    ) -> None:
+        """Update the variables, as one replica; the optimizer has checked them. Collective.
+
+        Here the gradients are summed over the replicas, which all take the same step.
+        """
+        self._agree_on_step(optimizer)
+        optimizer.update(self._sums(optimizer, gradients, variables), variables)
+
+    def _agree_on_step(self, optimizer: Any) -> None:
+        """A MismatchError on every rank where the ranks would not take the same step.
+
+        Shapes alone don't show it: one variable's gradient would be added to another one's. Ranks
+        that have agreed on a step's number agree on the numbers of the steps after it. They compare
+        the series of steps instead, a text that stays the same and is hashed once.
+        """
+        number, series = optimizer.iterations + 1, optimizer.series
+        action = optimizer.action
+        if series is not None and (series.owner is not self or series.next_step != number):
+            series = None
+        given = f"{number} of {action}"
+        text = given if series is None else f"in series {series.number} of {action}"
+        steps = compare(self.communicator, "optimizer step ", text, given, "apply_gradients")
+        if steps is not None and len(set(steps)) > 1:
+            calls = tuple(f"step {each}" for each in steps)
+            error = MismatchError("the ranks would take different steps", calls)
+            raise raised_on_all(error, self.communicator.rank)
+        if series is None or steps is not None:
+            # The numbers were compared, on all ranks.
+            series = optimizer.series = StepSeries(self, next(self._series_numbers))
+        series.next_step = number + 1
+
+    def _sums(
+        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+    ) -> Sequence[Gradient]:
+        """Each gradient's sum, which may be overwritten; rows of sparse ones are concatenated."""
+        if IndexedSlices not in map(type, gradients):
+            return self._dense_sums(optimizer, gradients, variables)  # type: ignore[arg-type]
+        pairs = zip(gradients, variables, strict=True)
+        dense = [each for grad, each in pairs if not isinstance(grad, IndexedSlices)]
+        return map_apart(
+            gradients,
+            lambda arrays: self._dense_sums(optimizer, arrays, dense),
+            lambda slices: self.gather_slices(slices, ReduceOp.SUM),
+        )
+
+    def _dense_sums(
+        self, optimizer: Any, gradients: Sequence[Array], variables: Sequence[Any]
+    ) -> Sequence[Array]:
+        fusion = optimizer.fusion_of(variables) if self.reduces_plainly else None
+        if fusion is None:
+            return self.all_reduce_arrays(gradients, ReduceOp.SUM)
+        views: list[Array] = fusion.views
+        # A gradient may lie in another one's view.
+        given = [
+            gradient if gradient is view else gradient.copy()
+            for gradient, view in zip(gradients, views, strict=True)
+        ]
+        for gradient, view in zip(given, views, strict=True):
+            if gradient is not view:
+                view[...] = gradient
+        sums: list[Array] = fusion.all_reduce()
+        return sums
+
+    def settle(self) -> None:
+        """Make the replicas' values equal, before a checkpoint takes the chief's. Collective."""
+
+    # Replicas that don't take each step together override the following.
+
+    def chief_first(self, action: Callable[[], Any]) -> Any:
+        """The action's result, on all ranks.
+
+        Here every rank runs it. Where replicas aren't in step the chief alone does, and the others
+        wait for its outcome.
+        """
+        return action()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which checkpoints are restored into variables made in it, and evaluated.
+
+        Where replicas aren't in step, these variables are each process's own.
+        """
+        return nullcontext()
+
+    def loop_over(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """One rank's batches, of which it may have more or fewer than the others.
+
+        Where replicas aren't in step, a rank without batches takes part in the others' averagings.
+        """
+        return batches
+
+    def leave_loops(self) -> None:
+        """Wait for the ranks that are in a loop that this one has ended. Collective."""
