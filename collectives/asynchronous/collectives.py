@@ -1,14 +1,16 @@
-"""The asynchronous forms of collectives (MPI 4.1, section 6.12: nonblocking collectives)."""
+"""The asynchronous form of every collective (MPI 4.1, section 6.12: nonblocking collectives)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec
 
 from collectives.calls import Operation
 from collectives.calls.operations import Operations
+from collectives.gpu.many import ManyOnGpus, begins_on_gpu
 from collectives.lifecycle.futures import Handle
+from collectives.reductions.reduction import ReduceOp
 
 Arguments = ParamSpec("Arguments")
 Form = Callable[Concatenate["AsynchronousCollectives", Arguments], Handle[Any]]
@@ -49,13 +51,45 @@ class AsynchronousCollectives:
     """
 
     _operations: Operations
+    _many_on_gpus: ManyOnGpus
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         raise NotImplementedError
 
     all_reduce_async = _asynchronous(Operations.all_reduce)
     """Start an `all_reduce`."""
+    reduce_async = _asynchronous(Operations.reduce)
+    """Start a `reduce`."""
+    reduce_scatter_async = _asynchronous(Operations.reduce_scatter)
+    """Start a `reduce_scatter`."""
     broadcast_async = _asynchronous(Operations.broadcast)
     """Start a `broadcast`."""
     all_gather_async = _asynchronous(Operations.all_gather)
     """Start an `all_gather`."""
+    gather_async = _asynchronous(Operations.gather)
+    """Start a `gather`."""
+    scatter_async = _asynchronous(Operations.scatter)
+    """Start a `scatter`. TypeError on every rank if the root's array lies on a GPU."""
+    all_to_all_async = _asynchronous(Operations.all_to_all)
+    """Start an `all_to_all`."""
+    barrier_async = _asynchronous(Operations.barrier)
+    """Start a `barrier` between asynchronous calls: it is done once every rank has started it."""
+
+    def all_reduce_many_async(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str = "sum",
+        *,
+        out: Sequence[Any] | None = None,
+        bucket_bytes: int | None = None,
+    ) -> Handle[Any]:
+        """Start an `all_reduce_many`."""
+        if begins_on_gpu(arrays):
+            self._check_open()
+            return self._many_on_gpus.submit(arrays, op, out, bucket_bytes)
+        return self._submit(
+            self._operations.all_reduce_many(arrays, op, out=out, bucket_bytes=bucket_bytes)
+        )

@@ -10,6 +10,7 @@ import json
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -131,6 +132,19 @@ def _all_reduce_async(comm: Communicator) -> Results:
         yield handle.wait(), _ramp(7, factor)
 
 
+class _Asynchronous:
+    """A communicator whose collectives are started, and then waited for."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        start = getattr(self._comm, f"{name}_async", None)
+        if start is None:
+            return getattr(self._comm, name)
+        return lambda *arguments, **named: start(*arguments, **named).wait()
+
+
 def _send_and_recv(comm: Communicator) -> Results:
     """Send round a ring: rank 0 sends first, the others forward."""
     following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -218,7 +232,7 @@ def _trace(comm: Communicator) -> Results:
             yield sorted(barriers), list(range(comm.size))
 
 
-TRIALS: dict[str, Callable[[Communicator], Results]] = {
+_BLOCKING: dict[str, Callable[[Any], Results]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
@@ -231,16 +245,17 @@ TRIALS: dict[str, Callable[[Communicator], Results]] = {
     "all_to_all": _all_to_all,
     "barrier": _barrier,
     "all_reduce_many": _all_reduce_many,
+}
+
+
+def _asynchronously(trial: Callable[[Any], Results], comm: Communicator) -> Results:
+    return trial(_Asynchronous(comm))
+
+
+TRIALS: dict[str, Callable[[Communicator], Results]] = {
+    **_BLOCKING,
+    **{f"{name}_async": partial(_asynchronously, trial) for name, trial in _BLOCKING.items()},
     "all_reduce_async": _all_reduce_async,
-    "broadcast_async": lambda comm: [
-        (
-            comm.broadcast_async(_ramp(7, comm.rank + 1), root=_root(comm)).wait(),
-            _ramp(7, comm.size),
-        )
-    ],
-    "all_gather_async": lambda comm: [
-        (comm.all_gather_async(_ranks(comm)).wait(), _all_ranks(comm))
-    ],
     "send, recv": _send_and_recv,
     "mailbox": _mailbox,
     "broadcast_object": lambda comm: [

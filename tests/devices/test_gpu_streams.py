@@ -83,6 +83,19 @@ def test_a_handle_waits_for_the_gpu():
             bad.wait()
         same(comm.broadcast_async(values, root=1).wait(), np.full(2, 2, np.float32))
         same(comm.all_gather_async(values).wait(), np.full(4, 2, np.float32))
+        same(comm.reduce_scatter_async(values).wait(), np.full(1, 4, np.float32))
+        plain(values)[...] = comm.rank + 1
+        for handle, expected in (
+            (comm.reduce_async(values, "max"), np.full(2, 2, np.float32)),
+            (comm.gather_async(values), np.array([1, 1, 2, 2], np.float32)),
+        ):
+            result = handle.wait()
+            assert result is None if comm.rank else same(result, expected) is None
+        for sent, received in enumerate(comm.all_to_all_async([values, values]).wait()):
+            same(received, np.full(2, sent + 1, np.float32))
+        with pytest.raises(TypeError, match="scatter_async: the array lies on a GPU"):
+            comm.scatter_async(None if comm.rank else values).wait()
+        comm.barrier_async().wait()
 
     run(2, program, backend="nccl")
 

@@ -85,7 +85,10 @@ def prepare(plan, comm, lists, registered=None):
     """A function that makes the call and returns its result. The arrays are created now."""
     rank = comm.rank
     if plan.collective == "all_reduce_many":
-        return _prepare_many(plan, comm, lists)
+        # The arrays of an asynchronous call may be in use after an error.
+        return _prepare_many(plan, comm, Lists() if plan.asynchronous else lists)
+    if plan.collective == "barrier":
+        return _ready(plan, comm, f"salt {plan.salt}")
     if plan.collective in PLAIN:
         return partial(PLAIN[plan.collective], plan, comm)
     given = _given(plan, rank, comm.size)
@@ -98,19 +101,23 @@ def prepare(plan, comm, lists, registered=None):
     named = {} if plan.algorithm is None else {"algorithm": plan.algorithm}
     if plan.collective == "all_to_all":
         blocks = [content(plan, rank, _block(plan, peer), peer) for peer in range(comm.size)]
-        return partial(comm.all_to_all, blocks, **named)
+        return _ready(plan, comm, blocks, **named)
     if plan.collective in ("reduce", "broadcast", "gather", "scatter"):
         named["root"] = plan.root
     if plan.collective in ("all_gather", "gather", "scatter", "reduce_scatter"):
         named["axis"] = plan.axis
     positional = [plan.op] if plan.reduces else []
-    if plan.asynchronous:
-        begin = getattr(comm, f"{plan.collective}_async")
-        return Asynchronous(partial(begin, given, *positional, **named))
     given, out = _with_out(plan, given, comm)
     if out is not None:
         named["out"] = out
-    return partial(getattr(comm, plan.collective), given, *positional, **named)
+    return _ready(plan, comm, given, *positional, **named)
+
+
+def _ready(plan, comm, *arguments, **named):
+    if plan.asynchronous:
+        begin = getattr(comm, f"{plan.collective}_async")
+        return Asynchronous(partial(begin, *arguments, **named))
+    return partial(getattr(comm, plan.collective), *arguments, **named)
 
 
 def _given(plan, rank, size):
@@ -159,14 +166,10 @@ def _prepare_many(plan, comm, lists):
     for index, array in enumerate(arrays):
         array[...] = content(plan, comm.rank, array.shape, index)
     if plan.place == "in place" and result_dtype(plan) == plan.dtype:
-        return partial(comm.all_reduce_many, arrays, plan.op, out=arrays)
+        return _ready(plan, comm, arrays, plan.op, out=arrays)
     if plan.place == "out":
-        return partial(comm.all_reduce_many, arrays, plan.op, out=lists.find(plan, "outs"))
-    return partial(comm.all_reduce_many, arrays, plan.op)
-
-
-def _barrier(plan, comm):
-    comm.barrier(f"salt {plan.salt}")
+        return _ready(plan, comm, arrays, plan.op, out=lists.find(plan, "outs"))
+    return _ready(plan, comm, arrays, plan.op)
 
 
 def _broadcast_object(plan, comm):
@@ -178,7 +181,6 @@ def _all_gather_object(plan, comm):
 
 
 PLAIN = {
-    "barrier": _barrier,
     "broadcast_object": _broadcast_object,
     "all_gather_object": _all_gather_object,
 }

@@ -14,7 +14,7 @@ COLLECTIVES = (
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
     *("broadcast_object", "all_gather_object"),
 )
-ASYNCHRONOUS = ("all_reduce", "broadcast", "all_gather")
+ASYNCHRONOUS = tuple(each for each in COLLECTIVES if not each.endswith("_object"))
 ALONG_AXES = ("all_gather", "gather", "scatter", "reduce_scatter")
 WITH_OUT = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce_many")
 LENGTHS = (0, 1, 2, 3, 7, 64, 1000, 5000, 40_000)
@@ -61,7 +61,7 @@ def draw(rng, size):
     dtype = rng.choice(DTYPES)
     op = rng.choice(_ops_of(dtype))
     shape = draw_shape(rng)
-    named = [name for name in (*algorithms.names(collective), "native") if not asynchronous]
+    named = (*algorithms.names(collective), "native")
     return Plan(
         collective,
         shape,
@@ -69,8 +69,8 @@ def draw(rng, size):
         op,
         root=rng.randrange(size),
         axis=rng.randrange(len(shape)) if collective in ALONG_AXES else 0,
-        algorithm=rng.choice(named) if named and takes_algorithm(collective, rng) else None,
-        place=rng.choice(PLACES) if collective in WITH_OUT and not asynchronous else "new",
+        algorithm=rng.choice(named) if takes_algorithm(collective, rng) else None,
+        place=rng.choice(PLACES) if collective in WITH_OUT else "new",
         layout=rng.choice(LAYOUTS),
         asynchronous=asynchronous,
         nans=dtype.kind in "fc" and rng.random() < 0.1,
@@ -106,7 +106,7 @@ def deviate(rng, plan, size):
         fields += ["dtype", "shape"]
     if plan.collective in ROOTED and size > 1:
         fields += ["root"]
-    if plan.collective in algorithms_of() and not plan.asynchronous:
+    if plan.collective in algorithms_of():
         fields += ["algorithm"]
     plain = replace(plan, layout="plain", place="new", nans=False)
     return DEVIATIONS[rng.choice(fields)](rng, plain, size)
