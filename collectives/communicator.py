@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from collectives.asynchronous.collectives import AsynchronousCollectives
-from collectives.calls import PASS, allocation, objects, point_to_point, tuning
+from collectives.asynchronous.point_to_point import PointToPointCalls
+from collectives.calls import PASS, allocation, objects, tuning
 from collectives.calls.explain import explain
 from collectives.calls.mailboxes import open_mailbox
 from collectives.calls.trace import trace
-from collectives.consistency.signature import check_index, check_peer
+from collectives.consistency.signature import check_index
 from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
 from collectives.messaging.mailbox import Mailbox
@@ -21,15 +22,15 @@ from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.spec import spec_of
 
 
-class Communicator(Group, AsynchronousCollectives):
+class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
     """A group of ranks, and the collective operations between them.
 
-    Every method except `send`, `recv`, `explain` and the properties is collective: all ranks of the
-    group call it, in the same order. Arrays may be NumPy arrays, torch tensors, JAX arrays or any
-    object with DLPack, the buffer protocol or `__cuda_array_interface__`, on the CPU or an NVIDIA
-    GPU, with any strides. Results are of the same kind and own their memory; on a GPU they are
-    ordered after the work on the caller's stream. The semantics are those of MPI 4.1, chapter 6,
-    unless stated otherwise.
+    Every method except `send`, `recv`, `isend`, `irecv`, `explain` and the properties is
+    collective: all ranks of the group call it, in the same order. Arrays may be NumPy arrays, torch
+    tensors, JAX arrays or any object with DLPack, the buffer protocol or
+    `__cuda_array_interface__`, on the CPU or an NVIDIA GPU, with any strides. Results are of the
+    same kind and own their memory; on a GPU they are ordered after the work on the caller's stream.
+    The semantics are those of MPI 4.1, chapter 6, unless stated otherwise.
 
     Common errors: ValueError and TypeError for arguments that one rank can check by itself, raised
     before any message is sent, such as a torch tensor that requires grad (no call is
@@ -180,24 +181,6 @@ class Communicator(Group, AsynchronousCollectives):
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""
         self._run(self._operations.barrier(what))
-
-    def send(self, array: Any, peer: int, tag: int = 0) -> None:
-        """Send the array's elements to one rank, which receives them with `recv`.
-
-        After DeadlineExceededError the message remains in transit: do not change the array until
-        the same `send`, repeated, has returned. Repeating it does not send the message twice.
-        """
-        self._check_open()
-        point_to_point.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
-
-    def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
-        """Receive elements from one rank into `out`, and return it.
-
-        Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`. After
-        DeadlineExceededError the message goes to the next `recv` of the same rank and tag.
-        """
-        self._check_open()
-        return point_to_point.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, pickled, also on the root; for small metadata."""

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from collectives.asynchronous.duplicate import Duplicate
+from collectives.asynchronous.messages import Messages
 from collectives.calls import Operation
 from collectives.calls.bound_many import ManyReducer
 from collectives.calls.call_cache import CallCache
@@ -74,6 +75,7 @@ class Group(Deferred):
         with _closing_on_error(engine):
             self._devices.start()
         self._duplicate = Duplicate(engine, self._topology)
+        self._messages = Messages(engine)
         self._mailboxes: list[Mailbox] = []
         super().__init__()
         self._closed = False
@@ -160,12 +162,14 @@ class Group(Deferred):
             raise self._engine.refusal()
         if self._engine.broken is None:
             self._run_deferred()
+            self._messages.complete()
         self._close("close")
 
     def _close(self, name: str) -> None:
         """Close; if the other ranks cause an exception, nothing has been closed."""
         if self._engine.broken is None and not self._engine.transport.ended:
             self._engine.perform(Signature(name), self._end)
+        self._messages.stop()
         self._abandon_mailboxes(0)
         self._closed = True
         self._forget_bound()
@@ -184,6 +188,7 @@ class Group(Deferred):
         It may be retried if the other ranks do not arrive within `seconds`, or are in a call, which
         then reports this rank's exit.
         """
+        sent = self._messages.finish(seconds)
         if self._engine.broken is not None:
             self._devices.abandon()
             self._abandon_mailboxes(seconds)
@@ -192,6 +197,8 @@ class Group(Deferred):
         for mailbox in self._mailboxes:
             # Other ranks may wait in their mailboxes.
             mailbox.tell_end()
+        if not sent:
+            return False
         try:
             with self._engine.wait_policy.no_longer_than(seconds):
                 self._close("exit")

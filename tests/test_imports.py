@@ -22,8 +22,8 @@ COLLECTIVES = {
     "scope": {"group"},
     "group": {"asynchronous", "calls", "consistency", "errors", "execution", "gpu"}
     | {"lifecycle", "messaging", "waiting"},
-    "asynchronous": {"calls", "consistency", "execution", "gpu", "lifecycle"}
-    | {"reductions", "waiting"},
+    "asynchronous": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
+    | {"reductions", "transports", "waiting"},
     "gpu": {"caching", "algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
     | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},

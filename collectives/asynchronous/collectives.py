@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from collectives.calls import Operation
 from collectives.calls.operations import Operations
-from collectives.gpu.many import ManyOnGpus, begins_on_gpu
+from collectives.gpu.reductions import ManyOnGpus, begins_on_gpu
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.reduction import ReduceOp
 

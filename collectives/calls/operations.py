@@ -11,7 +11,7 @@ from typing import Any
 from collectives.calls import Operation, movements, reductions
 from collectives.calls.all_to_all import all_to_all
 from collectives.calls.many import Many
-from collectives.consistency.arguments import check_index
+from collectives.consistency.signature import check_index
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp
 

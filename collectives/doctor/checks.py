@@ -158,6 +158,16 @@ def _send_and_recv(comm: Communicator) -> Results:
     return [(received, expected), (out, expected)]
 
 
+def _isend_and_irecv(comm: Communicator) -> Results:
+    """All ranks at once round a ring, a short and a long array."""
+    following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = [comm.irecv(np.zeros(length), preceding) for length in _LENGTHS]
+    sent = [comm.isend(_ramp(length, comm.rank + 1), following) for length in _LENGTHS]
+    expected = [_ramp(length, preceding + 1) for length in _LENGTHS]
+    waited = [handle.wait() for handle in (*received, *sent)]
+    return list(zip(waited, [*expected, None, None], strict=True))
+
+
 def _mailbox(comm: Communicator) -> Results:
     """Send a short and a long array to the next rank."""
     following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -257,6 +267,7 @@ TRIALS: dict[str, Callable[[Communicator], Results]] = {
     **{f"{name}_async": partial(_asynchronously, trial) for name, trial in _BLOCKING.items()},
     "all_reduce_async": _all_reduce_async,
     "send, recv": _send_and_recv,
+    "isend, irecv": _isend_and_irecv,
     "mailbox": _mailbox,
     "broadcast_object": lambda comm: [
         (comm.broadcast_object({"rank": comm.rank}, _root(comm)), {"rank": _root(comm)})
@@ -268,4 +279,4 @@ TRIALS: dict[str, Callable[[Communicator], Results]] = {
     "tune": _tune,
     "trace": _trace,
 }
-NEEDS_PEERS = "send, recv"
+NEEDS_PEERS = ("send, recv", "isend, irecv")

@@ -154,6 +154,8 @@ CALLS = {
     "barrier": lambda comm: comm.barrier(),
     "send": lambda comm: comm.send(np.ones(1), (comm.rank + 1) % comm.size),
     "recv": lambda comm: comm.recv(np.ones(1), (comm.rank + 1) % comm.size),
+    "isend": lambda comm: comm.isend(np.ones(1), (comm.rank + 1) % comm.size),
+    "irecv": lambda comm: comm.irecv(np.ones(1), (comm.rank + 1) % comm.size),
     "broadcast_object": lambda comm: comm.broadcast_object(1),
     "all_gather_object": lambda comm: comm.all_gather_object(1),
     "all_reduce_async": lambda comm: comm.all_reduce_async(np.ones(10)),

@@ -128,6 +128,11 @@ def test_messages_between_two_ranks():
             last = comm.recv(cuda.empty(3, np.dtype("f4")), 0)
             same(last, values.reshape(3, 2)[:, 0])
             same(comm.recv(cuda.empty((2, 3), np.dtype("f4")), 0, tag=4), values)
+        peer = 1 - comm.rank
+        arrived = comm.irecv(cuda.empty((2, 3), np.dtype("f4")), peer)
+        sent = comm.isend(cuda.from_host(values + comm.rank), peer)
+        same(arrived.wait(), values + peer)
+        sent.wait()
 
     run(2, program, backend="nccl")
 
