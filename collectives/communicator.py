@@ -150,6 +150,36 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
             self._operations.reduce_scatter(array, op, axis=axis, out=out, algorithm=algorithm)
         )
 
+    def scan(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce the arrays of ranks 0 to r on rank r (MPI 4.1, section 6.11.1).
+
+        Shapes, dtypes, `out` and errors are those of `all_reduce`, without "mean" (ValueError).
+        """
+        return self._run(self._operations.scan(array, op, out=out, algorithm=algorithm))
+
+    def exscan(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce the arrays of ranks 0 to r − 1 on rank r (MPI 4.1, section 6.11.2).
+
+        Like `scan`. Rank 0 gets the identity of the op: 0 for "sum", "bitwise_or" and
+        "bitwise_xor", 1 for "product", all bits set for "bitwise_and", the largest value or
+        infinity for "min", the smallest or minus infinity for "max".
+        """
+        return self._run(self._operations.exscan(array, op, out=out, algorithm=algorithm))
+
     def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> list[Any]:
         """Send arrays[i] to rank i; return the received arrays, entry i from rank i.
 

@@ -73,6 +73,10 @@ class AsynchronousCollectives:
     """Start a `gather`."""
     scatter_async = _asynchronous(Operations.scatter)
     """Start a `scatter`. TypeError on every rank if the root's array lies on a GPU."""
+    scan_async = _asynchronous(Operations.scan)
+    """Start a `scan`."""
+    exscan_async = _asynchronous(Operations.exscan)
+    """Start an `exscan`."""
     all_to_all_async = _asynchronous(Operations.all_to_all)
     """Start an `all_to_all`."""
     barrier_async = _asynchronous(Operations.barrier)

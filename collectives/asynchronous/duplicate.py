@@ -9,7 +9,7 @@ from collectives.calls.objects import numbers_of_all
 from collectives.consistency.flight_recorder import Entry
 from collectives.execution.engine import Engine
 from collectives.lifecycle.futures import Handle, ProgressThread, run_at_once
-from collectives.lifecycle.topology import Topology
+from collectives.lifecycle.nodes import Topology
 from collectives.waiting.wait_policy import calling_line
 
 

@@ -67,8 +67,7 @@ class Messages:
     def start(self, transfer: Transfer) -> Handle[Any]:
         """Start to send or receive, without a wait."""
         transfer.line = calling_line()
-        self._guarded(self._begin, transfer)
-        if not self.poll(transfer):
+        if not self._guarded(self._begin, transfer):
             self._keep(transfer)
         return MessageHandle(self, transfer)
 
@@ -77,8 +76,8 @@ class Messages:
         late = self._late.pop(outgoing.key, None)
         if late is not None and late.repeats(outgoing):
             outgoing = late
-        else:
-            self._guarded(self._begin, outgoing)
+        elif self._guarded(self._begin, outgoing):
+            return
         try:
             self.wait(outgoing)
         except DeadlineExceededError:
@@ -88,9 +87,9 @@ class Messages:
 
     def receive(self, incoming: Incoming) -> Any:
         """Receive a message; if that exceeds the deadline, the next receive gets it."""
-        self._guarded(self._begin, incoming)
         try:
-            self.wait(incoming)
+            if not self._guarded(self._begin, incoming):
+                self.wait(incoming)
         except BaseException:
             self._withdraw(incoming)
             raise
@@ -102,9 +101,7 @@ class Messages:
 
     def wait(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Return when it has moved. TimeoutError or DeadlineExceededError if it takes too long."""
-        if not self.poll(transfer):
-            self._guarded(self._wait, transfer, timeout)
-        if not transfer.moved:
+        if not transfer.moved and not self._guarded(self._wait, transfer, timeout):
             raise TimeoutError(f"not done after {timeout} s")
 
     def complete(self) -> None:
@@ -155,12 +152,14 @@ class Messages:
             self._engine.break_off(error)
             raise
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, transfer: Transfer) -> bool:
+        """Start it; whether it has moved already."""
         with self._lock:
             if isinstance(transfer, Outgoing):
                 transfer.start(self._transport)
             elif isinstance(transfer, Incoming):
                 self._unmatched.setdefault(transfer.key, deque()).append(transfer)
+            return self._advance(transfer)
 
     def _keep(self, transfer: Transfer) -> None:
         """Make progress on a message until it has moved."""
@@ -183,27 +182,31 @@ class Messages:
 
     def _poll(self, transfer: Transfer) -> bool:
         with self._lock:
-            if self._advance(transfer):
+            if (transfer.arrived or self._match(transfer)) and transfer.advance():
                 return True
-            self._advance_pending()
+            if self._pending:
+                self._advance_pending()
             return False
 
     def _advance(self, transfer: Transfer) -> bool:
-        if isinstance(transfer, Incoming) and transfer.receiving is None:
-            self._match(transfer.key)
-        return transfer.advance()
+        return (transfer.arrived or self._match(transfer)) and transfer.advance()
 
-    def _match(self, key: Key) -> None:
-        """Give the messages that have arrived to the receives, both in their order."""
-        queue = self._unmatched.get(key)
+    def _match(self, transfer: Transfer) -> bool:
+        """Give the messages of a key that arrive to the receives, both in their order.
+
+        Whether this one has a message now.
+        """
+        key = transfer.key
+        queue, left = self._unmatched.get(key), self._left.get(key)
         while queue:
-            left = self._left.get(key)
-            receiving = left[0] if left else self._transport.receive(queue[0].buffer, *key)
-            if receiving is None:
-                return
-            queue.popleft().receiving = receiving
             if left:
-                left.popleft()
+                queue.popleft().take(left.popleft())
+                continue
+            receiving = self._transport.receive(queue[0].buffer, *key)
+            if receiving is None:
+                break
+            queue.popleft().take(receiving)
+        return transfer.arrived
 
     def _advance_pending(self) -> None:
         """Make progress on some messages, on others the next time."""
@@ -214,15 +217,19 @@ class Messages:
             else:
                 pending.rotate(-1)
 
-    def _wait(self, transfer: Transfer, timeout: float | None) -> None:
+    def _wait(self, transfer: Transfer, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
+        for _ in range(self._engine.wait_policy.spins):
+            if self._poll(transfer):
+                return True
 
         def ready() -> bool:
             if self._engine.broken is not None:
                 raise self._engine.refusal()
             return self._poll(transfer) or (end is not None and time.monotonic() >= end)
 
-        self._wait_policy(transfer).spin_until(ready, lambda: {transfer.peer: ""})
+        self._wait_policy(transfer).until(ready, lambda: {transfer.peer: ""})
+        return transfer.moved
 
     def _wait_policy(self, transfer: Transfer) -> WaitPolicy:
         """One of its own, because several threads may wait at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from collectives.calls import Operation, movements, reductions
+from collectives.calls import Operation, movements, reductions, scans
 from collectives.calls.all_to_all import all_to_all
 from collectives.calls.many import Many
 from collectives.consistency.signature import check_index
@@ -85,6 +85,28 @@ class Operations:
         """One block of the reduction of all ranks' arrays on every rank."""
         place = {"rank": self._rank, "size": self._size}
         return reductions.reduce_scatter(array, op, axis, out, algorithm, **place)
+
+    def scan(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Operation:
+        """The reduction of the arrays of all ranks up to this one."""
+        return scans.scan(array, op, out, algorithm)
+
+    def exscan(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Operation:
+        """The reduction of the arrays of all ranks below this one."""
+        return scans.exscan(array, op, out, algorithm)
 
     def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> Operation:
         """The arrays that each rank sends to this one."""

@@ -20,14 +20,23 @@ from collectives.transports.base import LARGEST_TAG, Receiving, Sending, Transpo
 class Transfer(ABC):
     """One message that this rank sends or receives."""
 
-    def __init__(self, call: str, peer: int, tag: int) -> None:
-        self.peer, self.tag = peer, check_index("tag", tag, LARGEST_TAG + 1)
-        self.call = call
+    direction: str
+
+    def __init__(self, name: str, peer: int, tag: int) -> None:
+        self.name, self.peer = name, peer
+        self.tag = check_index("tag", tag, LARGEST_TAG + 1)
+        self.key = peer, self.tag
         self.line: str | None = None
         """Where the user started it, for messages."""
-        self.key = peer, tag
+        self.arrived = False
+        """Whether the transport has the message."""
         self.moved = False
         """Whether the transport no longer uses the buffer."""
+
+    @property
+    def call(self) -> str:
+        """The call, for messages."""
+        return f"{self.name}({self.direction} rank {self.peer}, tag={self.tag})"
 
     @abstractmethod
     def advance(self) -> bool:
@@ -41,8 +50,10 @@ class Transfer(ABC):
 class Outgoing(Transfer):
     """A message to another rank."""
 
-    def __init__(self, call: str, array: Any, peer: int, tag: int) -> None:
-        super().__init__(f"{call}(to rank {peer}, tag={tag})", peer, tag)
+    direction = "to"
+
+    def __init__(self, name: str, array: Any, peer: int, tag: int) -> None:
+        super().__init__(name, peer, tag)
         given = to_array(array)
         elements = flat(given)
         self._content = (fetched(elements) if is_device(elements) else elements).view(np.uint8).data
@@ -52,6 +63,7 @@ class Outgoing(Transfer):
     def start(self, transport: Transport) -> None:
         """Hand the message to the transport."""
         self._sending = transport.send(self._content, self.peer, self.tag, self._kind)
+        self.arrived = True
 
     def advance(self) -> bool:
         """Whether the transport has sent it."""
@@ -70,8 +82,10 @@ class Outgoing(Transfer):
 class Incoming(Transfer):
     """A message of another rank."""
 
-    def __init__(self, call: str, out: Any, peer: int, tag: int) -> None:
-        super().__init__(f"{call}(from rank {peer}, tag={tag})", peer, tag)
+    direction = "from"
+
+    def __init__(self, name: str, out: Any, peer: int, tag: int) -> None:
+        super().__init__(name, peer, tag)
         view = to_array(out, "out")
         self._output = given_output(out, view.shape, view.dtype)
         self._dtype = view.dtype
@@ -84,15 +98,19 @@ class Incoming(Transfer):
         self._refusal: BaseException | None = None
         self._delivered, self._result = False, None
 
+    def take(self, receiving: Receiving) -> None:
+        """Receive this message, which has begun to arrive."""
+        self.receiving, self.arrived = receiving, True
+
     def advance(self) -> bool:
-        """Whether the message is in the buffer, or can't be."""
+        """Whether the message has arrived completely."""
         if not self.moved and self.receiving is not None and self.receiving.done():
             self.moved = True
         return self.moved
 
     def refuse(self, error: BaseException) -> None:
         """End it without a message."""
-        self._refusal, self.moved = error, True
+        self._refusal, self.arrived, self.moved = error, True, True
 
     def deliver(self) -> Any:
         """`out`, with the message; every call raises an error of the message."""

@@ -107,6 +107,16 @@ def _reduce_scatter(comm: Communicator) -> Results:
     yield comm.reduce_scatter(_ramp(length, comm.rank + 1)), expected
 
 
+def _scan(comm: Communicator) -> Results:
+    below = comm.rank * (comm.rank + 1) // 2
+    return [(comm.scan(_ramp(7, comm.rank + 1)), _ramp(7, below + comm.rank + 1))]
+
+
+def _exscan(comm: Communicator) -> Results:
+    below = comm.rank * (comm.rank + 1) // 2
+    return [(comm.exscan(_ramp(7, comm.rank + 1)), _ramp(7, below))]
+
+
 def _all_to_all(comm: Communicator) -> Results:
     received = comm.all_to_all([np.full(peer + 1, comm.rank) for peer in range(comm.size)])
     yield from _each(received, [np.full(comm.rank + 1, peer) for peer in range(comm.size)])
@@ -252,6 +262,8 @@ _BLOCKING: dict[str, Callable[[Any], Results]] = {
     ],
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
+    "scan": _scan,
+    "exscan": _exscan,
     "all_to_all": _all_to_all,
     "barrier": _barrier,
     "all_reduce_many": _all_reduce_many,

@@ -76,6 +76,9 @@ class Sending(ABC):
         """
 
 
+_NOTHING = memoryview(b"")
+
+
 class Receiving(ABC):
     """A message that has begun to arrive."""
 
@@ -92,7 +95,7 @@ class Receiving(ABC):
 class Copied(Sending, Receiving):
     """A message that was copied at once, by its sender or to its receiver."""
 
-    def __init__(self, content: Bytes = memoryview(b""), kind: int = 0) -> None:
+    def __init__(self, content: Bytes = _NOTHING, kind: int = 0) -> None:
         self.content, self.kind = content, kind
 
     def done(self) -> bool:

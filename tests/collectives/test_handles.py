@@ -83,6 +83,8 @@ def calls_of_every_form(comm):
             {"axis": 1, "out": np.zeros((2, 3 * size))},
         ),
         "scatter": ((value(rank, (3, 7)) if rank == root else None,), {"root": root, "axis": 1}),
+        "scan": ((value(rank, long), "max"), {}),
+        "exscan": ((value(rank, (4, 2)),), {"out": np.zeros((2, 4)).T}),
         "all_to_all": ((blocks,), {}),
         "barrier": (("the same",), {}),
         "all_reduce_many cut": (

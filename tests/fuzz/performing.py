@@ -5,7 +5,10 @@ from functools import partial
 
 import numpy as np
 
+from collectives.calls.scans import identity
+from collectives.reductions.reduction import ReduceOp
 from tests.collectives.oracle import reduced, value
+from tests.fuzz.plans import SCANS
 
 EXACT_BYTES = 4
 # Every rank must get the same bits.
@@ -141,12 +144,12 @@ def _block(plan, peer):
 
 def _with_out(plan, given, comm):
     """The input and `out`: separate, the same array, or slices of one another."""
-    if plan.collective not in ("all_reduce", "reduce_scatter", "all_gather"):
+    if plan.collective not in ("all_reduce", "reduce_scatter", "all_gather", *SCANS):
         return given, None
     if plan.place == "new":
         return given, None
     if plan.place == "in place":
-        in_place = plan.collective == "all_reduce" and result_dtype(plan) == plan.dtype
+        in_place = plan.collective in ("all_reduce", *SCANS) and result_dtype(plan) == plan.dtype
         return given, given if in_place else None
     wanted = expected(plan, comm.rank, comm.size)
     if plan.place == "out":
@@ -197,6 +200,12 @@ def _folded(plan, shape, size, extra=0):
         return np.asarray(reduced(plan.op, [np.atleast_1d(part) for part in parts])).reshape(shape)
 
 
+def _exscanned(plan, rank, size):
+    if rank:
+        return _folded(plan, plan.shape, rank)
+    return np.full(plan.shape, identity(ReduceOp(plan.op), plan.dtype), plan.dtype)
+
+
 def _reduce_scattered(plan, rank, size):
     return np.array_split(_folded(plan, plan.shape, size), size, plan.axis)[rank]
 
@@ -222,6 +231,8 @@ EXPECTED = {
     ),
     "reduce_scatter": _reduce_scattered,
     "all_reduce_many": _many,
+    "scan": lambda plan, rank, size: _folded(plan, plan.shape, rank + 1),
+    "exscan": _exscanned,
     "broadcast": lambda plan, rank, size: content(plan, plan.root, plan.shape),
     "all_gather": lambda plan, rank, size: _joined(plan, size),
     "gather": lambda plan, rank, size: _joined(plan, size) if rank == plan.root else None,

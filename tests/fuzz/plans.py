@@ -7,16 +7,18 @@ import numpy as np
 from collectives import algorithms
 from tests.collectives.oracle import BITWISE, DTYPES, OPS, defined
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "all_reduce_many")
+SCANS = ("scan", "exscan")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "all_reduce_many", *SCANS)
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")
 COLLECTIVES = (
     *("all_reduce", "all_reduce", "all_reduce", "reduce", "reduce_scatter", "all_reduce_many"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
+    *SCANS,
     *("broadcast_object", "all_gather_object"),
 )
 ASYNCHRONOUS = tuple(each for each in COLLECTIVES if not each.endswith("_object"))
 ALONG_AXES = ("all_gather", "gather", "scatter", "reduce_scatter")
-WITH_OUT = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce_many")
+WITH_OUT = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce_many", *SCANS)
 LENGTHS = (0, 1, 2, 3, 7, 64, 1000, 5000, 40_000)
 LARGE = 300_000
 FLOAT = np.dtype("f4")
@@ -59,9 +61,9 @@ def draw(rng, size):
     asynchronous = rng.random() < 0.15
     collective = rng.choice(ASYNCHRONOUS if asynchronous else COLLECTIVES)
     dtype = rng.choice(DTYPES)
-    op = rng.choice(_ops_of(dtype))
+    op = rng.choice(_ops_of(dtype, collective))
     shape = draw_shape(rng)
-    named = (*algorithms.names(collective), "native")
+    named = (*algorithms.names(collective), *(["native"] if collective not in SCANS else []))
     return Plan(
         collective,
         shape,
@@ -115,16 +117,20 @@ def deviate(rng, plan, size):
 def _collective(rng, plan, size):
     offered = ASYNCHRONOUS if plan.asynchronous else sorted(set(COLLECTIVES))
     other = rng.choice([each for each in offered if each != plan.collective])
-    op = "sum" if plan.dtype.kind == "c" else plan.op
+    op = "sum" if plan.dtype.kind == "c" or (other in SCANS and plan.op == "mean") else plan.op
     return replace(plan, collective=other, algorithm=None, axis=0, op=op)
 
 
-def _ops_of(dtype):
-    return [op for op in (*OPS, *BITWISE) if defined(op, dtype)]
+def _ops_of(dtype, collective):
+    offered = [op for op in (*OPS, *BITWISE) if defined(op, dtype)]
+    return [op for op in offered if op != "mean" or collective not in SCANS]
 
 
 def _op(rng, plan, size):
-    return replace(plan, op=rng.choice([op for op in _ops_of(plan.dtype) if op != plan.op]))
+    return replace(
+        plan,
+        op=rng.choice([op for op in _ops_of(plan.dtype, plan.collective) if op != plan.op]),
+    )
 
 
 def _dtype(rng, plan, size):
@@ -141,7 +147,8 @@ def _root(rng, plan, size):
 
 
 def _algorithm(rng, plan, size):
-    names = (*algorithms.names(plan.collective), "native", None)
+    native = [] if plan.collective in SCANS else ["native"]
+    names = (*algorithms.names(plan.collective), *native, None)
     return replace(plan, algorithm=rng.choice([name for name in names if name != plan.algorithm]))
 
 
