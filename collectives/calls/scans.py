@@ -5,12 +5,12 @@ Device arrays are staged through the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays.kinds import is_device
 from collectives.calls import Operation
 from collectives.calls.reductions import ReduceInput
 from collectives.consistency.signature import forced
@@ -65,7 +65,7 @@ def _prefix(
     op: ReduceOp | str,
     out: Any,
     algorithm: str | None,
-    perform: Any,
+    perform: Callable[[Engine, Array, ReduceOp], Array],
 ) -> Operation:
     algorithms.check_name(collective, algorithm)
     given = ReduceInput(array, op)
@@ -76,14 +76,13 @@ def _prefix(
     elements = given.flat()
 
     def run(engine: Engine) -> Any:
-        on_gpu = is_device(output.buffer)
         # A copy, because a schedule folds in place.
-        source = fetched(elements) if on_gpu else elements.copy()
+        source = fetched(elements) if given.on_gpu else elements.copy()
         folded = perform(engine, source, given.op)
-        if on_gpu:
+        if given.on_gpu:
             filled(output.buffer, folded)
         else:
             output.buffer[:] = folded
         return output.deliver()
 
-    return Operation(given.signature(collective, detail=forced(algorithm)), run)
+    return Operation(given.signature(collective, detail=forced(algorithm)), run, given.on_gpu)

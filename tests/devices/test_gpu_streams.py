@@ -93,6 +93,8 @@ def test_a_handle_waits_for_the_gpu():
             assert result is None if comm.rank else same(result, expected) is None
         for sent, received in enumerate(comm.all_to_all_async([values, values]).wait()):
             same(received, np.full(2, sent + 1, np.float32))
+        same(comm.scan(values), np.full(2, 1 + 2 * comm.rank, np.float32))
+        same(comm.exscan_async(values).wait(), np.full(2, comm.rank, np.float32))
         with pytest.raises(TypeError, match="scatter_async: the array lies on a GPU"):
             comm.scatter_async(None if comm.rank else values).wait()
         comm.barrier_async().wait()
