@@ -8,37 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls import (
-    PASS,
-    allocation,
-    movements,
-    objects,
-    point_to_point,
-    reductions,
-    tuning,
-)
-from collectives.calls.all_to_all import all_to_all
+from collectives.asynchronous.collectives import AsynchronousCollectives
+from collectives.asynchronous.point_to_point import PointToPointCalls
+from collectives.calls import PASS, allocation, objects, tuning
 from collectives.calls.explain import explain
 from collectives.calls.mailboxes import open_mailbox
 from collectives.calls.trace import trace
-from collectives.consistency.signature import check_index, check_peer
+from collectives.consistency.signature import check_index
 from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
-from collectives.lifecycle.futures import Handle
 from collectives.messaging.mailbox import Mailbox
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.spec import spec_of
 
 
-class Communicator(Group):
+class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
     """A group of ranks, and the collective operations between them.
 
-    Every method except `send`, `recv`, `explain` and the properties is collective: all ranks of the
-    group call it, in the same order. Arrays may be NumPy arrays, torch tensors, JAX arrays or any
-    object with DLPack, the buffer protocol or `__cuda_array_interface__`, on the CPU or an NVIDIA
-    GPU, with any strides. Results are of the same kind and own their memory; on a GPU they are
-    ordered after the work on the caller's stream. The semantics are those of MPI 4.1, chapter 6,
-    unless stated otherwise.
+    Every method except `send`, `recv`, `isend`, `irecv`, `explain` and the properties is
+    collective: all ranks of the group call it, in the same order. Arrays may be NumPy arrays, torch
+    tensors, JAX arrays or any object with DLPack, the buffer protocol or
+    `__cuda_array_interface__`, on the CPU or an NVIDIA GPU, with any strides. Results are of the
+    same kind and own their memory; on a GPU they are ordered after the work on the caller's stream.
+    The semantics are those of MPI 4.1, chapter 6, unless stated otherwise.
 
     Common errors: ValueError and TypeError for arguments that one rank can check by itself, raised
     before any message is sent, such as a torch tensor that requires grad (no call is
@@ -78,7 +70,9 @@ class Communicator(Group):
             result = self._call_cache.all_reduce(array, op, out, what)
             if result is not PASS:
                 return result
-        return self._run(reductions.all_reduce(array, op, out, algorithm, what))
+        return self._run(
+            self._operations.all_reduce(array, op, out=out, algorithm=algorithm, what=what)
+        )
 
     def reduce(
         self,
@@ -90,22 +84,21 @@ class Communicator(Group):
         algorithm: str | None = None,
     ) -> Any:
         """Like `all_reduce`, but only the root returns the result; None on other ranks."""
-        root = self._root(root)
-        on_root = self.rank == root
-        return self._run(reductions.reduce(array, op, root, out, algorithm, on_root=on_root))
+        return self._run(
+            self._operations.reduce(array, op, root=root, out=out, algorithm=algorithm)
+        )
 
     def broadcast(self, array: Any, *, root: int = 0, algorithm: str | None = None) -> Any:
         """Copy the root's array into the other ranks' arrays, of equal shape and dtype; return it.
 
         Raises ValueError if this rank is not the root and its array is read-only.
         """
-        root = self._root(root)
-        on_root = self.rank == root
         if algorithm is None:
-            result = self._call_cache.broadcast(array, root, on_root=on_root)
+            root = self._root(root)
+            result = self._call_cache.broadcast(array, root, on_root=self.rank == root)
             if result is not PASS:
                 return result
-        return self._run(movements.broadcast(array, root, algorithm, on_root=on_root))
+        return self._run(self._operations.broadcast(array, root=root, algorithm=algorithm))
 
     def all_gather(
         self, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
@@ -120,13 +113,15 @@ class Communicator(Group):
             result = self._call_cache.all_gather(array, axis, out)
             if result is not PASS:
                 return result
-        return self._run(movements.all_gather(array, axis, out, algorithm))
+        return self._run(
+            self._operations.all_gather(array, axis=axis, out=out, algorithm=algorithm)
+        )
 
     def gather(
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
     ) -> Any:
         """Like `all_gather`, but only the root returns the result; None on other ranks."""
-        return self._run(movements.gather(array, self._root(root), axis, algorithm))
+        return self._run(self._operations.gather(array, root=root, axis=axis, algorithm=algorithm))
 
     def scatter(
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
@@ -135,9 +130,7 @@ class Communicator(Group):
 
         The other ranks pass None. An error in the root's array is raised on every rank.
         """
-        root = self._root(root)
-        on_root = self.rank == root
-        return self._run(movements.scatter(array, root, axis, algorithm, on_root=on_root))
+        return self._run(self._operations.scatter(array, root=root, axis=axis, algorithm=algorithm))
 
     def reduce_scatter(
         self,
@@ -153,15 +146,46 @@ class Communicator(Group):
             result = self._call_cache.reduce_scatter(array, op, axis, out)
             if result is not PASS:
                 return result
-        place = {"rank": self.rank, "size": self.size}
-        return self._run(reductions.reduce_scatter(array, op, axis, out, algorithm, **place))
+        return self._run(
+            self._operations.reduce_scatter(array, op, axis=axis, out=out, algorithm=algorithm)
+        )
+
+    def scan(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce the arrays of ranks 0 to r on rank r (MPI 4.1, section 6.11.1).
+
+        Shapes, dtypes, `out` and errors are those of `all_reduce`, without "mean" (ValueError).
+        """
+        return self._run(self._operations.scan(array, op, out=out, algorithm=algorithm))
+
+    def exscan(
+        self,
+        array: Any,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce the arrays of ranks 0 to r − 1 on rank r (MPI 4.1, section 6.11.2).
+
+        Like `scan`. Rank 0 gets the identity of the op: 0 for "sum", "bitwise_or" and
+        "bitwise_xor", 1 for "product", all bits set for "bitwise_and", the largest value or
+        infinity for "min", the smallest or minus infinity for "max".
+        """
+        return self._run(self._operations.exscan(array, op, out=out, algorithm=algorithm))
 
     def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> list[Any]:
         """Send arrays[i] to rank i; return the received arrays, entry i from rank i.
 
         Arrays may differ in shape and dtype, which the receivers need not know.
         """
-        received: list[Any] = self._run(all_to_all(arrays, self.size, algorithm))
+        received: list[Any] = self._run(self._operations.all_to_all(arrays, algorithm=algorithm))
         return received
 
     def all_reduce_many(
@@ -186,25 +210,7 @@ class Communicator(Group):
 
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""
-        self._run(reductions.barrier(what))
-
-    def send(self, array: Any, peer: int, tag: int = 0) -> None:
-        """Send the array's elements to one rank, which receives them with `recv`.
-
-        After DeadlineExceededError the message remains in transit: do not change the array until
-        the same `send`, repeated, has returned. Repeating it does not send the message twice.
-        """
-        self._check_open()
-        point_to_point.send(array, check_peer(peer, self.rank, self.size), tag)(self._engine)
-
-    def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
-        """Receive elements from one rank into `out`, and return it.
-
-        Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`. After
-        DeadlineExceededError the message goes to the next `recv` of the same rank and tag.
-        """
-        self._check_open()
-        return point_to_point.recv(out, check_peer(peer, self.rank, self.size), tag)(self._engine)
+        self._run(self._operations.barrier(what))
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, pickled, also on the root; for small metadata."""
@@ -214,25 +220,6 @@ class Communicator(Group):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Copies of every rank's object in rank order, pickled; for small metadata."""
         return self._run(objects.all_gather_object(obj))  # type: ignore[no-any-return]
-
-    def all_reduce_async(
-        self, array: Any, op: ReduceOp | str = "sum", *, out: Any = None
-    ) -> Handle[Any]:
-        """Start an `all_reduce`. Neither `array` nor `out` may be changed until it is done.
-
-        Asynchronous calls run in the order in which they were started, the same on every rank, on a
-        duplicate of the communicator. Blocking calls may be made in between.
-        """
-        return self._submit(reductions.all_reduce(array, op, out, None))
-
-    def broadcast_async(self, array: Any, *, root: int = 0) -> Handle[Any]:
-        """Start a `broadcast`."""
-        root = self._root(root)
-        return self._submit(movements.broadcast(array, root, None, on_root=self.rank == root))
-
-    def all_gather_async(self, array: Any, *, axis: int = 0) -> Handle[Any]:
-        """Start an `all_gather`."""
-        return self._submit(movements.all_gather(array, axis, None, None))
 
     def mailbox(self) -> Mailbox:
         """Open a mailbox for unsolicited messages. Collective.
@@ -288,7 +275,7 @@ class Communicator(Group):
         It is JSON for chrome://tracing or ui.perfetto.dev: a process for each rank, a thread each
         for blocking and asynchronous calls. OSError on every rank if it can't be written.
         """
-        self._run(trace(path, [] if self._progress is None else self._progress.entries()))
+        self._run(trace(path, self._duplicate.entries()))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator between the ranks of equal color, ordered by key, then rank.

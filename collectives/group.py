@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
+from collectives.asynchronous.duplicate import Duplicate
+from collectives.asynchronous.messages import Messages
 from collectives.calls import Operation
 from collectives.calls.bound_many import ManyReducer
 from collectives.calls.call_cache import CallCache
-from collectives.calls.objects import numbers_of_all
+from collectives.calls.many import Many
+from collectives.calls.operations import Operations
 from collectives.calls.tuning import use_saved
 from collectives.consistency.signature import Signature, check_index
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
@@ -19,11 +22,10 @@ from collectives.gpu.backend import Devices
 from collectives.gpu.reductions import ManyOnGpus
 from collectives.lifecycle import nodes, shutdown
 from collectives.lifecycle.due import Deferred
-from collectives.lifecycle.futures import Handle, ProgressThread, run_at_once
+from collectives.lifecycle.futures import Handle
 from collectives.lifecycle.setup import transport_over
 from collectives.messaging.mailbox import Mailbox
-from collectives.transports.base import Transport
-from collectives.waiting.wait_policy import DEFAULT_DEADLINE, calling_line, check_deadline
+from collectives.waiting.wait_policy import DEFAULT_DEADLINE, check_deadline
 
 Entered = TypeVar("Entered", bound="Group")
 
@@ -72,22 +74,19 @@ class Group(Deferred):
         self._devices = engine.devices = Devices(engine, backend, self._topology.local_rank)
         with _closing_on_error(engine):
             self._devices.start()
-        self._twin = self._duplicate()
-        self._progress: ProgressThread | None = None
+        self._duplicate = Duplicate(engine, self._topology)
+        self._messages = Messages(engine)
         self._mailboxes: list[Mailbox] = []
         super().__init__()
         self._closed = False
         self._call_cache = CallCache(self._engine, self._check_open)
         self._bound = self._call_cache.known
-        self._many = ManyReducer(self._engine)
-        self._many_on_gpus = ManyOnGpus(self._engine)
+        many = Many(self._engine)
+        self._many = ManyReducer(self._engine, many)
+        self._operations = Operations(self._engine, many)
+        self._many_on_gpus = ManyOnGpus(self._engine, self._devices)
         if not self._engine.transport.one_process:
             shutdown.keep(self)
-
-    def _duplicate(self) -> Transport | None:
-        """The transport of asynchronous calls, created now because that is collective."""
-        transport = self._engine.transport
-        return transport.begin_duplicate()() if transport.threads else None
 
     @property
     def rank(self) -> int:
@@ -137,8 +136,7 @@ class Group(Deferred):
     @deadline.setter
     def deadline(self, seconds: float | None) -> None:
         self._engine.wait_policy.deadline = check_deadline(seconds)
-        if self._progress is not None:
-            self._progress.deadline = self._engine.wait_policy.deadline
+        self._duplicate.set_deadline(self._engine.wait_policy.deadline)
 
     def __enter__(self: Entered) -> Entered:
         return self
@@ -164,12 +162,14 @@ class Group(Deferred):
             raise self._engine.refusal()
         if self._engine.broken is None:
             self._run_deferred()
+            self._messages.complete()
         self._close("close")
 
     def _close(self, name: str) -> None:
         """Close; if the other ranks cause an exception, nothing has been closed."""
         if self._engine.broken is None and not self._engine.transport.ended:
             self._engine.perform(Signature(name), self._end)
+        self._messages.stop()
         self._abandon_mailboxes(0)
         self._closed = True
         self._forget_bound()
@@ -179,13 +179,7 @@ class Group(Deferred):
         self._devices.close()
         for mailbox in self._mailboxes:
             mailbox.close()
-        if self._twin is not None:
-            # If any rank has a progress thread, the threads of all ranks must end together.
-            have_thread = numbers_of_all(engine, int(self._progress is not None))
-            if any(each for each, _ in have_thread):
-                self._running().close()
-            else:
-                self._twin.close()
+        self._duplicate.close()
         engine.close()
 
     def close_at_exit(self, seconds: float) -> bool:
@@ -194,6 +188,7 @@ class Group(Deferred):
         It may be retried if the other ranks do not arrive within `seconds`, or are in a call, which
         then reports this rank's exit.
         """
+        sent = self._messages.finish(seconds)
         if self._engine.broken is not None:
             self._devices.abandon()
             self._abandon_mailboxes(seconds)
@@ -202,13 +197,13 @@ class Group(Deferred):
         for mailbox in self._mailboxes:
             # Other ranks may wait in their mailboxes.
             mailbox.tell_end()
+        if not sent:
+            return False
         try:
             with self._engine.wait_policy.no_longer_than(seconds):
                 self._close("exit")
         except (DeadlineExceededError, MismatchError):
-            if self._twin is not None and self.size > 1:
-                # Other ranks may also wait in asynchronous calls.
-                self._running().signal_end()
+            self._duplicate.signal_end()
             return self._engine.broken is not None
         except CollectiveError:
             self._abandon_mailboxes(seconds)
@@ -275,21 +270,7 @@ class Group(Deferred):
         self._check_open()
         if operation.on_gpu:
             return self._devices.submit(operation)
-        if not self._engine.transport.threads:
-            return run_at_once(self._engine, operation)
-        return self._engine.whole(self._queue, operation, calling_line())
-
-    def _queue(self, operation: Operation, line: str) -> Handle[Any]:
-        engine = self._engine
-        # From here on other ranks may detect the call, however it ends.
-        engine.begun += 1
-        return self._running().submit(operation, line, (engine.costs, engine.costs_source))
-
-    def _running(self) -> ProgressThread:
-        if self._progress is None:
-            assert self._twin is not None
-            self._progress = ProgressThread(self._twin, self._topology, self.deadline)
-        return self._progress
+        return self._duplicate.submit(operation)
 
     def forbid(self) -> None:
         """In a forked child: MPI knows nothing of this process."""

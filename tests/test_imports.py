@@ -17,11 +17,13 @@ COLLECTIVES = {
     "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports"} | {"world"},
     "world": {"communicator", "consistency", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
-    "communicator": {"calls", "consistency", "gpu", "group", "lifecycle", "messaging"}
-    | {"reductions", "schedules"},
+    "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
+    | {"messaging", "reductions", "schedules"},
     "scope": {"group"},
-    "group": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
-    | {"messaging", "transports", "waiting"},
+    "group": {"asynchronous", "calls", "consistency", "errors", "execution", "gpu"}
+    | {"lifecycle", "messaging", "waiting"},
+    "asynchronous": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
+    | {"reductions", "transports", "waiting"},
     "gpu": {"caching", "algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
     | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},

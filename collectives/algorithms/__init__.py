@@ -92,6 +92,8 @@ register_algorithm("reduce_scatter", "rabenseifner", rabenseifner.reduce_scatter
 register_algorithm("reduce_scatter", "circulant", circulant.reduce_scatter)
 register_algorithm("all_gather", "ring", ring.all_gather)
 register_algorithm("all_gather", "doubling", doubling.all_gather)
+register_algorithm("scan", "doubling", doubling.scan)
+register_algorithm("exscan", "doubling", doubling.exscan)
 register_algorithm("broadcast", "binomial", binomial.broadcast, chunks=one_chunk)
 register_algorithm("broadcast", "scatter_all_gather", scatter_all_gather.broadcast)
 register_algorithm("reduce", "binomial", binomial.reduce, chunks=one_chunk)

@@ -4,7 +4,8 @@ All-reduce: ⌊log₂ p⌋ exchanges of the whole buffer between the largest pow
 remaining ranks send their buffers before and receive the result after (Thakur, Rabenseifner and
 Gropp 2005, doi:10.1177/1094342005051521). All-gather: ⌈log₂ p⌉ messages and (p−1)/p of the result
 per rank, for any p (Bruck et al. 1997, doi:10.1109/71.642949; cyclic runs of chunks replace the
-final rotation).
+final rotation). Scan: ⌈log₂ p⌉ messages of the whole buffer, for any p (Hillis and Steele 1986,
+doi:10.1145/7902.7903); an exscan shifts the input by one rank first.
 """
 
 from __future__ import annotations
@@ -39,3 +40,26 @@ def all_gather(rank: Ranks, size: int) -> Iterator[Round]:
             Recv((rank - held - count + 1) % size, (rank - held) % size, count),
         ]
         held += count
+
+
+def scan(rank: Ranks, size: int) -> Iterator[Round]:
+    """After each round a rank has folded the inputs of twice as many ranks, up to itself."""
+    yield from _prefixes(rank, size, 0, 0)
+
+
+def exscan(rank: Ranks, size: int) -> Iterator[Round]:
+    """Chunk 1 receives the input of the rank before; then a scan of all ranks but the first."""
+    if size > 1:
+        yield [Send(0, rank + 1, when=rank + 1 < size), Recv(1, rank - 1, when=rank > 0)]
+    yield from _prefixes(rank, size, 1, 1)
+
+
+def _prefixes(rank: Ranks, size: int, first: int, chunk: int) -> Iterator[Round]:
+    """The folds of the chunks of the ranks from `first` up to this one."""
+    distance = 1
+    while first + distance < size:
+        yield [
+            Send(chunk, rank + distance, when=(rank >= first) & (rank + distance < size)),
+            Reduce(chunk, rank - distance, when=rank - distance >= first),
+        ]
+        distance *= 2

@@ -21,7 +21,7 @@ from collectives import algorithms
 from collectives.analysis.traffic import Ends, Indices, messages
 from collectives.errors import ScheduleError
 from collectives.schedules.schedule import Ranks, Round
-from collectives.schedules.spec import ANYTHING, EVERY, Spec, spec_of
+from collectives.schedules.spec import ANYTHING, BELOW, EVERY, UP_TO, Spec, spec_of
 
 EXACT_UP_TO = 256
 
@@ -92,6 +92,9 @@ class _State:
         origin = np.broadcast_to(self.spec.after(rank, chunk, size), (size, chunks))
         wanted = self.contribution[np.clip(origin, 0, size - 1)]
         wanted = np.where((origin == EVERY)[..., None], self.contribution.sum(axis=0), wanted)
+        up_to = self.contribution.cumsum(axis=0, dtype=np.uint64)
+        for code, prefix in ((UP_TO, up_to), (BELOW, up_to - self.contribution)):
+            wanted = np.where((origin == code)[..., None], prefix[:, None], wanted)
         wrong = (origin != ANYTHING) & ((self.held != wanted).any(axis=-1) | ~self.filled)
         ranks, wrong_chunks = np.nonzero(wrong)
         problem = f"the condition of {self.spec.name} does not hold"

@@ -108,8 +108,9 @@ class Known:
 class ManyReducer:
     """The fused reductions of one communicator."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._many = engine, Many(engine)
+    def __init__(self, engine: Engine, many: Many) -> None:
+        """`many` keeps the buckets of the lists."""
+        self._engine, self._many = engine, many
         self._known: LRU[Key, Known] = LRU()
         self._seen: LRU[Key, None] = LRU()
 

@@ -69,12 +69,49 @@ class SharedBucket:
 Part = SharedBucket | Bucket
 
 
-class Many:
-    """The fused reductions of one communicator, and the plans that it keeps for them."""
+class Parts:
+    """The buckets of the lists that one engine reduces, and the memory in which it does."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._costs = engine, engine.costs
         self._kept: LRU[tuple[Kinds, int, ReduceOp], list[Part]] = LRU()
+
+    def forget(self) -> None:
+        """Cut into buckets anew, and select their paths anew."""
+        self._kept.clear()
+
+    def find(self, kinds: Kinds, limit: int, op: ReduceOp) -> list[Part]:
+        """The buckets for arrays of these kinds; the same on all ranks."""
+        if self._costs is not self._engine.costs:
+            self._costs = self._engine.costs
+            self.forget()
+        key = (kinds, limit, op)
+        parts = self._kept.get(key)
+        if parts is None:
+            plan = make_plan(kinds, limit)
+            return self._kept.put(key, [self._part(each, op) for each in plan.buckets])
+        self._kept.touch(key)
+        return parts
+
+    def _part(self, bucket: Bucket, op: ReduceOp) -> Part:
+        """The path of a bucket, which all ranks select alike."""
+        engine, node = self._engine, self._engine.node
+        nbytes = bucket.length * bucket.dtype.itemsize
+        if node is None or not node.memory_is_all or not 0 < nbytes <= STAGE_BYTES:
+            return bucket
+        paths = engine.paths("all_reduce", op, bucket.dtype)
+        if engine.choose("all_reduce", nbytes, paths) not in (SHARED, QUICKEST):
+            return bucket
+        return SharedBucket(node.packed(op, bucket.dtype), bucket)
+
+
+class Many:
+    """The fused reductions of one communicator."""
+
+    def __init__(self, engine: Engine) -> None:
+        """`engine` makes the blocking calls; another one may run the operations as well."""
+        self._engine = engine
+        self._parts: dict[Engine, Parts] = {engine: Parts(engine)}
 
     def bucket_bytes(self, given: int | None) -> int:
         """The most that a bucket holds: as given, or else what the ranks' connection asks for."""
@@ -88,29 +125,13 @@ class Many:
         return min(bucket_of(int(enough)), STAGE_BYTES, DEFAULT_BUCKET_BYTES)
 
     def forget(self) -> None:
-        """Cut into buckets anew, and find their ways anew."""
-        self._kept.clear()
+        """Cut the lists of blocking calls into buckets anew, and select their paths anew."""
+        self._parts[self._engine].forget()
 
-    def parts(self, kinds: Kinds, limit: int, op: ReduceOp) -> list[Part]:
-        """The buckets for arrays of these kinds; the same on all ranks."""
-        key = (kinds, limit, op)
-        parts = self._kept.get(key)
-        if parts is None:
-            plan = make_plan(kinds, limit)
-            return self._kept.put(key, [self._part(each, op) for each in plan.buckets])
-        self._kept.touch(key)
-        return parts
-
-    def _part(self, bucket: Bucket, op: ReduceOp) -> Part:
-        """Which way a bucket goes. All ranks must come to the same."""
-        engine, node = self._engine, self._engine.node
-        nbytes = bucket.length * bucket.dtype.itemsize
-        if node is None or not node.memory_is_all or not 0 < nbytes <= STAGE_BYTES:
-            return bucket
-        paths = engine.paths("all_reduce", op, bucket.dtype)
-        if engine.choose("all_reduce", nbytes, paths) not in (SHARED, QUICKEST):
-            return bucket
-        return SharedBucket(node.packed(op, bucket.dtype), bucket)
+    def _parts_on(self, engine: Engine) -> Parts:
+        """An engine has memory of its own, which only its own buckets use."""
+        found = self._parts.get(engine)
+        return self._parts.setdefault(engine, Parts(engine)) if found is None else found
 
     def operation(
         self,
@@ -127,7 +148,7 @@ class Many:
             raise TypeError("some of the arrays lie on a GPU, and some on the CPU: must lie on one")
         outputs = outputs_of(given, out)
         kinds = tuple((each.shape, each.dtype) for each in given)
-        parts = self.parts(kinds, limit, reduction)
+        parts = self._parts[self._engine].find(kinds, limit, reduction)
         # Arrays of different dtypes may have means of the same one.
         called = tuple((each.shape, each.array.dtype) for each in given)
         if out is not None and len(parts) > 1:
@@ -136,7 +157,9 @@ class Many:
                 given[index].array = given[index].array.copy()
 
         def perform(engine: Engine) -> list[Any]:
-            for part in parts:
+            blocking = engine is self._engine
+            own = parts if blocking else self._parts_on(engine).find(kinds, limit, reduction)
+            for part in own:
                 if isinstance(part, SharedBucket):
                     _reduce_in_stage(part, given, outputs)
                 elif len(part.slots) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,15 +136,18 @@ def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root:
     algorithms.check_name("scatter", algorithm)
     rows: list[Rows] = []
 
-    def look() -> _Scattered:
+    def look(engine: Engine) -> _Scattered:
         rows[:] = [Rows(to_array(array), axis)]
         refuse_lost_gradient(array, "array")
         on_gpu = is_device(rows[0].flat)
+        if on_gpu and engine.devices is None:
+            # The other ranks have started the call where arrays on the CPU are moved.
+            raise TypeError("scatter_async: the array lies on a GPU: must lie on the CPU")
         return _Scattered(rows[0].count, rows[0].rest, rows[0].axis, rows[0].dtype, on_gpu)
 
     def perform(engine: Engine) -> Any:
         count, rest, place, dtype, on_gpu = broadcast_pickle(
-            engine, look if on_root else None, root
+            engine, partial(look, engine) if on_root else None, root
         )
         counts = split_lengths(count, engine.size)
         lengths = (counts * int(np.prod(rest, dtype=np.int64))).tolist()

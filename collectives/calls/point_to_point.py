@@ -1,83 +1,140 @@
-"""send and recv between two ranks.
+"""Messages between two ranks: what each sends and receives, with checked arguments.
 
 Device arrays are staged through the host, because NCCL has no tags and waits for the receiver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 
 from collectives.arrays.kinds import flat, given_output, is_device, to_array
 from collectives.consistency.signature import check_index, dtype_name, fingerprint
 from collectives.cuda.runtime import fetched, filled
-from collectives.errors import DeadlineExceededError, DtypeMismatchError, ShapeMismatchError
-from collectives.execution.engine import Engine
-from collectives.transports.base import LARGEST_TAG
-
-Result = TypeVar("Result")
+from collectives.errors import DtypeMismatchError, ShapeMismatchError
+from collectives.transports.base import LARGEST_TAG, Receiving, Sending, Transport
 
 
-def send(array: Any, peer: int, tag: int) -> Callable[[Engine], None]:
-    """Send the array's elements to one rank."""
-    tag = check_index("tag", tag, LARGEST_TAG + 1)
-    given = to_array(array)
+class Transfer(ABC):
+    """One message that this rank sends or receives."""
 
-    def perform(engine: Engine) -> None:
+    direction: str
+
+    def __init__(self, name: str, peer: int, tag: int) -> None:
+        self.name, self.peer = name, peer
+        self.tag = check_index("tag", tag, LARGEST_TAG + 1)
+        self.key = peer, self.tag
+        self.line: str | None = None
+        """Where the user started it, for messages."""
+        self.arrived = False
+        """Whether the transport has the message."""
+        self.moved = False
+        """Whether the transport no longer uses the buffer."""
+
+    @property
+    def call(self) -> str:
+        """The call, for messages."""
+        return f"{self.name}({self.direction} rank {self.peer}, tag={self.tag})"
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Whether it has moved. Does not wait."""
+
+    @abstractmethod
+    def deliver(self) -> Any:
+        """The result, once it has moved. Called in the user's thread."""
+
+
+class Outgoing(Transfer):
+    """A message to another rank."""
+
+    direction = "to"
+
+    def __init__(self, name: str, array: Any, peer: int, tag: int) -> None:
+        super().__init__(name, peer, tag)
+        given = to_array(array)
         elements = flat(given)
-        content = (fetched(elements) if is_device(elements) else elements).view(np.uint8).data
-        _begin(engine, f"send(to rank {peer}, tag={tag})")
-        _once(engine, engine.transport.send, content, peer, tag, _kind(given.dtype))
+        self._content = (fetched(elements) if is_device(elements) else elements).view(np.uint8).data
+        self._kind = _kind(given.dtype)
+        self._sending: Sending | None = None
 
-    return perform
+    def start(self, transport: Transport) -> None:
+        """Hand the message to the transport."""
+        self._sending = transport.send(self._content, self.peer, self.tag, self._kind)
+        self.arrived = True
+
+    def advance(self) -> bool:
+        """Whether the transport has sent it."""
+        if not self.moved and self._sending is not None and self._sending.done():
+            self.moved, self._sending = True, None
+        return self.moved
+
+    def repeats(self, other: Outgoing) -> bool:
+        """Whether it is a message of the same content."""
+        return self._kind == other._kind and self._content == other._content
+
+    def deliver(self) -> None:
+        """Nothing: the array may be changed."""
 
 
-def recv(out: Any, peer: int, tag: int) -> Callable[[Engine], Any]:
-    """Receive one rank's elements into `out`."""
-    tag = check_index("tag", tag, LARGEST_TAG + 1)
-    view = to_array(out, "out")
-    output = given_output(out, view.shape, view.dtype)
-    on_gpu = is_device(output.buffer)
+class Incoming(Transfer):
+    """A message of another rank."""
 
-    def perform(engine: Engine) -> Any:
-        call = f"recv(from rank {peer}, tag={tag})"
-        _begin(engine, call)
-        buffer = np.empty(output.buffer.size, view.dtype) if on_gpu else output.buffer
-        content = buffer.view(np.uint8).data
-        nbytes, kind = _once(engine, engine.transport.receive, content, peer, tag)
-        if kind != _kind(view.dtype):
-            held = dtype_name(view.dtype)
-            raise DtypeMismatchError(f"{call}: it sent another dtype than out holds, {held}")
-        if nbytes != len(content):
+    direction = "from"
+
+    def __init__(self, name: str, out: Any, peer: int, tag: int) -> None:
+        super().__init__(name, peer, tag)
+        view = to_array(out, "out")
+        self._output = given_output(out, view.shape, view.dtype)
+        self._dtype = view.dtype
+        on_gpu = is_device(self._output.buffer)
+        self._host = np.empty(self._output.buffer.size, view.dtype) if on_gpu else None
+        elements = self._output.buffer if self._host is None else self._host
+        self.buffer = elements.view(np.uint8).data
+        self.receiving: Receiving | None = None
+        """The message that has begun to arrive for it."""
+        self._refusal: BaseException | None = None
+        self._delivered, self._result = False, None
+
+    def take(self, receiving: Receiving) -> None:
+        """Receive this message, which has begun to arrive."""
+        self.receiving, self.arrived = receiving, True
+
+    def advance(self) -> bool:
+        """Whether the message has arrived completely."""
+        if not self.moved and self.receiving is not None and self.receiving.done():
+            self.moved = True
+        return self.moved
+
+    def refuse(self, error: BaseException) -> None:
+        """End it without a message."""
+        self._refusal, self.arrived, self.moved = error, True, True
+
+    def deliver(self) -> Any:
+        """`out`, with the message; every call raises an error of the message."""
+        if self._refusal is not None:
+            raise self._refusal
+        if self._delivered:
+            return self._result
+        assert self.receiving is not None
+        content = self.receiving.content
+        if self.receiving.kind != _kind(self._dtype):
+            held = dtype_name(self._dtype)
+            raise DtypeMismatchError(f"{self.call}: it sent another dtype than out holds, {held}")
+        if len(content) != len(self.buffer):
             raise ShapeMismatchError(
-                f"rank {peer} sent {nbytes} bytes with tag {tag}: out holds {len(content)}"
+                f"rank {self.peer} sent {len(content)} bytes with tag {self.tag}:"
+                f" out holds {len(self.buffer)}"
             )
-        if on_gpu:
-            filled(output.buffer, buffer)
-        return output.deliver()
-
-    return perform
-
-
-def _once(engine: Engine, step: Callable[..., Result], *arguments: Any) -> Result:
-    """Send or receive once: the call may be repeated after a deadline, but not after an error."""
-    try:
-        return step(*arguments)
-    except DeadlineExceededError:
-        raise
-    except BaseException as error:
-        # Part of the message may have been moved: the next one would be taken for the rest.
-        engine.break_off(error)
-        raise
+        if content.obj is not self.buffer.obj:
+            self.buffer[:] = content
+        if self._host is not None:
+            filled(self._output.buffer, self._host)
+        self._result, self._delivered = self._output.deliver(), True
+        return self._result
 
 
 def _kind(dtype: np.dtype[Any]) -> int:
     return fingerprint((dtype_name(dtype),))
-
-
-def _begin(engine: Engine, call: str) -> None:
-    """Make errors of a wait name this call."""
-    waited = engine.wait_policy.call
-    waited.what, waited.sequence, waited.line = call, None, None

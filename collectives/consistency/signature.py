@@ -119,9 +119,9 @@ def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
     return index
 
 
-def check_peer(peer: Any, rank: int, size: int) -> int:
+def check_peer(peer: Any, rank: int, size: int, name: str = "peer") -> int:
     """`peer` as the number of another rank; TypeError or ValueError otherwise."""
-    index = check_index("peer", peer, size)
+    index = check_index(name, peer, size)
     if index == rank:
-        raise ValueError(f"peer={peer!r}: must be another rank than this one")
+        raise ValueError(f"{name}={peer!r}: must be another rank than this one")
     return index

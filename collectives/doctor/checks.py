@@ -10,6 +10,7 @@ import json
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -106,6 +107,16 @@ def _reduce_scatter(comm: Communicator) -> Results:
     yield comm.reduce_scatter(_ramp(length, comm.rank + 1)), expected
 
 
+def _scan(comm: Communicator) -> Results:
+    below = comm.rank * (comm.rank + 1) // 2
+    return [(comm.scan(_ramp(7, comm.rank + 1)), _ramp(7, below + comm.rank + 1))]
+
+
+def _exscan(comm: Communicator) -> Results:
+    below = comm.rank * (comm.rank + 1) // 2
+    return [(comm.exscan(_ramp(7, comm.rank + 1)), _ramp(7, below))]
+
+
 def _all_to_all(comm: Communicator) -> Results:
     received = comm.all_to_all([np.full(peer + 1, comm.rank) for peer in range(comm.size)])
     yield from _each(received, [np.full(comm.rank + 1, peer) for peer in range(comm.size)])
@@ -131,6 +142,19 @@ def _all_reduce_async(comm: Communicator) -> Results:
         yield handle.wait(), _ramp(7, factor)
 
 
+class _Asynchronous:
+    """A communicator whose collectives are started, and then waited for."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        start = getattr(self._comm, f"{name}_async", None)
+        if start is None:
+            return getattr(self._comm, name)
+        return lambda *arguments, **named: start(*arguments, **named).wait()
+
+
 def _send_and_recv(comm: Communicator) -> Results:
     """Send round a ring: rank 0 sends first, the others forward."""
     following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -142,6 +166,16 @@ def _send_and_recv(comm: Communicator) -> Results:
         comm.send(_ramp(7, comm.rank + 1), following)
     expected = _ramp(7, comm.rank or comm.size)
     return [(received, expected), (out, expected)]
+
+
+def _isend_and_irecv(comm: Communicator) -> Results:
+    """All ranks at once round a ring, a short and a long array."""
+    following, preceding = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = [comm.irecv(np.zeros(length), preceding) for length in _LENGTHS]
+    sent = [comm.isend(_ramp(length, comm.rank + 1), following) for length in _LENGTHS]
+    expected = [_ramp(length, preceding + 1) for length in _LENGTHS]
+    waited = [handle.wait() for handle in (*received, *sent)]
+    return list(zip(waited, [*expected, None, None], strict=True))
 
 
 def _mailbox(comm: Communicator) -> Results:
@@ -218,7 +252,7 @@ def _trace(comm: Communicator) -> Results:
             yield sorted(barriers), list(range(comm.size))
 
 
-TRIALS: dict[str, Callable[[Communicator], Results]] = {
+_BLOCKING: dict[str, Callable[[Any], Results]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
@@ -228,20 +262,24 @@ TRIALS: dict[str, Callable[[Communicator], Results]] = {
     ],
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
+    "scan": _scan,
+    "exscan": _exscan,
     "all_to_all": _all_to_all,
     "barrier": _barrier,
     "all_reduce_many": _all_reduce_many,
+}
+
+
+def _asynchronously(trial: Callable[[Any], Results], comm: Communicator) -> Results:
+    return trial(_Asynchronous(comm))
+
+
+TRIALS: dict[str, Callable[[Communicator], Results]] = {
+    **_BLOCKING,
+    **{f"{name}_async": partial(_asynchronously, trial) for name, trial in _BLOCKING.items()},
     "all_reduce_async": _all_reduce_async,
-    "broadcast_async": lambda comm: [
-        (
-            comm.broadcast_async(_ramp(7, comm.rank + 1), root=_root(comm)).wait(),
-            _ramp(7, comm.size),
-        )
-    ],
-    "all_gather_async": lambda comm: [
-        (comm.all_gather_async(_ranks(comm)).wait(), _all_ranks(comm))
-    ],
     "send, recv": _send_and_recv,
+    "isend, irecv": _isend_and_irecv,
     "mailbox": _mailbox,
     "broadcast_object": lambda comm: [
         (comm.broadcast_object({"rank": comm.rank}, _root(comm)), {"rank": _root(comm)})
@@ -253,4 +291,4 @@ TRIALS: dict[str, Callable[[Communicator], Results]] = {
     "tune": _tune,
     "trace": _trace,
 }
-NEEDS_PEERS = "send, recv"
+NEEDS_PEERS = ("send, recv", "isend, irecv")

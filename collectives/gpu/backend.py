@@ -109,9 +109,12 @@ class Devices:
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         self.check_call(operation.signature)
+        return self.enqueue(operation._replace(signature=operation.signature.on_gpu()))
+
+    def enqueue(self, operation: Operation) -> Handle[Any]:
+        """Like `submit`, for an operation that was checked and is marked as one on a GPU."""
         future: Future[Any] = Future()
-        marked = operation._replace(signature=operation.signature.on_gpu())
-        run_into(future, self._engine, marked)
+        run_into(future, self._engine, operation)
         event = cuda().current_stream().record() if future.exception() is None else None
         return DeviceHandle(future, event, partial(self._wait, str(operation.signature)))
 

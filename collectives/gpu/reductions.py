@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from collectives.arrays.kinds import Output, address, flat, is_plain
 from collectives.calls import PASS, Operation
@@ -15,9 +17,22 @@ from collectives.cuda.runtime import cuda, on_gpu
 from collectives.execution.device_path import DevicePath
 from collectives.execution.engine import Engine
 from collectives.gpu.buckets import BucketMemory
+from collectives.lifecycle.futures import Handle
 from collectives.reductions.buckets import check_bucket_bytes, check_many
 from collectives.reductions.reduction import ReduceOp, as_op
 from collectives.transports.nccl_driver import NcclError
+
+Started = TypeVar("Started")
+
+
+class Devices(Protocol):
+    """The part of `backend.Devices` that is used here."""
+
+    def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
+        """Check a call of these dtypes on this rank."""
+
+    def enqueue(self, operation: Operation) -> Handle[Any]:
+        """Enqueue the call now; the handle waits for the GPU."""
 
 
 def bind_all_reduce(
@@ -80,8 +95,8 @@ def begins_on_gpu(arrays: Sequence[Any]) -> bool:
 class ManyOnGpus:
     """The fused reductions of one communicator's device arrays."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, devices: Devices) -> None:
+        self._engine, self._devices = engine, devices
         self._memory: BucketMemory | None = None
 
     def reduce(
@@ -93,22 +108,39 @@ class ManyOnGpus:
     ) -> list[Any]:
         """Reduce the arrays."""
 
-        def reduce() -> list[Any]:
-            check_many(arrays, out)
-            reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
-            given = _inputs(arrays, reduction)
-            outputs = outputs_of(given, out)
-            if self._engine.devices is not None:
-                dtypes = {each.dtype for each in given}
-                self._engine.devices.check("all_reduce", reduction.value, dtypes)
-            if self._memory is None:
-                self._memory = BucketMemory(cuda())
-            with self._memory.turn():
-                operation = _operation(self._memory, given, outputs, reduction, limit)
-                reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
+        def perform(operation: Operation) -> list[Any]:
+            reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
             return reduced
 
-        return self._engine.whole(reduce)
+        return self._engine.whole(self._start, perform, arrays, op, out, bucket_bytes)
+
+    def submit(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str,
+        out: Sequence[Any] | None,
+        bucket_bytes: int | None,
+    ) -> Handle[Any]:
+        """Enqueue the reductions now; the handle waits for the GPU."""
+        return self._engine.whole(self._start, self._devices.enqueue, arrays, op, out, bucket_bytes)
+
+    def _start(
+        self,
+        start: Callable[[Operation], Started],
+        arrays: Sequence[Any],
+        op: ReduceOp | str,
+        out: Sequence[Any] | None,
+        bucket_bytes: int | None,
+    ) -> Started:
+        check_many(arrays, out)
+        reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
+        given = _inputs(arrays, reduction)
+        outputs = outputs_of(given, out)
+        self._devices.check("all_reduce", reduction.value, {each.dtype for each in given})
+        if self._memory is None:
+            self._memory = BucketMemory(cuda())
+        with self._memory.turn():
+            return start(_operation(self._memory, given, outputs, reduction, limit))
 
 
 def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:

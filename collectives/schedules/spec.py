@@ -2,7 +2,8 @@
 
 A chunk of a rank's buffer holds contributions of ranks to one block of data. `before` says whether
 the rank's own contribution is present at the start. `after` says whose contribution must be present
-at the end: that of one rank, that of `EVERY` rank (folded), or `ANYTHING`.
+at the end: that of one rank, that of `EVERY` rank (folded), those of the ranks `UP_TO` this one or
+`BELOW` it (folded), or `ANYTHING`.
 
 Rooted collectives are specified for root 0 (`schedule.rooted_at` rotates them).
 
@@ -22,6 +23,8 @@ from collectives.schedules.schedule import Ranks, chunk_per_rank
 
 EVERY = -1
 ANYTHING = -2
+UP_TO = -3
+BELOW = -4
 
 Condition: TypeAlias = Callable[[Ranks, Ranks, int], Ranks]
 """A function of rank, chunk and size; its result may be broadcast over ranks and chunks."""
@@ -60,6 +63,22 @@ SPECS = {
             after=lambda rank, chunk, size: np.where(rank == 0, EVERY, ANYTHING),
             reduces=True,
             rooted=True,
+        ),
+        Spec(
+            "scan",
+            before=lambda rank, chunk, size: True,
+            after=lambda rank, chunk, size: UP_TO,
+            chunks=lambda size: 1,
+            reduces=True,
+        ),
+        # Chunk 0 is the input, chunk 1 the result.
+        Spec(
+            "exscan",
+            before=lambda rank, chunk, size: chunk == 0,
+            after=lambda rank, chunk, size: np.where((chunk == 1) & (rank > 0), BELOW, ANYTHING),
+            block=lambda rank, chunk, size: 0 * (rank + chunk),
+            chunks=lambda size: 2,
+            reduces=True,
         ),
         Spec(
             "broadcast",

@@ -74,6 +74,8 @@ class Node:
 
         `native` is the transport's own collective, which may be the quickest.
         """
+        if not hasattr(CopyInCopyOut, collective):
+            return {}
         if self._slices is None:
             paths = self._data_paths(collective, op, dtype)
             alone = {

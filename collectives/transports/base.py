@@ -76,11 +76,30 @@ class Sending(ABC):
         """
 
 
-class Copied(Sending):
-    """A message that was copied when it was sent."""
+_NOTHING = memoryview(b"")
+
+
+class Receiving(ABC):
+    """A message that has begun to arrive."""
+
+    kind: int
+    """The number that was sent along."""
+    content: Bytes
+    """The message, once it is done: the start of the buffer, or other memory."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has arrived completely. Does not wait."""
+
+
+class Copied(Sending, Receiving):
+    """A message that was copied at once, by its sender or to its receiver."""
+
+    def __init__(self, content: Bytes = _NOTHING, kind: int = 0) -> None:
+        self.content, self.kind = content, kind
 
     def done(self) -> bool:
-        """Always."""
+        """From the beginning."""
         return True
 
 
@@ -146,18 +165,20 @@ class Transport(PointToPoint):
     """Whether the ranks are threads, so that a wait must release Python's lock."""
 
     @abstractmethod
-    def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
-        """Send one message outside all exchanges; return when the buffer may be changed.
+    def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:
+        """Start to send one message outside all exchanges. Does not wait.
 
-        `kind`, below 2^63, is sent along. A message that exceeds the deadline remains in transit;
-        sending the same message again does not send it twice.
+        `kind`, below 2^63, is sent along. The buffer may not be changed, nor its memory freed,
+        before the message is done. Only one thread at a time sends and receives; it may differ from
+        that of the exchanges if the transport has `threads`.
         """
 
     @abstractmethod
-    def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
-        """Receive one message and truncate it to the buffer; its length in bytes, and its kind.
+    def receive(self, buffer: Bytes, peer: int, tag: int) -> Receiving | None:
+        """Start to receive the next message of a rank and tag, or None if none has arrived.
 
-        A receive that exceeds the deadline consumes nothing: the next receive gets the message.
+        Does not wait. Messages of the same rank and tag arrive in the order in which they were
+        sent. The buffer may not be used, nor its memory freed, before the message is done.
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ from collectives.transports.base import (
     Copied,
     Message,
     MessageChannel,
+    Receiving,
     Sending,
     Transport,
 )
@@ -111,16 +112,18 @@ class LocalTransport(Transport):
         for peer, buffer in receives:
             buffer[:] = self._get(peer, _EXCHANGE_TAG)
 
-    def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
+    def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:
         """Put a copy into the peer's queue."""
         self.put((bytes(buffer), kind), peer, tag)
+        return Copied(buffer, kind)
 
-    def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
-        """Wait for the peer's queue."""
-        content, kind = self._get(peer, tag)
-        kept = min(len(content), len(buffer))
-        buffer[:kept] = content[:kept]
-        return len(content), kind
+    def receive(self, buffer: Bytes, peer: int, tag: int) -> Receiving | None:
+        """Take the next message from the peer's queue."""
+        try:
+            content, kind = self.take(peer, tag)
+        except queue.Empty:
+            return None
+        return Copied(memoryview(content), kind)
 
     def node_leader(self) -> int:
         """Rank 0, because all threads share one memory."""

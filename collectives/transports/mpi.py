@@ -18,10 +18,12 @@ from collectives.transports.base import (
     Message,
     MessageChannel,
     Native,
+    Receiving,
+    Sending,
     Transport,
 )
 from collectives.transports.mpi_mailbox import MpiMessageChannel, parts_of
-from collectives.transports.mpi_messages import LAST_TAG, Messages
+from collectives.transports.mpi_messages import LAST_TAG, receive, send
 from collectives.transports.mpi_native import native
 from collectives.transports.pages import give_pages_back, has_room, take_pages
 from collectives.waiting.wait_policy import WaitPolicy
@@ -44,9 +46,6 @@ class MpiTransport(Transport):
         self.wait_policy = WaitPolicy()
         self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
         self._abandoned: list[Any] = []
-        self._messages = Messages(
-            owned, lambda ready, peer: self.wait_policy.spin_until(ready, lambda: {peer: ""})
-        )
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
@@ -88,13 +87,13 @@ class MpiTransport(Transport):
             self._abandoned.append((sends, receives, requests))
             raise
 
-    def send(self, buffer: Bytes, peer: int, tag: int, kind: int = 0) -> None:
+    def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:
         """The length is sent first, because a receiver can't get it from a message in parts."""
-        self._messages.send(buffer, peer, tag, kind)
+        return send(self.comm, buffer, peer, tag, kind)
 
-    def receive(self, buffer: Bytes, peer: int, tag: int) -> tuple[int, int]:
+    def receive(self, buffer: Bytes, peer: int, tag: int) -> Receiving | None:
         """Receive the length, then all parts, into own memory if the buffer is too short."""
-        return self._messages.receive(buffer, peer, tag)
+        return receive(self.comm, buffer, peer, tag)
 
     def open_control_channel(self) -> ControlChannel:
         """One message to every rank for each word."""

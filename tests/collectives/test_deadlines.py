@@ -114,6 +114,30 @@ def check_error(error, group, late, directory):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_asynchronous_forms_of_which_a_rank_makes_none(comm, record_directory):
+    late, array = comm.size - 1, np.ones(SMALL)
+    forms = {
+        "barrier_async": (),
+        "all_to_all_async": ([array] * comm.size,),
+        "all_reduce_many_async": ([array, array[:2]],),
+    }
+    with Communicator(MPI.COMM_WORLD, deadline=PATIENT) as group:
+        group.barrier_async().wait()
+        for name, arguments in forms.items():
+            group.deadline = 0.2
+            if group.rank != late:
+                handle = getattr(group, name)(*arguments)
+                with pytest.raises(collectives.DeadlineExceededError, match=__file__) as caught:
+                    handle.wait()
+                assert f"{name.removesuffix('_async')}(" in str(caught.value)
+                assert caught.value.absent == (late,)
+            wait_for_all()
+            group.deadline = PATIENT
+            getattr(group, name)(*arguments).wait()
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(4)
 def test_who_came_and_left_is_not_named(comm, record_directory):
     """Rank 0 acts for its node and withdraws first, then rank 2, then rank 1."""

@@ -10,7 +10,15 @@ import weakref
 import numpy as np
 import pytest
 
-from tests.collectives.oracle import reduced, value, values
+from collectives import (
+    CollectiveMismatchError,
+    DtypeMismatchError,
+    MismatchError,
+    OpMismatchError,
+    RootMismatchError,
+    ShapeMismatchError,
+)
+from tests.collectives.oracle import case, reduced, value, values
 from tests.slow import slow, slow_but
 from tests.worlds.programs import errors_of
 
@@ -47,6 +55,106 @@ def test_every_kind_and_waiting_twice(comm):
     np.testing.assert_array_equal(broadcast, value(root, 7))
     joined = np.concatenate([value(rank, rank + 1) for rank in range(comm.size)])
     np.testing.assert_array_equal(results[2], joined)
+
+
+def calls_of_every_form(comm):
+    """By name: the arguments of the blocking and the asynchronous form, made anew for each."""
+    rank, size, root = comm.rank, comm.size, comm.size - 1
+    long, blocks = 40_000, [value(rank + peer, (peer + 1, 2)) for peer in range(size)]
+    calls = {}
+    for dtype in ("int32", "float16", "float64"):
+        own = value(rank, (5, 4), dtype)
+        calls |= {
+            f"all_reduce {dtype}": ((own, "mean"), {"what": "step 3"}),
+            f"reduce {dtype}": ((own, "max"), {"root": root}),
+            f"reduce_scatter {dtype}": ((own, "product"), {"axis": 1}),
+            f"broadcast {dtype}": ((own.copy(),), {"root": root}),
+            f"gather {dtype}": ((own[: rank + 1],), {"root": root}),
+            f"all_reduce_many {dtype}": (([own, own[0], value(rank, long)], "mean"), {}),
+        }
+    return calls | {
+        "all_reduce forced": ((value(rank, long),), {"algorithm": "doubling"}),
+        "reduce_scatter into out": (
+            (value(rank, size * 9),),
+            {"out": np.zeros(9), "algorithm": "ring"},
+        ),
+        "all_gather into out": (
+            (value(rank, (2, 3)),),
+            {"axis": 1, "out": np.zeros((2, 3 * size))},
+        ),
+        "scatter": ((value(rank, (3, 7)) if rank == root else None,), {"root": root, "axis": 1}),
+        "scan": ((value(rank, long), "max"), {}),
+        "exscan": ((value(rank, (4, 2)),), {"out": np.zeros((2, 4)).T}),
+        "all_to_all": ((blocks,), {}),
+        "barrier": (("the same",), {}),
+        "all_reduce_many cut": (
+            ([value(rank, 3), value(rank, long)],),
+            {"bucket_bytes": 1000},
+        ),
+    }
+
+
+@pytest.mark.mpi
+def test_every_form_has_the_bits_of_the_blocking_call(comm):
+    """All of them in flight at once, beside the blocking ones."""
+    handles = {
+        name: getattr(comm, f"{name.split()[0]}_async")(*given, **named)
+        for name, (given, named) in calls_of_every_form(comm).items()
+    }
+    for name, (given, named) in calls_of_every_form(comm).items():
+        with case(name):
+            expected = getattr(comm, name.split()[0])(*given, **named)
+            result = handles[name].wait()
+            assert type(result) is type(expected)
+            pairs = zip(result, expected, strict=True) if isinstance(result, list) else ()
+            for one, other in pairs if isinstance(result, list) else [(result, expected)]:
+                assert np.array_equal(one, other)
+                assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+    asynchronous = {each.removesuffix("_async") for each in dir(comm) if each.endswith("_async")}
+    assert asynchronous == {name.split()[0] for name in handles}
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_arguments_of_one_rank_are_refused_at_once_and_differences_by_wait(comm):
+    other, size = comm.rank == 0, comm.size
+    array = np.ones(size)
+    for error, start in (
+        (RootMismatchError, lambda: comm.reduce_async(array, root=int(other))),
+        (OpMismatchError, lambda: comm.reduce_scatter_async(array, "max" if other else "sum")),
+        (DtypeMismatchError, lambda: comm.gather_async(array.astype("f4") if other else array)),
+        (RootMismatchError, lambda: comm.scatter_async(array, root=int(other))),
+        (CollectiveMismatchError, lambda: (comm.barrier_async if other else comm.all_to_all_async)(
+            *([] if other else [[array] * size])
+        )),
+        (ShapeMismatchError, lambda: comm.all_reduce_many_async([array, array[int(other) :]])),
+        (MismatchError, lambda: comm.barrier_async("this" if other else "that")),
+    ):  # fmt: skip
+        with case(error.__name__):
+            handle = start()
+            texts = []
+            for _ in range(2):
+                with pytest.raises(error) as caught:
+                    handle.wait()
+                texts.append(str(caught.value))
+            assert len(set(comm.all_gather_object(texts[0]) + texts)) == 1
+            np.testing.assert_array_equal(comm.all_reduce_async(array).wait(), array * size)
+    refused = {
+        "root=9": lambda: comm.reduce_async(array, root=9),
+        "axis=4": lambda: comm.reduce_scatter_async(array, axis=4),
+        "algorithm='none'": lambda: comm.gather_async(array, algorithm="none"),
+        "arrays has 1 entries": lambda: comm.all_to_all_async([array]),
+        "bucket_bytes=0": lambda: comm.all_reduce_many_async([array], bucket_bytes=0),
+        "out has shape": lambda: comm.all_reduce_async(array, out=np.ones((3, 2, 1))),
+    }
+    for text, start in refused.items():
+        with pytest.raises(ValueError, match=text):
+            start()
+    np.testing.assert_array_equal(comm.all_reduce_async(array).wait(), array * size)
+    # Of the root's array alone; the other ranks learn of it.
+    with pytest.raises(TypeError, match="array of dtype object"):
+        comm.scatter_async(np.array([None]) if comm.rank == 1 else None, root=1).wait()
+    np.testing.assert_array_equal(comm.all_reduce_async(array).wait(), array * size)
 
 
 @pytest.mark.mpi

@@ -286,8 +286,8 @@ def program(route, interruption, deadline):
         except RuntimeError as error:
             return right, error
         finally:
-            if comm._progress is not None:
-                comm._progress.close()
+            if comm._duplicate.progress is not None:
+                comm._duplicate.progress.close()
         return right, None
 
     return run

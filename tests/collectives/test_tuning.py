@@ -247,7 +247,7 @@ def test_asynchronous_calls_go_by_the_same_figures(comm, made, monkeypatch):
     tuned.barrier()
     last = tuned.all_reduce_async(np.ones(4))
     last.wait()
-    entries = tuned._progress.entries() or tuned._engine.recorder.entries()
+    entries = tuned._duplicate.entries() or tuned._engine.recorder.entries()
     ran = [entry[2] for entry in entries if entry[1].nbytes == 1 << 13]
     assert len(ran) == 2 * len(kinds)
     for way, kind in zip(ran, [kind for kind in kinds for _ in range(2)], strict=True):

@@ -127,6 +127,22 @@ def test_arrays_of_another_library():
     run(2, program)
 
 
+def test_a_handle_of_many_waits_for_the_gpu():
+    kinds = kinds_of(np.float32)
+
+    def program(comm, cuda):
+        arrays = on_device(cuda, contents(comm.rank, kinds))
+        cuda.slow(cuda.current_stream(), 0.2)
+        handle = comm.all_reduce_many_async(arrays)
+        assert not handle.done()
+        check(handle.wait(), comm.size, kinds)
+        with pytest.raises(ShapeMismatchError):
+            comm.all_reduce_many_async(arrays[comm.rank :]).wait()
+        check(comm.all_reduce_many(arrays), comm.size, kinds)
+
+    run(2, program, backend="nccl")
+
+
 def test_no_arrays_and_empty_arrays():
     def program(comm, cuda):
         assert comm.all_reduce_many([]) == []

@@ -83,6 +83,21 @@ def test_a_handle_waits_for_the_gpu():
             bad.wait()
         same(comm.broadcast_async(values, root=1).wait(), np.full(2, 2, np.float32))
         same(comm.all_gather_async(values).wait(), np.full(4, 2, np.float32))
+        same(comm.reduce_scatter_async(values).wait(), np.full(1, 4, np.float32))
+        plain(values)[...] = comm.rank + 1
+        for handle, expected in (
+            (comm.reduce_async(values, "max"), np.full(2, 2, np.float32)),
+            (comm.gather_async(values), np.array([1, 1, 2, 2], np.float32)),
+        ):
+            result = handle.wait()
+            assert result is None if comm.rank else same(result, expected) is None
+        for sent, received in enumerate(comm.all_to_all_async([values, values]).wait()):
+            same(received, np.full(2, sent + 1, np.float32))
+        same(comm.scan(values), np.full(2, 1 + 2 * comm.rank, np.float32))
+        same(comm.exscan_async(values).wait(), np.full(2, comm.rank, np.float32))
+        with pytest.raises(TypeError, match="scatter_async: the array lies on a GPU"):
+            comm.scatter_async(None if comm.rank else values).wait()
+        comm.barrier_async().wait()
 
     run(2, program, backend="nccl")
 
@@ -115,6 +130,11 @@ def test_messages_between_two_ranks():
             last = comm.recv(cuda.empty(3, np.dtype("f4")), 0)
             same(last, values.reshape(3, 2)[:, 0])
             same(comm.recv(cuda.empty((2, 3), np.dtype("f4")), 0, tag=4), values)
+        peer = 1 - comm.rank
+        arrived = comm.irecv(cuda.empty((2, 3), np.dtype("f4")), peer)
+        sent = comm.isend(cuda.from_host(values + comm.rank), peer)
+        same(arrived.wait(), values + peer)
+        sent.wait()
 
     run(2, program, backend="nccl")
 

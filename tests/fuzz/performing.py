@@ -5,7 +5,10 @@ from functools import partial
 
 import numpy as np
 
+from collectives.calls.scans import identity
+from collectives.reductions.reduction import ReduceOp
 from tests.collectives.oracle import reduced, value
+from tests.fuzz.plans import SCANS
 
 EXACT_BYTES = 4
 # Every rank must get the same bits.
@@ -85,7 +88,10 @@ def prepare(plan, comm, lists, registered=None):
     """A function that makes the call and returns its result. The arrays are created now."""
     rank = comm.rank
     if plan.collective == "all_reduce_many":
-        return _prepare_many(plan, comm, lists)
+        # The arrays of an asynchronous call may be in use after an error.
+        return _prepare_many(plan, comm, Lists() if plan.asynchronous else lists)
+    if plan.collective == "barrier":
+        return _ready(plan, comm, f"salt {plan.salt}")
     if plan.collective in PLAIN:
         return partial(PLAIN[plan.collective], plan, comm)
     given = _given(plan, rank, comm.size)
@@ -98,19 +104,23 @@ def prepare(plan, comm, lists, registered=None):
     named = {} if plan.algorithm is None else {"algorithm": plan.algorithm}
     if plan.collective == "all_to_all":
         blocks = [content(plan, rank, _block(plan, peer), peer) for peer in range(comm.size)]
-        return partial(comm.all_to_all, blocks, **named)
+        return _ready(plan, comm, blocks, **named)
     if plan.collective in ("reduce", "broadcast", "gather", "scatter"):
         named["root"] = plan.root
     if plan.collective in ("all_gather", "gather", "scatter", "reduce_scatter"):
         named["axis"] = plan.axis
     positional = [plan.op] if plan.reduces else []
-    if plan.asynchronous:
-        begin = getattr(comm, f"{plan.collective}_async")
-        return Asynchronous(partial(begin, given, *positional, **named))
     given, out = _with_out(plan, given, comm)
     if out is not None:
         named["out"] = out
-    return partial(getattr(comm, plan.collective), given, *positional, **named)
+    return _ready(plan, comm, given, *positional, **named)
+
+
+def _ready(plan, comm, *arguments, **named):
+    if plan.asynchronous:
+        begin = getattr(comm, f"{plan.collective}_async")
+        return Asynchronous(partial(begin, *arguments, **named))
+    return partial(getattr(comm, plan.collective), *arguments, **named)
 
 
 def _given(plan, rank, size):
@@ -134,12 +144,12 @@ def _block(plan, peer):
 
 def _with_out(plan, given, comm):
     """The input and `out`: separate, the same array, or slices of one another."""
-    if plan.collective not in ("all_reduce", "reduce_scatter", "all_gather"):
+    if plan.collective not in ("all_reduce", "reduce_scatter", "all_gather", *SCANS):
         return given, None
     if plan.place == "new":
         return given, None
     if plan.place == "in place":
-        in_place = plan.collective == "all_reduce" and result_dtype(plan) == plan.dtype
+        in_place = plan.collective in ("all_reduce", *SCANS) and result_dtype(plan) == plan.dtype
         return given, given if in_place else None
     wanted = expected(plan, comm.rank, comm.size)
     if plan.place == "out":
@@ -159,14 +169,10 @@ def _prepare_many(plan, comm, lists):
     for index, array in enumerate(arrays):
         array[...] = content(plan, comm.rank, array.shape, index)
     if plan.place == "in place" and result_dtype(plan) == plan.dtype:
-        return partial(comm.all_reduce_many, arrays, plan.op, out=arrays)
+        return _ready(plan, comm, arrays, plan.op, out=arrays)
     if plan.place == "out":
-        return partial(comm.all_reduce_many, arrays, plan.op, out=lists.find(plan, "outs"))
-    return partial(comm.all_reduce_many, arrays, plan.op)
-
-
-def _barrier(plan, comm):
-    comm.barrier(f"salt {plan.salt}")
+        return _ready(plan, comm, arrays, plan.op, out=lists.find(plan, "outs"))
+    return _ready(plan, comm, arrays, plan.op)
 
 
 def _broadcast_object(plan, comm):
@@ -178,7 +184,6 @@ def _all_gather_object(plan, comm):
 
 
 PLAIN = {
-    "barrier": _barrier,
     "broadcast_object": _broadcast_object,
     "all_gather_object": _all_gather_object,
 }
@@ -193,6 +198,12 @@ def _folded(plan, shape, size, extra=0):
     with np.errstate(all="ignore"):
         parts = [content(plan, each, shape, extra) for each in range(size)]
         return np.asarray(reduced(plan.op, [np.atleast_1d(part) for part in parts])).reshape(shape)
+
+
+def _exscanned(plan, rank, size):
+    if rank:
+        return _folded(plan, plan.shape, rank)
+    return np.full(plan.shape, identity(ReduceOp(plan.op), plan.dtype), plan.dtype)
 
 
 def _reduce_scattered(plan, rank, size):
@@ -220,6 +231,8 @@ EXPECTED = {
     ),
     "reduce_scatter": _reduce_scattered,
     "all_reduce_many": _many,
+    "scan": lambda plan, rank, size: _folded(plan, plan.shape, rank + 1),
+    "exscan": _exscanned,
     "broadcast": lambda plan, rank, size: content(plan, plan.root, plan.shape),
     "all_gather": lambda plan, rank, size: _joined(plan, size),
     "gather": lambda plan, rank, size: _joined(plan, size) if rank == plan.root else None,

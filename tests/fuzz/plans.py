@@ -7,16 +7,18 @@ import numpy as np
 from collectives import algorithms
 from tests.collectives.oracle import BITWISE, DTYPES, OPS, defined
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "all_reduce_many")
+SCANS = ("scan", "exscan")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "all_reduce_many", *SCANS)
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_object")
 COLLECTIVES = (
     *("all_reduce", "all_reduce", "all_reduce", "reduce", "reduce_scatter", "all_reduce_many"),
     *("broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"),
+    *SCANS,
     *("broadcast_object", "all_gather_object"),
 )
-ASYNCHRONOUS = ("all_reduce", "broadcast", "all_gather")
+ASYNCHRONOUS = tuple(each for each in COLLECTIVES if not each.endswith("_object"))
 ALONG_AXES = ("all_gather", "gather", "scatter", "reduce_scatter")
-WITH_OUT = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce_many")
+WITH_OUT = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce_many", *SCANS)
 LENGTHS = (0, 1, 2, 3, 7, 64, 1000, 5000, 40_000)
 LARGE = 300_000
 FLOAT = np.dtype("f4")
@@ -59,9 +61,9 @@ def draw(rng, size):
     asynchronous = rng.random() < 0.15
     collective = rng.choice(ASYNCHRONOUS if asynchronous else COLLECTIVES)
     dtype = rng.choice(DTYPES)
-    op = rng.choice(_ops_of(dtype))
+    op = rng.choice(_ops_of(dtype, collective))
     shape = draw_shape(rng)
-    named = [name for name in (*algorithms.names(collective), "native") if not asynchronous]
+    named = (*algorithms.names(collective), *(["native"] if collective not in SCANS else []))
     return Plan(
         collective,
         shape,
@@ -69,8 +71,8 @@ def draw(rng, size):
         op,
         root=rng.randrange(size),
         axis=rng.randrange(len(shape)) if collective in ALONG_AXES else 0,
-        algorithm=rng.choice(named) if named and takes_algorithm(collective, rng) else None,
-        place=rng.choice(PLACES) if collective in WITH_OUT and not asynchronous else "new",
+        algorithm=rng.choice(named) if takes_algorithm(collective, rng) else None,
+        place=rng.choice(PLACES) if collective in WITH_OUT else "new",
         layout=rng.choice(LAYOUTS),
         asynchronous=asynchronous,
         nans=dtype.kind in "fc" and rng.random() < 0.1,
@@ -106,7 +108,7 @@ def deviate(rng, plan, size):
         fields += ["dtype", "shape"]
     if plan.collective in ROOTED and size > 1:
         fields += ["root"]
-    if plan.collective in algorithms_of() and not plan.asynchronous:
+    if plan.collective in algorithms_of():
         fields += ["algorithm"]
     plain = replace(plan, layout="plain", place="new", nans=False)
     return DEVIATIONS[rng.choice(fields)](rng, plain, size)
@@ -115,16 +117,20 @@ def deviate(rng, plan, size):
 def _collective(rng, plan, size):
     offered = ASYNCHRONOUS if plan.asynchronous else sorted(set(COLLECTIVES))
     other = rng.choice([each for each in offered if each != plan.collective])
-    op = "sum" if plan.dtype.kind == "c" else plan.op
+    op = "sum" if plan.dtype.kind == "c" or (other in SCANS and plan.op == "mean") else plan.op
     return replace(plan, collective=other, algorithm=None, axis=0, op=op)
 
 
-def _ops_of(dtype):
-    return [op for op in (*OPS, *BITWISE) if defined(op, dtype)]
+def _ops_of(dtype, collective):
+    offered = [op for op in (*OPS, *BITWISE) if defined(op, dtype)]
+    return [op for op in offered if op != "mean" or collective not in SCANS]
 
 
 def _op(rng, plan, size):
-    return replace(plan, op=rng.choice([op for op in _ops_of(plan.dtype) if op != plan.op]))
+    return replace(
+        plan,
+        op=rng.choice([op for op in _ops_of(plan.dtype, plan.collective) if op != plan.op]),
+    )
 
 
 def _dtype(rng, plan, size):
@@ -141,7 +147,8 @@ def _root(rng, plan, size):
 
 
 def _algorithm(rng, plan, size):
-    names = (*algorithms.names(plan.collective), "native", None)
+    native = [] if plan.collective in SCANS else ["native"]
+    names = (*algorithms.names(plan.collective), *native, None)
     return replace(plan, algorithm=rng.choice([name for name in names if name != plan.algorithm]))
 
 

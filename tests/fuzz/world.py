@@ -71,7 +71,7 @@ class Group:
         engine = self.comm._engine
         across = None if engine.node is None else engine.node._across
         between = [across._engine.transport] if across is not None else []
-        for transport in (engine.transport, self.comm._twin, *between):
+        for transport in (engine.transport, self.comm._duplicate.transport, *between):
             transport.native = lambda collective, op, dtype: None
         engine._paths.clear()
         engine._chosen.clear()

@@ -1,0 +1,1 @@
+"""Asynchronous calls: those that return a handle at once."""

@@ -1,0 +1,99 @@
+"""The asynchronous form of every collective (MPI 4.1, section 6.12: nonblocking collectives)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, Concatenate, ParamSpec
+
+from collectives.calls import Operation
+from collectives.calls.operations import Operations
+from collectives.gpu.reductions import ManyOnGpus, begins_on_gpu
+from collectives.lifecycle.futures import Handle
+from collectives.reductions.reduction import ReduceOp
+
+Arguments = ParamSpec("Arguments")
+Form = Callable[Concatenate["AsynchronousCollectives", Arguments], Handle[Any]]
+
+
+def _asynchronous(make: Callable[Concatenate[Operations, Arguments], Operation]) -> Form[Arguments]:
+    """The method that starts the operation which the blocking call of the same arguments runs."""
+
+    def start(
+        self: AsynchronousCollectives, /, *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Handle[Any]:
+        return self._submit(make(self._operations, *arguments, **named))
+
+    start.__signature__ = signature(make).replace(  # type: ignore[attr-defined]
+        return_annotation="Handle[Any]"
+    )
+    start.__name__ = f"{make.__name__}_async"
+    start.__qualname__ = f"AsynchronousCollectives.{start.__name__}"
+    start.__module__ = __name__
+    start.__doc__ = f"""Start the call `{make.__name__}` of these arguments.
+
+    Wrong arguments of this rank raise ValueError or TypeError at once. All other errors of the
+    call are raised by the handle's `wait`, which otherwise returns the result.
+    """
+    return start
+
+
+class AsynchronousCollectives:
+    """The calls that start a collective, and return a handle of its result at once.
+
+    Each takes the arguments of the blocking call, whose errors, on every rank alike, are raised by
+    the handle's `wait`; only wrong arguments of this rank are refused at once. The results have the
+    same bits.
+
+    Asynchronous calls run in the order in which they were started, the same on every rank, on a
+    duplicate of the communicator. Blocking calls may be made in between. The deadline of a call
+    begins when it runs. Neither inputs nor outputs may be changed before the call is done.
+    """
+
+    _operations: Operations
+    _many_on_gpus: ManyOnGpus
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _submit(self, operation: Operation) -> Handle[Any]:
+        raise NotImplementedError
+
+    all_reduce_async = _asynchronous(Operations.all_reduce)
+    """Start an `all_reduce`."""
+    reduce_async = _asynchronous(Operations.reduce)
+    """Start a `reduce`."""
+    reduce_scatter_async = _asynchronous(Operations.reduce_scatter)
+    """Start a `reduce_scatter`."""
+    broadcast_async = _asynchronous(Operations.broadcast)
+    """Start a `broadcast`."""
+    all_gather_async = _asynchronous(Operations.all_gather)
+    """Start an `all_gather`."""
+    gather_async = _asynchronous(Operations.gather)
+    """Start a `gather`."""
+    scatter_async = _asynchronous(Operations.scatter)
+    """Start a `scatter`. TypeError on every rank if the root's array lies on a GPU."""
+    scan_async = _asynchronous(Operations.scan)
+    """Start a `scan`."""
+    exscan_async = _asynchronous(Operations.exscan)
+    """Start an `exscan`."""
+    all_to_all_async = _asynchronous(Operations.all_to_all)
+    """Start an `all_to_all`."""
+    barrier_async = _asynchronous(Operations.barrier)
+    """Start a `barrier` between asynchronous calls: it is done once every rank has started it."""
+
+    def all_reduce_many_async(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str = "sum",
+        *,
+        out: Sequence[Any] | None = None,
+        bucket_bytes: int | None = None,
+    ) -> Handle[Any]:
+        """Start an `all_reduce_many`."""
+        if begins_on_gpu(arrays):
+            self._check_open()
+            return self._many_on_gpus.submit(arrays, op, out, bucket_bytes)
+        return self._submit(
+            self._operations.all_reduce_many(arrays, op, out=out, bucket_bytes=bucket_bytes)
+        )

@@ -1,0 +1,79 @@
+"""The calls that send a message to one rank, or receive one (MPI 4.1, sections 3.2 and 3.7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives.asynchronous.messages import Messages
+from collectives.calls.point_to_point import Incoming, Outgoing
+from collectives.consistency.signature import check_peer
+from collectives.lifecycle.futures import Handle
+
+
+class PointToPointCalls:
+    """The part of a communicator that sends messages between two ranks. Not collective."""
+
+    _messages: Messages
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0 to size − 1."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def send(self, array: Any, peer: int, tag: int = 0) -> None:
+        """Send the array's elements to one rank, which receives them with `recv` or `irecv`.
+
+        After DeadlineExceededError the message remains in transit: do not change the array until
+        the same `send`, repeated, has returned. Repeating it does not send the message twice.
+        """
+        self._check_open()
+        self._messages.send(Outgoing("send", array, check_peer(peer, self.rank, self.size), tag))
+
+    def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
+        """Receive elements from one rank into `out`, and return it.
+
+        Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`. After
+        DeadlineExceededError the message goes to the next receive of the same rank and tag.
+        """
+        self._check_open()
+        peer = check_peer(peer, self.rank, self.size)
+        return self._messages.receive(Incoming("recv", out, peer, tag))
+
+    def isend(self, array: Any, dest: int, tag: int = 0) -> Handle[Any]:
+        """Start to send the array's elements, of any shape and dtype, to another rank.
+
+        `dest` is the rank, `tag` an integer from 0 to 32000. Any number of messages may be pending
+        in any order; those to the same rank with the same tag arrive in the order in which they
+        were started. The array may not be changed before the handle is done. The handle's `wait`
+        returns None. It raises DeadlineExceededError, which names the rank, after the deadline;
+        the message remains in transit, and `wait` may be called again.
+
+        Raises ValueError or TypeError for a wrong rank, tag or array. As MPI_Isend (MPI 4.1, 3.7).
+        """
+        self._check_open()
+        peer = check_peer(dest, self.rank, self.size, "dest")
+        return self._messages.start(Outgoing("isend", array, peer, tag))
+
+    def irecv(self, array: Any, source: int, tag: int = 0) -> Handle[Any]:
+        """Start to receive the elements that another rank sends with `send` or `isend`.
+
+        The array holds them, and the handle's `wait` returns it, once the handle is done. Receives
+        of the same rank and tag get the messages in the order in which they were started, together
+        with `recv`. `wait` raises ShapeMismatchError if the message has another number of bytes
+        than the array, DtypeMismatchError if it has another dtype, and DeadlineExceededError, which
+        names the rank, after the deadline; the receive continues then, and `wait` may be called
+        again. `close` waits for every message that was started.
+
+        Raises ValueError or TypeError for a wrong rank, tag or array. As MPI_Irecv (MPI 4.1, 3.7).
+        """
+        self._check_open()
+        peer = check_peer(source, self.rank, self.size, "source")
+        return self._messages.start(Incoming("irecv", array, peer, tag))
