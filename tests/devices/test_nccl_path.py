@@ -105,6 +105,8 @@ def test_schedules_run_over_messages_of_nccl(collective, algorithm, size):
             "all_gather": whole,
             "gather": whole if rank == 0 else None,
             "scatter": np.array_split(inputs[0], size)[rank],
+            "scan": np.cumsum(inputs, axis=0)[rank],
+            "exscan": (np.cumsum(inputs, axis=0) - inputs)[rank],
         }[collective]
         if expected is None:
             assert result is None

@@ -70,7 +70,7 @@ class Group:
         """Offer no collectives of MPI's own."""
         engine = self.comm._engine
         across = None if engine.node is None else engine.node._across
-        between = [across._engine.transport] if across is not None else []
+        between = [across.transport] if across is not None else []
         for transport in (engine.transport, self.comm._duplicate.transport, *between):
             transport.native = lambda collective, op, dtype: None
         engine._paths.clear()
