@@ -1,0 +1,54 @@
+"""Creation of process groups."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from collectives.communicator import Communicator
+from collectives.lifecycle.setup import start_mpi
+from collectives.torch.call_queue import CallQueue
+from collectives.torch.messages import Messages
+from collectives.torch.process_group import CollectivesProcessGroup
+from collectives.world import world
+
+# MPI guarantees tags up to 32767.
+_TAGS = 1 << 15
+
+
+def create(backend: str, options: Any) -> CollectivesProcessGroup:
+    """The group of torch's options, for a backend of that name. Collective between its members.
+
+    Raises ValueError where torch's ranks are not MPI's, and a DistStoreError if a member does not
+    create the group within the timeout.
+    """
+    whole = world()
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        ranks = list(range(whole.size))
+        _check_world(options, whole)
+    else:
+        _await_members(options)
+    mpi = start_mpi()
+    # Ranks that are not members make no call: their number of groups says nothing.
+    tag = zlib.crc32(options.group_id.encode()) % _TAGS
+    members = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)
+    comm = Communicator(members, deadline=options.timeout.total_seconds())
+    policy = comm._engine.wait_policy
+    return CollectivesProcessGroup(backend, comm, Messages(members, policy), CallQueue(policy))
+
+
+def _check_world(options: Any, whole: Communicator) -> None:
+    given, actual = (options.group_rank, options.group_size), (whole.rank, whole.size)
+    if given != actual:
+        raise ValueError(
+            f"rank={given[0]}, world_size={given[1]}: mpirun started this process as rank"
+            f" {actual[0]} of {actual[1]}. Leave both out, or give MPI's"
+        )
+
+
+def _await_members(options: Any) -> None:
+    """Wait for all members: MPI has no deadline."""
+    options.store.set(f"created by {options.group_rank}", "")
+    keys = [f"created by {rank}" for rank in range(options.group_size)]
+    options.store.wait(keys, options.timeout)

@@ -1,0 +1,137 @@
+"""What torch calls a Work: the handle of a call."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Work
+from torch.futures import Future
+
+
+class DoneWork(Work):  # type: ignore[misc]
+    """A call that has ended well."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """None."""
+        return None
+
+    def result(self) -> list[Any]:
+        """The call's output tensors."""
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """A future of the output tensors."""
+        future = Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(Work):  # type: ignore[misc]
+    """A call that another thread makes; `finish` is called by that thread."""
+
+    def __init__(self, tensors: list[Any], name: str) -> None:
+        super().__init__()
+        self._tensors, self._name = tensors, name
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._future: Any = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the call, with its error if it has failed."""
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            # Outside of the lock, because callbacks run here.
+            future.set_result(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the call's end, and raise its error; RuntimeError after the timeout."""
+        seconds = timeout.total_seconds() if timeout else 0
+        if not self._ended.wait(seconds if seconds > 0 else None):
+            raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the call has ended without an error."""
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error of a call that has failed."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The call's output tensors, once it has ended."""
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """A future of the output tensors; its error is a RuntimeError with the call's text."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                ended = self._ended.is_set()
+            else:
+                ended = False
+            future = self._future
+        if ended:
+            future.set_result(self)
+        # A future's own error would not reach C++, where DDP waits for it.
+        return future.then(lambda done: done.value().result())
+
+
+class AllWorks(Work):  # type: ignore[misc]
+    """Several calls as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each of them."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> list[Any]:
+        """The output tensors of all."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        """A future of the output tensors of all."""
+        self.wait()
+        return DoneWork(self.result()).get_future()
