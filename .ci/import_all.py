@@ -32,6 +32,7 @@ NEEDS = {
         "collectives.torch.call_queue",
         "collectives.torch.collective_calls",
         "collectives.torch.groups",
+        "collectives.torch.members",
         "collectives.torch.memory",
         "collectives.torch.messages",
         "collectives.torch.process_group",

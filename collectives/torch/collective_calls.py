@@ -64,9 +64,11 @@ class CollectiveCalls:
         own_indices, own_values = part.indices().t().contiguous(), part.values().contiguous()
         indices = to_torch(self.comm.all_gather(self._array(own_indices)))
         values = to_torch(self.comm.all_gather(self._array(own_values)))
-        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+        total = torch.sparse_coo_tensor(
+            indices.t(), values, tensor.shape, check_invariants=True
+        )
         with torch.no_grad():
-            tensor.copy_(total)
+            tensor.copy_(total.coalesce())
 
     def reduce(self, tensors: Tensors, op: Any, root: int) -> None:
         """Reduce each tensor into the root's."""

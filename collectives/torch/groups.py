@@ -8,6 +8,7 @@ from typing import Any
 from collectives.communicator import Communicator
 from collectives.lifecycle.setup import start_mpi
 from collectives.torch.call_queue import CallQueue
+from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.process_group import CollectivesProcessGroup
 from collectives.world import world
@@ -23,19 +24,21 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     create the group within the timeout.
     """
     whole = world()
+    members = Members(options.store, options.group_rank, options.group_size)
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         ranks = list(range(whole.size))
         _check_world(options, whole)
     else:
-        _await_members(options)
+        members.await_creation(options.timeout)
     mpi = start_mpi()
     # Ranks that are not members make no call: their number of groups says nothing.
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
-    members = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)
-    comm = Communicator(members, deadline=options.timeout.total_seconds())
+    mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)
+    comm = Communicator(mpi_comm, deadline=options.timeout.total_seconds())
     policy = comm._engine.wait_policy
-    return CollectivesProcessGroup(backend, comm, Messages(members, policy), CallQueue(policy))
+    messages, queue = Messages(mpi_comm, policy), CallQueue(policy)
+    return CollectivesProcessGroup(backend, comm, messages, queue, members)
 
 
 def _check_world(options: Any, whole: Communicator) -> None:
@@ -46,9 +49,3 @@ def _check_world(options: Any, whole: Communicator) -> None:
             f" {actual[0]} of {actual[1]}. Leave both out, or give MPI's"
         )
 
-
-def _await_members(options: Any) -> None:
-    """Wait for all members: MPI has no deadline."""
-    options.store.set(f"created by {options.group_rank}", "")
-    keys = [f"created by {rank}" for rank in range(options.group_size)]
-    options.store.wait(keys, options.timeout)

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from collectives.communicator import Communicator
-from collectives.errors import DeadlineExceededError
+from collectives.errors import DeadlineExceededError, MismatchError
 from collectives.torch.arguments import as_list, as_lists, options_of, split
 from collectives.torch.call_queue import CallQueue
 from collectives.torch.collective_calls import CollectiveCalls
+from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.untraced import untraced
 from collectives.torch.works import AllWorks, DoneWork, PendingWork
@@ -26,6 +27,7 @@ Tensors = Sequence[Any]
 
 _c10d = dist.distributed_c10d
 AllreduceOptions = _c10d.AllreduceOptions
+CoalescedOptions = _c10d.AllreduceCoalescedOptions
 # How long `shutdown` waits for the other ranks, which may destroy their groups later or never.
 _SHUTDOWN_SECONDS = 5.0
 
@@ -35,12 +37,17 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A group of ranks whose tensors lie on the CPU."""
 
     def __init__(
-        self, backend: str, comm: Communicator, messages: Messages, queue: CallQueue
+        self,
+        backend: str,
+        comm: Communicator,
+        messages: Messages,
+        queue: CallQueue,
+        members: Members,
     ) -> None:
         """`backend` is the name under which torch knows this class."""
         # The constructor that takes a store does not work for subclasses.
         super().__init__(comm.rank, comm.size)
-        self._backend, self._comm = backend, comm
+        self._backend, self._comm, self._members = backend, comm, members
         self._messages, self._queue = messages, queue
         self._calls = CollectiveCalls(comm)
         self._coalesced: list[Any] | None = None
@@ -76,6 +83,11 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             # torch's users and tests look for these words.
             error.args = (f"group {self._name!r}: Timed out : {error}",)
             raise
+        except MismatchError as error:
+            gone = [rank for rank, each in enumerate(error.calls) if each.startswith("exit(")]
+            if gone:
+                error.args = (f"group {self._name!r} was closed by rank {gone[0]}: {error}",)
+            raise
 
     # Collectives.
 
@@ -86,7 +98,7 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce tensors in place, in few messages."""
-        tensors, opts = as_list(tensors), options_of(AllreduceOptions, opts)
+        tensors, opts = as_list(tensors), options_of(CoalescedOptions, opts)
         call = self._calls.all_reduce_many
         return self._run(opts, "allreduce_coalesced", tensors, call, tensors, opts.reduceOp)
 
@@ -179,9 +191,17 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         `torch.distributed.monitored_barrier` permits it for gloo alone.
         """
-        opts = options_of(_c10d.BarrierOptions, timeout)
+        opts = _c10d.BarrierOptions()
         opts.asyncOp = False
-        self._run(opts, "monitored_barrier", [], self._calls.barrier).wait()
+        if timeout is not None:
+            opts.timeout = max(timeout, timedelta(milliseconds=1))
+        try:
+            self._run(opts, "monitored_barrier", [], self._calls.barrier).wait()
+        except DeadlineExceededError as error:
+            absent = ", ".join(map(str, error.absent))
+            text = f"Rank {self._comm.rank} timed out in monitoredBarrier"
+            error.args = (f"{text}. Ranks {absent} failed to pass monitoredBarrier: {error}",)
+            raise
 
     # The names that torch uses elsewhere.
     _allgather_base = all_gather_single
@@ -254,8 +274,9 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._comm.deadline = timeout.total_seconds()
 
     def complete(self) -> None:
-        """Make the calls that are pending."""
+        """Make the calls that are pending, and no call any more."""
         self._queue.drain()
+        self._members.begin_closing()
 
     def shutdown(self) -> None:
         """Complete pending calls, then close what the other ranks close too.
@@ -263,7 +284,8 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         If they do not within a few seconds, the end of the program does.
         """
         self.complete()
-        if not self._comm.closed and self._comm.close_at_exit(_SHUTDOWN_SECONDS):
+        if not self._comm.closed and self._members.all_close(_SHUTDOWN_SECONDS):
+            self._comm.close()
             self._messages.close()
 
     abort = shutdown

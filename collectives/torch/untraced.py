@@ -14,9 +14,13 @@ Class = TypeVar("Class", bound=type)
 
 def untraced(cls: Class) -> Class:
     """Exclude the class's own public methods, and what they call, from compilation."""
-    for name, method in list(vars(cls).items()):
-        if callable(method) and not name.startswith("__"):
-            setattr(cls, name, _untraced(method))
+    own = dict(vars(cls))
+    methods = [own[name] for name in own if not name.startswith("_") and callable(own[name])]
+    excluded = {method: _untraced(method) for method in methods}
+    for name, method in own.items():
+        # By any name.
+        if callable(method) and method in excluded:
+            setattr(cls, name, excluded[method])
     return cls
 
 
