@@ -64,9 +64,7 @@ class CollectiveCalls:
         own_indices, own_values = part.indices().t().contiguous(), part.values().contiguous()
         indices = to_torch(self.comm.all_gather(self._array(own_indices)))
         values = to_torch(self.comm.all_gather(self._array(own_values)))
-        total = torch.sparse_coo_tensor(
-            indices.t(), values, tensor.shape, check_invariants=True
-        )
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 

@@ -48,4 +48,3 @@ def _check_world(options: Any, whole: Communicator) -> None:
             f"rank={given[0]}, world_size={given[1]}: mpirun started this process as rank"
             f" {actual[0]} of {actual[1]}. Leave both out, or give MPI's"
         )
-

@@ -80,6 +80,9 @@ class MessageWork(PendingWork):
             raise
         return super().wait()
 
+    def before_callbacks(self) -> None:
+        """Wait for nothing: messages have no order that callbacks could change."""
+
     def source_rank(self) -> int:
         """The rank that has sent the message."""
         return int(self._status.Get_source())

@@ -6,6 +6,7 @@ version 2.13 or after: both are there. A call takes torch's options; without any
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -272,6 +273,10 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of the calls that begin from now on."""
         self._comm.deadline = timeout.total_seconds()
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last calls of every rank to a file on rank 0, as `Communicator.trace`."""
+        self._comm.trace(path)
 
     def complete(self) -> None:
         """Make the calls that are pending, and no call any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -62,8 +63,7 @@ class PendingWork(Work):  # type: ignore[misc]
             self._ended.set()
             future = self._future
         if future is not None:
-            # Outside of the lock, because callbacks run here.
-            future.set_result(self)
+            self._complete(future)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call's end, and raise its error; RuntimeError after the timeout."""
@@ -92,18 +92,65 @@ class PendingWork(Work):  # type: ignore[misc]
         return self._tensors
 
     def get_future(self) -> Any:
-        """A future of the output tensors; its error is a RuntimeError with the call's text."""
+        """A future of the output tensors, which raises the call's error."""
         with self._lock:
-            if self._future is None:
-                self._future = Future()
-                ended = self._ended.is_set()
-            else:
-                ended = False
-            future = self._future
+            if self._future is not None:
+                return self._future
+            self._future = future = _CallFuture(self)
+            ended = self._ended.is_set()
         if ended:
-            future.set_result(self)
-        # A future's own error would not reach C++, where DDP waits for it.
-        return future.then(lambda done: done.value().result())
+            self._complete(future)
+        return future
+
+    def before_callbacks(self) -> None:
+        """Wait for the call's end.
+
+        A callback may make calls of its own, as that of PowerSGD does: in the thread of the program
+        their order is the same on all ranks.
+        """
+        self._ended.wait()
+
+    def _complete(self, future: Any) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            failure = _Failure(self._error)
+            future._set_unwrap_func(failure.raise_error)
+            future.set_result(failure)
+
+
+class _CallFuture(Future):  # type: ignore[misc]
+    """The future of a call that is in a queue."""
+
+    def __init__(self, work: PendingWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """A future of the callback's result."""
+        self._work.before_callbacks()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Run the callback when the call has ended."""
+        self._work.before_callbacks()
+        super().add_done_callback(callback)
+
+
+class _Failure:
+    """What a future holds instead of tensors: futures of Python have no error that C++ can read.
+
+    DDP, which waits in C++, looks for tensors in the value by pickling it.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def raise_error(self, _: Any = None) -> None:
+        """Raise it."""
+        raise self._error
+
+    __reduce_ex__ = raise_error  # type: ignore[assignment]
 
 
 class AllWorks(Work):  # type: ignore[misc]

@@ -46,7 +46,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal import common_distributed as common  # noqa: E402
 
-import collectives.torch  # noqa: E402, F401
+import collectives.torch  # noqa: E402
 
 torch.set_num_threads(1)
 
