@@ -25,13 +25,14 @@ class MessageWork(PendingWork):
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
         self._receives = name.startswith("recv")
         self._status = messages.mpi.Status()
-        self._testing = threading.Lock()
+        # A callback may look at the work again.
+        self._testing = threading.RLock()
         self.request: Any = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once; makes progress."""
         with self._testing:
-            if self._ended.is_set():
+            if self._finished:
                 return True
             try:
                 if not self.request.Test(self._status):
@@ -39,8 +40,8 @@ class MessageWork(PendingWork):
                 error = self._length_error() if self._receives else None
             except self._messages.mpi.Exception as failed:
                 error = self._described(failed)
-        self.finish(error)
-        return True
+            self.finish(error)
+            return True
 
     def _length_error(self) -> BaseException | None:
         count = self._status.Get_count(self._messages.mpi.BYTE)

@@ -53,17 +53,19 @@ class PendingWork(Work):  # type: ignore[misc]
         self._tensors, self._name = tensors, name
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        self._finished = False
         self._lock = threading.Lock()
         self._future: Any = None
 
     def finish(self, error: BaseException | None) -> None:
         """End the call, with its error if it has failed."""
         with self._lock:
-            self._error = error
-            self._ended.set()
+            self._error, self._finished = error, True
             future = self._future
         if future is not None:
             self._complete(future)
+        # After that, so that no callback which waits for the end is run here.
+        self._ended.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call's end, and raise its error; RuntimeError after the timeout."""
@@ -97,8 +99,8 @@ class PendingWork(Work):  # type: ignore[misc]
             if self._future is not None:
                 return self._future
             self._future = future = _CallFuture(self)
-            ended = self._ended.is_set()
-        if ended:
+            finished = self._finished
+        if finished:
             self._complete(future)
         return future
 
