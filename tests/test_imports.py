@@ -120,7 +120,6 @@ LAZY = {
         "collectives/torch/works.py",
         "strategies/input/batches.py",
         "strategies/input/element_spec.py",
-        "strategies/input/messages.py",
     },
 }
 
