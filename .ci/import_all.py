@@ -25,6 +25,23 @@ NEEDS = {
         "collectives.transports.mpi_messages",
         "collectives.transports.mpi_native",
     },
+    # The backend of torch.distributed.
+    "torch": {
+        "collectives.torch",
+        "collectives.torch.arguments",
+        "collectives.torch.call_queue",
+        "collectives.torch.collective_calls",
+        "collectives.torch.groups",
+        "collectives.torch.members",
+        "collectives.torch.memory",
+        "collectives.torch.messages",
+        "collectives.torch.process_group",
+        "collectives.torch.reduce_ops",
+        "collectives.torch.registration",
+        "collectives.torch.rendezvous",
+        "collectives.torch.untraced",
+        "collectives.torch.works",
+    },
     # They are what talks to CuPy.
     "CuPy": {
         "bench.gpu.cupy_device",

@@ -15,6 +15,8 @@ COLLECTIVES = {
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports"} | {"world"},
+    "torch": {"arrays", "caching", "communicator", "errors", "lifecycle", "reductions"}
+    | {"waiting", "world"},
     "world": {"communicator", "consistency", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
@@ -106,6 +108,18 @@ LAZY = {
         "collectives/cuda/cupy_cuda.py",
         "collectives/doctor/gpu.py",
         "collectives/transports/nccl_driver.py",
+    },
+    "torch": {
+        "collectives/torch/arguments.py",
+        "collectives/torch/collective_calls.py",
+        "collectives/torch/process_group.py",
+        "collectives/torch/reduce_ops.py",
+        "collectives/torch/registration.py",
+        "collectives/torch/rendezvous.py",
+        "collectives/torch/untraced.py",
+        "collectives/torch/works.py",
+        "strategies/input/batches.py",
+        "strategies/input/element_spec.py",
     },
 }
 

@@ -37,7 +37,8 @@ _SPINS = 1000
 _YIELD_SECONDS = 2e-3
 _EARLY_SLEEP_YIELD_SECONDS = 20e-6
 _LONGEST_SLEEP = 1e-3
-_PACKAGES = ("collectives", "strategies")
+# torch.distributed calls this package for the user.
+_PACKAGES = ("collectives", "strategies", "torch")
 
 Absent = Callable[[], dict[int, str]]
 """Returns the ranks that a wait still waits for, each with a note on its state."""
@@ -98,6 +99,16 @@ class WaitPolicy:
     def sleep_early(self) -> None:
         """Leave the core and Python's lock to a computing thread."""
         self.spins, self._yield_seconds = 0, _EARLY_SLEEP_YIELD_SECONDS
+
+    @contextmanager
+    def sleeping_early(self) -> Iterator[None]:
+        """Within the context, wait as after `sleep_early`: another thread computes meanwhile."""
+        usual = self.spins, self._yield_seconds
+        self.sleep_early()
+        try:
+            yield
+        finally:
+            self.spins, self._yield_seconds = usual
 
     def for_single_wait(self, what: str, deadline: float | None) -> WaitPolicy:
         """A policy with the same spin and yield times for a single, possibly concurrent wait."""

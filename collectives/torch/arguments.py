@@ -1,0 +1,45 @@
+"""The forms that torch permits for the arguments of a process group's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def as_list(tensors: Any) -> Any:
+    """A tensor alone stands for a list of one."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def as_lists(tensors: Any) -> Any:
+    """A list of tensors stands for a list of one list."""
+    return [tensors] if len(tensors) and isinstance(tensors[0], torch.Tensor) else tensors
+
+
+def options_of(kind: Any, *given: Any) -> Any:
+    """The options that were given, or new ones with a root, an op or a timeout that was given."""
+    if isinstance(given[0], kind):
+        return given[0]
+    options = kind()
+    for each in given:
+        if isinstance(each, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            options.reduceOp = each
+        elif isinstance(each, timedelta):
+            options.timeout = each
+        elif each is not None:
+            options.rootRank = each
+    return options
+
+
+def split(tensor: Any, lengths: Sequence[int], size: int) -> list[Any]:
+    """The parts along the first dimension. The errors have torch's texts."""
+    rows = len(tensor)
+    if lengths and sum(lengths) != rows:
+        raise RuntimeError("Split sizes doesn't match total dim 0 size")
+    if not lengths and rows % size:
+        raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+    return list(tensor.detach().split(list(lengths) if lengths else [rows // size] * size))

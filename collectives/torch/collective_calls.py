@@ -1,0 +1,176 @@
+"""torch's collectives on the tensors of one call, in terms of a communicator's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.arrays.tensors import to_torch
+from collectives.communicator import Communicator
+from collectives.errors import ShapeMismatchError
+from collectives.reductions.reduction import Array
+from collectives.torch.memory import TensorMemory
+from collectives.torch.reduce_ops import reduction
+
+Tensors = Sequence[Any]
+
+
+class CollectiveCalls:
+    """Each method returns when the call has ended on this rank; all ranks call the same."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._memory = TensorMemory()
+        self._array, self._flat = self._memory.array, self._memory.flat
+        self._fill = self._memory.fill
+
+    def bytes_of(self, tensor: Any) -> Array:
+        """The memory of a contiguous tensor."""
+        return self._flat(tensor).view(np.uint8)
+
+    def all_reduce(self, tensors: Tensors, op: Any) -> None:
+        """Reduce each tensor in place."""
+        for tensor in tensors:
+            if tensor.is_sparse:
+                self._all_reduce_sparse(tensor, op)
+                continue
+            reduced, name, finish = reduction(tensor, op, self.comm.size)
+            array = self._array(reduced)
+            self.comm.all_reduce(array, name, out=array)
+            if reduced is not tensor:
+                tensor.detach().copy_(reduced if finish is None else finish(reduced))
+
+    def all_reduce_many(self, tensors: Tensors, op: Any) -> None:
+        """Reduce the tensors in place, in few messages."""
+        known = [reduction(tensor, op, self.comm.size) for tensor in tensors]
+        if len({each.op for each in known}) != 1:
+            self.all_reduce(tensors, op)
+            return
+        arrays = [self._array(each.tensor) for each in known]
+        self.comm.all_reduce_many(arrays, known[0].op, out=arrays)
+        for tensor, (reduced, _, finish) in zip(tensors, known, strict=True):
+            if reduced is not tensor:
+                tensor.detach().copy_(reduced if finish is None else finish(reduced))
+
+    def _all_reduce_sparse(self, tensor: Any, op: Any) -> None:
+        """The sum: all ranks' elements; those of equal indices are added."""
+        if op.op != torch.distributed.ReduceOp.SUM:
+            raise ValueError(f"{op.op}: only the sum of sparse tensors is supported")
+        part = tensor.detach().coalesce()
+        # Kept until they are sent, as their arrays do not hold them.
+        own_indices, own_values = part.indices().t().contiguous(), part.values().contiguous()
+        indices = to_torch(self.comm.all_gather(self._array(own_indices)))
+        values = to_torch(self.comm.all_gather(self._array(own_values)))
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())
+
+    def reduce(self, tensors: Tensors, op: Any, root: int) -> None:
+        """Reduce each tensor into the root's."""
+        on_root = self.comm.rank == root
+        for tensor in tensors:
+            reduced, name, finish = reduction(tensor, op, self.comm.size)
+            array = self._array(reduced)
+            self.comm.reduce(array, name, root=root, out=array if on_root else None)
+            if on_root and reduced is not tensor:
+                tensor.detach().copy_(reduced if finish is None else finish(reduced))
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        """Copy the root's tensors into the others'."""
+        for tensor in tensors:
+            self.comm.broadcast(self._array(tensor), root=root)
+
+    def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> None:
+        """Gather inputs[i] of rank r in outputs[i][r]; the ranks' tensors may differ in length."""
+        for parts, tensor in zip(outputs, inputs, strict=True):
+            flat = self._flat(tensor)
+            joined = np.empty(sum(part.numel() for part in parts), flat.dtype)
+            self.comm.all_gather(flat, out=joined)
+            self._deal(joined, parts)
+
+    def all_gather_single(self, outputs: Tensors, inputs: Tensors) -> None:
+        """Gather the ranks' inputs[i], one after the other, in outputs[i]."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if output.is_contiguous():
+                self.comm.all_gather(self._flat(tensor), out=self._flat(output))
+            else:
+                self.all_gather([[output]], [tensor])
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], op: Any) -> None:
+        """Reduce inputs[i][r] of all ranks into outputs[i] of rank r."""
+        for output, parts in zip(outputs, inputs, strict=True):
+            flat = torch.cat([part.detach().reshape(-1) for part in parts])
+            lengths = [part.numel() for part in parts]
+            if len(set(lengths)) == 1:
+                self._reduce_scatter(output, flat, op)
+            else:
+                self.all_reduce([flat], op)
+                own = flat.split(lengths)[self.comm.rank]
+                output.detach().copy_(own.reshape(output.shape))
+
+    def reduce_scatter_single(self, outputs: Tensors, inputs: Tensors, op: Any) -> None:
+        """Reduce inputs[i] of all ranks, and give rank r its r-th part in outputs[i]."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._reduce_scatter(output, tensor.detach().reshape(-1), op)
+
+    def _reduce_scatter(self, output: Any, flat: Any, op: Any) -> None:
+        if flat.numel() != output.numel() * self.comm.size:
+            raise ValueError(
+                f"reduce_scatter: the input has {flat.numel()} elements and the output"
+                f" {output.numel()}: must be {self.comm.size} times as many"
+            )
+        reduced, name, finish = reduction(flat, op, self.comm.size)
+        array = self._array(reduced)
+        if finish is None and output.is_contiguous():
+            self.comm.reduce_scatter(array, name, out=self._flat(output))
+            return
+        own = to_torch(self.comm.reduce_scatter(array, name))
+        own = own if finish is None else finish(own)
+        output.detach().copy_(own.reshape(output.shape))
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, root: int) -> None:
+        """Gather inputs[i] of rank r in the root's outputs[i][r]."""
+        for index, tensor in enumerate(inputs):
+            joined = self.comm.gather(self._flat(tensor), root=root)
+            if joined is not None:
+                self._deal(joined, outputs[index])
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], root: int) -> None:
+        """Copy inputs[i][r] of the root into outputs[i] of rank r."""
+        on_root = self.comm.rank == root
+        for index, output in enumerate(outputs):
+            stacked = torch.stack([part.detach() for part in inputs[index]]) if on_root else None
+            whole = None if stacked is None else self._array(stacked)
+            self._receive(output, self.comm.scatter(whole, root=root), root)
+
+    def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
+        """Send inputs[r] to rank r, and receive outputs[r] from it."""
+        received = self.comm.all_to_all([self._array(tensor) for tensor in inputs])
+        for peer, (output, block) in enumerate(zip(outputs, received, strict=True)):
+            self._receive(output, block, peer)
+
+    def _receive(self, output: Any, block: Array, peer: int) -> None:
+        if block.size != output.numel():
+            raise ShapeMismatchError(
+                f"rank {peer} sent {block.size} elements: the output tensor holds {output.numel()}"
+            )
+        self._fill(output, block)
+
+    def _deal(self, joined: Array, parts: Tensors) -> None:
+        """Copy the elements to tensors, one after the other."""
+        lengths = [part.numel() for part in parts]
+        if sum(lengths) != joined.size:
+            raise ShapeMismatchError(
+                f"the ranks sent {joined.size} elements: the output tensors hold {sum(lengths)}"
+            )
+        start = 0
+        for part, length in zip(parts, lengths, strict=True):
+            self._fill(part, joined[start : start + length])
+            start += length
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.comm.barrier()

@@ -1,0 +1,50 @@
+"""Creation of process groups."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from collectives.communicator import Communicator
+from collectives.lifecycle.setup import start_mpi
+from collectives.torch.call_queue import CallQueue
+from collectives.torch.members import Members
+from collectives.torch.messages import Messages
+from collectives.torch.process_group import CollectivesProcessGroup
+from collectives.world import world
+
+# MPI guarantees tags up to 32767.
+_TAGS = 1 << 15
+
+
+def create(backend: str, options: Any) -> CollectivesProcessGroup:
+    """The group of torch's options, for a backend of that name. Collective between its members.
+
+    Raises ValueError where torch's ranks are not MPI's, and a DistStoreError if a member does not
+    create the group within the timeout.
+    """
+    whole = world()
+    members = Members(options.store, options.group_rank, options.group_size)
+    ranks = list(options.global_ranks_in_group)
+    if not ranks:
+        ranks = list(range(whole.size))
+        _check_world(options, whole)
+    else:
+        members.await_creation(options.timeout)
+    mpi = start_mpi()
+    # Ranks that are not members make no call: their number of groups says nothing.
+    tag = zlib.crc32(options.group_id.encode()) % _TAGS
+    mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)
+    comm = Communicator(mpi_comm, deadline=options.timeout.total_seconds())
+    policy = comm._engine.wait_policy
+    messages, queue = Messages(mpi_comm, policy), CallQueue(policy)
+    return CollectivesProcessGroup(backend, comm, messages, queue, members)
+
+
+def _check_world(options: Any, whole: Communicator) -> None:
+    given, actual = (options.group_rank, options.group_size), (whole.rank, whole.size)
+    if given != actual:
+        raise ValueError(
+            f"rank={given[0]}, world_size={given[1]}: mpirun started this process as rank"
+            f" {actual[0]} of {actual[1]}. Leave both out, or give MPI's"
+        )

@@ -1,0 +1,41 @@
+"""What the members of a group tell each other through torch's store, outside of any call."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+_CLOSING = "closing"
+_POLL_SECONDS = 1e-3
+
+
+class Members:
+    """The members of one group, by its own part of the store."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._closes = False
+
+    def await_creation(self, timeout: timedelta) -> None:
+        """Wait until every member creates the group; DistStoreError after the timeout.
+
+        MPI, which creates its communicators together, has no deadline.
+        """
+        self._store.set(f"created by {self._rank}", "")
+        self._store.wait([f"created by {rank}" for rank in range(self._size)], timeout)
+
+    def begin_closing(self) -> None:
+        """Announce that this member makes no call any more. A second call does nothing."""
+        if not self._closes:
+            self._closes = True
+            self._store.add(_CLOSING, 1)
+
+    def all_close(self, seconds: float) -> bool:
+        """Whether every member has announced it within that time."""
+        limit = time.monotonic() + seconds
+        while self._store.add(_CLOSING, 0) < self._size:
+            if time.monotonic() > limit:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True

@@ -1,0 +1,157 @@
+"""Sends and receives between two ranks of a group, over MPI."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from collectives.errors import ShapeMismatchError
+from collectives.lifecycle.setup import start_mpi
+from collectives.reductions.reduction import Array
+from collectives.torch.works import PendingWork
+from collectives.waiting.wait_policy import WaitPolicy
+
+# How often the messages that no caller waits for make progress.
+_POLL_SECONDS = 5e-4
+
+
+class MessageWork(PendingWork):
+    """One message that is sent or received. `peer` is None for a receive from any rank."""
+
+    def __init__(self, messages: Messages, name: str, tensor: Any, peer: int | None) -> None:
+        super().__init__([tensor], name)
+        self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
+        self._receives = name.startswith("recv")
+        self._status = messages.mpi.Status()
+        # A callback may look at the work again.
+        self._testing = threading.RLock()
+        self.request: Any = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once; makes progress."""
+        with self._testing:
+            if self._finished:
+                return True
+            try:
+                if not self.request.Test(self._status):
+                    return False
+                error = self._length_error() if self._receives else None
+            except self._messages.mpi.Exception as failed:
+                error = self._described(failed)
+            self.finish(error)
+            return True
+
+    def _length_error(self) -> BaseException | None:
+        count = self._status.Get_count(self._messages.mpi.BYTE)
+        if self._status.Is_cancelled() or count == self._nbytes:
+            return None
+        return self._mismatch(f"{count}")
+
+    def _described(self, error: Any) -> BaseException:
+        if error.Get_error_class() == self._messages.mpi.ERR_TRUNCATE:
+            return self._mismatch("more")
+        return RuntimeError(f"{self._name}: {error}")
+
+    def _mismatch(self, sent: str) -> BaseException:
+        return ShapeMismatchError(
+            f"{self._name}: {sent} bytes were sent, and the tensor holds {self._nbytes}"
+        )
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensor may be read, or changed if it was sent.
+
+        Raises DeadlineExceededError after the timeout, or the group's, and ShapeMismatchError for a
+        message of another length.
+        """
+        seconds = timeout.total_seconds() if timeout else 0
+        deadline = seconds if seconds > 0 else self._messages.policy.deadline
+        policy = self._messages.policy.for_single_wait(self._name, deadline)
+        policy.check_alive = self._messages.policy.check_alive
+        absent = {} if self._peer is None else {self._peer: ""}
+        try:
+            policy.spin_until(self.is_completed, lambda: absent)
+        except TimeoutError as error:
+            if self._receives:
+                # A later receive gets the message.
+                self.request.Cancel()
+            limit = f"Timed out waiting {(deadline or 0) * 1000:.0f}ms"
+            error.args = (f"{limit} for {self._name} operation to complete: {error}",)
+            raise
+        return super().wait()
+
+    def before_callbacks(self) -> None:
+        """Wait for nothing: messages have no order that callbacks could change."""
+
+    def source_rank(self) -> int:
+        """The rank that has sent the message."""
+        return int(self._status.Get_source())
+
+    _source_rank = source_rank
+
+
+class Messages:
+    """The messages of one group, on an MPI communicator of their own.
+
+    A thread makes the progress of pending messages: while this rank is in a collective over shared
+    memory, or computes, MPI would move none.
+    """
+
+    def __init__(self, mpi_comm: Any, policy: WaitPolicy) -> None:
+        """`policy` has the group's deadline, and finds dead ranks."""
+        self._comm, self.mpi, self.policy = mpi_comm, start_mpi(), policy
+        self._changed = threading.Condition()
+        self._pending: list[MessageWork] = []
+        self._thread: threading.Thread | None = None
+
+    def send(self, tensor: Any, array: Array, peer: int, tag: int) -> MessageWork:
+        """Start to send the array, which is the tensor's memory."""
+        work = MessageWork(self, f"send to rank {peer} with tag {tag}", tensor, peer)
+        work.request = self._comm.Isend([array, self.mpi.BYTE], peer, tag)
+        return self._begun(work)
+
+    def receive(self, tensor: Any, array: Array, peer: int | None, tag: int) -> MessageWork:
+        """Start to receive into the array, from any rank if `peer` is None."""
+        source = "any rank" if peer is None else f"rank {peer}"
+        work = MessageWork(self, f"recv from {source} with tag {tag}", tensor, peer)
+        number = self.mpi.ANY_SOURCE if peer is None else peer
+        work.request = self._comm.Irecv([array, self.mpi.BYTE], number, tag)
+        return self._begun(work)
+
+    def _begun(self, work: MessageWork) -> MessageWork:
+        if work.is_completed():
+            return work
+        with self._changed:
+            self._pending.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._progress, name="collectives-messages", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+        return work
+
+    def _progress(self) -> None:
+        thread = threading.current_thread()
+        while True:
+            with self._changed:
+                if self._thread is not thread:
+                    return
+                pending = list(self._pending)
+                if not pending:
+                    self._changed.wait()
+            ended = {id(work) for work in pending if work.is_completed()}
+            with self._changed:
+                self._pending = [work for work in self._pending if id(work) not in ended]
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the thread, and free MPI's communicator, whose pending messages end first."""
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._changed.notify()
+        if thread is not None:
+            thread.join()
+        if not self.mpi.Is_finalized():
+            self._comm.Free()

@@ -1,0 +1,296 @@
+"""The process group of torch.distributed over a communicator.
+
+torch's names of the methods are kept. torch calls some of them from C++, by the names before
+version 2.13 or after: both are there. A call takes torch's options; without any it is asynchronous.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collectives.communicator import Communicator
+from collectives.errors import DeadlineExceededError, MismatchError
+from collectives.torch.arguments import as_list, as_lists, options_of, split
+from collectives.torch.call_queue import CallQueue
+from collectives.torch.collective_calls import CollectiveCalls
+from collectives.torch.members import Members
+from collectives.torch.messages import Messages
+from collectives.torch.untraced import untraced
+from collectives.torch.works import AllWorks, DoneWork, PendingWork
+
+Tensors = Sequence[Any]
+
+_c10d = dist.distributed_c10d
+AllreduceOptions = _c10d.AllreduceOptions
+CoalescedOptions = _c10d.AllreduceCoalescedOptions
+# How long `shutdown` waits for the other ranks, which may destroy their groups later or never.
+_SHUTDOWN_SECONDS = 5.0
+
+
+@untraced
+class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A group of ranks whose tensors lie on the CPU."""
+
+    def __init__(
+        self,
+        backend: str,
+        comm: Communicator,
+        messages: Messages,
+        queue: CallQueue,
+        members: Members,
+    ) -> None:
+        """`backend` is the name under which torch knows this class."""
+        # The constructor that takes a store does not work for subclasses.
+        super().__init__(comm.rank, comm.size)
+        self._backend, self._comm, self._members = backend, comm, members
+        self._messages, self._queue = messages, queue
+        self._calls = CollectiveCalls(comm)
+        self._coalesced: list[Any] | None = None
+        self._name = self._description = ""
+        comm.at_end(self.complete)
+
+    def _run(
+        self, options: Any, name: str, outputs: Any, call: Callable[..., None], *arguments: Any
+    ) -> Any:
+        """Make a call now, or in the order of those that are pending."""
+        seconds = options.timeout.total_seconds()
+        if not options.asyncOp and not self._queue.pending:
+            self._perform(seconds, call, *arguments)
+            return DoneWork(outputs)
+        work = PendingWork(outputs, name)
+        self._queue.submit(work, lambda: self._perform(seconds, call, *arguments))
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _perform(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        usual = self._comm.deadline
+        try:
+            if seconds <= 0 or seconds == usual:
+                call(*arguments)
+                return
+            self._comm.deadline = seconds
+            try:
+                call(*arguments)
+            finally:
+                self._comm.deadline = usual
+        except DeadlineExceededError as error:
+            # torch's users and tests look for these words.
+            error.args = (f"group {self._name!r}: Timed out : {error}",)
+            raise
+        except MismatchError as error:
+            gone = [rank for rank, each in enumerate(error.calls) if each.startswith("exit(")]
+            if gone:
+                error.args = (f"group {self._name!r} was closed by rank {gone[0]}: {error}",)
+            raise
+
+    # Collectives.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce tensors, dense or sparse, in place."""
+        tensors, opts = as_list(tensors), options_of(AllreduceOptions, opts)
+        return self._run(opts, "allreduce", tensors, self._calls.all_reduce, tensors, opts.reduceOp)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce tensors in place, in few messages."""
+        tensors, opts = as_list(tensors), options_of(CoalescedOptions, opts)
+        call = self._calls.all_reduce_many
+        return self._run(opts, "allreduce_coalesced", tensors, call, tensors, opts.reduceOp)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> Any:
+        """Reduce tensors into the root's."""
+        tensors, opts = as_list(tensors), options_of(_c10d.ReduceOptions, opts, op)
+        arguments = tensors, opts.reduceOp, opts.rootRank
+        return self._run(opts, "reduce", tensors, self._calls.reduce, *arguments)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        """Copy the root's tensors into the others'."""
+        tensors, opts = as_list(tensors), options_of(_c10d.BroadcastOptions, opts)
+        return self._run(opts, "broadcast", tensors, self._calls.broadcast, tensors, opts.rootRank)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather inputs[i] of rank r in outputs[i][r]."""
+        outputs, inputs = as_lists(outputs), as_list(inputs)
+        opts = options_of(_c10d.AllgatherOptions, opts)
+        call = self._calls.all_gather
+        return self._run(opts, "allgather", outputs, call, outputs, inputs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather inputs[i] of rank r in outputs[r][i]."""
+        opts = options_of(_c10d.AllgatherOptions, opts)
+        by_tensor = list(zip(*outputs, strict=True))
+        call = self._calls.all_gather
+        return self._run(opts, "allgather_coalesced", outputs, call, by_tensor, inputs)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        """Gather the ranks' tensors one after the other in one."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """As `all_gather_single`, for each input."""
+        opts, call = options_of(_c10d.AllgatherOptions, opts), self._calls.all_gather_single
+        return self._run(opts, "all_gather_single", outputs, call, outputs, inputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce inputs[i][r] of all ranks into outputs[i] of rank r."""
+        outputs, inputs = as_list(outputs), as_lists(inputs)
+        opts, call = options_of(_c10d.ReduceScatterOptions, opts), self._calls.reduce_scatter
+        return self._run(opts, "reduce_scatter", outputs, call, outputs, inputs, opts.reduceOp)
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        """Reduce the ranks' tensors, and give each rank its part."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """As `reduce_scatter_single`, for each input."""
+        opts, call = options_of(_c10d.ReduceScatterOptions, opts), self._calls.reduce_scatter_single
+        arguments = outputs, inputs, opts.reduceOp
+        return self._run(opts, "reduce_scatter_single", outputs, call, *arguments)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather inputs[i] of rank r in the root's outputs[i][r]."""
+        opts = options_of(_c10d.GatherOptions, opts)
+        outputs, inputs = as_lists(outputs), as_list(inputs)
+        arguments = outputs, inputs, opts.rootRank
+        return self._run(opts, "gather", outputs, self._calls.gather, *arguments)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Copy inputs[i][r] of the root into outputs[i] of rank r."""
+        opts = options_of(_c10d.ScatterOptions, opts)
+        outputs, inputs = as_list(outputs), as_lists(inputs)
+        arguments = outputs, inputs, opts.rootRank
+        return self._run(opts, "scatter", outputs, self._calls.scatter, *arguments)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Send inputs[r] to rank r, and receive outputs[r] from it."""
+        opts = options_of(_c10d.AllToAllOptions, opts)
+        return self._run(opts, "alltoall", outputs, self._calls.all_to_all, outputs, inputs)
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        """Send and receive the parts along the first dimension; of equal lengths if none given."""
+        outputs = split(output, output_splits, self._comm.size)
+        inputs = split(input, input_splits, self._comm.size)
+        opts, call = options_of(_c10d.AllToAllOptions, opts), self._calls.all_to_all
+        return self._run(opts, "all_to_all_single", [output], call, outputs, inputs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Synchronize all ranks."""
+        return self._run(options_of(_c10d.BarrierOptions, opts), "barrier", [], self._calls.barrier)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Synchronize all ranks; DeadlineExceededError on every rank, with all that are absent.
+
+        `torch.distributed.monitored_barrier` permits it for gloo alone.
+        """
+        opts = _c10d.BarrierOptions()
+        opts.asyncOp = False
+        if timeout is not None:
+            opts.timeout = max(timeout, timedelta(milliseconds=1))
+        try:
+            self._run(opts, "monitored_barrier", [], self._calls.barrier).wait()
+        except DeadlineExceededError as error:
+            absent = ", ".join(map(str, error.absent))
+            text = f"Rank {self._comm.rank} timed out in monitoredBarrier"
+            error.args = (f"{text}. Ranks {absent} failed to pass monitoredBarrier: {error}",)
+            raise
+
+    # The names that torch uses elsewhere.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Messages.
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        """Start to send a tensor."""
+        begin = self._messages.send
+        return self._message(tensors, lambda tensor, array: begin(tensor, array, peer, tag))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        """Start to receive a tensor."""
+        begin = self._messages.receive
+        return self._message(tensors, lambda tensor, array: begin(tensor, array, peer, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Start to receive a tensor from any rank; the work knows from which."""
+        begin = self._messages.receive
+        return self._message(tensors, lambda tensor, array: begin(tensor, array, None, tag))
+
+    def _message(self, tensors: Any, begin: Callable[[Any, Any], Any]) -> Any:
+        (tensor,) = as_list(tensors)
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+        work = begin(tensor, self._calls.bytes_of(tensor))
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        return AllWorks(works)
+
+    # What torch reads and sets.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The backend's name."""
+        return self._backend
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Store the name, which torch keeps in backends written in C++ alone."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The group's name."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Store the description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """The group's description."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of the calls that begin from now on."""
+        self._comm.deadline = timeout.total_seconds()
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last calls of every rank to a file on rank 0, as `Communicator.trace`."""
+        self._comm.trace(path)
+
+    def complete(self) -> None:
+        """Make the calls that are pending, and no call any more."""
+        self._queue.drain()
+        self._members.begin_closing()
+
+    def shutdown(self) -> None:
+        """Complete pending calls, then close what the other ranks close too.
+
+        If they do not within a few seconds, the end of the program does.
+        """
+        self.complete()
+        if not self._comm.closed and self._members.all_close(_SHUTDOWN_SECONDS):
+            self._comm.close()
+            self._messages.close()
+
+    abort = shutdown

@@ -1,0 +1,63 @@
+"""torch's reductions in terms of those of `collectives`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ReduceOp
+
+NAMES = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "bitwise_and",
+    ReduceOp.BOR: "bitwise_or",
+    ReduceOp.BXOR: "bitwise_xor",
+}
+_FLOAT8S = {
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+}
+# They are reduced as they are; AVG only if they have fractions.
+_REDUCED = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+}
+
+
+class Reduction(NamedTuple):
+    """A tensor that `collectives` can reduce, and the name of the op."""
+
+    tensor: Any
+    op: str
+    finish: Callable[[Any], Any] | None = None
+    """What turns a reduced tensor into the result, unless it is the result."""
+
+
+def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
+    """How `collectives` does torch's `reduce_op` on this tensor, between `size` ranks.
+
+    The result's tensor is the given one if that can be reduced as it is. Raises TypeError for an
+    op that the dtype does not have.
+    """
+    kind, dtype = reduce_op.op, tensor.dtype
+    if kind == ReduceOp.PREMUL_SUM:
+        factor = reduce_op.__getstate__()[1]
+        return reduction((tensor * factor).to(dtype), ReduceOp(ReduceOp.SUM), size)
+    name = NAMES[kind]
+    if dtype in _REDUCED:
+        return Reduction(tensor, name)
+    if dtype in _FLOAT8S:
+        return Reduction(tensor.float(), name, lambda reduced: reduced.to(dtype))
+    if kind == ReduceOp.AVG:
+        # As NCCL: truncated.
+        def divide(total: Any) -> Any:
+            return total.div(size, rounding_mode="trunc").to(dtype)
+
+        return Reduction(tensor.clone(), "sum", divide)
+    return Reduction(tensor, name)

@@ -1,0 +1,186 @@
+"""What torch calls a Work: the handle of a call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Work
+from torch.futures import Future
+
+
+class DoneWork(Work):  # type: ignore[misc]
+    """A call that has ended well."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """None."""
+        return None
+
+    def result(self) -> list[Any]:
+        """The call's output tensors."""
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """A future of the output tensors."""
+        future = Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(Work):  # type: ignore[misc]
+    """A call that another thread makes; `finish` is called by that thread."""
+
+    def __init__(self, tensors: list[Any], name: str) -> None:
+        super().__init__()
+        self._tensors, self._name = tensors, name
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._finished = False
+        self._lock = threading.Lock()
+        self._future: Any = None
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the call, with its error if it has failed."""
+        with self._lock:
+            self._error, self._finished = error, True
+            future = self._future
+        if future is not None:
+            self._complete(future)
+        # After that, so that no callback which waits for the end is run here.
+        self._ended.set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the call's end, and raise its error; RuntimeError after the timeout."""
+        seconds = timeout.total_seconds() if timeout else 0
+        if not self._ended.wait(seconds if seconds > 0 else None):
+            raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the call has ended without an error."""
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error of a call that has failed."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The call's output tensors, once it has ended."""
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """A future of the output tensors, which raises the call's error."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = future = _CallFuture(self)
+            finished = self._finished
+        if finished:
+            self._complete(future)
+        return future
+
+    def before_callbacks(self) -> None:
+        """Wait for the call's end.
+
+        A callback may make calls of its own, as that of PowerSGD does: in the thread of the program
+        their order is the same on all ranks.
+        """
+        self._ended.wait()
+
+    def _complete(self, future: Any) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            failure = _Failure(self._error)
+            future._set_unwrap_func(failure.raise_error)
+            future.set_result(failure)
+
+
+class _CallFuture(Future):  # type: ignore[misc]
+    """The future of a call that is in a queue."""
+
+    def __init__(self, work: PendingWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """A future of the callback's result."""
+        self._work.before_callbacks()
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Run the callback when the call has ended."""
+        self._work.before_callbacks()
+        super().add_done_callback(callback)
+
+
+class _Failure:
+    """What a future holds instead of tensors: futures of Python have no error that C++ can read.
+
+    DDP, which waits in C++, looks for tensors in the value by pickling it.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def raise_error(self, _: Any = None) -> None:
+        """Raise it."""
+        raise self._error
+
+    __reduce_ex__ = raise_error  # type: ignore[assignment]
+
+
+class AllWorks(Work):  # type: ignore[misc]
+    """Several calls as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each of them."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> list[Any]:
+        """The output tensors of all."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        """A future of the output tensors of all."""
+        self.wait()
+        return DoneWork(self.result()).get_future()

@@ -1,0 +1,133 @@
+"""Errors of calls that differ between ranks, or that some ranks do not make."""
+
+import json
+import time
+from datetime import timedelta
+
+import pytest
+
+import collectives
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+MISMATCHES = {
+    "shape": (
+        lambda torch, dist, odd: dist.all_reduce(torch.ones(2 + odd)),
+        collectives.ShapeMismatchError,
+    ),
+    "dtype": (
+        lambda torch, dist, odd: dist.all_reduce(
+            torch.ones(2, dtype=torch.float64 if odd else None)
+        ),
+        collectives.DtypeMismatchError,
+    ),
+    "op": (
+        lambda torch, dist, odd: dist.all_reduce(
+            torch.ones(2), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
+        ),
+        collectives.OpMismatchError,
+    ),
+    "root": (
+        lambda torch, dist, odd: dist.broadcast(torch.ones(2), int(odd)),
+        collectives.RootMismatchError,
+    ),
+    "collective": (
+        lambda torch, dist, odd: dist.barrier() if odd else dist.all_reduce(torch.ones(2)),
+        collectives.CollectiveMismatchError,
+    ),
+    "asynchronous": (
+        lambda torch, dist, odd: dist.all_reduce(torch.ones(2 + odd), async_op=True).wait(),
+        collectives.ShapeMismatchError,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_a_mismatch_is_raised_on_every_rank_and_the_group_goes_on(torch, dist, comm, what):
+    call, kind = MISMATCHES[what]
+    with pytest.raises(kind) as caught:
+        call(torch, dist, comm.rank == comm.size - 1)
+    assert len(caught.value.calls) == comm.size
+    tensor = torch.tensor([comm.rank + 1.0])
+    dist.all_reduce(tensor)
+    assert tensor.item() == comm.size * (comm.size + 1) / 2
+
+
+def test_a_future_has_the_error(torch, dist, comm):
+    work = dist.all_reduce(torch.ones(2 + comm.rank), async_op=True)
+    with pytest.raises(collectives.ShapeMismatchError):
+        work.get_future().wait()
+    assert not work.is_success()
+    assert isinstance(work.exception(), collectives.ShapeMismatchError)
+
+
+def test_a_deadline(torch, dist, comm):
+    """The error names the absent ranks and the user's line, in words that torch's tests read."""
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    for later in (False, True):
+        start = time.monotonic()
+        if comm.rank == 0:
+            with pytest.raises(collectives.DeadlineExceededError, match=" Timed out ") as caught:
+                call_late(dist, group, later)
+            assert caught.value.absent == tuple(range(1, comm.size))
+            assert __file__ in str(caught.value)
+            assert 0.4 < time.monotonic() - start < 20
+        comm.barrier()
+        dist.barrier(group)
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError, match=r"Rank 0 timed out in monitoredBarrier\. Ranks 1"):
+            group.monitored_barrier(timedelta(seconds=0.2))
+        with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
+            dist.recv(torch.zeros(1), 1, group=group)
+    comm.barrier()
+    # A receive that was given up leaves the message to the next one.
+    if comm.rank == 1:
+        dist.send(torch.ones(1), 0, group=group)
+    if comm.rank == 0:
+        tensor = torch.zeros(1)
+        dist.recv(tensor, 1, group=group)
+        assert tensor.item() == 1
+    group.set_timeout(timedelta(seconds=30))
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def test_ddp_raises_the_error_of_a_reduction_that_it_waits_for(torch, dist, comm):
+    """DDP reduces asynchronously, and waits in C++."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+    loss = model(torch.ones(1, 2)).sum()
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError, match=r" Timed out .*rank 1"):
+            loss.backward()
+    comm.barrier()
+    dist.destroy_process_group(group)
+
+
+def call_late(dist, group, later):
+    if later:
+        dist.barrier(group, async_op=True).wait()
+    else:
+        dist.barrier(group)
+
+
+def test_messages_of_another_length(torch, dist, comm):
+    if comm.rank == 0:
+        dist.send(torch.ones(2), 1)
+        dist.send(torch.ones(4), 1)
+    elif comm.rank == 1:
+        for sent in ("8", "more"):
+            with pytest.raises(collectives.ShapeMismatchError, match=f"{sent} bytes were sent"):
+                dist.recv(torch.ones(3), 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        dist.isend(torch.ones(2, 2).t(), 0)
+
+
+def test_the_trace_holds_torchs_calls(torch, dist, comm, tmp_path):
+    path = comm.broadcast_object(str(tmp_path / "trace.json") if comm.rank == 0 else None)
+    dist.all_reduce(torch.ones(7919))
+    dist.group.WORLD.trace(path)
+    if comm.rank == 0:
+        with open(path, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+        assert sum("[7919]" in json.dumps(event) for event in events) == comm.size

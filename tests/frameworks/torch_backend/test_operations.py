@@ -1,0 +1,455 @@
+"""Every operation of torch.distributed on the backend, waited for and asynchronous."""
+
+import functools
+import operator
+from datetime import timedelta
+
+import pytest
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(2, 3),
+    # Older names of calls are tested as well.
+    pytest.mark.filterwarnings("ignore:.*deprecated"),
+]
+
+NUMBERS = (
+    *("uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+COMPLEX = ("complex64", "complex128")
+MOVED = (*NUMBERS, *COMPLEX, "bool", "float8_e4m3fn", "float8_e5m2")
+BOTH = pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+
+
+def values(torch, rank, dtype, shape=(2, 3)):
+    """Elements that depend on the rank, exact in every dtype."""
+    count = functools.reduce(operator.mul, shape, 1)
+    elements = (torch.arange(count) + rank) % 5
+    return elements.reshape(shape).to(getattr(torch, dtype))
+
+
+def call(function, *arguments, later, **options):
+    """Make the call; if it is asynchronous, wait for it."""
+    work = function(*arguments, async_op=later, **options)
+    if later:
+        work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+
+
+def equal(torch, tensor, expected, what):
+    # 8-bit floats can't be compared.
+    assert tensor.dtype == expected.dtype, what
+    assert torch.equal(tensor.to(torch.complex128), expected.to(torch.complex128)), what
+
+
+@BOTH
+def test_all_reduce(torch, dist, comm, later):
+    for name in NUMBERS:
+        dtype = getattr(torch, name)
+        parts = [values(torch, rank, name) for rank in range(comm.size)]
+        wide = torch.stack(parts).double()
+        expected = {
+            dist.ReduceOp.SUM: wide.sum(0),
+            dist.ReduceOp.PRODUCT: wide.prod(0),
+            dist.ReduceOp.MIN: wide.amin(0),
+            dist.ReduceOp.MAX: wide.amax(0),
+            dist.ReduceOp.AVG: wide.sum(0) / comm.size,
+        }
+        for op, reduced in expected.items():
+            tensor = parts[comm.rank].clone()
+            call(dist.all_reduce, tensor, op, later=later)
+            if op == dist.ReduceOp.AVG and dtype.is_floating_point:
+                assert torch.allclose(tensor.double(), reduced, rtol=1e-2), name
+            else:
+                equal(torch, tensor, reduced.to(dtype), (name, op))
+
+
+@BOTH
+def test_all_reduce_of_other_dtypes(torch, dist, comm, later):
+    ranks = range(comm.size)
+    for name in COMPLEX:
+        parts = [values(torch, rank, name) * (1 + 2j) for rank in ranks]
+        tensor = parts[comm.rank].clone()
+        call(dist.all_reduce, tensor, later=later)
+        equal(torch, tensor, sum(parts), name)
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        parts = [values(torch, rank, name) for rank in ranks]
+        tensor = parts[comm.rank].clone()
+        call(dist.all_reduce, tensor, later=later)
+        total = sum(part.float() for part in parts).to(tensor.dtype)
+        equal(torch, tensor, total, name)
+    flag = torch.tensor([comm.rank == 0, True, False])
+    call(dist.all_reduce, flag, dist.ReduceOp.MAX, later=later)
+    assert flag.tolist() == [True, True, False]
+
+
+@BOTH
+def test_bitwise_all_reduce(torch, dist, comm, later):
+    folds = {
+        dist.ReduceOp.BAND: operator.and_,
+        dist.ReduceOp.BOR: operator.or_,
+        dist.ReduceOp.BXOR: operator.xor,
+    }
+    for name in ("uint8", "int32", "int64", "bool"):
+        parts = [values(torch, rank + 1, name) for rank in range(comm.size)]
+        for op, fold in folds.items():
+            tensor = parts[comm.rank].clone()
+            call(dist.all_reduce, tensor, op, later=later)
+            equal(torch, tensor, functools.reduce(fold, parts), (name, op))
+    with pytest.raises(TypeError):
+        dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+
+
+@BOTH
+def test_premultiplied_sum(torch, dist, comm, later):
+    total = sum(values(torch, rank, "float32") for rank in range(comm.size))
+    for factor in (0.5, torch.tensor([0.5])):
+        tensor = values(torch, comm.rank, "float32")
+        op = dist._make_nccl_premul_sum(factor)
+        call(dist.all_reduce, tensor, op, later=later)
+        assert torch.equal(tensor, total / 2)
+
+
+def test_layouts_and_storages(torch, dist, comm):
+    size = comm.size
+    tensor = torch.zeros(4, 6)[1::2, ::3].fill_(comm.rank + 1)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((2, 2), size * (size + 1) / 2))
+    dist.broadcast(tensor, size - 1)
+    for empty in (torch.zeros(0), torch.zeros(3, 0)):
+        dist.all_reduce(empty)
+    scalar = torch.tensor(float(comm.rank))
+    dist.all_reduce(scalar, dist.ReduceOp.MAX)
+    assert scalar.item() == size - 1
+    parameter = torch.nn.Parameter(torch.ones(3))
+    dist.all_reduce(parameter)
+    assert parameter.tolist() == [size] * 3
+    # Another tensor may get the memory of one that is gone.
+    for length in (2, 3, 2, 3):
+        tensor = torch.full((length,), comm.rank + 1.0)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [size * (size + 1) / 2] * length
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="resolve_conj"):
+        dist.group.WORLD.allreduce([torch.ones(2, dtype=torch.complex64).conj()]).wait()
+
+
+@BOTH
+def test_sparse_all_reduce(torch, dist, comm, later):
+    indices = torch.tensor([[comm.rank, comm.rank + 1]])
+    rows = torch.full((2, 2), comm.rank + 1.0)
+    shape = comm.size + 1, 2
+    tensor = torch.sparse_coo_tensor(indices, rows, shape, check_invariants=True)
+    expected = torch.zeros(shape)
+    for rank in range(comm.size):
+        expected[rank : rank + 2] += rank + 1
+    call(dist.all_reduce, tensor, later=later)
+    assert torch.equal(tensor.to_dense(), expected)
+
+
+@BOTH
+def test_broadcast_and_reduce(torch, dist, comm, later):
+    for name in MOVED:
+        for root in range(comm.size):
+            tensor = values(torch, comm.rank, name)
+            call(dist.broadcast, tensor, root, later=later)
+            equal(torch, tensor, values(torch, root, name), name)
+    for root in range(comm.size):
+        own = values(torch, comm.rank, "float32")
+        tensor = own.clone()
+        call(dist.reduce, tensor, root, dist.ReduceOp.MAX, later=later)
+        parts = torch.stack([values(torch, rank, "float32") for rank in range(comm.size)])
+        expected = parts.amax(0) if comm.rank == root else own
+        assert torch.equal(tensor, expected)
+
+
+@BOTH
+def test_all_gather(torch, dist, comm, later):
+    ranks = range(comm.size)
+    for name in MOVED:
+        own = values(torch, comm.rank, name)
+        outputs = [torch.zeros_like(own) for _ in ranks]
+        call(dist.all_gather, outputs, own, later=later)
+        for rank in ranks:
+            equal(torch, outputs[rank], values(torch, rank, name), name)
+        joined = torch.zeros(comm.size * 2, 3, dtype=own.dtype)
+        call(dist.all_gather_into_tensor, joined, own, later=later)
+        equal(torch, joined, torch.cat([values(torch, rank, name) for rank in ranks]), name)
+    # In place, as FSDP does: the input is a part of the output.
+    joined = torch.zeros(comm.size, 4)
+    joined[comm.rank] = comm.rank + 1
+    call(dist.all_gather_single, joined, joined[comm.rank], later=later)
+    assert joined[:, 0].tolist() == [rank + 1 for rank in ranks]
+    # Lengths may differ.
+    outputs = [torch.zeros(rank + 1) for rank in ranks]
+    call(dist.all_gather, outputs, torch.full((comm.rank + 1,), float(comm.rank)), later=later)
+    assert [each.tolist() for each in outputs] == [[float(rank)] * (rank + 1) for rank in ranks]
+
+
+@BOTH
+def test_reduce_scatter(torch, dist, comm, later):
+    size = comm.size
+    for name in (*NUMBERS, *COMPLEX):
+        whole = [values(torch, rank, name, (size, 4)) for rank in range(size)]
+        wide = torch.complex128 if whole[0].is_complex() else torch.float64
+        total = sum(each.to(wide) for each in whole)[comm.rank]
+        output = torch.zeros_like(whole[0][0])
+        call(dist.reduce_scatter, output, list(whole[comm.rank]), later=later)
+        equal(torch, output, total.to(output.dtype), name)
+        output.zero_()
+        call(dist.reduce_scatter_single, output, whole[comm.rank].reshape(-1), later=later)
+        equal(torch, output, total.to(output.dtype), name)
+    output = torch.zeros(comm.rank + 1)
+    inputs = [torch.full((rank + 1,), comm.rank + rank / 2) for rank in range(size)]
+    call(dist.reduce_scatter, output, inputs, dist.ReduceOp.MAX, later=later)
+    assert output.tolist() == [size - 1 + comm.rank / 2] * (comm.rank + 1)
+    output = torch.zeros(2)
+    given = torch.full((2 * size,), comm.rank + 1.0)
+    call(dist.reduce_scatter_single, output, given, dist.ReduceOp.AVG, later=later)
+    assert output.tolist() == [(size + 1) / 2] * 2
+    with pytest.raises(ValueError, match="must be"):
+        dist.group.WORLD.reduce_scatter_single(torch.zeros(3), torch.zeros(size)).wait()
+
+
+@BOTH
+def test_gather_and_scatter(torch, dist, comm, later):
+    for name in MOVED:
+        for root in range(comm.size):
+            own = values(torch, comm.rank, name)
+            outputs = [torch.zeros_like(own) for _ in range(comm.size)]
+            on_root = outputs if comm.rank == root else None
+            call(dist.gather, own, on_root, root, later=later)
+            if on_root:
+                for rank, each in enumerate(outputs):
+                    equal(torch, each, values(torch, rank, name), name)
+            inputs = [values(torch, rank + root, name) for rank in range(comm.size)]
+            output = torch.zeros_like(own)
+            call(dist.scatter, output, inputs if comm.rank == root else None, root, later=later)
+            equal(torch, output, values(torch, comm.rank + root, name), name)
+
+
+@BOTH
+def test_all_to_all(torch, dist, comm, later):
+    ranks, rank = range(comm.size), comm.rank
+    for name in MOVED:
+        inputs = [values(torch, 2 * rank + peer, name) for peer in ranks]
+        outputs = [torch.zeros_like(each) for each in inputs]
+        call(dist.all_to_all, outputs, inputs, later=later)
+        for peer in ranks:
+            equal(torch, outputs[peer], values(torch, 2 * peer + rank, name), name)
+        whole, received = torch.cat(inputs), torch.cat([torch.zeros_like(each) for each in inputs])
+        call(dist.all_to_all_single, received, whole, later=later)
+        equal(torch, received, torch.cat(outputs), name)
+    # Rank r sends p + r rows to rank p; rank 0 sends none to itself.
+    sent = torch.cat([torch.full((rank + peer, 2), 10.0 * rank + peer) for peer in ranks])
+    splits = [rank + peer for peer in ranks]
+    received = torch.zeros(sum(splits), 2)
+    call(dist.all_to_all_single, received, sent, splits, splits, later=later)
+    expected = torch.cat([torch.full((rank + peer, 2), 10.0 * peer + rank) for peer in ranks])
+    assert torch.equal(received, expected)
+    with pytest.raises(RuntimeError, match="Split sizes"):
+        dist.all_to_all_single(received, sent, splits, [100] * comm.size)
+
+
+def test_messages(torch, dist, comm):
+    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for name in MOVED:
+        received = torch.zeros_like(values(torch, 0, name))
+        works = [
+            dist.irecv(received, behind),
+            dist.isend(values(torch, comm.rank, name), ahead),
+        ]
+        for work in works:
+            work.wait()
+        equal(torch, received, values(torch, behind, name), name)
+    if comm.rank == 0:
+        dist.send(torch.arange(3.0), 1, tag=7)
+        dist.send(torch.arange(3.0) + 1, 1, tag=3)
+    elif comm.rank == 1:
+        later, earlier = torch.zeros(3), torch.zeros(3)
+        assert dist.recv(earlier, 0, tag=3) == 0
+        assert dist.recv(later, tag=7) == 0
+        assert (later.tolist(), earlier.tolist()) == ([0, 1, 2], [1, 2, 3])
+    if comm.rank == 0:
+        found = {}
+        for _ in range(comm.size - 1):
+            tensor = torch.zeros(1)
+            source = dist.recv(tensor)
+            found[source] = tensor.item()
+        assert found == {rank: rank * 2.0 for rank in range(1, comm.size)}
+    else:
+        dist.send(torch.tensor([comm.rank * 2.0]), 0)
+
+
+def test_a_large_message_moves_during_a_collective(torch, dist, comm):
+    """The sender is in shared memory meanwhile, where MPI makes no progress by itself."""
+    tensor = torch.full((1 << 20,), comm.rank + 1.0)
+    if comm.rank == 0:
+        work = dist.isend(tensor, 1)
+        dist.barrier()
+        work.wait()
+    elif comm.rank == 1:
+        received = torch.zeros(1 << 20)
+        dist.recv(received, 0)
+        assert received[-1].item() == 1
+        dist.barrier()
+    else:
+        dist.barrier()
+
+
+def test_batches_of_messages(torch, dist, comm):
+    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent, received = [torch.full((4,), comm.rank + each / 2) for each in (0, 1)], []
+    operations = []
+    for each in sent:
+        received.append(torch.zeros(4))
+        operations.append(dist.P2POp(dist.irecv, received[-1], behind))
+        operations.append(dist.P2POp(dist.isend, each, ahead))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert [each[0].item() for each in received] == [behind, behind + 0.5]
+
+
+@BOTH
+def test_coalesced_calls(torch, dist, comm, later):
+    size = comm.size
+    tensors = [torch.full((length,), comm.rank + 1.0) for length in (2, 3)]
+    outputs = [torch.zeros(size * 2), torch.zeros(size * 3)]
+    parts = [torch.zeros(2), torch.zeros(3)]
+    with dist._coalescing_manager(async_ops=later) as works:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    if later:
+        works.wait()
+    total = size * (size + 1) / 2
+    assert [each.tolist() for each in tensors] == [[total] * 2, [total] * 3]
+    with dist._coalescing_manager(async_ops=later, device=torch.device("cpu")) as works:
+        for output, part in zip(outputs, parts, strict=True):
+            dist.all_gather_single(output, part.fill_(comm.rank))
+    if later:
+        works.wait()
+    assert outputs[0].tolist() == [rank for rank in range(size) for _ in range(2)]
+    with dist._coalescing_manager(async_ops=later) as works:
+        for output, part in zip(outputs, parts, strict=True):
+            dist.reduce_scatter_single(part, output)
+    if later:
+        works.wait()
+    assert parts[1].tolist() == [float(size * comm.rank)] * 3
+    lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    work = dist.all_gather_coalesced(lists, parts, async_op=later)
+    if later:
+        work.wait()
+    assert [each[1][0].item() for each in lists] == [float(size * rank) for rank in range(size)]
+
+
+def test_objects(dist, comm):
+    gathered = [None] * comm.size
+    dist.all_gather_object(gathered, {"rank": comm.rank})
+    assert gathered == [{"rank": rank} for rank in range(comm.size)]
+    shown = [comm.rank, "from", None]
+    dist.broadcast_object_list(shown, 1)
+    assert shown == [1, "from", None]
+    own = [None]
+    dist.scatter_object_list(own, [f"for {rank}" for rank in range(comm.size)], 0)
+    assert own == [f"for {comm.rank}"]
+    on_root = [None] * comm.size if comm.rank == 1 else None
+    dist.gather_object(comm.rank**2, on_root, 1)
+    assert on_root in (None, [rank**2 for rank in range(comm.size)])
+
+
+def test_barriers(dist, comm):
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+    with pytest.raises(ValueError, match="GLOO"):
+        dist.monitored_barrier()
+
+
+def test_works_and_futures(torch, dist, comm):
+    tensor = torch.full((2,), comm.rank + 1.0)
+    total = comm.size * (comm.size + 1) / 2
+    work = dist.all_reduce(tensor, async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert doubled.wait().tolist() == [2 * total] * 2
+    assert work.get_future().wait()[0] is tensor
+    assert work.result()[0] is tensor
+    # A call that is waited for comes after those that are not, on every rank alike or not.
+    tensor.fill_(comm.rank)
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+    if comm.rank:
+        dist.all_reduce(tensor, async_op=True).wait()
+    else:
+        dist.all_reduce(tensor)
+    assert tensor[0].item() == comm.size**3 * comm.size * (comm.size - 1) / 2
+    assert all(each.is_completed() for each in works)
+
+
+def test_methods_of_the_group(torch, dist, comm):
+    """The forms without options."""
+    group, size = dist.group.WORLD, comm.size
+    tensor = torch.full((2,), comm.rank + 1.0)
+    group.allreduce(tensor).wait()
+    assert tensor[0].item() == size * (size + 1) / 2
+    tensor.fill_(comm.rank)
+    group.allreduce([tensor], dist.ReduceOp.MAX).wait()
+    group.broadcast(tensor, 0).wait()
+    assert tensor[0].item() == size - 1
+    group.reduce(tensor.fill_(comm.rank), 0, dist.ReduceOp.MAX).wait()
+    outputs = [torch.zeros(2) for _ in range(size)]
+    group.allgather(outputs, tensor.fill_(comm.rank)).wait()
+    assert [each[0].item() for each in outputs] == list(range(size))
+    group.barrier().wait()
+    assert (group.rank(), group.size(), group.name()) == (comm.rank, size, "collectives")
+
+
+def test_groups(torch, dist, comm):
+    ranks = [*range(1, comm.size), 0]
+    group = dist.new_group(ranks[:-1])
+    if comm.rank:
+        tensor = torch.tensor([float(comm.rank)])
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == sum(ranks)
+        assert dist.get_rank(group) == comm.rank - 1
+        dist.broadcast(tensor.fill_(comm.rank), comm.size - 1, group=group)
+        assert tensor.item() == comm.size - 1
+        dist.destroy_process_group(group)
+    else:
+        assert group == dist.GroupMember.NON_GROUP_MEMBER
+    alone, _ = dist.new_subgroups(1)
+    tensor = torch.tensor([comm.rank + 1.0])
+    dist.all_reduce(tensor, group=alone)
+    assert tensor.item() == comm.rank + 1
+    # Groups in another order on each rank, as independent communicators permit.
+    groups = [dist.new_group(), dist.new_group()]
+    tensors = [torch.tensor([1.0 + comm.rank]) for _ in groups]
+    order = (0, 1) if comm.rank else (1, 0)
+    works = [dist.all_reduce(tensors[n], group=groups[n], async_op=True) for n in order]
+    for work in works:
+        work.wait()
+    total = comm.size * (comm.size + 1) / 2
+    assert [each.item() for each in tensors] == [total, total]
+    for each in (alone, *groups):
+        dist.destroy_process_group(each)
+
+
+def test_a_mesh_and_functional_collectives(torch, dist, comm):
+    from torch.distributed._functional_collectives import all_gather_single, all_reduce, wait_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, comm.size), mesh_dim_names=("a", "b"))
+    reduced = all_reduce(torch.tensor([comm.rank + 1.0]), "sum", mesh["b"])
+    assert wait_tensor(reduced).item() == comm.size * (comm.size + 1) / 2
+    reduced = all_reduce(torch.tensor([comm.rank + 1.0]), "sum", (mesh, 0))
+    assert wait_tensor(reduced).item() == comm.rank + 1
+    joined = all_gather_single(torch.tensor([float(comm.rank)]), 0, mesh["b"])
+    assert wait_tensor(joined).tolist() == list(range(comm.size))
+
+
+def test_a_group_of_gloo_beside(torch, dist, comm):
+    """Its ranks find each other through the same store."""
+    group = dist.new_group(backend="gloo")
+    tensor = torch.tensor([comm.rank + 1.0])
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == comm.size * (comm.size + 1) / 2
+    dist.destroy_process_group(group)

@@ -1,0 +1,92 @@
+"""How programs reach the backend: under mpirun alone, through torch's entry point, by torchrun."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+USER = str(Path(__file__).with_name("user.py"))
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _needs_torch(torch):
+    pass
+
+
+def entry_point(folder):
+    """A folder for PYTHONPATH with the entry point of an installed package."""
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    line = "collectives = collectives.torch.registration:register"
+    assert f'"torch.backends": ["{line}"]' in text
+    metadata = folder / "mpi_collectives_here-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: here\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{line}\n")
+    return f"PYTHONPATH={folder}{os.pathsep}{ROOT}"
+
+
+@pytest.mark.parametrize("ending", ["destroy", "leave"])
+def test_a_script_starts_under_mpirun_without_an_import_or_a_variable(launch, tmp_path, ending):
+    command = ["env", entry_point(tmp_path), sys.executable, USER, "collectives", ending]
+    ended = launch(2, command, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 ranks: 3.0" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_gloo_starts_in_the_same_way(launch, tmp_path):
+    command = ["env", entry_point(tmp_path), sys.executable, USER, "gloo"]
+    ended = launch(2, command, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_torchs_own_variables_come_first(launch):
+    """A port, a rank and a size that the user has given are used, whatever MPI says."""
+    program = (
+        "import os, collectives, collectives.torch, torch.distributed as dist\n"
+        "comm = collectives.world()\n"
+        "os.environ.update(RANK=str(1 - comm.rank), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1')\n"
+        "import socket\n"
+        "free = socket.create_server(('127.0.0.1', 0))\n"
+        "port = comm.broadcast_object(free.getsockname()[1]); free.close(); comm.barrier()\n"
+        "os.environ['MASTER_PORT'] = str(port)\n"
+        "try: dist.init_process_group('collectives')\n"
+        "except ValueError as error: assert 'mpirun started this process as rank' in str(error)\n"
+        "else: raise AssertionError('no error')\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_one_process_alone():
+    program = (
+        "import collectives.torch, torch, torch.distributed as dist\n"
+        "dist.init_process_group('collectives', init_method='mpi://')\n"
+        "tensor = torch.ones(2); dist.all_reduce(tensor); assert tensor.tolist() == [1, 1]\n"
+        "dist.all_reduce(tensor, async_op=True).wait(); dist.destroy_process_group()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
+def test_importing_collectives_imports_no_torch():
+    program = "import sys, collectives; assert 'torch' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
+def test_torchrun_alone_is_refused_with_the_command_to_type(tmp_path):
+    if importlib.util.find_spec("torch.distributed.run") is None:
+        pytest.skip("this torch has no torchrun")
+    environment = os.environ | {"PYTHONPATH": entry_point(tmp_path).removeprefix("PYTHONPATH=")}
+    options = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path), "--redirects=3"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, USER, "collectives"]
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=180, check=False)
+    logs = "".join(path.read_text() for path in tmp_path.rglob("stderr.log"))
+    assert ended.returncode != 0
+    assert "LaunchError: 2 processes were started (WORLD_SIZE=2)" in logs
+    assert "mpirun" in logs
