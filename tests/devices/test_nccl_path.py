@@ -77,10 +77,12 @@ def test_every_other_collective(size, backend):
 
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+# Prefix reductions are staged through the host.
+PAIRS = [pair for pair in algorithms.pairs() if "scan" not in pair[0]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("collective", "algorithm"), algorithms.pairs())
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 def test_schedules_run_over_messages_of_nccl(collective, algorithm, size):
     inputs = oracle.values(size, (9,), np.float32)
 
@@ -105,8 +107,6 @@ def test_schedules_run_over_messages_of_nccl(collective, algorithm, size):
             "all_gather": whole,
             "gather": whole if rank == 0 else None,
             "scatter": np.array_split(inputs[0], size)[rank],
-            "scan": np.cumsum(inputs, axis=0)[rank],
-            "exscan": (np.cumsum(inputs, axis=0) - inputs)[rank],
         }[collective]
         if expected is None:
             assert result is None
