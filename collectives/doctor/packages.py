@@ -18,6 +18,7 @@ EXTRAS = {
     "bench": ("rich", "matplotlib", "scikit-learn"),
     "examples": ("rich", "scikit-learn"),
     "docs": ("mkdocs-material", "mkdocstrings-python", "ruff"),
+    "torch": ("torch",),
     "test": ("pytest", "pytest-mpi", "pytest-timeout", "hypothesis"),
     "dev": ("ruff", "mypy"),
 }
