@@ -169,6 +169,7 @@ def test_failing_setup_is_an_error(outcomes):
     assert "failed on rank 2 of 3: OSError: no such thing" in text
 
 
+@pytest.mark.slow
 def test_hypothesis_test_fails_at_its_first_example(tmp_path):
     outcomes = Suite(tmp_path, DRAWN, options="").outcomes()
     assert outcomes["test_drawn_passes[2ranks]"] == ("passed", "")

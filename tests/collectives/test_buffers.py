@@ -12,7 +12,7 @@ from collectives.messaging.buffers import BufferPool, ReusedArray
 
 def test_no_two_threads_get_one_array():
     reused, mixed = ReusedArray((4,), np.dtype(np.float32)), []
-    limit, before = time.monotonic() + 3, sys.getswitchinterval()
+    limit, before = time.monotonic() + 1, sys.getswitchinterval()
 
     def use(number):
         while time.monotonic() < limit and not mixed:

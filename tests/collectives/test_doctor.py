@@ -114,6 +114,7 @@ def test_a_rank_that_raises_while_the_others_wait_is_reported(launch):
     assert time.monotonic() - start < 50
 
 
+@pytest.mark.slow
 def test_without_threads_such_ranks_are_ended(launch):
     level = "import os; os.environ['MPI4PY_RC_THREAD_LEVEL'] = 'funneled'"
     program = level + BREAK.format(fault="raise KeyError('no gathering')", limit=2)
@@ -144,6 +145,7 @@ def test_without_mpi4py_it_says_what_to_install(tmp_path):
     assert "all_reduce" not in found
 
 
+@pytest.mark.slow
 def test_the_mpirun_of_another_mpi_is_noticed(tmp_path):
     # What the other MPI's mpirun says of two processes, neither of which this MPI understands.
     prefix = "PMI_" if is_open_mpi(find_mpirun()) else "OMPI_COMM_WORLD_"

@@ -50,7 +50,7 @@ def program(body):
     return [sys.executable, "-c", START + textwrap.dedent(body)]
 
 
-@pytest.mark.parametrize("call", slow_but(GO_ON, "small", "asynchronous"))
+@pytest.mark.parametrize("call", slow_but(GO_ON, "small"))
 @pytest.mark.parametrize("size", [3, *slow(2)])
 def test_an_exit_on_one_rank_ends_the_job(size, call, launch):
     body = f"""
@@ -186,7 +186,9 @@ else:
 
 
 @pytest.mark.parametrize("size", [3, *slow(2)])
-@pytest.mark.parametrize(("way", "step"), [("staged", "written"), ("single_copy", "together")])
+@pytest.mark.parametrize(
+    ("way", "step"), [("staged", "written"), *slow(("single_copy", "together"))]
+)
 def test_a_rank_that_stops_beyond_the_deadline_in_the_middle_of_a_call(size, way, step, launch):
     body = f"""
 comm.deadline = 0.5

@@ -394,6 +394,7 @@ assert alarms or rank != 1
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, *slow(3)])
 def test_an_alarm_at_any_moment(size, launch):
     """At random moments, as by a timer."""

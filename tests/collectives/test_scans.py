@@ -12,6 +12,7 @@ from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.spec import spec_of
 from collectives.transports.local import run
 from tests.collectives.oracle import PAIRS, case, reduced, value, values
+from tests.slow import slow
 
 EXCLUSIVE = {"scan": 0, "exscan": 1}
 
@@ -54,7 +55,7 @@ def test_every_op_and_dtype(comm):
     assert scans(comm)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
+@pytest.mark.parametrize("size", [1, 5, *slow(2, 8)])
 def test_between_threads(size):
     assert all(run(size, lambda transport: scans(collectives.Communicator(transport, deadline=30))))
 

@@ -59,7 +59,7 @@ def test_what_is_watched_may_come_and_go_while_it_is_looked_at(hasty_threads):
 
     looker = threading.Thread(target=check_deadline)
     looker.start()
-    for _ in range(12):
+    for _ in range(6):
         kept = [Quiet() for _ in range(200)]
         for each in kept:
             watchdog.watch(each)

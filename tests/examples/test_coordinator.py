@@ -2,7 +2,11 @@
 
 import re
 
+import pytest
+
 from tests.examples.support import example, lines_of, on_ranks, run, with_tasks
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = example("coordinator")
 EPOCHS = 12

@@ -8,6 +8,8 @@ import pytest
 from tests.examples.support import example, known_lines_of, on_ranks, with_tasks
 from tests.slow import slow_but
 
+pytestmark = pytest.mark.slow
+
 EPOCHS, BATCHES = 10, 45
 COMMAND = example("dataset_rank", "--numbers")
 EPOCH = re.compile(r"epoch +(\d+)  loss (\d\.\d{4})  test accuracy +([\d.]+)%")

@@ -7,6 +7,8 @@ import pytest
 from tests.examples.support import example, lines_of, on_ranks, with_tasks
 from tests.slow import slow
 
+pytestmark = pytest.mark.slow
+
 LINE = re.compile(r"checkpoint of epoch (\d): test accuracy +([\d.]+)%")
 CLUSTER = {"chief": ["a"], "worker": ["b"]}
 EVALUATOR, CHIEF = 0, 2

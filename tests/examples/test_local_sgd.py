@@ -8,6 +8,8 @@ import pytest
 
 from tests.slow import slow_but
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = [sys.executable, str(Path(__file__).parents[2] / "examples" / "local_sgd.py")]
 EPOCH = re.compile(
     r"epoch +(?P<epoch>\d+) +(?P<steps>\d+) steps  loss (?P<loss>\d\.\d{4})"

@@ -10,6 +10,8 @@ import pytest
 from tests.examples.support import ROOT, example, lines_of, with_tasks
 from tests.slow import slow
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = example("parameter_server")
 EPOCHS = 8
 CLUSTER = {"worker": ["localhost"] * 2, "ps": ["localhost"]}

@@ -7,6 +7,8 @@ import pytest
 from tests.examples.support import example, lines_of, on_ranks, run
 from tests.slow import slow
 
+pytestmark = pytest.mark.slow
+
 ACCURACY = re.compile(r"step (\d+)  loss ([\d.]+)  test accuracy +([\d.]+)%")
 STEPS, DIES_AT, SAVED_AT = 120, 71, 60
 

@@ -212,7 +212,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("scheduled", [30, *slow(0)])
-@pytest.mark.parametrize("kind", slow_but(ENDS, "an exception", "shutdown"))
+@pytest.mark.parametrize("kind", slow_but(ENDS, "an exception"))
 def test_when_the_chief_ends_the_others_do(kind, scheduled, tmp_path):
     ending, code = ENDS[kind]
     chief = f"""

@@ -92,6 +92,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @SIZES
 @pytest.mark.parametrize("kind", slow_but(ENDS, "an exception"))
 def test_a_worker_that_ends_early_does_not_end_the_others(size, servers, kind, tmp_path):
@@ -179,6 +180,7 @@ strategy.shutdown()
     assert ended.seconds < 40
 
 
+@pytest.mark.slow
 @SIZES
 def test_a_killed_worker_ends_the_wait_for_it(size, servers, tmp_path):
     body = """
