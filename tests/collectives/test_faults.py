@@ -187,7 +187,8 @@ else:
 
 @pytest.mark.parametrize("size", [3, *slow(2)])
 @pytest.mark.parametrize(
-    ("way", "step"), [("staged", "written"), *slow(("single_copy", "together"))]
+    ("way", "step"),
+    [("staged", "written"), pytest.param("single_copy", "together", marks=pytest.mark.slow)],
 )
 def test_a_rank_that_stops_beyond_the_deadline_in_the_middle_of_a_call(size, way, step, launch):
     body = f"""
