@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from collectives.calls.point_to_point import Incoming, Outgoing, Transfer
-from collectives.errors import DeadlineExceededError, UnusableError
+from collectives.errors import DeadlineExceededError, MismatchError, UnusableError
 from collectives.execution.engine import Engine
 from collectives.lifecycle.futures import Handle
 from collectives.transports.base import Receiving
@@ -67,9 +67,10 @@ class Messages:
     def start(self, transfer: Transfer) -> Handle[Any]:
         """Start to send or receive, without a wait."""
         transfer.line = calling_line()
-        if not self._guarded(self._begin, transfer):
-            self._keep(transfer)
-        return MessageHandle(self, transfer)
+        # Once the message is on its way, nothing may be raised before the handle is returned.
+        handle = MessageHandle(self, transfer)
+        self._guarded(self._begin_and_keep, transfer)
+        return handle
 
     def send(self, outgoing: Outgoing) -> None:
         """Send a message, unless it is the one that exceeded a deadline, and is on its way."""
@@ -90,18 +91,22 @@ class Messages:
         try:
             if not self._guarded(self._begin, incoming):
                 self.wait(incoming)
+            return incoming.deliver()
+        except MismatchError:
+            raise
         except BaseException:
             self._withdraw(incoming)
             raise
-        return incoming.deliver()
 
     def poll(self, transfer: Transfer) -> bool:
-        """Whether it has moved; makes progress on others if not. Does not wait."""
-        return transfer.moved or self._guarded(self._poll, transfer)
+        """Whether `wait` would end at once; makes progress on others if not. Does not wait."""
+        refused = self._engine.broken is not None
+        return transfer.moved or refused or self._guarded(self._poll, transfer)
 
     def wait(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Return when it has moved. TimeoutError or DeadlineExceededError if it takes too long."""
-        if not transfer.moved and not self._guarded(self._wait, transfer, timeout):
+        end = None if timeout is None else time.monotonic() + timeout
+        if not transfer.moved and not self._guarded(self._wait, transfer, end):
             raise TimeoutError(f"not done after {timeout} s")
 
     def complete(self) -> None:
@@ -144,13 +149,14 @@ class Messages:
         if self._engine.broken is not None:
             raise self._engine.refusal()
         try:
-            return step(*arguments)
+            result = step(*arguments)
         except DeadlineExceededError:
             raise
         except BaseException as error:
             # Part of a message may have been moved: the next one would be taken for the rest.
             self._engine.break_off(error)
             raise
+        return result
 
     def _begin(self, transfer: Transfer) -> bool:
         """Start it; whether it has moved already."""
@@ -161,9 +167,16 @@ class Messages:
                 self._unmatched.setdefault(transfer.key, deque()).append(transfer)
             return self._advance(transfer)
 
+    def _begin_and_keep(self, transfer: Transfer) -> None:
+        if not self._begin(transfer):
+            self._keep(transfer)
+
     def _keep(self, transfer: Transfer) -> None:
         """Make progress on a message until it has moved."""
         with self._lock:
+            # Without a thread, no other call may remove them.
+            while self._pending and self._pending[0].moved:
+                self._pending.popleft()
             self._pending.append(transfer)
             if self._thread is None and self._transport.threads:
                 self._thread = threading.Thread(
@@ -217,8 +230,7 @@ class Messages:
             else:
                 pending.rotate(-1)
 
-    def _wait(self, transfer: Transfer, timeout: float | None) -> bool:
-        end = None if timeout is None else time.monotonic() + timeout
+    def _wait(self, transfer: Transfer, end: float | None) -> bool:
         for _ in range(self._engine.wait_policy.spins):
             if self._poll(transfer):
                 return True

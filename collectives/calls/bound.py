@@ -8,6 +8,7 @@ library, are made contiguous first (`call_cache`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,16 +176,22 @@ def bind_reduce_scatter(
 
 
 def bind_all_gather(
-    engine: Engine, signature: Signature, count: int, room: int, row: int, dtype: np.dtype[Any]
-) -> Callable[[Array, Array | None], tuple[Array, int]]:
-    """The function (source, target) → the joined rows of `row` elements, flat; how many rows.
+    engine: Engine,
+    signature: Signature,
+    count: int,
+    room: int,
+    rest: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> Callable[[Array, Array | None], Array]:
+    """The function (source, target) → the joined rows, each of shape `rest`.
 
-    This rank gives `count` rows. Without a target memory is allocated; `room` is the number of rows
-    that the target has (`check_room` raises ValueError on every rank where it isn't the sum).
+    This rank sends `count` rows. A given target is flat, and returned; `room` is the number of rows
+    that it holds (`check_room` raises ValueError on every rank if that is not the sum). The result
+    has its final shape before the call ends, as of `bound_many`.
     """
     exchange = None if engine.node is None else engine.node.addresses
     paths = engine.paths("all_gather", None, _BYTES)
-    row_bytes, errstate = row * dtype.itemsize, engine.errstate.run
+    row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run
     chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
 
     def choose(total: int) -> tuple[str, Path | None, bool]:
@@ -193,7 +200,7 @@ def bind_all_gather(
         path = paths.get(name)
         return name, path, isinstance(path, PathSelector) and path.exchanges(total)
 
-    def run(source: Array, target: Array | None, index: int | None) -> tuple[Array, int]:
+    def run(source: Array, target: Array | None, index: int | None) -> Array:
         addresses = NOWHERE
         if index is None or exchange is None:
             counts, rooms = zip(*numbers_of_all(engine, count, room), strict=True)
@@ -203,9 +210,8 @@ def bind_all_gather(
         lengths = [each * row_bytes for each in counts]
         rows = sum(counts)
         total = rows * row_bytes
-        if target is None:
-            target = np.empty(rows * row, dtype)
-        given, filled = source.view(_BYTES), target.view(_BYTES)
+        joined = np.empty((rows, *rest), dtype) if target is None else target
+        given, filled = source.view(_BYTES), joined.reshape(-1).view(_BYTES)
         name, path, addressed = chosen.get(total) or chosen.put(total, choose(total))
         if path is None:
             engine.run("all_gather", given, filled, lengths=lengths)
@@ -213,7 +219,7 @@ def bind_all_gather(
             engine.path = errstate(path.run, addresses, total, given, filled, lengths, 0)
         else:
             engine.path = errstate(path, given, filled, lengths, 0) or name
-        return target, rows
+        return joined
 
     publish = None if exchange is None else exchange.publisher(count, room)
     return bind(engine, signature, run, publish)

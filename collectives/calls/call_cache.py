@@ -124,8 +124,8 @@ class CallCache:
         if type(array) is np.ndarray and array.ndim and zero and _takes(out, array):
             rest, room = array.shape[1:], ANY_ROOM if out is None else len(out)
             target = None if out is None else out.reshape(-1)
-            joined, total = self._all_gather(array, rest, room, _apart(array, target), target)
-            return joined.reshape(total, *rest) if out is None else out
+            joined = self._all_gather(array, rest, room, _apart(array, target), target)
+            return joined if out is None else out
         if on_gpu(array):
             return PASS
         rows = Rows(to_array(array), axis)
@@ -134,11 +134,11 @@ class CallCache:
         room = ANY_ROOM if out is None else rows_of(out, rows)
 
         def perform() -> Any:
-            joined, total = self._all_gather(array, rows.rest, room, rows.flat, None, rows)
+            joined = self._all_gather(array, rows.rest, room, rows.flat, None, rows)
             if out is None:
-                return like(array)(rows.array(joined, total))
-            output = rows.output(out, total, rows.dtype, array)
-            output.buffer[...] = joined
+                return like(array)(rows.array(joined, len(joined)))
+            output = rows.output(out, len(joined), rows.dtype, array)
+            output.buffer[...] = joined.reshape(-1)
             return output.deliver()
 
         return self._engine.whole(perform)
@@ -151,16 +151,15 @@ class CallCache:
         source: Array,
         target: Array | None,
         rows: Rows | None = None,
-    ) -> tuple[Array, int]:
+    ) -> Array:
         def bind() -> Bound:
             seen = rows or Rows(to_array(array), 0)
             signature = signature_of("all_gather", seen, None, None)
-            elements, dtype = seen.elements, seen.dtype
-            return bind_all_gather(self._engine, signature, seen.count, room, elements, dtype)
+            return bind_all_gather(self._engine, signature, seen.count, room, seen.rest, seen.dtype)
 
         count, axis = (len(array), 0) if rows is None else (rows.count, rows.axis)
         key = "all_gather", source.dtype, rest, axis, count, room
-        joined: tuple[Array, int] = self._call(key, bind, source, target)
+        joined: Array = self._call(key, bind, source, target)
         return joined
 
     def reduce_scatter(self, array: Any, op: ReduceOp | str, axis: Any, out: Any) -> Any:

@@ -144,6 +144,40 @@ class Gathered(PathSelector):
         return np.concatenate([self.at._replace(rank=rank).given(call, 2) for rank in ranks])
 
 
+class GatheredAnew(Gathered):
+    def make(self, call):
+        return self.at.comm.all_gather(self.at.given(call, 2))
+
+
+class Sent(PathSelector):
+    """A message to the other rank, whose arrival a barrier follows."""
+
+    def make(self, call):
+        if self.at.rank == INTERRUPTED_RANK:
+            return self.at.comm.isend(self.at.given(call, 3), 0)
+        return self.at.comm.irecv(np.zeros(3), INTERRUPTED_RANK)
+
+    def looked_at(self, result, call):
+        result = result.wait() if isinstance(result, collectives.Handle) else result
+        self.at.comm.barrier()
+        return result
+
+    def expect(self, call):
+        if self.at.rank == INTERRUPTED_RANK:
+            return None
+        return self.at._replace(rank=INTERRUPTED_RANK).given(call, 3)
+
+
+class Received(Sent):
+    def make(self, call):
+        if self.at.rank == INTERRUPTED_RANK:
+            return self.at.comm.recv(np.zeros(3), 0)
+        return self.at.comm.isend(self.at.given(call, 3), INTERRUPTED_RANK)
+
+    def expect(self, call):
+        return self.at._replace(rank=0).given(call, 3) if self.at.rank else None
+
+
 class Scattered(PathSelector):
     def make(self, call):
         return self.at.comm.reduce_scatter(self.at.given(call, 2 * self.at.size), out=np.empty(2))
@@ -263,10 +297,23 @@ class Split(PathSelector):
 
 ROUTES = [
     *(Small, SmallAndNew, Mean, OfAList, IntoStrides, Large, CopyInCopyOut, Schedule, Asynchronous),
-    *(ToRoot, Broadcast, Gathered, Scattered, Many, NewMany, Fused, MadeFusion),
+    *(
+        ToRoot,
+        Broadcast,
+        Gathered,
+        GatheredAnew,
+        Sent,
+        Received,
+        Scattered,
+        Many,
+        NewMany,
+        Fused,
+        MadeFusion,
+    ),
     *(Objects, AnObject, AllToAll, Barrier, Zeros, Split),
 ]
 BY_DEFAULT = (Small, Large, IntoStrides, Schedule, Broadcast, Many, Objects)
+BY_DEFAULT += (GatheredAnew, Sent, Received)
 
 
 def program(route, interruption, deadline):

@@ -17,6 +17,8 @@ from collectives import (
     Handle,
     ShapeMismatchError,
 )
+from collectives.asynchronous.messages import MessageHandle
+from collectives.calls.point_to_point import Incoming
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
 from tests.collectives.oracle import case, value
@@ -257,6 +259,47 @@ def test_close_waits_for_messages(own, tmp_path):
         assert never.wait()[0] == 1
     with pytest.raises(RuntimeError, match="closed"):
         own.isend(array, 1 - own.rank)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_wrong_timeout_ends_nothing(comm):
+    handle = comm.irecv(np.zeros(1), 1 - comm.rank, 8)
+    with pytest.raises(TypeError):
+        handle.wait("1")
+    comm.send(np.ones(1), 1 - comm.rank, 8)
+    assert handle.wait()[0] == 1
+    comm.barrier()
+
+
+def test_a_handle_of_a_broken_communicator_is_done():
+    comm = Communicator(local.alone())
+    handle = MessageHandle(comm._messages, Incoming("irecv", np.zeros(1), 1, 0))
+    assert not handle.done()
+    comm._engine.break_off(ValueError("a handler's"))
+    assert handle.done()
+    with pytest.raises(RuntimeError, match="a handler's"):
+        handle.wait()
+
+
+def test_nothing_is_kept_without_a_thread():
+    """As with an MPI library below MPI_THREAD_MULTIPLE."""
+
+    def program(transport):
+        transport.threads = False
+        comm, kept = Communicator(transport, deadline=PATIENT), []
+        for number in range(20):
+            array = np.zeros(3)
+            kept.append(weakref.ref(array))
+            handle = comm.irecv(array, 1 - comm.rank)
+            del array
+            comm.send(np.full(3, float(number)), 1 - comm.rank)
+            comm.barrier()
+            assert handle.wait()[0] == number
+        del handle
+        return sum(each() is not None for each in kept)
+
+    assert max(local.run(2, program)) <= 1
 
 
 EXIT = """
