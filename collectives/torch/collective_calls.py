@@ -10,7 +10,7 @@ import torch
 
 from collectives.arrays.tensors import to_torch
 from collectives.communicator import Communicator
-from collectives.errors import ShapeMismatchError
+from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.reductions.reduction import Array
 from collectives.torch.memory import TensorMemory
 from collectives.torch.reduce_ops import reduction
@@ -86,10 +86,19 @@ class CollectiveCalls:
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> None:
         """Gather inputs[i] of rank r in outputs[i][r]; the ranks' tensors may differ in length."""
         for parts, tensor in zip(outputs, inputs, strict=True):
-            flat = self._flat(tensor)
-            joined = np.empty(sum(part.numel() for part in parts), flat.dtype)
+            flat, lengths = self._flat(tensor), [part.numel() for part in parts]
+            if len(set(lengths)) == 1:
+                # As a row, whose length the ranks compare.
+                self._deal(self.comm.all_gather(flat.reshape(1, -1)), parts)
+                continue
+            joined = np.empty(sum(lengths), flat.dtype)
             self.comm.all_gather(flat, out=joined)
-            self._deal(joined, parts)
+            if lengths[self.comm.rank] != flat.size:
+                raise ShapeMismatchError(
+                    f"all_gather: this rank sent {flat.size} elements: its output tensor holds"
+                    f" {lengths[self.comm.rank]}"
+                )
+            self._deal(np.split(joined, np.cumsum(lengths)[:-1]), parts)
 
     def all_gather_single(self, outputs: Tensors, inputs: Tensors) -> None:
         """Gather the ranks' inputs[i], one after the other, in outputs[i]."""
@@ -132,11 +141,11 @@ class CollectiveCalls:
         output.detach().copy_(own.reshape(output.shape))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, root: int) -> None:
-        """Gather inputs[i] of rank r in the root's outputs[i][r]."""
+        """Gather inputs[i] of rank r in the root's outputs[i][r]; all have equal lengths."""
         for index, tensor in enumerate(inputs):
-            joined = self.comm.gather(self._flat(tensor), root=root)
-            if joined is not None:
-                self._deal(joined, outputs[index])
+            rows = self.comm.gather(self._flat(tensor).reshape(1, -1), root=root)
+            if rows is not None:
+                self._deal(rows, outputs[index])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], root: int) -> None:
         """Copy inputs[i][r] of the root into outputs[i] of rank r."""
@@ -149,7 +158,11 @@ class CollectiveCalls:
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
         """Send inputs[r] to rank r, and receive outputs[r] from it."""
         received = self.comm.all_to_all([self._array(tensor) for tensor in inputs])
-        for peer, (output, block) in enumerate(zip(outputs, received, strict=True)):
+        self._deal(received, outputs)
+
+    def _deal(self, blocks: Sequence[Array], outputs: Tensors) -> None:
+        """Copy each rank's block into its tensor."""
+        for peer, (output, block) in enumerate(zip(outputs, blocks, strict=True)):
             self._receive(output, block, peer)
 
     def _receive(self, output: Any, block: Array, peer: int) -> None:
@@ -157,19 +170,11 @@ class CollectiveCalls:
             raise ShapeMismatchError(
                 f"rank {peer} sent {block.size} elements: the output tensor holds {output.numel()}"
             )
-        self._fill(output, block)
-
-    def _deal(self, joined: Array, parts: Tensors) -> None:
-        """Copy the elements to tensors, one after the other."""
-        lengths = [part.numel() for part in parts]
-        if sum(lengths) != joined.size:
-            raise ShapeMismatchError(
-                f"the ranks sent {joined.size} elements: the output tensors hold {sum(lengths)}"
+        if block.dtype != self._array(output).dtype:
+            raise DtypeMismatchError(
+                f"rank {peer} sent {block.dtype}: the output tensor holds {output.dtype}"
             )
-        start = 0
-        for part, length in zip(parts, lengths, strict=True):
-            self._fill(part, joined[start : start + length])
-            start += length
+        self._fill(output, block)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

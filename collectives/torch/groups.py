@@ -6,6 +6,7 @@ import zlib
 from typing import Any
 
 from collectives.communicator import Communicator
+from collectives.errors import BackendUnavailableError
 from collectives.lifecycle.setup import start_mpi
 from collectives.torch.call_queue import CallQueue
 from collectives.torch.members import Members
@@ -20,19 +21,23 @@ _TAGS = 1 << 15
 def create(backend: str, options: Any) -> CollectivesProcessGroup:
     """The group of torch's options, for a backend of that name. Collective between its members.
 
-    Raises ValueError where torch's ranks are not MPI's, and a DistStoreError if a member does not
-    create the group within the timeout.
+    Raises BackendUnavailableError if MPI was initialized for calls of one thread, ValueError where
+    torch's ranks are not MPI's, and a DistStoreError if a member does not create the group within
+    the timeout.
     """
-    whole = world()
+    whole, mpi = world(), start_mpi()
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        raise BackendUnavailableError(
+            "MPI was initialized without MPI_THREAD_MULTIPLE, which the threads of a group need:"
+            " leave `mpi4py.rc.thread_level` as it is"
+        )
     members = Members(options.store, options.group_rank, options.group_size)
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         ranks = list(range(whole.size))
         _check_world(options, whole)
-    else:
-        members.await_creation(options.timeout)
-    mpi = start_mpi()
-    # Ranks that are not members make no call: their number of groups says nothing.
+    members.await_creation(options.timeout)
+    # Ranks that are not members make no call: a number of groups would differ between ranks.
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
     mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)
     comm = Communicator(mpi_comm, deadline=options.timeout.total_seconds())

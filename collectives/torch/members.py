@@ -1,4 +1,4 @@
-"""What the members of a group tell each other through torch's store, outside of any call."""
+"""What the members of a group exchange through torch's store, outside of any call."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class TensorMemory:
 
 def _array_over(tensor: Any) -> Array:
     array = from_torch(tensor, "tensor")
-    if not array.nbytes:
-        return array
     # `array` holds the tensor: a copy of it that does not is kept.
+    if not array.nbytes:
+        return np.empty(array.shape, array.dtype)
     memory = (ctypes.c_char * array.nbytes).from_address(tensor.data_ptr())
     return np.ndarray(array.shape, array.dtype, memoryview(memory))

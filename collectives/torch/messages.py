@@ -25,8 +25,9 @@ class MessageWork(PendingWork):
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
         self._receives = name.startswith("recv")
         self._status = messages.mpi.Status()
-        # A callback may look at the work again.
+        # A callback may test the work again.
         self._testing = threading.RLock()
+        self._timed_out: BaseException | None = None
         self.request: Any = None
 
     def is_completed(self) -> bool:
@@ -44,10 +45,10 @@ class MessageWork(PendingWork):
             return True
 
     def _length_error(self) -> BaseException | None:
+        if self._status.Is_cancelled():
+            return self._timed_out
         count = self._status.Get_count(self._messages.mpi.BYTE)
-        if self._status.Is_cancelled() or count == self._nbytes:
-            return None
-        return self._mismatch(f"{count}")
+        return None if count == self._nbytes else self._mismatch(f"{count}")
 
     def _described(self, error: Any) -> BaseException:
         if error.Get_error_class() == self._messages.mpi.ERR_TRUNCATE:
@@ -63,7 +64,7 @@ class MessageWork(PendingWork):
         """Wait until the tensor may be read, or changed if it was sent.
 
         Raises DeadlineExceededError after the timeout, or the group's, and ShapeMismatchError for a
-        message of another length.
+        message of another length. A receive ends with either.
         """
         seconds = timeout.total_seconds() if timeout else 0
         deadline = seconds if seconds > 0 else self._messages.policy.deadline
@@ -73,13 +74,21 @@ class MessageWork(PendingWork):
         try:
             policy.spin_until(self.is_completed, lambda: absent)
         except TimeoutError as error:
-            if self._receives:
-                # A later receive gets the message.
-                self.request.Cancel()
             limit = f"Timed out waiting {(deadline or 0) * 1000:.0f}ms"
             error.args = (f"{limit} for {self._name} operation to complete: {error}",)
-            raise
+            if self._ends_by(error):
+                raise
         return super().wait()
+
+    def _ends_by(self, error: BaseException) -> bool:
+        """Whether the message has not moved in time. A later receive gets a message then."""
+        with self._testing:
+            if self._finished:
+                return False
+            if self._receives and self._timed_out is None:
+                self._timed_out = error
+                self.request.Cancel()
+            return True
 
     def before_callbacks(self) -> None:
         """Wait for nothing: messages have no order that callbacks could change."""

@@ -81,7 +81,7 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             finally:
                 self._comm.deadline = usual
         except DeadlineExceededError as error:
-            # torch's users and tests look for these words.
+            # torch's users and tests search for these words.
             error.args = (f"group {self._name!r}: Timed out : {error}",)
             raise
         except MismatchError as error:
@@ -224,7 +224,7 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._message(tensors, lambda tensor, array: begin(tensor, array, peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Start to receive a tensor from any rank; the work knows from which."""
+        """Start to receive a tensor from any rank; the work has the sender's number."""
         begin = self._messages.receive
         return self._message(tensors, lambda tensor, array: begin(tensor, array, None, tag))
 

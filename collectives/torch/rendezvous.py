@@ -19,7 +19,7 @@ from collectives.world import world
 def rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Yield torch's store, this process's rank and the number of ranks, as MPI knows them.
+    """Yield torch's store, this process's rank and the number of ranks, as in MPI.
 
     Raises ValueError if the URL holds another rank or size, as `init_process_group(rank=…)` does.
     """
@@ -30,7 +30,7 @@ def rendezvous(
         if wanted not in (-1, actual):
             raise ValueError(f"{name}={wanted}: MPI has given this process {name}={actual}")
     yield _open_store(comm, timeout), comm.rank, comm.size
-    raise RuntimeError(f"{url}: the ranks of an MPI program can't meet a second time")
+    raise RuntimeError(f"{url}: the ranks of an MPI program have one rendezvous")
 
 
 def _open_store(comm: Communicator, timeout: timedelta) -> Any:

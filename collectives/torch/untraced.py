@@ -1,4 +1,4 @@
-"""Methods that torch.compile runs, and does not look into."""
+"""Methods that torch.compile runs, and does not trace."""
 
 from __future__ import annotations
 

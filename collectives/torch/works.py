@@ -142,7 +142,7 @@ class _CallFuture(Future):  # type: ignore[misc]
 class _Failure:
     """What a future holds instead of tensors: futures of Python have no error that C++ can read.
 
-    DDP, which waits in C++, looks for tensors in the value by pickling it.
+    DDP, which waits in C++, finds tensors in the value by pickling it.
     """
 
     def __init__(self, error: BaseException) -> None:

@@ -123,6 +123,48 @@ def test_messages_of_another_length(torch, dist, comm):
         dist.isend(torch.ones(2, 2).t(), 0)
 
 
+def test_a_receive_that_exceeded_its_deadline_has_failed(torch, dist, comm):
+    if comm.rank == 0:
+        work = dist.irecv(torch.zeros(1), 1, tag=5)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Timed out"):
+                work.wait(timedelta(seconds=0.1))
+        assert not work.is_success()
+    comm.barrier()
+
+
+def test_unequal_lengths_of_the_expected_sum(torch, dist, comm):
+    """The outputs hold as many elements as are sent, from other ranks."""
+    size, last = comm.size, comm.rank == comm.size - 1
+    tensor = torch.ones(2 + (comm.rank == 0) - last)
+    outputs = [torch.zeros(2) for _ in range(size)]
+    with pytest.raises(collectives.ShapeMismatchError):
+        dist.all_gather(outputs, tensor)
+    with pytest.raises(collectives.ShapeMismatchError):
+        dist.gather(tensor, None if comm.rank else outputs)
+    outputs = [torch.zeros(1 + (rank == 0) + 3 * (rank == size - 1)) for rank in range(size)]
+    if comm.rank == 0 or last:
+        with pytest.raises(collectives.ShapeMismatchError):
+            dist.all_gather(outputs, torch.ones(len(outputs[comm.rank]) + (1 if last else -1)))
+    else:
+        dist.all_gather(outputs, torch.ones(len(outputs[comm.rank])))
+    dist.barrier()
+
+
+def test_elements_are_not_converted(torch, dist, comm):
+    kind = torch.int32 if comm.rank else torch.float64
+    tensors = [torch.full((2,), 1.5).to(kind) for _ in range(comm.size)]
+    with pytest.raises(collectives.DtypeMismatchError, match="the output tensor holds torch"):
+        dist.all_to_all([torch.zeros(2, dtype=kind) for _ in range(comm.size)], tensors)
+    output = torch.zeros(2, dtype=kind)
+    if comm.rank:
+        with pytest.raises(collectives.DtypeMismatchError, match="rank 0 sent float64"):
+            dist.scatter(output)
+    else:
+        dist.scatter(output, tensors)
+    dist.barrier()
+
+
 def test_the_trace_holds_torchs_calls(torch, dist, comm, tmp_path):
     path = comm.broadcast_object(str(tmp_path / "trace.json") if comm.rank == 0 else None)
     dist.all_reduce(torch.ones(7919))

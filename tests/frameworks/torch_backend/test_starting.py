@@ -62,6 +62,36 @@ def test_torchs_own_variables_come_first(launch):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_rank_that_creates_no_group_is_not_waited_for_longer_than_the_timeout(launch):
+    program = (
+        "import collectives, collectives.torch, torch.distributed as dist\n"
+        "from collectives.torch import groups\n"
+        "from datetime import timedelta\n"
+        "def refuse(*_): raise ValueError('refused')\n"
+        "comm = collectives.world()\n"
+        "if comm.rank: groups.create = refuse\n"
+        "try: dist.init_process_group('collectives', timeout=timedelta(seconds=1))\n"
+        "except ValueError: assert comm.rank\n"
+        "except RuntimeError as error: assert not comm.rank, error\n"
+        "else: raise AssertionError('no error')\n"
+        "comm.barrier()\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=40)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_mpi_for_a_single_thread_is_refused():
+    program = (
+        "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n"
+        "import collectives, collectives.torch, torch.distributed as dist\n"
+        "try: dist.init_process_group('collectives', init_method='mpi://')\n"
+        "except collectives.BackendUnavailableError as error: assert 'MULTIPLE' in str(error)\n"
+        "else: raise AssertionError('no error')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
 def test_one_process_alone():
     program = (
         "import collectives.torch, torch, torch.distributed as dist\n"
