@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 _CLOSING = "closing"
+_PROPOSALS, _DECISION = "proposals to close", "decision to close"
 _POLL_SECONDS = 1e-3
 
 
@@ -32,10 +33,19 @@ class Members:
             self._store.add(_CLOSING, 1)
 
     def all_close(self, seconds: float) -> bool:
-        """Whether every member has announced it within that time."""
+        """Whether every member has announced it within that time: the same for all members.
+
+        A member that arrives later must not close what the others keep: it would wait for them.
+        """
         limit = time.monotonic() + seconds
         while self._store.add(_CLOSING, 0) < self._size:
             if time.monotonic() > limit:
-                return False
+                return self._decide("no")
             time.sleep(_POLL_SECONDS)
-        return True
+        return self._decide("yes")
+
+    def _decide(self, proposal: str) -> bool:
+        """The first member's proposal holds for all."""
+        if self._store.add(_PROPOSALS, 1) == 1:
+            self._store.set(_DECISION, proposal)
+        return bool(self._store.get(_DECISION) == b"yes")

@@ -80,6 +80,23 @@ def test_a_rank_that_creates_no_group_is_not_waited_for_longer_than_the_timeout(
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_rank_that_destroys_its_group_late_does_not_wait_for_the_others(launch):
+    program = (
+        "import time, collectives, collectives.torch, torch, torch.distributed as dist\n"
+        "from collectives.torch import process_group\n"
+        "process_group._SHUTDOWN_SECONDS = 0.2\n"
+        "dist.init_process_group('collectives')\n"
+        "rank = dist.get_rank()\n"
+        "time.sleep(0 if rank else 1)\n"
+        "start = time.monotonic()\n"
+        "dist.destroy_process_group()\n"
+        "assert time.monotonic() - start < 2\n"
+        "if rank: time.sleep(5)\n"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=60)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_mpi_for_a_single_thread_is_refused():
     program = (
         "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n"
