@@ -83,10 +83,11 @@ def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
             CALLS[call](patient)
         assert 0.3 <= time.monotonic() - start < 10
         check_error(caught.value, patient, late, record_directory)
-        (warning, *_) = [each.message for each in caplog.records if each.name == "collectives"]
-        assert "all_reduce(sum" in warning
-        # Ranks other than a node's lowest may get the list of missing nodes a little later.
-        assert f"rank {late}" in warning or patient.local_rank > 0
+        warnings = [each.message for each in caplog.records if each.name == "collectives"]
+        assert warnings and all("all_reduce(sum" in warning for warning in warnings)
+        # A rank may have waited for its own node before, and ranks other than a node's lowest may
+        # get the list of missing nodes a little later.
+        assert any(f"rank {late}" in warning for warning in warnings) or patient.local_rank > 0
     wait_for_all()
     patient.deadline = PATIENT
     length = LARGE if call == "large" else SMALL
