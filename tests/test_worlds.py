@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds.cleanup import find_segments, mapped_files, remove_segments
+from tests.worlds.cleanup import find_segments, remove_segments, used_files
 from tests.worlds.example_suites import CONFTEST, DRAWN, HEALTHY, TROUBLED
 from tests.worlds.launcher import find_mpirun, mpirun_command, world_environment
 
@@ -72,7 +72,7 @@ def troubled(tmp_path_factory):
     known = find_segments()
     outcomes = Suite(tmp_path_factory.mktemp("troubled"), TROUBLED).outcomes()
     # Other jobs on this machine may have created segments too, but theirs are in use.
-    return outcomes, find_segments() - known - mapped_files()
+    return outcomes, find_segments() - known - used_files()
 
 
 @pytest.fixture

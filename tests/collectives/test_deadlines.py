@@ -84,7 +84,8 @@ def test_a_rank_that_comes_late(patient, call, record_directory, caplog):
         assert 0.3 <= time.monotonic() - start < 10
         check_error(caught.value, patient, late, record_directory)
         warnings = [each.message for each in caplog.records if each.name == "collectives"]
-        assert warnings and all("all_reduce(sum" in warning for warning in warnings)
+        assert warnings
+        assert all("all_reduce(sum" in warning for warning in warnings)
         # A rank may have waited for its own node before, and ranks other than a node's lowest may
         # get the list of missing nodes a little later.
         assert any(f"rank {late}" in warning for warning in warnings) or patient.local_rank > 0

@@ -47,14 +47,18 @@ def find_segments(directory=SHARED_MEMORY):
 
 
 def remove_segments(known, directory=SHARED_MEMORY):
-    """Remove the shared memory created since `known` was found, unless a live process maps it."""
-    for path in find_segments(directory) - known - mapped_files():
+    """Remove the shared memory created since `known` was found, unless a live process uses it."""
+    for path in find_segments(directory) - known - used_files():
         path.unlink(missing_ok=True)
 
 
-def mapped_files():
-    """Return the files that live processes map."""
+def used_files():
+    """Return the files that live processes have open or map."""
     paths = set()
+    # In this order, since a process maps a file while it is open, and closes it then.
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            paths.add(link.readlink())
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             for line in maps.read_text(errors="replace").splitlines():

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,8 +100,12 @@ def world_environment(directory):
     }
 
 
-def run_world(command, directory, working_directory, quiet_limit):
-    """Run a launch to its end, or until its ranks recorded nothing for `quiet_limit` seconds."""
+def run_world(command, directory, working_directory, quiet_limit, unwanted=None):
+    """Run a launch to its end, or until its ranks recorded nothing for `quiet_limit` seconds.
+
+    Another thread sets the event `unwanted` to end it before.
+    """
+    unwanted = unwanted or threading.Event()
     segments = find_segments()
     output = directory / "output"
     with output.open("wb") as sink:
@@ -114,7 +119,7 @@ def run_world(command, directory, working_directory, quiet_limit):
             start_new_session=True,
         )
         try:
-            in_time = wait_while_progressing(process, directory, quiet_limit)
+            in_time = wait_while_progressing(process, directory, quiet_limit, unwanted)
         finally:
             end_group(process)
             kill_tagged(DIRECTORY_VARIABLE, directory)
@@ -128,11 +133,11 @@ def run_world(command, directory, working_directory, quiet_limit):
     )
 
 
-def wait_while_progressing(process, directory, quiet_limit):
+def wait_while_progressing(process, directory, quiet_limit, unwanted):
     """Wait for a launch to end; return False if its records stop growing for too long."""
     recorded, quiet = 0, 0.0
     step = min(1.0, quiet_limit)
-    while quiet < quiet_limit:
+    while quiet < quiet_limit and not unwanted.is_set():
         try:
             process.wait(step)
         except subprocess.TimeoutExpired:

@@ -2,6 +2,8 @@
 
 import json
 import tempfile
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -23,16 +25,34 @@ START_AND_STOP_SECONDS = 60
 
 
 class Parent:
-    """Runs ordinary tests as usual, and those of a world size together, at the first of them."""
+    """Runs ordinary tests as usual, and the worlds, one after the other, at the same time."""
 
     def __init__(self, config):
         self.config = config
         self.worlds = {}
+        self.unwanted = threading.Event()
+        self.thread = threading.Thread(target=self.run_worlds, name="worlds")
 
     def pytest_collection_finish(self, session):
         for item in session.items:
             if size := world_size_of(item):
-                self.worlds.setdefault(size, World(self.config, size)).items.append(item)
+                world = self.worlds.setdefault(size, World(self.config, size, self.unwanted))
+                world.items.append(item)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session):
+        if session.config.option.collectonly or session.testsfailed:
+            return (yield)
+        self.thread.start()
+        try:
+            return (yield)
+        finally:
+            self.unwanted.set()
+            self.thread.join()
+
+    def run_worlds(self):
+        for world in self.worlds.values():
+            world.run()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -51,18 +71,28 @@ class Parent:
 class World:
     """The tests of one world size, and their state."""
 
-    def __init__(self, config, size):
+    def __init__(self, config, size, unwanted):
         self.config = config
         self.size = size
+        self.unwanted = unwanted
         self.items = []
-        self.reports = {}
+        self.reports = Future()
+
+    def run(self):
+        """Run all tests, in as many launches as it takes, unless they become unwanted."""
+        reports, undecided = {}, self.items
+        try:
+            while undecided and not self.unwanted.is_set():
+                reports |= self.launch(undecided)
+                undecided = [item for item in undecided if item.nodeid not in reports]
+        except BaseException as error:
+            self.reports.set_exception(error)
+        else:
+            self.reports.set_result(reports)
 
     def reports_of(self, item):
-        """Return a test's reports, from a launch of it and the undecided ones if there are none."""
-        if item.nodeid not in self.reports:
-            undecided = [item for item in self.items if item.nodeid not in self.reports]
-            self.reports |= self.launch(undecided)
-        return self.reports[item.nodeid]
+        """Return a test's reports, once the world has ended."""
+        return self.reports.result()[item.nodeid]
 
     def launch(self, items):
         """Run tests in one launch; return the reports of those it completed, at least one."""
@@ -76,7 +106,8 @@ class World:
             selection = json.dumps([item.nodeid for item in items])
             (directory / SELECTION_NAME).write_text(selection, encoding="utf-8")
             working_directory = self.config.invocation_params.dir
-            ending = run_world(command, directory, working_directory, self.quiet_limit(items))
+            limit = self.quiet_limit(items)
+            ending = run_world(command, directory, working_directory, limit, self.unwanted)
             records = read_records(self.config, directory, self.size)
             return merge_reports(items, self.size, records, ending, directory)
 
