@@ -1,6 +1,7 @@
 """The plugin of the user's pytest: launches worlds and reports their tests."""
 
 import json
+import os
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -32,6 +33,12 @@ class Parent:
         self.worlds = {}
         self.unwanted = threading.Event()
         self.thread = threading.Thread(target=self.run_worlds, name="worlds")
+
+    def pytest_sessionstart(self):
+        """Compile each module once, and not in each of a thousand processes."""
+        if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+            self.bytecode = tempfile.TemporaryDirectory(prefix="bytecode-")
+            os.environ["PYTHONPYCACHEPREFIX"] = self.bytecode.name
 
     def pytest_collection_finish(self, session):
         for item in session.items:
