@@ -1,6 +1,7 @@
 """Which way imports run, read from the syntax trees: anywhere in a file, for type checkers too."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -128,12 +129,19 @@ def sources(*packages):
     return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
+def imports(path):
+    """The import statements of a file, anywhere in it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(path):
-    """The full names of what a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """The full names of what a file imports."""
+    for node in imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert not node.level, f"{path}: imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -243,8 +251,7 @@ def graph():
     return {
         module_of(path): {
             name
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Import | ast.ImportFrom)
+            for node in imports(path)
             for name in _names(node, modules)
             if name in modules and name != module_of(path)
         }

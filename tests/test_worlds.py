@@ -80,6 +80,7 @@ def outcomes(troubled):
     return troubled[0]
 
 
+@pytest.mark.slow
 def test_healthy_suite_passes_at_each_size(healthy):
     # As in a job of another MPI, whose variables must not reach the worlds.
     outcomes = healthy.outcomes(PMI_RANK="1", PMI_SIZE="2", OMPI_COMM_WORLD_SIZE="2")
@@ -95,6 +96,7 @@ def test_healthy_suite_passes_at_each_size(healthy):
     assert "known" in outcomes["test_expected_failure_without_exception[2ranks]"][1]
 
 
+@pytest.mark.slow
 def test_slow_tests_and_larger_worlds_are_for_the_option(healthy):
     usual, slow = (
         set(re.findall(r"::(\S+)", healthy.run("--collect-only", "-q", *options).stdout))
@@ -113,6 +115,7 @@ def test_single_case_launches_one_world(healthy):
     assert set(healthy.outcomes("test_it.py::test_marked[3ranks]")) == {"test_marked[3ranks]"}
 
 
+@pytest.mark.slow
 def test_option_restricts_the_sizes(healthy):
     finished = healthy.run("--worlds=1", "-v", "-k", "marked or each")
     assert "test_each_size[sum-1rank] PASSED" in finished.stdout

@@ -86,6 +86,7 @@ sys.exit(doctor.main(limit={limit}))
 GARBAGE = "return whole(comm, array, **keywords) + 7"
 
 
+@pytest.mark.slow
 def test_a_wrong_result_on_one_rank_fails(launch):
     ended = launch(3, [sys.executable, "-c", BREAK.format(fault=GARBAGE, limit=30)], timeout=60)
     assert ended.returncode == 1

@@ -106,7 +106,6 @@ def program(body):
 
 
 BY_DEFAULT = (
-    "registered arrays outlive",
     "a mailbox in which one rank waits when the others end",
     "a mismatch",
 )

@@ -77,7 +77,7 @@ for way, use in {
 LEFT = re.compile(r"^rank (\d): (.*) \(raised on all ranks: rank \d of the .*\)$", re.MULTILINE)
 
 
-BY_DEFAULT = ("a mismatch", "the first world()", "a model in run")
+BY_DEFAULT = ("a mismatch", "a model in run")
 
 
 @pytest.mark.parametrize("case", slow_but(ALIKE, *BY_DEFAULT))
@@ -93,6 +93,7 @@ def test_an_error_that_all_ranks_raise_has_one_traceback(case, launch):
     assert len(lines) == 1 + len(others)
 
 
+@pytest.mark.slow
 def test_under_mpi4pys_runner_too(launch, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(START + "comm.all_reduce(numpy.ones(3 + rank))\n")

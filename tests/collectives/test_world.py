@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.slow import slow_but
+from tests.slow import slow, slow_but
 
 ON_ONE_RANK = {
     "an exception": ("raise KeyError('the reason')", "KeyError: 'the reason'"),
@@ -129,7 +129,7 @@ def test_another_backend_than_the_first_is_refused():
     assert run_alone(program).stdout == "backend='nccl': the world was made with 'mpi'\n"
 
 
-@pytest.mark.parametrize("wrong", ["backend='bogus'", "deadline='long'"])
+@pytest.mark.parametrize("wrong", ["backend='bogus'", *slow("deadline='long'")])
 def test_what_is_wrong_in_one_ranks_first_call_is_raised_on_all(launch, wrong):
     program = (
         "from mpi4py import MPI\n"

@@ -14,6 +14,7 @@ from tests.collectives.oracle import PAIRS, case
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, simulated
 from tests.devices.many_arrays import check, contents, kinds_of, mixed_kinds, on_device
+from tests.slow import slow
 
 RANKS = [1, 2, 3]
 BITS = "unsigned int, unsigned int"
@@ -22,7 +23,7 @@ BITS = "unsigned int, unsigned int"
 # --- the results ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [3, *slow(1, 2)])
 def test_as_all_reduce_of_each(size):
     def program(comm, cuda):
         for op, dtype in PAIRS:
@@ -61,7 +62,7 @@ def test_ranks_that_share_a_gpu():
     run(3, program, device=lambda rank: 0)
 
 
-@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("size", [3, *slow(1, 2)])
 def test_a_thousand_tensors_travel_in_one_bucket(size):
     kinds = [((10 + index % 3,), np.dtype(np.float32)) for index in range(1000)]
 

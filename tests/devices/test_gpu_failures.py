@@ -163,12 +163,12 @@ def test_work_of_the_caller_does_not_count_for_the_deadline():
 
     def program(comm, cuda):
         comm._devices._path._launches._end_job = ended.append
-        cuda.slow(cuda.current_stream(), 3.2)
+        cuda.slow(cuda.current_stream(), 1.1)
         result = comm.all_reduce(filled(cuda, comm.rank))
-        time.sleep(3.0)
+        time.sleep(0.9)
         return result.get().tolist()
 
-    assert run(2, program, backend="nccl", deadline=2) == [[1.0] * 4] * 2
+    assert run(2, program, backend="nccl", deadline=0.6) == [[1.0] * 4] * 2
     assert not ended
 
 

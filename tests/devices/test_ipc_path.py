@@ -14,8 +14,10 @@ from collectives.transports import local
 from tests.collectives.oracle import BITWISE, defined, values
 from tests.devices.ipc_worlds import REDUCTIONS, World, garbage, take_part, uneven
 from tests.devices.simulated import ARENA_UNIT
+from tests.slow import slow, slow_but
 
 MOVEMENTS = ["broadcast", "all_gather", "gather", "scatter", "all_to_all"]
+OF_EACH_KIND = ["all_reduce", "scatter", "all_to_all"]
 DTYPES = ["float32", "int16", "bool", "complex64", "float16", ml_dtypes.bfloat16]
 HALF_BYTES = ARENA_UNIT // 2
 LARGE_BYTES = 5 << 20
@@ -39,7 +41,7 @@ def test_result(on_ranks, size, collective, in_place):
     on_ranks(size, body)
 
 
-@collectives
+@pytest.mark.parametrize("collective", slow_but(REDUCTIONS + MOVEMENTS, *OF_EACH_KIND))
 @in_place_or_not
 def test_more_than_an_arena(on_ranks, collective, in_place):
     def body(path, rank, meetings):
@@ -101,8 +103,8 @@ def test_ranks_fold_in_rank_order(on_ranks, length):
     assert set(on_ranks(4, body)) == {expected.tobytes()}
 
 
-@collectives
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("collective", slow_but(REDUCTIONS + MOVEMENTS, *OF_EACH_KIND))
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_calls_in_a_row_while_the_gpu_lags(on_ranks, lags, size, collective):
     """Copies and folds are slow at times: a rank that doesn't wait reads other rounds'."""
     lags.longest = 0.01

@@ -60,6 +60,7 @@ def test_the_checkpoint_of_the_last_even_epoch_is_restored_without_a_strategy(si
     assert parts(lines)[4]["test_accuracy"] == accuracy
 
 
+@pytest.mark.slow
 @sizes
 def test_every_number_of_ranks_has_the_same_numbers(size):
     for seen, wanted in zip(parts(said(size)), parts(said(None)), strict=True):

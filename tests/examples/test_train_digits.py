@@ -48,7 +48,7 @@ WAYS = {
     "3 ranks": lambda: on_ranks(3, EXAMPLE),
     "TF_CONFIG": lambda: with_tasks(CLUSTER, TASKS, EXAMPLE),
 }
-by_default = ("plainly", "TF_CONFIG")
+by_default = ("TF_CONFIG",)
 any_way = pytest.mark.parametrize("way", slow_but(WAYS, *by_default))
 
 

@@ -153,6 +153,7 @@ strategy.shutdown()
     assert "worker 0 (rank 2) is lost" in ended.stderr
 
 
+@pytest.mark.slow
 def test_without_workers_the_chief_gets_an_error(tmp_path):
     chief = """
 results = [coordinator.schedule(add, (number, 0.01, 5, 2)) for number in range(40)]

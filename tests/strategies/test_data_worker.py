@@ -512,6 +512,7 @@ except collectives.RankFailedError as error:
 """
 
 
+@pytest.mark.slow
 def test_batches_of_a_training_rank_that_dies_are_lost(tmp_path):
     ended = run_dying(3, DYING + TRAINING_RANK_DIES, tmp_path)
     marks = sorted(path.name for path in tmp_path.iterdir())

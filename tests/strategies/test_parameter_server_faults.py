@@ -226,6 +226,7 @@ except collectives.RankFailedError as error:
     assert ended.seconds < 40
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_ends_the_job(tmp_path):
     body = "train(steps=1_000_000)"
     ended = run(2, 1, body, tmp_path, serve="raise OSError('no room')")

@@ -39,7 +39,7 @@ def sizes_to_generate(node, offered, slow):
     """Return the world sizes to parametrise a test with.
 
     `offered` may be None: those of the test's mark then, without the larger ones unless slow tests
-    are wanted or the mark has no others.
+    are wanted; the first of the mark where all are larger.
     """
     mark = node.get_closest_marker("ranks")
     if mark is None:
@@ -50,7 +50,7 @@ def sizes_to_generate(node, offered, slow):
         )
     if offered is None:
         usual = [size for size in mark.args if slow or size in DEFAULT_SIZES]
-        return usual or mark.args
+        return usual or mark.args[:1]
     # A test that no offered world suits is generated all the same, to be counted and left out.
     return [size for size in mark.args if size in offered] or mark.args[:1]
 
