@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import collectives
 import strategies
@@ -33,6 +32,9 @@ Trial = Callable[[collectives.Communicator, int], float | None]
 
 def batches(seed: int, steps: int) -> Iterator[Batch]:
     """That many batches, drawn from all images."""
+    # Imported only where a program trains: it takes seconds.
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     generator = np.random.default_rng(seed)

@@ -140,17 +140,17 @@ def test_asynchronous_forms_of_which_a_rank_makes_none(comm, record_directory):
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(5)
 def test_who_came_and_left_is_not_named(comm, record_directory):
-    """Rank 0 acts for its node and withdraws first, then rank 2, then rank 1."""
-    with Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=[0, 0, 0, 1]) as nodes:
+    """Rank 0 acts for its node and withdraws first, then ranks 2, 3 and 1."""
+    with Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=[0, 0, 0, 0, 1]) as nodes:
         nodes.barrier()
         wait_for_all()
-        nodes.deadline = {0: 0.2, 1: 0.6, 2: 0.4}.get(nodes.rank, PATIENT)
-        if nodes.rank != 3:
-            with pytest.raises(collectives.DeadlineExceededError, match="rank 3") as caught:
+        nodes.deadline = {0: 0.2, 1: 0.8, 2: 0.4, 3: 0.6}.get(nodes.rank, PATIENT)
+        if nodes.rank != 4:
+            with pytest.raises(collectives.DeadlineExceededError, match="rank 4") as caught:
                 CALLS["small"](nodes)
-            assert caught.value.absent == (3,)
+            assert caught.value.absent == (4,)
         wait_for_all()
         nodes.deadline = PATIENT
         np.testing.assert_array_equal(CALLS["small"](nodes), expected(nodes))

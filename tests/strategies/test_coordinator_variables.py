@@ -179,7 +179,7 @@ def test_the_chief_assigns_slots_to_their_variables(comm):
     coordinated(comm, chief)
 
 
-@pytest.mark.ranks(4, 5)
+@pytest.mark.ranks(5, 4)
 def test_sharded_variables(comm):
     def chief(strategy, coordinator):
         with strategy.scope():

@@ -175,7 +175,7 @@ def test_an_infinite_dataset_that_ranks_stop_at_different_steps(comm):
 
 
 @pytest.mark.mpi
-@pytest.mark.ranks(4, 5)
+@pytest.mark.ranks(5, 4)
 def test_several_data_tasks(comm):
     with training(comm, 11, 4, data_tasks=2) as (strategy, data):
         if data.serves:
