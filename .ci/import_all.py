@@ -33,7 +33,6 @@ NEEDS = {
         "collectives.torch.collective_calls",
         "collectives.torch.groups",
         "collectives.torch.members",
-        "collectives.torch.memory",
         "collectives.torch.messages",
         "collectives.torch.process_group",
         "collectives.torch.reduce_ops",

@@ -16,8 +16,7 @@ COLLECTIVES = {
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports"} | {"world"},
-    "torch": {"arrays", "caching", "communicator", "errors", "lifecycle", "reductions"}
-    | {"waiting", "world"},
+    "torch": {"arrays", "communicator", "errors", "lifecycle", "reductions"} | {"waiting", "world"},
     "world": {"communicator", "consistency", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
@@ -41,7 +40,7 @@ COLLECTIVES = {
     "consistency": {"errors", "shm", "transports", "waiting"},
     "shm": {"caching", "errors", "reductions", "schedules", "transports", "waiting"},
     "transports": {"errors", "waiting"},
-    "arrays": {"cuda", "reductions"},
+    "arrays": {"caching", "cuda", "reductions"},
     "cuda": {"errors", "reductions"},
     "analysis": {"algorithms", "errors", "schedules"},
     "algorithms": {"schedules"},

@@ -76,9 +76,10 @@ def from_torch(tensor: Any, argument: str) -> Array:
 
 def to_torch(array: Array) -> Any:
     """A tensor that shares the array's memory."""
-    torch, name = sys.modules["torch"], array.dtype.name
-    if name not in _SMALL_FLOATS:
+    torch = sys.modules["torch"]
+    if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
+    name = array.dtype.name
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, name))
 
 

@@ -1,8 +1,8 @@
 """The bound calls of one communicator, by what was asked for.
 
-Arrays that a bound call can't take as they are (of another library, strides or dtype than that of
-the fold) are brought into shape here, before the same bound call: all ranks take the same path,
-whatever they give.
+Plain torch tensors are taken as their memory. Other arrays that a bound call can't take as they are
+(of another library, strides or dtype than that of the fold) are brought into shape here, before the
+same bound call: all ranks take the same path, whatever they give.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import Output, like, may_overlap, to_array
-from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.arrays.tensor_memory import TensorMemory
+from collectives.arrays.tensors import refuse_lost_gradient, to_torch
 from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, split_rows
@@ -42,6 +43,7 @@ class CallCache:
         self._engine, self._check_open = engine, check_open
         self.known: LRU[Any, Bound] = LRU()
         """By (op, dtype, shape) those of `all_reduce`, by longer keys the others."""
+        self._tensors = TensorMemory()
 
     def _call(self, key: Any, bind: Callable[[], Bound], source: Any, target: Any) -> Any:
         """Make the call of that key, which is bound where it isn't yet."""
@@ -61,6 +63,14 @@ class CallCache:
 
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
         """As `Communicator.all_reduce`."""
+        if (views := self._tensors.views(array, out)) is not None:
+            source, target = views
+            known = what is None and type(op) is str
+            bound = self.known.get((op, source.dtype, source.shape)) if known else None
+            result: Any = PASS if bound is None else bound(source, target)
+            if result is PASS:
+                result = self.all_reduce(source, op, target, what)
+            return to_torch(result) if out is None else out
         if on_gpu(array):
             return PASS if what is not None else self._all_reduce_on_gpu(array, op, out)
         given = ReduceInput(array, op)
@@ -100,6 +110,9 @@ class CallCache:
                 to_array(array)  # refuses dtypes that can't be sent
             self._broadcast(array, root, array.reshape(-1))
             return array
+        if (views := self._tensors.views(array, array)) is not None:
+            self.broadcast(views[0], root, on_root=on_root)
+            return array
         if on_gpu(array):
             return PASS
         given = to_array(array)
@@ -126,6 +139,9 @@ class CallCache:
             target = None if out is None else out.reshape(-1)
             joined = self._all_gather(array, rest, room, _apart(array, target), target)
             return joined if out is None else out
+        if (views := self._tensors.views(array, out)) is not None:
+            result = self.all_gather(views[0], axis, views[1])
+            return to_torch(result) if out is None else out
         if on_gpu(array):
             return PASS
         rows = Rows(to_array(array), axis)
@@ -164,6 +180,9 @@ class CallCache:
 
     def reduce_scatter(self, array: Any, op: ReduceOp | str, axis: Any, out: Any) -> Any:
         """As `Communicator.reduce_scatter`."""
+        if (views := self._tensors.views(array, out)) is not None:
+            result = self.reduce_scatter(views[0], op, axis, views[1])
+            return to_torch(result) if out is None else out
         if on_gpu(array):
             return PASS
         rank, size = self._engine.rank, self._engine.size

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from collectives.arrays.tensor_memory import TensorMemory
 from collectives.arrays.tensors import to_torch
 from collectives.communicator import Communicator
 from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.reductions.reduction import Array
-from collectives.torch.memory import TensorMemory
-from collectives.torch.reduce_ops import reduction
+from collectives.torch.reduce_ops import name_of, reduction
 
 Tensors = Sequence[Any]
 
@@ -33,7 +33,12 @@ class CollectiveCalls:
 
     def all_reduce(self, tensors: Tensors, op: Any) -> None:
         """Reduce each tensor in place."""
+        kind, plain, call = op.op, self._memory.plain, self.comm.all_reduce
         for tensor in tensors:
+            known = name_of(kind, tensor.dtype)
+            if known is not None and (view := plain(tensor)) is not None:
+                call(view, known, out=view)
+                continue
             if tensor.is_sparse:
                 self._all_reduce_sparse(tensor, op)
                 continue

@@ -22,7 +22,7 @@ from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.untraced import untraced
-from collectives.torch.works import AllWorks, DoneWork, PendingWork
+from collectives.torch.works import AllWorks, PendingWork, done
 
 Tensors = Sequence[Any]
 
@@ -62,7 +62,7 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         seconds = options.timeout.total_seconds()
         if not options.asyncOp and not self._queue.pending:
             self._perform(seconds, call, *arguments)
-            return DoneWork(outputs)
+            return done(outputs)
         work = PendingWork(outputs, name)
         self._queue.submit(work, lambda: self._perform(seconds, call, *arguments))
         if self._coalesced is not None:
@@ -70,9 +70,8 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _perform(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        usual = self._comm.deadline
         try:
-            if seconds <= 0 or seconds == usual:
+            if seconds <= 0 or seconds == (usual := self._comm.deadline):
                 call(*arguments)
                 return
             self._comm.deadline = seconds

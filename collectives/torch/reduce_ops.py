@@ -39,6 +39,16 @@ class Reduction(NamedTuple):
     """What turns a reduced tensor into the result, unless it is the result."""
 
 
+# By the number of the op, whose own hash takes longer.
+_NAMES_OF = {kind.value: dict.fromkeys(_REDUCED, name) for kind, name in NAMES.items()}
+
+
+def name_of(kind: Any, dtype: Any) -> str | None:
+    """The name of the op if it reduces tensors of that dtype as they are; None otherwise."""
+    names = _NAMES_OF.get(kind.value)
+    return None if names is None else names.get(dtype)
+
+
 def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
     """How `collectives` does torch's `reduce_op` on this tensor, between `size` ranks.
 
@@ -49,9 +59,9 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
     if kind == ReduceOp.PREMUL_SUM:
         factor = reduce_op.__getstate__()[1]
         return reduction((tensor * factor).to(dtype), ReduceOp(ReduceOp.SUM), size)
+    if (known := name_of(kind, dtype)) is not None:
+        return Reduction(tensor, known)
     name = NAMES[kind]
-    if dtype in _REDUCED:
-        return Reduction(tensor, name)
     if dtype in _FLOAT8S:
         return Reduction(tensor.float(), name, lambda reduced: reduced.to(dtype))
     if kind == ReduceOp.AVG:

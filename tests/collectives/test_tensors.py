@@ -1,6 +1,7 @@
 """Tensors of torch: they keep their storage, and no gradient is lost silently."""
 
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -109,6 +110,67 @@ def test_lazy_views_are_resolved():
     np.testing.assert_array_equal(to_numpy(tensor.conj().imag), [-2, 1])
     with pytest.raises(TypeError, match="out is a Tensor: must be an array that can be written"):
         Communicator(alone()).all_reduce(tensor, out=tensor.conj())
+
+
+def calls_entered(call):
+    """How many Python functions a warm call enters."""
+    entered = []
+
+    def note(frame, event, argument):
+        if event == "call":
+            entered.append(frame.f_code)
+
+    call(), call()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(entered)
+
+
+def test_a_warm_call_on_a_tensor_is_the_one_on_its_memory():
+    comm = Communicator(alone())
+    tensor, other = torch.ones(4, 6), torch.ones(4, 6)
+    array, second = to_numpy(tensor), to_numpy(other)
+    calls = {
+        "all_reduce": lambda given, out: comm.all_reduce(given, out=given),
+        "all_reduce, apart": lambda given, out: comm.all_reduce(given, out=out),
+        "all_reduce, new": lambda given, out: comm.all_reduce(given),
+        "broadcast": lambda given, out: comm.broadcast(given),
+        "all_gather": lambda given, out: comm.all_gather(given, out=out),
+        "reduce_scatter": lambda given, out: comm.reduce_scatter(given, out=out),
+    }
+    for name, call in calls.items():
+        on_array = calls_entered(lambda call=call: call(array, second))
+        on_tensor = calls_entered(lambda call=call: call(tensor, other))
+        assert on_tensor <= on_array + 7, name
+
+
+def test_memory_that_tensors_share_one_after_the_other():
+    def program(transport):
+        comm = Communicator(transport)
+        storage = torch.zeros(8)
+        for dtype, shape in (("float32", (8,)), ("int32", (8,)), ("float32", (2, 4))):
+            # The same address, and another tensor each time.
+            tensor = storage.view(getattr(torch, dtype)).view(shape)
+            tensor.fill_(comm.rank + 1)
+            out = torch.empty_like(tensor)
+            assert comm.all_reduce(tensor, out=out) is out
+            assert out.dtype == tensor.dtype
+            assert (out == 3).all()
+            gathered = comm.all_gather(tensor).view(2, 8)
+            assert (gathered == torch.tensor([[1], [2]])).all()
+            assert comm.broadcast(tensor, root=1) is tensor
+            assert (tensor == 2).all()
+            assert (comm.reduce_scatter(tensor) == 4).all()
+        lazy = torch.full((8,), comm.rank + 1j).conj()
+        assert (comm.all_reduce(lazy) == 1 - 2j).all()
+        transposed = torch.full((2, 4), float(comm.rank)).t()
+        assert (comm.all_reduce(transposed, out=transposed) == 1).all()
+        assert transposed.shape == (4, 2)
+
+    run(2, program)
 
 
 class Wrapper(torch.Tensor):
