@@ -112,10 +112,12 @@ LAZY = {
     "torch": {
         "collectives/torch/arguments.py",
         "collectives/torch/collective_calls.py",
+        "collectives/torch/functions.py",
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",
         "collectives/torch/registration.py",
         "collectives/torch/rendezvous.py",
+        "collectives/torch/sync_batch_norm.py",
         "collectives/torch/untraced.py",
         "collectives/torch/works.py",
         "strategies/input/batches.py",
