@@ -16,7 +16,8 @@ COLLECTIVES = {
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports"} | {"world"},
-    "torch": {"arrays", "communicator", "errors", "lifecycle", "reductions"} | {"waiting", "world"},
+    "torch": {"arrays", "communicator", "consistency", "errors", "lifecycle", "reductions"}
+    | {"waiting", "world"},
     "world": {"communicator", "consistency", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
@@ -111,8 +112,10 @@ LAZY = {
     },
     "torch": {
         "collectives/torch/arguments.py",
+        "collectives/torch/buckets.py",
         "collectives/torch/collective_calls.py",
         "collectives/torch/functions.py",
+        "collectives/torch/gradients.py",
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",
         "collectives/torch/registration.py",
