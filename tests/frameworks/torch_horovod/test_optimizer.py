@@ -85,8 +85,8 @@ def test_clipping_between_synchronize_and_step(torch, hvd, comm):
 
 def test_a_closure_schedulers_and_hooks(torch, hvd, comm):
     model, optimizer = distributed(torch, hvd, backward_passes_per_step=2)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     optimizer.load_state_dict(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     steps = batches(torch, comm.size)
