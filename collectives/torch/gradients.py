@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from collectives.torch.reduction_round import GradientError, Round
 __all__ = ["GradientError", "GradientReducer"]
 
 FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 8 << 20
 _SHOWN = 5
 
 
@@ -70,7 +69,7 @@ class GradientReducer:
         wire_dtype: a narrower dtype for the messages (torch.float16 or torch.bfloat16), or None.
         sparse: names of parameters whose gradients are sparse. Sparse gradients of other parameters
             become dense.
-        overlap: reduce each bucket during backward, on a thread, or all of them at its end.
+        overlap: reduce each bucket but the last during backward, on a thread, or all at its end.
         bucket_bytes, first_bucket_bytes: the most that a bucket, and the first one, holds, unless a
             single parameter is larger.
 
@@ -185,12 +184,8 @@ class GradientReducer:
     def _begin(self) -> Round:
         weighted, weight = self._weighted, self.weight
         self.weight = None
-        self._round = Round(
-            self._comm, self._buckets, self._op, weighted=weighted, overlap=self._overlap
-        )
+        self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap)
         if weighted:
-            if weight is None or not isfinite(weight) or weight < 0:
-                raise self._refuse(f"weight={weight}: must be set before each backward, and ≥ 0")
             try:
                 self._round.weigh(weight)
             except BaseException:

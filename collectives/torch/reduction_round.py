@@ -1,7 +1,9 @@
 """One reduction of all buckets: the same calls in the same order on every rank, even if it fails.
 
-A rank that can't take part makes barriers with its reason instead of its remaining calls. They
-match no other rank's call, so every rank gets an error, and the next round begins in step.
+The last bucket is complete when backward ends, so that nothing is left to overlap with: its call
+blocks, while those of the others run on a thread. A rank that can't take part makes barriers with
+its reason instead of its remaining calls. They match no other rank's call, so every rank gets an
+error, and the next round begins in step.
 """
 
 from __future__ import annotations
@@ -26,56 +28,52 @@ class Round:
     """The calls of one reduction, and the gradients that have arrived for it."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        buckets: Sequence[Bucket],
-        op: str,
-        *,
-        weighted: bool,
-        overlap: bool,
+        self, comm: Communicator, buckets: Sequence[Bucket], op: str, *, overlap: bool
     ) -> None:
-        self._comm, self._buckets, self._op, self._overlap = comm, buckets, op, overlap
+        self._comm, self._buckets, self._op = comm, buckets, op
+        self._overlapped = len(buckets) - 1 if overlap else 0
         self._finishes: list[Finish] = []
         self._scale: float | None = None
-        self._calls_left = weighted + sum(bucket.calls for bucket in buckets)
         self._missing = [len(bucket.members) for bucket in buckets]
         self.arrived: set[int] = set()
         """The ids of parameters whose gradients this round reduces."""
         self.backwards: set[int] = set()
         """The numbers of the backwards that have brought gradients and have not ended."""
 
-    def weigh(self, weight: float) -> None:
-        """Sum the ranks' weights. Collective, as are all methods from here on."""
-        total = np.array([weight], np.float64)
-        self._calls_left -= 1
+    def weigh(self, weight: float | None) -> None:
+        """Sum the ranks' weights. Collective, as are all methods from here on.
+
+        Raises GradientError, on every rank, for a weight that is None, negative or not finite.
+        """
+        wrong = weight is None or not 0 <= weight < np.inf
+        reason = f"weight={weight}: must be set before each backward that reduces, and ≥ 0"
+        total = np.array([0 if wrong else weight], np.float64)
         try:
-            if self._overlap:
-                self._comm.all_reduce_async(total, out=total).wait()
-            else:
-                self._comm.all_reduce(total, out=total)
+            if wrong:
+                self._comm.barrier(_REFUSED + reason)
+                raise raised_on_all(GradientError(reason), self._comm.rank)
+            self._comm.all_reduce(total, out=total)
         except MismatchError as error:
-            raise self._refused(error) from None
+            raise self._translated(error) from None
         # Without any sample the mean is not defined: zeros.
-        self._scale = weight / total[0] if total[0] else 0.0
+        self._scale = (weight or 0) / total[0] if total[0] else 0.0
 
     def arrive(self, key: int, bucket: int) -> None:
         """Start to reduce the buckets that are complete, if that is their turn."""
         self.arrived.add(key)
         self._missing[bucket] -= 1
-        if self._overlap:
-            while len(self._finishes) < len(self._buckets):
-                if self._missing[len(self._finishes)]:
-                    break
-                self._start_next()
+        while len(self._finishes) < self._overlapped and not self._missing[len(self._finishes)]:
+            self._start_next()
 
     def complete(self) -> None:
         """Reduce the buckets that are left, whatever has arrived, and wait for all."""
+        failed = None
         try:
             while len(self._finishes) < len(self._buckets):
                 self._start_next()
-        except MismatchError as error:  # of a blocking call
-            raise self._translated(error) from None
-        failed = self._finish()
+        except MismatchError as error:
+            failed = error
+        failed = self._finish() or failed
         if failed is not None:
             raise self._translated(failed) from None
 
@@ -88,9 +86,10 @@ class Round:
         return raised_on_all(GradientError(reason), self._comm.rank)
 
     def _start_next(self) -> None:
-        bucket = self._buckets[len(self._finishes)]
-        self._calls_left -= bucket.calls
-        self._finishes.append(bucket.start(self._op, self._scale, overlap=self._overlap))
+        number = len(self._finishes)
+        overlap = number < self._overlapped
+        finish = self._buckets[number].start(self._op, self._scale, overlap=overlap)
+        self._finishes.append(finish)
 
     def _finish(self) -> MismatchError | None:
         """Wait for the calls that were started; the first mismatch."""
@@ -103,28 +102,17 @@ class Round:
         return failed
 
     def _refuse(self, reason: str) -> MismatchError | None:
-        text = _REFUSED + reason
-        if not self._overlap:
-            try:
-                self._comm.barrier(text)
-            except MismatchError as error:
-                return error
-            return None
-        handles = [self._comm.barrier_async(text) for _ in range(self._calls_left)]
-        self._calls_left = 0
-        failed = self._finish()
-        for handle in handles:
-            try:
-                handle.wait()
-            except MismatchError as error:
-                failed = failed or error
-        return failed
-
-    def _refused(self, error: MismatchError) -> CollectiveError:
-        """The error of the first call, after which the remaining ones fail too."""
-        if self._overlap:
-            self._refuse("the weights were not reduced")
-        return self._translated(error)
+        text, begun = _REFUSED + reason, len(self._finishes)
+        left = sum(bucket.calls for bucket in self._buckets[begun : self._overlapped])
+        handles = [self._comm.barrier_async(text) for _ in range(left)]
+        self._finishes.extend(handle.wait for handle in handles)
+        failed = None
+        try:
+            # A failed blocking call is the last one of the round on every rank.
+            self._comm.barrier(text)
+        except MismatchError as error:
+            failed = error
+        return self._finish() or failed
 
     def _translated(self, error: MismatchError) -> CollectiveError:
         """An error with the reasons of ranks that refused; other mismatches as they are."""
