@@ -117,7 +117,8 @@ def _given(comm: Communicator | None) -> Communicator:
 class _AllReduce(Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: Any, anchor: Any, op: ReduceOp, comm: Communicator) -> Any:
-        result = comm.all_reduce(tensor, op)
+        # Tensors that require grad are converted anew by every call.
+        result = comm.all_reduce(tensor.detach(), op)
         ctx.op, ctx.comm = op, comm
         if op not in _LINEAR:
             ctx.save_for_backward(tensor, result)
