@@ -50,7 +50,8 @@ setup(
         "test": test,
         "dev": dev,
     },
-    entry_points={"torch.backends": ["collectives = collectives.torch.registration:register"]},
+    py_modules=["collectives_torch_entry"],
+    entry_points={"torch.backends": ["collectives = collectives_torch_entry:register"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -98,7 +98,9 @@ def refuse_lost_gradient(array: Any, argument: str) -> None:
     if _is_differentiated(array):
         raise ValueError(
             f"{argument} is a tensor that requires grad, and the result would have no gradient:"
-            f" pass {argument}.detach(), or make the call within `with torch.no_grad():`"
+            f" call `collectives.torch.all_reduce`, or another differentiable function of that"
+            f" module, or pass {argument}.detach(), or make the call within"
+            " `with torch.no_grad():`"
         )
 
 

@@ -1,12 +1,47 @@
-"""The torch.distributed backend "collectives".
+"""The torch.distributed backend "collectives", and collectives that autograd differentiates.
 
-Importing this module registers it: `torch.distributed.init_process_group("collectives")`. Versions
-of torch that read the entry points of the group "torch.backends" (2.5 and later) register it
-themselves.
+Importing this module registers the backend: `torch.distributed.init_process_group("collectives")`.
+Versions of torch that read the entry points of the group "torch.backends" (2.5 and later) register
+it themselves. The other names are imported when they are first used, because `import torch` itself
+may import this module before torch is complete.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from collectives.torch.registration import register
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from collectives.torch.functions import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        reduce_scatter,
+    )
+    from collectives.torch.sync_batch_norm import SyncBatchNorm
+
+__all__ = [
+    "SyncBatchNorm",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+    "register",
+]
 
 register()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SyncBatchNorm":
+        from collectives.torch.sync_batch_norm import SyncBatchNorm
+
+        return SyncBatchNorm
+    if name in __all__:
+        from collectives.torch import functions
+
+        return getattr(functions, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,22 +1,24 @@
-"""Methods that torch.compile runs, and does not trace."""
+"""Methods and functions that torch.compile runs, and does not trace."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 Class = TypeVar("Class", bound=type)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def untraced(cls: Class) -> Class:
     """Exclude the class's own public methods, and what they call, from compilation."""
     own = dict(vars(cls))
     methods = [own[name] for name in own if not name.startswith("_") and callable(own[name])]
-    excluded = {method: _untraced(method) for method in methods}
+    excluded = {method: untraced_function(method) for method in methods}
     for name, method in own.items():
         # By any name.
         if callable(method) and method in excluded:
@@ -24,19 +26,20 @@ def untraced(cls: Class) -> Class:
     return cls
 
 
-def _untraced(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method; its exclusion costs something at every call, and the compiler's import a second.
+def untraced_function(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Exclude a function from compilation.
 
-    Both are paid only once the compiler is in use.
+    The exclusion costs something at every call, and the compiler's import a second: both are paid
+    only once the compiler is in use.
     """
-    excluded: list[Callable[..., Any]] = []
+    excluded: list[Callable[Arguments, Result]] = []
 
-    @functools.wraps(method)
-    def call(*arguments: Any, **options: Any) -> Any:
+    @functools.wraps(function)
+    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         if "torch._dynamo" not in sys.modules:
-            return method(*arguments, **options)
+            return function(*arguments, **options)
         if not excluded:
-            excluded.append(torch.compiler.disable(method))
+            excluded.append(torch.compiler.disable(function))
         return excluded[0](*arguments, **options)
 
     return call

@@ -20,7 +20,7 @@ def _needs_torch(torch):
 def entry_point(folder):
     """A folder for PYTHONPATH with the entry point of an installed package."""
     text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    line = "collectives = collectives.torch.registration:register"
+    line = "collectives = collectives_torch_entry:register"
     assert f'"torch.backends": ["{line}"]' in text
     metadata = folder / "mpi_collectives_here-0.dist-info"
     metadata.mkdir()
@@ -124,6 +124,35 @@ def test_importing_collectives_imports_no_torch():
     program = "import sys, collectives; assert 'torch' not in sys.modules"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
+def test_names_of_collectives_torch_are_imported_by_their_first_use():
+    program = (
+        "import sys, collectives.torch\n"
+        "assert 'collectives.torch.functions' not in sys.modules\n"
+        "assert set(collectives.torch.__all__) >= {'all_reduce', 'SyncBatchNorm'}\n"
+        "for name in collectives.torch.__all__: assert callable(getattr(collectives.torch, name))\n"
+        "try: collectives.torch.nothing\n"
+        "except AttributeError as error: assert 'nothing' in str(error)\n"
+        "else: raise AssertionError('no error')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
+def test_torch_is_imported_where_collectives_can_not_be(tmp_path):
+    """A package that collectives needs may be absent or broken: `import torch` warns."""
+    path = entry_point(tmp_path).removeprefix("PYTHONPATH=")
+    (tmp_path / "ml_dtypes.py").write_text("raise ImportError('a broken package')")
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, "-c", "import torch; print(torch.ones(2).sum().item())"]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "2.0\n"
+    assert 'RuntimeWarning: the backend "collectives" of torch.distributed' in ended.stderr
+    assert "ImportError: a broken package" in ended.stderr
 
 
 def test_torchrun_alone_is_refused_with_the_command_to_type(tmp_path):

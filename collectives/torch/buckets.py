@@ -1,0 +1,219 @@
+"""Gradients in memory that is reduced as a whole: which parameters share a bucket, and its calls.
+
+A dense bucket is one registered array, of which the gradients are views, so that no call copies
+them. Every rank makes the calls of all buckets in the order of the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from collectives.arrays.tensors import from_torch, to_torch
+from collectives.communicator import Communicator
+
+Finish = Callable[[], None]
+
+
+class Member(NamedTuple):
+    """A parameter and its name, equal on all ranks."""
+
+    name: str
+    parameter: Any
+
+
+class Bucket(Protocol):
+    """Parameters whose gradients are reduced together."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The parameters."""
+
+    calls: int
+    """How many collective calls `start` makes."""
+
+    def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
+        """Reduce the gradients, or start to; the result is complete after the returned function.
+
+        With `scale`, it is the sum of the ranks' gradients times their scales; 0 discards even NaN.
+        """
+
+    def holds(self, parameter: Any) -> bool:
+        """Whether the parameter's gradient may still be the result of a reduction."""
+
+
+class DenseBucket:
+    """Parameters of one dtype and device."""
+
+    calls = 1
+
+    def __init__(self, comm: Communicator, members: Sequence[Member], wire: Any) -> None:
+        """`wire` is a narrower dtype for the messages, or None. Collective."""
+        self._comm, self.members = comm, members
+        length = sum(each.parameter.numel() for each in members)
+        first = members[0].parameter
+        narrow = wire is not None and first.is_floating_point() and first.itemsize > wire.itemsize
+        self._flat = _zeros(comm, length, first.dtype, first.device, registered=not narrow)
+        self._sent = (
+            _zeros(comm, length, wire, first.device, registered=True) if narrow else self._flat
+        )
+        on_cpu = first.device.type == "cpu"
+        self._array: Any = from_torch(self._sent, "gradients") if on_cpu else self._sent
+        self._views = []
+        start = 0
+        for _, parameter in members:
+            # Dense, in the order in which the parameter lies in memory.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self._views.append(self._flat.as_strided(parameter.shape, strides, start))
+            start += parameter.numel()
+
+    def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
+        """Move gradients that lie elsewhere into the bucket, and reduce it."""
+        narrowed = self._sent is not self._flat
+        if narrowed and op == "mean" and scale is None:
+            # Else the sum could overflow.
+            scale = 1 / self._comm.size
+        if scale is not None:
+            op = "sum"
+        with torch.no_grad():
+            self._collect()
+            if scale == 0:
+                self._flat.zero_()
+            elif scale is not None:
+                self._flat.mul_(scale)
+            if narrowed:
+                self._sent.copy_(self._flat)
+        if not overlap:
+            self._comm.all_reduce(self._array, op, out=self._array)
+            return self._finish
+        handle = self._comm.all_reduce_async(self._array, op, out=self._array)
+
+        def finish() -> None:
+            handle.wait()
+            self._finish()
+
+        return finish
+
+    def holds(self, parameter: Any) -> bool:
+        """Whether the gradient is a view of the bucket."""
+        return any(parameter.grad is view for view in self._views)
+
+    def _collect(self) -> None:
+        """Make each gradient a view of the bucket; one that is missing is zero."""
+        views, gradients = [], []
+        for (_, parameter), view in zip(self.members, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+            else:
+                views.append(view)
+                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+    def _finish(self) -> None:
+        if self._sent is not self._flat:
+            self._flat.copy_(self._sent)
+
+
+class SparseBucket:
+    """One parameter with sparse gradients: the rows of all ranks are gathered."""
+
+    calls = 2
+
+    def __init__(self, comm: Communicator, member: Member) -> None:
+        self._comm, self.members = comm, [member]
+
+    def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
+        """Gather the indices and values of all ranks; those of equal indices are added."""
+        parameter = self.members[0].parameter
+        with torch.no_grad():
+            part = _as_sparse(parameter)
+            # Kept by `finish` until they are sent.
+            indices, values = part.indices().t().contiguous(), part.values()
+            factor = 1 / self._comm.size if scale is None and op == "mean" else scale
+            if factor is not None:
+                values = torch.zeros_like(values) if factor == 0 else values * factor
+        if overlap:
+            handles = [self._comm.all_gather_async(each) for each in (indices, values.contiguous())]
+        else:
+            gathered = [self._comm.all_gather(each) for each in (indices, values.contiguous())]
+
+        def finish() -> None:
+            all_indices, all_values = [each.wait() for each in handles] if overlap else gathered
+            total = _sparse(all_indices.t(), all_values, parameter)
+            parameter.grad = total.coalesce()
+
+        return finish
+
+    def holds(self, parameter: Any) -> bool:
+        """True, as a sparse gradient that is added to may be replaced."""
+        return True
+
+
+def _as_sparse(parameter: Any) -> Any:
+    """The gradient, with each index once; without elements if it is missing."""
+    gradient = parameter.grad
+    if gradient is None:
+        shape = (0, *parameter.shape[1:])
+        empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        gradient = _sparse(indices, empty, parameter)
+    elif not gradient.is_sparse:
+        gradient = gradient.to_sparse(1)
+    return gradient.coalesce()
+
+
+def _sparse(indices: Any, values: Any, parameter: Any) -> Any:
+    # The indices are those of gradients of the same parameter.
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def _zeros(comm: Communicator, length: int, dtype: Any, device: Any, *, registered: bool) -> Any:
+    if device.type != "cpu" or not registered:
+        return torch.zeros(length, dtype=dtype, device=device)
+    array = comm.zeros(length, str(dtype).removeprefix("torch."))
+    if not isinstance(array, np.ndarray):  # a communicator over NCCL registers memory of GPUs
+        return torch.zeros(length, dtype=dtype)
+    return to_torch(array)
+
+
+def make_buckets(
+    comm: Communicator,
+    members: Sequence[Member],
+    sparse: Collection[int],
+    wire: Any,
+    limits: tuple[int, int],
+) -> list[Bucket]:
+    """Distribute the parameters to buckets, those of the last layers first. Collective.
+
+    Their gradients arrive first. `limits` are the bytes of the first bucket and of the others: the
+    first is small, so that its reduction begins early. `sparse` holds positions of parameters with
+    sparse gradients.
+    """
+    closed: list[list[Member]] = []
+    open_ones: dict[Any, tuple[list[Member], int]] = {}
+    buckets: list[Bucket] = []
+    for position in reversed(range(len(members))):
+        member = members[position]
+        if position in sparse:
+            continue
+        parameter = member.parameter
+        kind = parameter.dtype, parameter.device
+        group, size = open_ones.get(kind, ([], 0))
+        size += parameter.numel() * parameter.itemsize
+        if group and size > limits[min(len(closed), 1)]:
+            closed.append(group)
+            group, size = [], parameter.numel() * parameter.itemsize
+        group.append(member)
+        open_ones[kind] = group, size
+    closed.extend(group for group, _ in open_ones.values())
+    buckets.extend(DenseBucket(comm, group, wire) for group in closed)
+    buckets.extend(SparseBucket(comm, members[position]) for position in sorted(sparse))
+    return buckets

@@ -1,0 +1,290 @@
+"""Gradients of torch parameters, reduced over the ranks during backward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from collectives.communicator import Communicator
+from collectives.consistency.uncaught import raised_on_all
+from collectives.errors import CollectiveError
+from collectives.torch.buckets import Bucket, Member, make_buckets
+from collectives.torch.reduction_round import GradientError, Round
+
+__all__ = ["GradientError", "GradientReducer"]
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 8 << 20
+_SHOWN = 5
+
+
+class GradientReducer:
+    """Replaces the gradients of parameters by their mean or sum over the ranks.
+
+    `backward` of a loss does it: when it returns, every `grad` holds the result, which has the same
+    bits on every rank. Clipping, gradient scalers and optimizers need no change. The result of
+    `torch.autograd.grad` isn't reduced.
+
+    Gradients become views of buckets, arrays in memory that the ranks share, of one dtype each. The
+    buckets are reduced in a fixed order, that of reversed parameters, whatever order the gradients
+    arrive in, so that the ranks' graphs may differ. `zero_grad(set_to_none=True)` costs a copy of
+    each gradient per backward.
+
+    A failure of one rank in `backward` raises an error on every rank, and the next `backward`
+    works. A rank whose `backward` was interrupted notifies the others at its next `backward` or
+    `wait`. In a world of one rank nothing is done.
+    """
+
+    weight: float | None = None
+    """With `weighted`: how much this rank's gradients count in the next reduction, for example the
+    number of samples of its batch. To be set before each backward that reduces. A rank with weight
+    0 may call `wait` instead of backward. NaN and infinity raise ValueError."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        named_parameters: Iterable[tuple[str, Any]],
+        *,
+        op: Literal["mean", "sum"] = "mean",
+        weighted: bool = False,
+        unused: Literal["error", "zeros"] = "error",
+        wire_dtype: Any = None,
+        sparse: Collection[str] = (),
+        overlap: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    ) -> None:
+        """Allocate the buckets, and install hooks. Collective.
+
+        named_parameters: as of `torch.nn.Module.named_parameters`, frozen ones included.
+        op: "mean", or "sum".
+        weighted: the mean is that of the ranks' gradients weighted by `weight`.
+        unused: parameters that `backward` gives no gradient on this rank: "error" raises
+            RuntimeError with their names, on every rank; "zeros" makes their gradients zero.
+        wire_dtype: a narrower dtype for the messages (torch.float16 or torch.bfloat16), or None.
+        sparse: names of parameters whose gradients are sparse. Sparse gradients of other parameters
+            become dense.
+        overlap: reduce each bucket but the last during backward, on a thread, or all at its end.
+        bucket_bytes, first_bucket_bytes: the most that a bucket, and the first one, holds, unless a
+            single parameter is larger.
+
+        Raises ValueError for these arguments and, on every rank, where the ranks' parameters or
+        arguments differ; TypeError for a parameter without memory (lazy or on the meta device).
+        """
+        if op not in ("mean", "sum") or unused not in ("error", "zeros"):
+            raise ValueError(
+                f"op={op!r}, unused={unused!r}: must be 'mean' or 'sum', and 'error' or 'zeros'"
+            )
+        if weighted and op != "mean":
+            raise ValueError(f"op={op!r}: only a mean is weighted")
+        self._comm, self._op, self._overlap = comm, op, overlap
+        self._weighted, self._unused = weighted, unused
+        members = _distinct(named_parameters)
+        self._names = {id(each.parameter): each.name for each in members}
+        self._frozen = [each for each in members if not each.parameter.requires_grad]
+        self._trained = [each for each in members if each.parameter.requires_grad]
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, int] = {}
+        self._hooks: list[Any] = []
+        self._round: Round | None = None
+        self._accumulated: set[int] = set()
+        self._synchronizes, self._stepped = True, True
+        if comm.size == 1:
+            return
+        limits = first_bucket_bytes, bucket_bytes
+        given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {limits=}, {sorted(sparse)}"
+        _refuse_differences(comm, [given, *map(_describe, self._trained)])
+        names = [each.name for each in self._trained]
+        positions = [names.index(each) for each in sparse if each in names]
+        self._buckets = make_buckets(comm, self._trained, positions, wire_dtype, limits)
+        for number, bucket in enumerate(self._buckets):
+            for member in bucket.members:
+                self._bucket_of[id(member.parameter)] = number
+                hook = member.parameter.register_post_accumulate_grad_hook(self._arrive)
+                self._hooks.append(hook)
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether the parameter was given, frozen or not."""
+        return id(parameter) in self._names
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward accumulates gradients, and reduces none.
+
+        The first backward after it reduces the accumulated gradients, or else `wait`.
+        """
+        usual, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = usual
+
+    def wait(self) -> None:
+        """Reduce what no backward has reduced, such as gradients of `no_sync`. To precede a step.
+
+        Raises GradientError, on every rank, after a backward that an exception interrupted on any.
+        """
+        self._stepped = True
+        if self._comm.size == 1:
+            self.weight = None
+        elif self._round is not None:
+            raise self._refuse("an exception interrupted a backward of this rank")
+        elif self._accumulated or (self._weighted and self.weight == 0):
+            self._begin()
+            self._end()
+
+    def close(self) -> None:
+        """Remove the hooks: backward reduces no more. Not collective; may be called twice."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _arrive(self, parameter: Any) -> None:
+        """The hook of each parameter: this rank's gradient is complete."""
+        key = id(parameter)
+        if not self._synchronizes:
+            self._accumulated.add(key)
+            return
+        number = torch._C._current_graph_task_id()
+        current = self._round
+        if current is not None and key in current.arrived:
+            if not current.backwards - {number}:
+                raise self._refuse(f"{self._names[key]} has two gradients in one backward")
+            # An exception has interrupted a backward. Its caller has that exception.
+            with suppress(GradientError):
+                raise self._refuse("an exception interrupted a backward of this rank")
+            current = None
+        if current is None:
+            current = self._begin()
+        if number not in current.backwards:
+            current.backwards.add(number)
+            torch.autograd.Variable._execution_engine.queue_callback(
+                partial(self._end_backward, number)
+            )
+        problem = self._problem_of(parameter, self._bucket_of[key])
+        if problem:
+            raise self._refuse(f"{self._names[key]}: {problem}")
+        current.arrive(key, self._bucket_of[key])
+
+    def _problem_of(self, parameter: Any, bucket: int) -> str:
+        gradient = parameter.grad
+        if gradient.requires_grad:
+            return "backward(create_graph=True) isn't supported: a reduced gradient has no graph"
+        if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
+            return (
+                "a second backward without a step would sum the first one's gradients again: use"
+                " no_sync() for the first, or zero_grad(set_to_none=True) between them"
+            )
+        return ""
+
+    def _begin(self) -> Round:
+        weighted, weight = self._weighted, self.weight
+        self.weight = None
+        self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap)
+        if weighted:
+            try:
+                self._round.weigh(weight)
+            except BaseException:
+                self._reset()
+                raise
+            if weight == 0:
+                self._accumulated.update(self._bucket_of)
+        return self._round
+
+    def _end_backward(self, number: int) -> None:
+        """The end of a backward, which may have been made by another backward."""
+        if self._round is None:
+            return
+        self._round.backwards.discard(number)
+        if self._unused_members() and _is_nested():
+            return
+        self._end()
+
+    def _end(self) -> None:
+        assert self._round is not None
+        unused = self._unused_members() if self._unused == "error" else []
+        if unused:
+            raise self._refuse(
+                f"backward gave no gradient to {_listed(unused)}: pass unused='zeros', make the"
+                " earlier of several backwards within no_sync(), or freeze them before"
+            )
+        trained = [each for each in self._frozen if each.parameter.requires_grad]
+        if trained:
+            raise self._refuse(
+                f"{_listed(trained)} did not require a gradient at first, and does now: make a new"
+                " reducer"
+            )
+        try:
+            self._round.complete()
+        finally:
+            self._reset()
+        self._stepped = False
+
+    def _unused_members(self) -> list[Member]:
+        assert self._round is not None
+        known = self._round.arrived | self._accumulated
+        if len(known) == len(self._trained):
+            return []
+        return [each for each in self._trained if id(each.parameter) not in known]
+
+    def _refuse(self, reason: str) -> CollectiveError:
+        """End the round on all ranks; the error to raise."""
+        assert self._round is not None
+        try:
+            return self._round.refuse(reason)
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        self._round = None
+        self._accumulated.clear()
+
+
+def _distinct(named_parameters: Iterable[tuple[str, Any]]) -> list[Member]:
+    """Each parameter once. TypeError for one whose elements have no memory yet."""
+    found: dict[int, Member] = {}
+    for name, parameter in named_parameters:
+        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
+            raise TypeError(
+                f"{name} has no elements yet, as it is lazy or on the meta device: initialize the"
+                " model first"
+            )
+        found.setdefault(id(parameter), Member(name, parameter))
+    return list(found.values())
+
+
+def _describe(member: Member) -> str:
+    parameter = member.parameter
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return f"{member.name}: {parameter.dtype} {tuple(parameter.shape)}, strides {strides}"
+
+
+def _refuse_differences(comm: Communicator, described: Sequence[str]) -> None:
+    """ValueError on every rank where the ranks' texts differ. Collective."""
+    every = comm.all_gather_object(described)
+    for index in range(max(map(len, every))):
+        entries = [each[index] if index < len(each) else "nothing" for each in every]
+        if len(set(entries)) > 1:
+            lines = [f"  rank {rank}: {each}" for rank, each in enumerate(entries)]
+            text = "\n".join(["gradients: the ranks' parameters or arguments differ", *lines])
+            raise raised_on_all(ValueError(text), comm.rank)
+
+
+def _listed(members: Sequence[Member]) -> str:
+    names = ", ".join(each.name for each in members[:_SHOWN])
+    more = len(members) - _SHOWN
+    return f"{names} and {more} others" if more > 0 else names
+
+
+def _is_nested() -> bool:
+    """Whether this thread is in a backward that a backward made, such as a reentrant checkpoint."""
+    frame, count = sys._getframe(), 0
+    code = torch.autograd.graph._engine_run_backward.__code__
+    while frame is not None:
+        count += frame.f_code is code
+        frame = frame.f_back  # type: ignore[assignment]
+    return count > 1

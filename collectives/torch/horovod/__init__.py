@@ -1,0 +1,127 @@
+"""Horovod's interface for PyTorch, over `collectives`.
+
+A script for Horovod changes its import, `import collectives.torch.horovod as hvd`, and is started
+by `mpirun -n 4 python train.py`. Names, arguments and defaults are Horovod's 0.28, which has no
+type annotations of its own. All ranks must make the same calls in the same order: no rank
+negotiates it in the background, and a difference raises a MismatchError on every rank. The
+arguments `name`, by which Horovod matches calls, are ignored.
+
+Source: https://horovod.readthedocs.io/en/stable/api.html#module-horovod.torch
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives.reductions.reduction import ReduceOp
+from collectives.torch.horovod.broadcasts import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from collectives.torch.horovod.compression import Compression
+from collectives.torch.horovod.joining import join
+from collectives.torch.horovod.operations import (
+    allgather,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    poll,
+    reducescatter,
+    synchronize,
+)
+from collectives.torch.horovod.optimizer import DistributedOptimizer
+from collectives.torch.horovod.state import (
+    cross_rank,
+    cross_size,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from collectives.torch.sync_batch_norm import SyncBatchNorm
+
+Average, Sum = ReduceOp.MEAN, ReduceOp.SUM
+Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "init",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "poll",
+    "rank",
+    "reducescatter",
+    "shutdown",
+    "size",
+    "synchronize",
+]
+
+_ADVICE = {
+    "Adasum": "use op=Average or op=Sum",
+    "ProcessSet": "use `collectives.world().split(color)`",
+    "add_process_set": "use `collectives.world().split(color)`",
+    "elastic": "restart from a checkpoint with any number of ranks",
+    "start_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
+    "stop_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
+}
+
+
+def mpi_threads_supported() -> bool:
+    """True: threads other than the program's make MPI calls."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """True."""
+    return True
+
+
+def mpi_built() -> bool:
+    """True."""
+    return True
+
+
+def __getattr__(name: str) -> Any:
+    advice = f": {_ADVICE[name]}" if name in _ADVICE else ""
+    raise AttributeError(f"collectives.torch.horovod has no {name}{advice}")

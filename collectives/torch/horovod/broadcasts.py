@@ -1,0 +1,60 @@
+"""Equal parameters, optimizers and objects on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from collectives.torch.horovod.joining import Request, with_joined
+from collectives.torch.horovod.state import ranks
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int
+) -> None:
+    """Copy the root's tensors into the other ranks', of equal shapes and dtypes.
+
+    Args:
+        params: `model.state_dict()`, or `model.named_parameters()`. Entries other than tensors are
+            left alone.
+        root_rank: the rank whose tensors are sent.
+
+    Raises:
+        MismatchError: the ranks' tensors differ in number, shape or dtype; on every rank.
+
+    """
+    comm = ranks()
+    pairs = params.items() if isinstance(params, Mapping) else params
+    tensors = [each for _, each in pairs if isinstance(each, torch.Tensor)]
+    request = Request("broadcast_parameters")
+    with torch.no_grad():
+        for tensor in tensors:
+            with_joined(comm, request, partial(comm.broadcast, tensor, root=root_rank))
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int) -> None:
+    """Load the state of the root's optimizer, its options included, on the other ranks.
+
+    It is sent pickled.
+    """
+    state = broadcast_object(
+        optimizer.state_dict() if ranks().rank == root_rank else None, root_rank
+    )
+    if ranks().rank != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """A copy of the root's object, pickled."""
+    comm = ranks()
+    request = Request("broadcast_object")
+    return with_joined(comm, request, lambda: comm.broadcast_object(obj, root_rank))
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Copies of every rank's object in rank order, pickled."""
+    comm = ranks()
+    return with_joined(comm, Request("allgather_object"), lambda: comm.all_gather_object(obj))

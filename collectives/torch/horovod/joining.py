@@ -1,0 +1,176 @@
+"""Ranks without data: `join` takes part in the other ranks' calls with zeros.
+
+A rank in `join` waits in a barrier of its own text. The next call of another rank does not match
+it, so that all ranks get a MismatchError before any data move. They then exchange what they were
+called for, the ranks in `join` prepare zeros, and the call is made again by all. A call costs
+nothing more as long as no rank has joined.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from collectives.communicator import Communicator
+from collectives.errors import MismatchError
+from collectives.reductions.reduction import ReduceOp
+from collectives.torch.horovod.state import ranks
+
+Result = TypeVar("Result")
+
+_ADDED = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+class Request(NamedTuple):
+    """A call, for the ranks that have joined. Calls of equal requests match."""
+
+    name: str
+    tensors: tuple[tuple[tuple[int, ...], str, str], ...] = ()
+    """Shape, dtype and device of each."""
+    op: ReduceOp = ReduceOp.SUM
+    optimizer: int = -1
+
+    @property
+    def with_zeros(self) -> bool:
+        """Whether a rank can take part with zeros."""
+        return self.name in _SERVED and self.op in _ADDED
+
+
+class Gradients(Protocol):
+    """The gradients of a distributed optimizer."""
+
+    def add_zeros(self) -> None:
+        """Take part in the reduction that the other ranks make."""
+
+
+_numbers = itertools.count()
+_gradients: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
+
+
+def number_gradients(gradients: Gradients) -> Request:
+    """The request of a reduction of these gradients; the same on all ranks. Collective."""
+    number = next(_numbers)
+    _gradients[number] = gradients
+    return Request("gradients", optimizer=number)
+
+
+def request_of(name: str, tensors: Any, op: ReduceOp) -> Request:
+    """The request of a reduction of tensors."""
+    described = ((tuple(each.shape), str(each.dtype), each.device.type) for each in tensors)
+    return Request(name, tuple(described), op)
+
+
+def with_joined(comm: Communicator, request: Request, call: Callable[[], Result]) -> Result:
+    """Make a call, again if ranks have joined. Collective.
+
+    Raises NotImplementedError on every rank if some have joined and the call is not one that zeros
+    can take part in; the call's own errors.
+    """
+    try:
+        return call()
+    except MismatchError as error:
+        if _joined_request(comm, request, error) is None:
+            raise
+    return call()
+
+
+def join(device: int = -1) -> int:
+    """Wait until every rank has joined, and return the last one that did. Collective.
+
+    For ranks with fewer batches than others: `DistributedOptimizer`, `allreduce`, `allreduce_`,
+    `allreduce_async`, `grouped_allreduce` and their in-place forms get zeros from the ranks that
+    have joined. "Average" still divides by the number of all ranks, as Horovod's. The parameters of
+    a rank that has joined stay as they are: broadcast them from the returned rank.
+
+    Every reduction of `DistributedOptimizer`, and every asynchronous call, begins with a barrier,
+    in which this is noticed. Other calls cost nothing, unless a rank has joined: then each costs
+    two exchanges more.
+
+    Args:
+        device: ignored.
+
+    Raises:
+        NotImplementedError: another rank made a call that zeros can't take part in, such as
+            `allgather`, a reduction by Min, Max or Product, or a reduction that is differentiated;
+            on every rank.
+
+    """
+    comm, served = ranks(), 0
+    while True:
+        try:
+            comm.barrier("hvd.join")
+            break
+        except MismatchError as error:
+            request = _joined_request(comm, None, error)
+            if request is None:
+                raise
+        _SERVED[request.name](comm, request)
+        served += 1
+    counts = comm.all_gather(np.array([served]))
+    # The last one of those that have taken part in the fewest calls of others.
+    return int(np.flatnonzero(counts == counts.min())[-1])
+
+
+def _joined_request(
+    comm: Communicator, request: Request | None, error: MismatchError
+) -> Request | None:
+    """After a mismatch: the call that ranks which have not joined made; None if all made one.
+
+    `request` is this rank's, None in `join`. Raises `error` where those calls differ.
+    """
+    try:
+        requests = comm.all_gather_object(request)
+    except MismatchError:
+        # Another rank made a call of something else than this module.
+        raise error from None
+    joined = [rank for rank, each in enumerate(requests) if each is None]
+    if not joined:
+        return None
+    made: list[Request] = list({each for each in requests if each is not None})
+    if len(made) != 1:
+        raise error
+    if not made[0].with_zeros:
+        op = f" by {made[0].op.value}" if made[0].name in _SERVED else ""
+        raise NotImplementedError(
+            f"{made[0].name}{op}: ranks {joined} have joined, and can't take part in it. Make this"
+            " call before hvd.join(), or after all ranks have joined"
+        )
+    return made[0]
+
+
+def _zeros(request: Request) -> list[Any]:
+    return [
+        torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+        for shape, dtype, device in request.tensors
+    ]
+
+
+def _reduce(comm: Communicator, request: Request) -> None:
+    comm.all_reduce(_zeros(request)[0], request.op)
+
+
+def _reduce_many(comm: Communicator, request: Request) -> None:
+    comm.all_reduce_many(_zeros(request), request.op)
+
+
+def _reduce_later(comm: Communicator, request: Request) -> None:
+    comm.barrier(str(request))
+    comm.all_reduce_async(_zeros(request)[0], request.op)
+
+
+def _reduce_gradients(comm: Communicator, request: Request) -> None:
+    comm.barrier(str(request))
+    _gradients[request.optimizer].add_zeros()
+
+
+_SERVED: dict[str, Callable[[Communicator, Request], None]] = {
+    "allreduce": _reduce,
+    "grouped_allreduce": _reduce_many,
+    "allreduce_async": _reduce_later,
+    "gradients": _reduce_gradients,
+}

@@ -1,0 +1,172 @@
+"""An optimizer whose gradients are reduced over the ranks during backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from collectives.communicator import Communicator
+from collectives.reductions.reduction import ReduceOp, as_op
+from collectives.torch.gradients import GradientReducer
+from collectives.torch.horovod.compression import Compression, Compressor
+from collectives.torch.horovod.joining import number_gradients, with_joined
+from collectives.torch.horovod.state import ranks
+
+
+class _Gradients(GradientReducer):
+    """A reducer that takes several backwards for one reduction, and zeros of joined ranks."""
+
+    def __init__(self, comm: Communicator, named: Any, passes: int, **options: Any) -> None:
+        super().__init__(comm, named, unused="zeros", **options)
+        self.passes = passes
+        self._made: Counter[int] = Counter()
+        self._request = number_gradients(self)
+        self._text = str(self._request)
+
+    def add_zeros(self) -> None:
+        """Take part in the reduction that the other ranks make; gradients are lost."""
+        self._clear()
+        self._accumulated.update(self._bucket_of)
+        super()._begin()
+        self._end()
+        self._clear()
+
+    def _clear(self) -> None:
+        for each in self._trained:
+            each.parameter.grad = None
+
+    def _arrive(self, parameter: Any) -> None:
+        key = id(parameter)
+        self._made[key] += 1
+        if self._made[key] >= self.passes:
+            super()._arrive(parameter)
+            return
+        problem = self._problem_of(parameter, self._bucket_of[key])
+        if problem:
+            raise RuntimeError(f"{self._names[key]}: {problem}")
+        self._accumulated.add(key)
+
+    def _begin(self) -> Any:
+        comm = self._comm
+        with_joined(comm, self._request, lambda: comm.barrier(self._text))
+        return super()._begin()
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._made.clear()
+
+
+class _Distributed:
+    """What is added to the optimizer's own class."""
+
+    _gradients: _Gradients
+    _synchronizes = True
+
+    def synchronize(self) -> None:
+        """Reduce gradients that no backward has reduced. The others are reduced by backward."""
+        self._gradients.wait()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """A context in which `step` does not synchronize, because `synchronize` was called."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backwards one reduction takes."""
+        self._gradients.passes = _checked_passes(passes)
+
+    def step(self, closure: Any = None) -> Any:
+        """Synchronize, and take a step of the optimizer."""
+        if closure is None:
+            if self._synchronizes:
+                self.synchronize()
+            return super().step()  # type: ignore[misc]
+
+        def reduced() -> Any:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        return super().step(reduced)  # type: ignore[misc]
+
+    # The optimizer's own step runs its hooks, and would run them twice if torch wrapped this one.
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: Any,
+    named_parameters: Iterable[tuple[str, Any]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp | str = ReduceOp.MEAN,
+    gradient_predivide_factor: float = 1.0,
+) -> Any:
+    """An optimizer that steps by the ranks' gradients, reduced by `loss.backward()`. Collective.
+
+    It is of a class derived from the optimizer's, and shares its parameters, options and state.
+    Where `backward` returns, every `grad` holds the result, so that clipping needs no
+    `synchronize()`, which does no harm. A parameter that has no gradient on a rank counts as zero
+    there. Every reduction begins with a barrier, for ranks that have joined.
+
+    Args:
+        optimizer: a torch.optim.Optimizer. Its parameters must be the same on every rank.
+        named_parameters: `model.named_parameters()`, for the names in errors.
+        compression: the dtype of the messages.
+        backward_passes_per_step: how many backwards are accumulated, not averaged, before a
+            reduction. A step before the last one reduces what there is.
+        op: Average or Sum.
+        gradient_predivide_factor: without effect, because gradients are divided before they are
+            added in a narrower dtype, and otherwise once.
+
+    Raises:
+        ValueError: another op; `gradient_predivide_factor` with Sum; names that are missing or
+            occur twice; on every rank, parameters that differ between ranks.
+
+    """
+    op = as_op(op)
+    if op not in (ReduceOp.MEAN, ReduceOp.SUM):
+        raise ValueError(f"op={op.value}: must be Average or Sum")
+    if gradient_predivide_factor != 1.0 and op is not ReduceOp.MEAN:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not isinstance(compression, Compressor):
+        raise TypeError(f"compression={compression!r}: must be Compression.none, .fp16 or .bf16")
+    kind = type(optimizer)
+    made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
+    # A scheduler that was made before replaced the `step` of its optimizer.
+    made.__dict__.update((key, kept) for key, kept in vars(optimizer).items() if key != "step")
+    made._gradients = _Gradients(
+        ranks(),
+        _named(optimizer, named_parameters),
+        _checked_passes(backward_passes_per_step),
+        op="mean" if op is ReduceOp.MEAN else "sum",
+        wire_dtype=compression.wire_dtype,
+    )
+    return made
+
+
+def _checked_passes(passes: int) -> int:
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes}: must be 1 or more")
+    return passes
+
+
+def _named(optimizer: Any, given: Iterable[tuple[str, Any]] | None) -> list[tuple[str, Any]]:
+    """The optimizer's parameters, with their names."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if given is None:
+        return [(f"parameter {number}", each) for number, each in enumerate(parameters)]
+    pairs = list(given)
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"named_parameters has several parameters named {', '.join(twice)}")
+    names = {id(parameter): name for name, parameter in pairs}
+    missing = sum(id(each) not in names for each in parameters)
+    if missing:
+        raise ValueError(f"named_parameters lacks {missing} of the optimizer's parameters")
+    return [(names[id(each)], each) for each in parameters]

@@ -1,0 +1,127 @@
+"""One reduction of all buckets: the same calls in the same order on every rank, even if it fails.
+
+The last bucket is complete when backward ends, so that nothing is left to overlap with: its call
+blocks, while those of the others run on a thread. A rank that can't take part makes barriers with
+its reason instead of its remaining calls. They match no other rank's call, so every rank gets an
+error, and the next round begins in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.communicator import Communicator
+from collectives.consistency.uncaught import raised_on_all
+from collectives.errors import CollectiveError, MismatchError, in_step
+from collectives.torch.buckets import Bucket, Finish
+
+_REFUSED = "no reduction of gradients: "
+
+
+class GradientError(CollectiveError):
+    """Gradients couldn't be reduced, for a reason on one rank; raised on every rank."""
+
+
+class Round:
+    """The calls of one reduction, and the gradients that have arrived for it."""
+
+    def __init__(
+        self, comm: Communicator, buckets: Sequence[Bucket], op: str, *, overlap: bool
+    ) -> None:
+        self._comm, self._buckets, self._op = comm, buckets, op
+        self._overlapped = len(buckets) - 1 if overlap else 0
+        self._finishes: list[Finish] = []
+        self._scale: float | None = None
+        self._missing = [len(bucket.members) for bucket in buckets]
+        self.arrived: set[int] = set()
+        """The ids of parameters whose gradients this round reduces."""
+        self.backwards: set[int] = set()
+        """The numbers of the backwards that have brought gradients and have not ended."""
+
+    def weigh(self, weight: float | None) -> None:
+        """Sum the ranks' weights. Collective, as are all methods from here on.
+
+        Raises GradientError, on every rank, for a weight that is None, negative or not finite.
+        """
+        wrong = weight is None or not 0 <= weight < np.inf
+        reason = f"weight={weight}: must be set before each backward that reduces, and ≥ 0"
+        total = np.array([0 if wrong else weight], np.float64)
+        try:
+            if wrong:
+                self._comm.barrier(_REFUSED + reason)
+                raise raised_on_all(GradientError(reason), self._comm.rank)
+            self._comm.all_reduce(total, out=total)
+        except MismatchError as error:
+            raise self._translated(error) from None
+        # Without any sample the mean is not defined: zeros.
+        self._scale = (weight or 0) / total[0] if total[0] else 0.0
+
+    def arrive(self, key: int, bucket: int) -> None:
+        """Start to reduce the buckets that are complete, if that is their turn."""
+        self.arrived.add(key)
+        self._missing[bucket] -= 1
+        while len(self._finishes) < self._overlapped and not self._missing[len(self._finishes)]:
+            self._start_next()
+
+    def complete(self) -> None:
+        """Reduce the buckets that are left, whatever has arrived, and wait for all."""
+        failed = None
+        try:
+            while len(self._finishes) < len(self._buckets):
+                self._start_next()
+        except MismatchError as error:
+            failed = error
+        failed = self._finish() or failed
+        if failed is not None:
+            raise self._translated(failed) from None
+
+    def refuse(self, reason: str) -> CollectiveError:
+        """End the round without the remaining calls; the error that every rank raises."""
+        failed = self._refuse(reason)
+        if failed is not None:
+            return self._translated(failed)
+        # All ranks had the same reason.
+        return raised_on_all(GradientError(reason), self._comm.rank)
+
+    def _start_next(self) -> None:
+        number = len(self._finishes)
+        overlap = number < self._overlapped
+        finish = self._buckets[number].start(self._op, self._scale, overlap=overlap)
+        self._finishes.append(finish)
+
+    def _finish(self) -> MismatchError | None:
+        """Wait for the calls that were started; the first mismatch."""
+        failed = None
+        for finish in self._finishes:
+            try:
+                finish()
+            except MismatchError as error:
+                failed = failed or error
+        return failed
+
+    def _refuse(self, reason: str) -> MismatchError | None:
+        text, begun = _REFUSED + reason, len(self._finishes)
+        left = sum(bucket.calls for bucket in self._buckets[begun : self._overlapped])
+        handles = [self._comm.barrier_async(text) for _ in range(left)]
+        self._finishes.extend(handle.wait for handle in handles)
+        failed = None
+        try:
+            # A failed blocking call is the last one of the round on every rank.
+            self._comm.barrier(text)
+        except MismatchError as error:
+            failed = error
+        return self._finish() or failed
+
+    def _translated(self, error: MismatchError) -> CollectiveError:
+        """An error with the reasons of ranks that refused; other mismatches as they are."""
+        reasons = {
+            rank: call.partition(_REFUSED)[2].removesuffix(")")
+            for rank, call in enumerate(error.calls)
+            if _REFUSED in call
+        }
+        if not reasons:
+            return in_step(error)
+        text = "\n".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+        return raised_on_all(GradientError(text), self._comm.rank, min(reasons))

@@ -1,0 +1,141 @@
+"""Horovod's calls on tensors give what Horovod documents."""
+
+from math import factorial
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+
+def test_ranks(hvd, comm):
+    assert (hvd.rank(), hvd.size()) == (comm.rank, comm.size)
+    assert (hvd.local_rank(), hvd.local_size()) == (comm.local_rank, comm.local_size)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (comm.node, comm.nodes)
+    assert hvd.is_initialized()
+    assert hvd.mpi_threads_supported()
+    assert hvd.mpi_built()
+    assert hvd.mpi_enabled()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert hvd.rank() == comm.rank
+    with pytest.raises(NotImplementedError, match="split"):
+        hvd.init(comm=[0, 1])
+    for name in hvd.__all__:
+        assert getattr(hvd, name) is not None
+    with pytest.raises(AttributeError, match=r"no elastic: restart from a checkpoint"):
+        _ = hvd.elastic
+
+
+def test_allreduce(torch, hvd, comm):
+    tensor = torch.tensor([comm.rank + 1.0, 2.0])
+    total = comm.size * (comm.size + 1) / 2
+    mean = [total / comm.size, 2.0]
+    assert hvd.allreduce(tensor).tolist() == mean
+    assert hvd.allreduce(tensor, op=hvd.Sum).tolist() == [total, 2.0 * comm.size]
+    assert hvd.allreduce(tensor, average=False).tolist() == [total, 2.0 * comm.size]
+    assert hvd.allreduce(tensor, op=hvd.Max, name="largest").tolist() == [comm.size, 2]
+    assert hvd.allreduce(tensor, op=hvd.Min).tolist() == [1, 2]
+    assert hvd.allreduce(tensor, op=hvd.Product).tolist() == [factorial(comm.size), 2**comm.size]
+    scaled = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    assert scaled.tolist() == [total, 2.0 * comm.size]
+    half = hvd.allreduce(tensor, compression=hvd.Compression.fp16)
+    assert half.dtype == torch.float32
+    assert half.tolist() == mean
+    with pytest.raises(ValueError, match="both given"):
+        hvd.allreduce(tensor, average=True, op=hvd.Sum)
+    assert tensor[0] == comm.rank + 1
+    assert not hvd.allreduce(tensor).requires_grad
+    assert hvd.allreduce_(tensor, prescale_factor=2.0) is tensor
+    assert tensor.tolist() == [2 * each for each in mean]
+
+
+def test_differentiated_calls(torch, hvd, comm):
+    tensor = torch.full((comm.size, 2), comm.rank + 1.0, requires_grad=True)
+    weight = comm.rank + 1.0
+    total = comm.size * (comm.size + 1) / 2
+    for call, gradient in (
+        (lambda: hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.fp16), total),
+        (lambda: hvd.grouped_allreduce([tensor, tensor.detach()])[0], total / comm.size),
+        (lambda: hvd.allgather(tensor), total),
+        (lambda: hvd.broadcast(tensor, comm.size - 1), total * (comm.rank == comm.size - 1)),
+    ):
+        tensor.grad = None
+        (call() * weight).sum().backward()
+        torch.testing.assert_close(tensor.grad, torch.full((comm.size, 2), gradient))
+    rows = torch.arange(1.0, comm.size + 1)[:, None].expand(-1, 2)
+    for call, gradient in (
+        (lambda: hvd.alltoall(tensor), rows),
+        (lambda: hvd.reducescatter(tensor), rows / comm.size),
+    ):
+        tensor.grad = None
+        (call() * weight).sum().backward()
+        torch.testing.assert_close(tensor.grad, gradient)
+
+
+def test_asynchronous_calls(torch, hvd, comm):
+    tensor, mean = torch.full((2,), comm.rank + 1.0), (comm.size + 1) / 2
+    handles = [hvd.allreduce_async(tensor), hvd.allreduce_async_(tensor, postscale_factor=2.0)]
+    results = [hvd.synchronize(handle) for handle in handles]
+    assert [result.tolist() for result in results] == [[mean] * 2, [2 * mean] * 2]
+    assert results[1] is tensor
+    assert all(hvd.poll(handle) for handle in handles)
+    # A second time, without a second scaling.
+    assert hvd.synchronize(handles[1]).tolist() == [2 * mean] * 2
+
+
+def test_groups_and_movements(torch, hvd, comm):
+    mean = (comm.size + 1) / 2
+    tensors = [
+        torch.full((2,), comm.rank + 1.0),
+        torch.full((3,), comm.rank + 1, dtype=torch.int64),
+    ]
+    grouped = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+    assert [each.tolist() for each in grouped] == [[mean * comm.size] * n for n in (2, 3)]
+    assert grouped[1].dtype == torch.int64
+    hvd.grouped_allreduce_(tensors[:1], postscale_factor=2.0)
+    assert tensors[0].tolist() == [2 * mean] * 2
+
+    gathered = hvd.allgather(torch.full((comm.rank, 2), comm.rank))
+    assert gathered[:, 0].tolist() == [rank for rank in range(comm.size) for _ in range(rank)]
+    given = torch.full((2,), comm.rank)
+    assert hvd.broadcast(given, 1).tolist() == [1, 1]
+    assert given.tolist() == [comm.rank] * 2
+    assert hvd.broadcast_(given, root_rank=1) is given
+    assert given.tolist() == [1, 1]
+
+    sent = torch.arange(comm.size) + 10 * comm.rank
+    assert hvd.alltoall(sent).tolist() == [10 * rank + comm.rank for rank in range(comm.size)]
+    splits = torch.tensor([comm.size, *[0] * (comm.size - 1)])
+    received, counts = hvd.alltoall(sent, splits)
+    assert counts.tolist() == [comm.size * (comm.rank == 0)] * comm.size
+    assert len(received) == comm.size**2 * (comm.rank == 0)
+    with pytest.raises(ValueError, match="add up to"):
+        hvd.alltoall(sent, [1])
+    with pytest.raises(ValueError, match="multiple of"):
+        hvd.alltoall(torch.zeros(comm.size + 1))
+    rows = hvd.reducescatter(torch.arange(comm.size + 1.0), op=hvd.Sum)
+    assert rows.tolist() == [
+        comm.size * each for each in ([0, 1] if comm.rank == 0 else [comm.rank + 1])
+    ]
+    hvd.barrier()
+
+
+def test_equal_starts(torch, hvd, comm):
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (comm.rank + 1), momentum=0.9)
+    if comm.rank == 0:
+        model(torch.ones(4, 2) * torch.arange(4.0)[:, None]).square().sum().backward()
+        optimizer.step()
+    for parameters in (model.state_dict(), model.named_parameters()):
+        hvd.broadcast_parameters(parameters, root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for each in model.state_dict().values():
+        assert torch.equal(each, hvd.broadcast(each, 0))
+    states = hvd.allgather_object(optimizer.state_dict()["param_groups"])
+    assert all(state == states[0] for state in states)
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(momentum, hvd.broadcast(momentum, 0))
+    assert hvd.broadcast_object({"epoch": comm.rank}, root_rank=1) == {"epoch": 1}

@@ -1,0 +1,194 @@
+"""DistributedOptimizer trains on the ranks' batches as one process does on all."""
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+STEPS = 4
+
+
+def network(torch):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+
+
+def batches(torch, size, passes=1):
+    """For each step, and each of its passes, the whole batch, of `size` equal parts."""
+    generator = torch.Generator().manual_seed(3)
+    return [[torch.randn(2 * size, 3, generator=generator) for _ in range(passes)]] * STEPS
+
+
+def trained(torch, steps, scale=1.0, clip=None):
+    """The parameters of one process; `scale` multiplies its mean gradients."""
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for passes in steps:
+        optimizer.zero_grad()
+        for batch in passes:
+            (model(batch).square().mean() * scale).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return list(model.parameters())
+
+
+def check(torch, hvd, model, wanted, tolerance=1e-5):
+    flat = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    expected = torch.cat([each.detach().reshape(-1) for each in wanted])
+    torch.testing.assert_close(flat, expected, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(flat, each) for each in hvd.allgather(flat[None]))
+
+
+def own(comm, batch):
+    return batch.chunk(comm.size)[comm.rank]
+
+
+def distributed(torch, hvd, **options):
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+    assert isinstance(optimizer, torch.optim.SGD)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("case", ["plain", "fp16", "sum", "passes"])
+def test_training(torch, hvd, comm, case):
+    options = {
+        "plain": {"gradient_predivide_factor": 2.0},
+        "fp16": {"compression": hvd.Compression.fp16},
+        "sum": {"op": hvd.Sum},
+        "passes": {"backward_passes_per_step": 2},
+    }[case]
+    steps = batches(torch, comm.size, 2 if case == "passes" else 1)
+    model, optimizer = distributed(torch, hvd, **options)
+    for passes in steps:
+        optimizer.zero_grad()
+        for batch in passes:
+            model(own(comm, batch)).square().mean().backward()
+        optimizer.step()
+    wanted = trained(torch, steps, comm.size if case == "sum" else 1.0)
+    check(torch, hvd, model, wanted, 2e-2 if case == "fp16" else 1e-5)
+
+
+def test_clipping_between_synchronize_and_step(torch, hvd, comm):
+    model, optimizer = distributed(torch, hvd, backward_passes_per_step=2)
+    steps = batches(torch, comm.size)
+    for (batch,) in steps:
+        optimizer.zero_grad()
+        # The first of two passes: nothing is reduced before `synchronize`.
+        model(own(comm, batch)).square().mean().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    check(torch, hvd, model, trained(torch, steps, clip=0.01))
+
+
+def test_a_closure_schedulers_and_hooks(torch, hvd, comm):
+    model, optimizer = distributed(torch, hvd, backward_passes_per_step=2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    steps = batches(torch, comm.size)
+    for (batch,) in steps:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = model(own(comm, batch)).square().mean()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).requires_grad
+        scheduler.step()
+    assert len(calls) == STEPS
+    check(torch, hvd, model, trained(torch, steps))
+
+
+def test_parameters_that_a_rank_does_not_use(torch, hvd, comm):
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(comm.size + 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    model[comm.rank](torch.full((1, 2), comm.rank + 1.0)).sum().backward()
+    optimizer.step()
+    for rank, layer in enumerate(model):
+        wanted = (rank + 1.0) / comm.size if rank < comm.size else 0.0
+        assert layer.weight.grad.tolist() == [[pytest.approx(wanted)] * 2]
+
+
+def test_joined_ranks_add_zeros(torch, hvd, comm):
+    """Rank r has r + 1 batches; two optimizers, and calls between them."""
+    pairs = [distributed(torch, hvd) for _ in range(2)]
+    pairs.append(distributed(torch, hvd, backward_passes_per_step=2))
+    (batch,) = batches(torch, comm.size)[0]
+    for step in range(comm.rank + 1):
+        active = comm.size - step
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            for _ in range(optimizer._gradients.passes):
+                model(own(comm, batch)).sum().backward()
+            optimizer.step()
+            gradients = [each.grad.clone() for each in model.parameters()]
+        ones = torch.ones(3)
+        assert hvd.allreduce(ones, op=hvd.Sum).tolist() == [active] * 3
+        assert hvd.allreduce(ones).tolist() == pytest.approx([active / comm.size] * 3)
+        assert hvd.synchronize(hvd.allreduce_async(ones, op=hvd.Sum)).tolist() == [active] * 3
+        grouped = hvd.grouped_allreduce([ones, torch.ones(2, dtype=torch.int64)], op=hvd.Sum)
+        assert [each.tolist() for each in grouped] == [[active] * 3, [active] * 2]
+    # That of the last layer's bias is 1 for each example, of a rank that has not joined.
+    assert gradients[-1].tolist() == pytest.approx([2 * 2 * active / comm.size] * 2)
+    assert hvd.join() == comm.size - 1
+    # All ranks have left it: calls go on as before.
+    for model, _ in pairs:
+        hvd.broadcast_parameters(model.state_dict(), comm.size - 1)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == comm.size
+
+
+def test_the_last_rank_that_joined_may_be_any(torch, hvd, comm):
+    for _ in range(comm.size - comm.rank):
+        hvd.allreduce(torch.ones(2))
+    assert hvd.join() == 0
+
+
+@pytest.mark.parametrize("call", ["allgather", "smallest", "differentiated", "object"])
+def test_calls_that_zeros_cannot_take_part_in(torch, hvd, comm, call):
+    def make():
+        if call == "allgather":
+            return hvd.allgather(torch.ones(2))
+        if call == "smallest":
+            return hvd.allreduce(torch.ones(2), op=hvd.Min)
+        if call == "object":
+            return hvd.allgather_object(1)
+        return hvd.allreduce(torch.ones(2, requires_grad=True))
+
+    with pytest.raises(NotImplementedError, match=r"ranks \[0\] have joined"):
+        make() if comm.rank else hvd.join()
+    assert make() is not None
+
+
+def test_mismatches_stay_errors(torch, hvd, comm):
+    import collectives
+
+    with pytest.raises(collectives.ShapeMismatchError):
+        hvd.allreduce(torch.ones(2 + comm.rank))
+    if comm.size > 2:
+        # Two ranks go on, with different calls.
+        with pytest.raises(collectives.MismatchError, match="rank 0: barrier"):
+            hvd.allreduce(torch.ones(comm.rank)) if comm.rank else hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == comm.size
+
+
+def test_refusals(torch, hvd, comm):
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    named = list(model.named_parameters())
+    for options, message in (
+        ({"op": hvd.Max}, "must be Average or Sum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
+        ({"named_parameters": named[1:]}, "lacks 1 of"),
+        ({"named_parameters": [*named, ("0.bias", named[0][1])]}, r"several .* named 0\.bias"),
+        ({"backward_passes_per_step": 0}, "must be 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hvd.DistributedOptimizer(optimizer, **options)
+    with pytest.raises(TypeError, match="compression=16: must be"):
+        hvd.DistributedOptimizer(optimizer, compression=16)

@@ -1,0 +1,310 @@
+"""Gradients reduced over the ranks during backward equal those of one process on all data."""
+
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.timeout_seconds(60)]
+
+ROWS, STEPS = 4, 3
+SMALL = {"bucket_bytes": 300, "first_bucket_bytes": 40}
+"""Several buckets, of one or more parameters each."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(torch):
+    torch.set_num_threads(1)
+
+
+def network(torch):
+    torch.manual_seed(1)
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(torch, step, rows):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 5, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def own(comm, x):
+    return x.chunk(comm.size)[comm.rank]
+
+
+def reducer_of(comm, model, **options):
+    from collectives.torch.gradients import GradientReducer
+
+    return GradientReducer(comm, model.named_parameters(), **SMALL | options)
+
+
+def expected(torch, comm, steps=1):
+    """Gradients of one process, on the batches of all ranks, of equal weight."""
+    model = network(torch)
+    for step in range(steps):
+        loss_of(model, batch(torch, step, ROWS * comm.size)).backward()
+    return [each.grad for each in model.parameters()]
+
+
+def check(torch, model, gradients, **tolerance):
+    for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_backward_gives_the_mean(torch, comm, overlap, to_none):
+    model = network(torch)
+    reducer = reducer_of(comm, model, overlap=overlap)
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=to_none)
+        loss_of(model, own(comm, batch(torch, step, ROWS * comm.size))).backward()
+        reducer.wait()
+        alone = network(torch)
+        loss_of(alone, batch(torch, step, ROWS * comm.size)).backward()
+        check(torch, model, [each.grad for each in alone.parameters()])
+    if comm.size > 1:
+        first = next(model.parameters())
+        kept = first.grad
+        model.zero_grad(set_to_none=False)
+        loss_of(model, own(comm, batch(torch, 0, ROWS * comm.size))).backward()
+        assert first.grad is kept, "the view stays"
+
+
+def test_accumulation(torch, comm):
+    """In no_sync, in several backwards without a step, and by `wait` alone."""
+    wanted = expected(torch, comm, STEPS)
+    for silent in (STEPS - 1, 0, STEPS):
+        model = network(torch)
+        reducer = reducer_of(comm, model)
+        for step in range(STEPS):
+            loss = loss_of(model, own(comm, batch(torch, step, ROWS * comm.size)))
+            if step < silent:
+                with reducer.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        reducer.wait()
+        check(torch, model, wanted)
+        reducer.close()
+
+
+def test_sums_and_their_second_backward(torch, comm):
+    from collectives.torch.gradients import GradientError
+
+    model = network(torch)
+    reducer_of(comm, model, op="sum")
+    whole = batch(torch, 0, ROWS * comm.size)
+    loss = loss_of(model, own(comm, whole)) / comm.size
+    loss.backward(retain_graph=True)
+    check(torch, model, expected(torch, comm))
+    if comm.size > 1:
+        with pytest.raises(GradientError, match="second backward without a step"):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        check(torch, model, expected(torch, comm))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_weights(torch, comm, overlap):
+    """Ranks with 1, 2, … rows, and one without any, whose loss is NaN or isn't there."""
+    model = network(torch)
+    reducer = reducer_of(comm, model, weighted=True, overlap=overlap)
+    counts = [rank + (comm.size == 1) for rank in range(comm.size)]
+    whole = batch(torch, 0, sum(counts))
+    alone = network(torch)
+    loss_of(alone, whole).backward()
+    wanted = [each.grad for each in alone.parameters()]
+    part = whole.split(counts)[comm.rank]
+    for skips in (False, True):
+        model.zero_grad()
+        reducer.weight = len(part)
+        if len(part) or not skips:
+            loss_of(model, part).backward()
+        reducer.wait()
+        check(torch, model, wanted)
+    if comm.size > 1:
+        from collectives.torch.gradients import GradientError
+
+        reducer.weight = None if comm.rank == 1 else 1
+        with pytest.raises(GradientError, match="rank 1: weight=None"):
+            loss_of(model, whole).backward()
+        model.zero_grad()
+        reducer.weight = 2.0
+        loss_of(model, whole).backward()
+        check(torch, model, wanted)
+
+
+class Branches:
+    """A model whose second layer is used by choice."""
+
+    def __init__(self, torch):
+        torch.manual_seed(2)
+        self.first, self.second = torch.nn.Linear(5, 1), torch.nn.Linear(5, 1)
+
+    def named_parameters(self):
+        for name in ("first", "second"):
+            yield from ((f"{name}.{n}", p) for n, p in getattr(self, name).named_parameters())
+
+    def loss(self, x, *, both=True):
+        return (self.first(x) + (self.second(x) if both else 0)).square().mean()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_unused_parameters_are_an_error_on_every_rank(torch, comm, overlap):
+    from collectives.torch.gradients import GradientError, GradientReducer
+
+    model = Branches(torch)
+    options = SMALL | {"overlap": overlap}
+    reducer = GradientReducer(comm, model.named_parameters(), **options)
+    x = batch(torch, comm.rank, ROWS)
+    for unused_on in ([1], range(comm.size)):
+        with pytest.raises(GradientError, match=r"no gradient to second.weight, second.bias"):
+            model.loss(x, both=comm.rank not in unused_on).backward()
+    for _, parameter in model.named_parameters():
+        parameter.grad = None
+    model.loss(x).backward()
+    mean = comm.all_reduce(torch.autograd.grad(model.loss(x), model.second.weight)[0], "mean")
+    torch.testing.assert_close(model.second.weight.grad, mean)
+    # Used by an earlier backward of the same step.
+    model.second.weight.grad = model.second.bias.grad = None
+    with reducer.no_sync():
+        model.loss(x).backward()
+    model.first.weight.grad = model.first.bias.grad = None
+    model.loss(x, both=False).backward()
+    torch.testing.assert_close(model.second.weight.grad, mean)
+    reducer.close()
+    # As zeros by choice.
+    GradientReducer(comm, model.named_parameters(), unused="zeros", **options)
+    for _, parameter in model.named_parameters():
+        parameter.grad = None
+    model.loss(x, both=comm.rank == 0).backward()
+    mine = torch.autograd.grad(model.loss(x), model.second.weight)[0]
+    mean = comm.broadcast(mine) / comm.size
+    torch.testing.assert_close(model.second.weight.grad, mean)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_exception_in_backward_is_an_error_on_every_rank(torch, comm, overlap):
+    from collectives.torch.gradients import GradientError
+
+    model = network(torch)
+    reducer = reducer_of(comm, model, overlap=overlap)
+
+    def fail(gradient):
+        raise ZeroDivisionError("in a hook")
+
+    whole = batch(torch, 0, ROWS * comm.size)
+    for recovers_by_step in (True, False):
+        output = model[1](model[0](own(comm, whole)))
+        if comm.rank == 1:
+            output.register_hook(fail)
+        wrong = ZeroDivisionError if comm.rank == 1 else GradientError
+        with pytest.raises(wrong):
+            model[2:](output).square().mean().backward()
+        if recovers_by_step and comm.rank == 1:
+            with pytest.raises(GradientError, match="an exception interrupted a backward"):
+                reducer.wait()
+        model.zero_grad()
+        loss_of(model, own(comm, whole)).backward()
+        reducer.wait()
+        check(torch, model, expected(torch, comm))
+
+
+def test_sparse_gradients(torch, comm):
+    from collectives.torch.gradients import GradientReducer
+
+    def make():
+        torch.manual_seed(3)
+        return torch.nn.Embedding(7, 3, sparse=True)
+
+    for dense in (False, True):
+        model, alone = make(), make()
+        GradientReducer(comm, model.named_parameters(), sparse=() if dense else ["weight"])
+        rows = [torch.tensor([rank, 5, 5]) for rank in range(comm.size)]
+        alone(torch.cat(rows)).square().mean().backward()
+        for _ in range(2):
+            model.zero_grad()
+            model(rows[comm.rank]).square().mean().backward()
+            assert model.weight.grad.is_sparse == (not dense or comm.size == 1)
+            torch.testing.assert_close(model.weight.grad.to_dense(), alone.weight.grad.to_dense())
+
+
+@pytest.mark.ranks(2, 3)
+def test_dtypes_and_the_wire(torch, comm):
+    """One dtype per bucket, 16-bit messages without overflow, layouts other than C order."""
+    from collectives.torch.gradients import GradientReducer
+
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.complex64]
+    for wire in (None, torch.float16, torch.bfloat16):
+        parameters = {
+            str(number): torch.nn.Parameter(torch.ones(3, 2, dtype=kind))
+            for number, kind in enumerate(kinds)
+        }
+        parameters["last"] = torch.nn.Parameter(
+            torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        )
+        GradientReducer(comm, parameters.items(), wire_dtype=wire)
+        factor = 40000.0 + 16 * comm.rank
+        sum((each * factor).sum() for each in parameters.values()).abs().backward()
+        mean = 40000 + 16 * (comm.size - 1) / 2
+        for parameter in parameters.values():
+            assert parameter.grad.dtype == parameter.dtype
+            assert parameter.grad.stride() == parameter.stride()
+            wanted = torch.full_like(parameter, mean).detach()
+            torch.testing.assert_close(parameter.grad, wanted, rtol=2e-2, atol=0)
+            exact = wire is None and parameter.dtype != torch.bfloat16
+            assert torch.equal(parameter.grad, wanted) or not exact
+
+
+@pytest.mark.ranks(2, 3)
+def test_parameters_that_change(torch, comm):
+    from collectives.torch.gradients import GradientError, GradientReducer
+
+    def parameters():
+        rows = 2 + (comm.rank == 1)
+        shapes = {"same": 2, "other": rows}
+        return [(name, torch.nn.Parameter(torch.ones(n))) for name, n in shapes.items()]
+
+    with pytest.raises(ValueError, match=r"(?s)differ.*rank 0: other.*\(2,\).*rank 1: .*\(3,\)"):
+        GradientReducer(comm, parameters())
+    lazy = torch.nn.LazyLinear(3)
+    with pytest.raises(TypeError, match="weight has no elements yet"):
+        GradientReducer(comm, lazy.named_parameters())
+
+    model = network(torch)
+    model[0].requires_grad_(False)
+    reducer = reducer_of(comm, model)
+    x = batch(torch, comm.rank, ROWS)
+    loss_of(model, x).backward()
+    assert model[0].weight in reducer
+    assert torch.ones(1) not in reducer
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(GradientError, match=r"0.weight did not require a gradient at first"):
+        loss_of(model, x).backward()
+    model[0].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    with pytest.raises(GradientError, match=r"no gradient to 2.weight, 2.bias"):
+        loss_of(model, x).backward()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_backwards_within_a_backward(torch, comm):
+    """Reentrant checkpoints; and a graph of the gradient, which is an error."""
+    from torch.utils.checkpoint import checkpoint
+
+    from collectives.torch.gradients import GradientError
+
+    model = network(torch)
+    reducer_of(comm, model)
+    part = own(comm, batch(torch, 0, ROWS * comm.size)).requires_grad_()
+    hidden = checkpoint(model[2:4], model[:2](part), use_reentrant=True)
+    model[4](hidden).square().mean().backward()
+    check(torch, model, expected(torch, comm))
+    with pytest.raises(GradientError, match="create_graph=True"):
+        loss_of(model, part).backward(create_graph=True)
