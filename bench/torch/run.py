@@ -1,0 +1,139 @@
+"""A run under mpirun: tables of calls and of training steps, as Markdown. Rank 0 prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.sizes import parse_sizes, shown
+from bench.timing import Subject, batch_of, interleave
+
+OURS, PEER = "collectives", "gloo"
+_WARMUP, _STEPS = 2, 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 1 if results differ, or 2 without torch."""
+    options = _parser().parse_args(arguments)
+    if find_spec("torch") is None:
+        print("bench.torch: torch isn't installed: `pip install torch`", file=sys.stderr)
+        return 2
+    return _measure(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m bench.torch", description=__doc__)
+    parser.add_argument("--sizes", type=parse_sizes, help="bytes, such as 8,64K (default: all)")
+    parser.add_argument("--only", choices=("calls", "training"), help="one table")
+    parser.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables there")
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    import collectives.torch  # noqa: F401 (registers the backend)
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(OURS)
+    world, ours = MPI.COMM_WORLD.Dup(), dist.group.WORLD
+    groups = {OURS: ours, PEER: dist.new_group(backend=PEER)}
+    lines = [f"- {name}: {value}" for name, value in _header(torch, MPI, world).items()]
+    wrong = 0
+    if options.only != "training":
+        for line, differs in _calls(groups, options, world):
+            lines.append(line)
+            wrong += differs
+    if options.only != "calls":
+        lines += _training(groups, options.repeats, world)
+    if world.rank == 0:
+        text = "\n".join(["# torch.distributed", "", *lines, ""])
+        print(text, flush=True)
+        if options.output:
+            options.output.write_text(text, encoding="utf-8")
+    dist.destroy_process_group()
+    return int(wrong > 0)
+
+
+def _header(torch: Any, mpi: Any, world: Any) -> dict[str, object]:
+    vendor, version = mpi.get_vendor()
+    return {
+        "command": f"mpirun -n {world.size} python -m bench.torch",
+        "torch": torch.__version__,
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+        "python": platform.python_version(),
+        "ranks": world.size,
+        "cores": os.cpu_count(),
+    }
+
+
+def _calls(
+    groups: dict[str, Any], options: argparse.Namespace, world: Any
+) -> Iterator[tuple[str, bool]]:
+    """The lines of the table, and whether the backends' results differ."""
+    import torch
+
+    from bench.torch.operations import OPERATIONS, make
+
+    yield "", False
+    yield f"| call | bytes | {OURS} µs | {PEER} µs | ratio |", False
+    yield "|---|---:|---:|---:|---:|", False
+    for name, (_, usual) in OPERATIONS.items():
+        for nbytes in options.sizes or usual:
+            made = [make(name, nbytes, group) for group in groups.values()]
+            for call, _ in made:
+                call()
+            differs = not torch.equal(made[0][1], made[1][1])
+            subjects = [Subject([(call, None)]) for call, _ in made]
+            ours, peer = _medians(subjects, world, batch_of(nbytes), options.repeats)
+            note = " WRONG" if differs else ""
+            times = f"{1e6 * ours:.1f} | {1e6 * peer:.1f} | {peer / ours:.2f}"
+            yield f"| {name}{note} | {shown(nbytes)} | {times} |", differs
+
+
+def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
+    from bench.torch import training
+
+    ours, peer = groups.values()
+    small = {
+        "apart": training.apart(None),
+        f"DDP, {PEER}": training.data_parallel(peer),
+        f"DDP, {OURS}": training.data_parallel(ours),
+        "strategy.distribute": training.distributed(None),
+    }
+    large = {
+        f"FSDP2, {PEER}": training.fully_sharded(peer),
+        f"FSDP2, {OURS}": training.fully_sharded(ours),
+    }
+    lines = ["", "| training | ms per step | speed |", "|---|---:|---:|"]
+    for steps, batch in ((small, _STEPS), (large, 1)):
+        lines += _shares(steps, world, batch, repeats)
+    return lines
+
+
+def _shares(steps: dict[str, Callable[[], Any]], world: Any, batch: int, repeats: int) -> list[str]:
+    """Each program's time for a step, and its speed as a share of the first one's."""
+    subjects = [Subject([(step, None)]) for step in steps.values()]
+    first, *others = _medians(subjects, world, batch, repeats)
+    return [
+        f"| {name} | {1e3 * seconds:.2f} | {first / seconds:.2f} |"
+        for name, seconds in zip(steps, (first, *others), strict=True)
+    ]
+
+
+def _medians(subjects: list[Subject], world: Any, batch: int, repeats: int) -> list[float]:
+    seconds = interleave(subjects, world, batch=batch, warmup=_WARMUP, repeats=repeats)
+    medians: list[float] = np.median(seconds, axis=1).tolist()
+    return medians
