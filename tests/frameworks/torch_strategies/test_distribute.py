@@ -1,6 +1,7 @@
 """Torch models under a strategy train as one process does on the whole batches."""
 
 import copy
+import io
 
 import numpy as np
 import pytest
@@ -92,6 +93,7 @@ def test_steps_are_those_of_one_process(torch, comm, kind):
         check(torch, model, alone)
         torch.testing.assert_close(model[2].running_var, torch.ones(8))
         assert type(optimizer).__name__ == name
+        assert torch.save(model, io.BytesIO()) is None
         assert copy.deepcopy(model).state_dict().keys() == alone.state_dict().keys()
 
 
@@ -207,6 +209,8 @@ def test_what_is_refused(torch, comm, monkeypatch):
     optimizer.add_param_group({"params": [other]})
     with pytest.raises(ValueError, match=r"parameter of shape \(7,\) that the model did not have"):
         optimizer.step()
+    with pytest.raises(TypeError, match="torch models train under MultiWorkerMirroredStrategy"):
+        strategies.ParameterServerStrategy.distribute(strategy, model, optimizer)
     options = strategies.CommunicationOptions(
         implementation=strategies.CommunicationImplementation.RING
     )

@@ -188,6 +188,27 @@ def test_unused_parameters_are_an_error_on_every_rank(torch, comm, overlap):
 
 
 @pytest.mark.ranks(2, 3)
+def test_gradients_may_arrive_in_another_order_on_each_rank(torch, comm):
+    from collectives.torch.gradients import GradientReducer
+
+    model, arrived = Branches(torch), []
+    x = batch(torch, 0, ROWS * comm.size)
+    model.loss(x).backward()
+    wanted = [parameter.grad for _, parameter in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    GradientReducer(comm, model.named_parameters(), bucket_bytes=1, first_bucket_bytes=1)
+    layers = [model.first, model.second]
+    # Autograd begins with what was computed last.
+    outputs = [layer(own(comm, x)) for layer in layers[:: -1 if comm.rank % 2 else 1]]
+    sum(outputs).square().mean().backward()
+    assert arrived[0].startswith("first" if comm.rank % 2 else "second")
+    for (_, parameter), gradient in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_exception_in_backward_is_an_error_on_every_rank(torch, comm, overlap):
     from collectives.torch.gradients import GradientError
