@@ -125,18 +125,22 @@ def test_what_does_not_fit_changes_nothing(torch, comm, folder):
 
 
 @pytest.mark.ranks(2)
-def test_local_sgd_saves_the_mean(torch, comm, folder):
-    strategy = strategies.LocalSGDStrategy(100, communicator=comm)
+def test_local_sgd_saves_an_average_and_goes_on_from_a_restored_one(torch, comm, folder):
+    outer = strategies.optimizers.SGD(0.5)
+    strategy = strategies.LocalSGDStrategy(100, outer_optimizer=outer, communicator=comm)
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     strategy.distribute(model, optimizer)
     start = model.weight.detach().clone()
+    first = strategies.Checkpoint(model=model).save(folder / "first")
     model(torch.full((1, 2), float(comm.rank))).sum().backward()
     optimizer.step()
-    path = strategies.Checkpoint(model=model).save(folder / "state")
-    torch.testing.assert_close(model.weight.detach(), start - 0.5)
+    path = strategies.Checkpoint(model=model).save(folder / "second")
+    # Half of the way from the start to the mean of two ranks, of which one moved by 1.
+    torch.testing.assert_close(model.weight.detach(), start - 0.25)
     optimizer.step()
-    strategies.Checkpoint(model=model).restore(path)
-    torch.testing.assert_close(model.weight.detach(), start - 0.5)
+    strategies.Checkpoint(model=model).restore(first)
     strategy.synchronize()
-    torch.testing.assert_close(model.weight.detach(), start - 0.5)
+    torch.testing.assert_close(model.weight.detach(), start)
+    strategies.Checkpoint(model=model).restore(path)
+    torch.testing.assert_close(model.weight.detach(), start - 0.25)
