@@ -64,7 +64,7 @@ STRATEGIES = {
     "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
     | {"synchronous", "collectives"},
     "checkpoint": {"base", "core", "foreign", "optimizers", "replication", "synchronous"}
-    | {"variables", "collectives", "collectives.consistency", "collectives.scope"},
+    | {"torch", "variables", "collectives", "collectives.consistency", "collectives.scope"},
     "data_service": {"base", "cluster", "cluster_resolver", "core", "input", "collectives"}
     | {"collectives.messaging"},
     "coordinator": {"base", "core", "errors", "replication", "variables"}
@@ -74,11 +74,13 @@ STRATEGIES = {
     | {"collectives.messaging", "collectives.shm", "collectives.transports"},
     "synchronous": {"base", "cluster", "cluster_resolver", "communication", "core"}
     | {"cross_device_ops", "input", "optimizers", "replication", "variables"}
-    | {"collectives", "collectives.consistency", "collectives.scope"}
-    | {"collectives.transports"},
+    | {"collectives", "collectives.arrays", "collectives.consistency"}
+    | {"collectives.scope", "collectives.transports"},
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "input"}
-    | {"replication", "collectives", "collectives.arrays", "collectives.consistency"}
-    | {"collectives.cuda"},
+    | {"replication", "torch", "collectives", "collectives.arrays"}
+    | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
+    "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
+    | {"collectives.torch", "collectives.transports"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
     "optimizers": {"core", "foreign", "replication", "variables", "collectives"},
     "variables": {"core", "replication"},
@@ -129,6 +131,9 @@ LAZY = {
         "collectives/torch/works.py",
         "strategies/input/batches.py",
         "strategies/input/element_spec.py",
+        "strategies/torch/distribution.py",
+        "strategies/torch/sampler.py",
+        "strategies/torch/states.py",
     },
 }
 

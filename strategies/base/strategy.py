@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from collectives import Communicator
 from strategies.base.cross_replica import gather_nest, reduce_nest
@@ -28,6 +28,9 @@ from strategies.input import (
 )
 from strategies.replication import contexts
 from strategies.replication.replication import Replication
+
+if TYPE_CHECKING:
+    from collectives.torch.gradients import GradientReducer
 
 
 class Strategy(Replication):
@@ -162,6 +165,69 @@ class Strategy(Replication):
         `session` is ignored. ValueError where the arrays lack an axis 0 or their lengths differ.
         """
         return make_numpy_dataset(numpy_input)
+
+    def distribute(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        unused: Literal["error", "zeros"] = "error",
+        weighted: bool = False,
+        wire_dtype: Any = None,
+    ) -> tuple[Any, Any]:
+        """Train a torch module in step on all ranks; returns the two arguments. Collective.
+
+        Parameters and buffers become the chief's. From now on `backward` replaces the gradients by
+        their mean over the replicas, and so does whatever follows it: clipping, scaling and steps
+        need no change. Everything else of the two objects stays as it is. `gradients_of(model)`
+        gives `no_sync()`, `weight` and `wait()`. `distribute` is to be called again after
+        parameters were frozen, unfrozen or added. Under LocalSGDStrategy gradients stay this
+        replica's own, and parameters are averaged.
+
+        optimizer: an optimizer of the model's parameters, or a list of such.
+        unused: parameters without gradient in a backward: "error" raises
+            `collectives.torch.gradients.GradientError`, which names them, on every rank; "zeros"
+            makes their gradients zero.
+        weighted: ranks count by `gradients_of(model).weight`, to be set before each backward.
+        wire_dtype: torch.float16 or torch.bfloat16 for smaller messages; None keeps the dtype.
+
+        Raises TypeError for other objects, for wrappers such as DistributedDataParallel, and under
+        ParameterServerStrategy; ValueError for an optimizer with parameters that aren't the
+        model's, and on every rank where the ranks' models differ; RuntimeError inside `run`.
+        """
+        contexts.require_cross_replica("Strategy.distribute", self)
+        from strategies.torch.distribution import distribute
+
+        options = {"unused": unused, "weighted": weighted, "wire_dtype": wire_dtype}
+        distribute(self, model, optimizer, **options)
+        return model, optimizer
+
+    def gradients_of(self, model: Any) -> GradientReducer:
+        """What reduces the gradients of a module that was given to `distribute`.
+
+        Raises ValueError for any other object.
+        """
+        from strategies.torch.distribution import gradients_of
+
+        return gradients_of(self, model)
+
+    def sampler(
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        remainder: Literal["repeat", "drop"] = "repeat",
+    ) -> Any:
+        """A torch sampler of this replica's share of a dataset, for torch's `DataLoader`.
+
+        See `strategies.torch.sampler.ReplicaSampler`. Collective.
+        """
+        from strategies.torch.sampler import ReplicaSampler
+
+        return ReplicaSampler(
+            self.communicator, dataset, shuffle=shuffle, seed=seed, remainder=remainder
+        )
 
     def experimental_run_v2(self, *args: Any, **kwargs: Any) -> Any:
         """As `run`; TensorFlow's older name."""

@@ -13,7 +13,7 @@ from collectives import Communicator
 from strategies.base.strategy import Strategy
 from strategies.checkpoint.states import OptimizerState, Saveable, State, VariableState
 from strategies.foreign.reach import slots_of_class
-from strategies.foreign.registry import framework_of, refused_by_checkpoint
+from strategies.foreign.registry import framework_of, has_torch_state, refused_by_checkpoint
 from strategies.optimizers import Optimizer
 from strategies.variables.variable import Variable
 
@@ -40,8 +40,8 @@ def find_states(objects: Mapping[str, Any]) -> dict[str, State]:
 
     Raises TypeError where a named object is itself one of those, for keys that are neither strings
     nor integers, for a state in a set, which has no order, and for a model, variable or optimizer
-    of torch, Keras or TensorFlow (inside of another object only if it trains). Raises ValueError
-    for a dictionary with keys such as 1 and "1".
+    of Keras or TensorFlow, or a tensor of torch (inside of another object only if it trains).
+    Raises ValueError for a dictionary with keys such as 1 and "1".
     """
     for name, value in objects.items():
         _refuse_foreign(name, value, named=True)
@@ -66,13 +66,18 @@ def find_states(objects: Mapping[str, Any]) -> dict[str, State]:
     for path, value in sorted(found.items()):
         if isinstance(value, Optimizer):
             states[path] = OptimizerState(path, value, variables)
+        elif has_torch_state(value):
+            from strategies.torch.states import TorchState
+
+            states[path] = State(path, TorchState(value))
         else:
             states[path] = (State if isinstance(value, Saveable) else VariableState)(path, value)
     return states
 
 
 def _has_state(value: Any) -> bool:
-    return isinstance(value, Variable | Saveable) and not isinstance(value, type)
+    known = isinstance(value, Variable | Saveable) or has_torch_state(value)
+    return known and not isinstance(value, type)
 
 
 def _refuse_foreign(path: str, value: Any, *, named: bool = False) -> None:

@@ -25,8 +25,14 @@ class Framework(ABC):
     classes: ClassVar[tuple[str, ...]]
     """Dotted names, within the package, of the classes of variables, models and optimizers."""
 
+    adapted: ClassVar[bool] = False
+    """Whether a strategy trains its models, once they are given to it."""
+
     alternative: ClassVar[str]
     """What a program can do without an adapter, for error messages."""
+
+    saved: ClassVar[str] = "strategies.Variable"
+    """What a checkpoint saves instead, for error messages."""
 
     inference_mark: ClassVar[str] = ""
     """Code that marks a model as not trained; empty where there is none."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from strategies.foreign.distributed import strategy_of
 from strategies.foreign.framework import Framework, Undo
 from strategies.foreign.reach import find_trainable
 from strategies.foreign.registry import framework_of, loaded, refused_on_all
@@ -66,7 +67,7 @@ def _record(thing: Any) -> None:
 
 
 def _refuse_step(optimizer: Any) -> None:
-    if _state.active:
+    if _state.active and strategy_of(optimizer) is None:
         where, rank = _state.active[-1]
         raise refused_on_all(optimizer, f"would change variables inside the {where}", rank)
 

@@ -52,10 +52,11 @@ def refused(thing: Any, what: str) -> TypeError:
     assert framework is not None
     mark = framework.inference_mark
     inference = f"\n  A model that isn't trained is allowed: {mark}." if mark else ""
+    none_yet = "" if framework.adapted else f"; there are no adapters for {framework.name} yet"
     return TypeError(
         f"the {framework.name} {framework.describe(thing)} {what}: it would train independently on"
-        " every rank, since strategies synchronize only strategies.Variable; there are no adapters"
-        f" for {framework.name} yet.\n  Instead: {framework.alternative}.{inference}"
+        f" every rank, since strategies synchronize only strategies.Variable{none_yet}.\n"
+        f"  Instead: {framework.alternative}.{inference}"
     )
 
 
@@ -74,6 +75,21 @@ def refused_for_variable(thing: Any, position: int) -> TypeError | None:
     return refused(thing, f"at position {position} of apply_gradients is not a strategies.Variable")
 
 
+def has_torch_state(thing: Any) -> bool:
+    """Whether it is a module, optimizer, scheduler or other object of torch with a `state_dict`."""
+    kind: type = type(thing)
+    return "torch" in sys.modules and _has_torch_state(kind)
+
+
+@lru_cache(maxsize=4096)
+def _has_torch_state(kind: type) -> bool:
+    framework = framework_of_class(kind)
+    if framework is not None and framework.name != "torch":
+        return False
+    of_torch = any(each.__module__.partition(".")[0] == "torch" for each in kind.__mro__)
+    return of_torch and hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+
+
 def refused_by_checkpoint(thing: Any, path: str, *, named: bool) -> TypeError | None:
     """The error for an object that a checkpoint can't save; None for one that it may ignore.
 
@@ -84,7 +100,7 @@ def refused_by_checkpoint(thing: Any, path: str, *, named: bool) -> TypeError | 
         return None
     return TypeError(
         f"{path} is the {framework.name} {framework.describe(thing)}, which a Checkpoint can't"
-        f" save: it saves strategies.Variable; there are no adapters for {framework.name} yet.\n"
+        f" save: it saves {framework.saved}.\n"
         f"  Instead: save it with {framework.name}'s own functions on the chief"
         " (strategy.is_chief), or give the Checkpoint an object with saved_tensors and"
         " restore_tensors"

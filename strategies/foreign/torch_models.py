@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from strategies.foreign.distributed import strategy_of
 from strategies.foreign.framework import Callback, Framework, Undo
 
 
@@ -13,15 +14,21 @@ class Torch(Framework):
     name = "torch"
     module = "torch"
     classes = ("nn.Module", "Tensor", "optim.Optimizer")
+    adapted = True
     alternative = (
-        "outside of the strategy's scope and run, comm.broadcast(tensor) each tensor of"
-        " model.state_dict().values() once, and comm.all_reduce_many(gradients, 'mean',"
-        " out=gradients) before optimizer.step(), with comm = collectives.world()"
+        "once, model, optimizer = strategy.distribute(model, optimizer); gradients are reduced in"
+        " backward from then on"
     )
+    saved = "strategies.Variable, and modules, optimizers and schedulers of torch"
     inference_mark = "model.eval() or model.requires_grad_(False)"
 
     def trains(self, thing: Any) -> bool:
-        """Modules in training mode with parameters that require gradients; leaf tensors that do."""
+        """Modules in training mode with parameters that require gradients; leaf tensors that do.
+
+        Those that a strategy distributes don't count: they train in step.
+        """
+        if strategy_of(thing) is not None:
+            return False
         if isinstance(thing, self.find("nn.Module")):
             return thing.training and any(each.requires_grad for each in thing.parameters())
         if isinstance(thing, self.find("Tensor")):

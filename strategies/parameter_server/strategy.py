@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from collectives import Communicator, RankFailedError
 from collectives.lifecycle.shutdown import leave_at_exit, survive_deaths
@@ -213,6 +213,14 @@ class ParameterServerStrategy(Strategy):
             optimizer.iterations += 1
         if self.staleness is not None:
             self.worker.client.end_step()
+
+    def distribute(self, model: Any, optimizer: Any, **options: Any) -> NoReturn:
+        """TypeError: servers store only `Variable`."""
+        raise TypeError(
+            "ParameterServerStrategy.distribute: parameter servers store only strategies.Variable;"
+            " torch models train under MultiWorkerMirroredStrategy, or with few messages under"
+            " LocalSGDStrategy"
+        )
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """What the chief gets from the action, on every worker that calls this; small, picklable.

@@ -227,6 +227,9 @@ class Replication:
     def settle(self) -> None:
         """Make the replicas' values equal, before a checkpoint takes the chief's. Collective."""
 
+    def restored(self, thing: Any) -> None:
+        """Note that all replicas have restored the same state into a framework's object."""
+
     # Replicas that don't take each step together override the following.
 
     def chief_first(self, action: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""torch's quickstart in a strategy's scope. The error names the README's loop instead."""
+"""torch's quickstart in a strategy's scope. The error names `distribute`, which then works."""
 
 import torch
 from torch import nn
@@ -57,6 +57,12 @@ with refused("apply_gradients"):
     model(batches[0][0]).sum().backward()
     pairs = [(each.grad, each) for each in model.parameters()]
     strategies.optimizers.SGD(1.0).apply_gradients(pairs)
+
+with refused("distributed"):
+    strategy.distribute(model, optimizer)
+    strategy.run(train, args=(batches, model, loss_fn, optimizer))
+    parts = strategy.communicator.all_gather(model.linear_relu_stack[0].weight.detach())
+    assert all(torch.equal(part, parts[:8]) for part in parts.split(8))
 
 with refused("checkpoint"):
     strategies.Checkpoint(model=model)

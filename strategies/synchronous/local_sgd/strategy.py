@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from strategies.optimizers import Optimizer
 from strategies.replication.contexts import require_cross_replica
 from strategies.synchronous.local_sgd.averaging import Averaging, RankStates, ReplicaStorage, Rounds
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
+from strategies.synchronous.local_sgd.modules import AveragedModules
 from strategies.variables.variable import Variable
 
 _TEXTS = {
@@ -43,13 +44,14 @@ _TEXTS = {
 class LocalSGDStrategy(Strategy):
     """Independent training, in which parameters are averaged every N steps or T seconds.
 
-    A step is one `apply_gradients`: it applies the replica's own gradients, which are not summed,
-    with slots of its own. After `sync_every` steps all variables that an optimizer changed since
-    are averaged over the ranks, in few messages. With `sync_seconds` the ranks agree at each
-    averaging on the number of steps until the next: as many as the slowest one takes in that time,
-    but at most twice as many as before; the first comes after one step. With `outer_optimizer`
-    (DiLoCo's is `SGD(0.7, momentum=0.9, nesterov=True)`) the last agreed value minus the mean is a
-    gradient, by which it moves the last agreed value, with the same bits on all ranks.
+    A step is one `apply_gradients`, or one step of a torch optimizer (`distribute`): it applies the
+    replica's own gradients, which are not summed, with slots of its own. After `sync_every` steps
+    all variables that an optimizer changed since are averaged over the ranks, in few messages. With
+    `sync_seconds` the ranks agree at each averaging on the number of steps until the next: as many
+    as the slowest one takes in that time, but at most twice as many as before; the first comes
+    after one step. With `outer_optimizer` (DiLoCo's is `SGD(0.7, momentum=0.9, nesterov=True)`) the
+    last agreed value minus the mean is a gradient, by which it moves the last agreed value, with
+    the same bits on all ranks.
 
     Each replica is in sync with itself alone: `num_replicas_in_sync` is 1, so that a loss that is
     divided by `batch size × num_replicas_in_sync` is the mean over the replica's own batch, and
@@ -114,6 +116,7 @@ class LocalSGDStrategy(Strategy):
         self._keeps_agreed = outer_optimizer is not None
         self._averaging = Averaging(self.communicator, outer_optimizer)
         self._rounds = Rounds(every, seconds)
+        self._modules = AveragedModules(self._averaging, self._end_step, keep=self._keeps_agreed)
         self._loops = Loops(self.communicator, self.membership.world, self._average)
 
     @property
@@ -136,6 +139,34 @@ class LocalSGDStrategy(Strategy):
                 variable.storage.begin_step(keep=self._keeps_agreed)
         own = [each.copy() if isinstance(each, np.ndarray) else each for each in gradients]
         optimizer.update(own, variables)
+        self._end_step()
+
+    def distribute(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        unused: Literal["error", "zeros"] = "error",
+        weighted: bool = False,
+        wire_dtype: Any = None,
+    ) -> tuple[Any, Any]:
+        """As under every strategy; each replica applies its own gradients, and counts its steps.
+
+        Parameters that require gradients are averaged, buffers are not. The options, which concern
+        reductions of gradients, change nothing.
+        """
+        super().distribute(
+            model, optimizer, unused=unused, weighted=weighted, wire_dtype=wire_dtype
+        )
+        optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        self._modules.add(model, optimizers)
+        return model, optimizer
+
+    def restored(self, thing: Any) -> None:
+        """A restored value is an agreed value."""
+        self._modules.settle(thing)
+
+    def _end_step(self) -> None:
         if self._rounds.step():
             self._average(Part(Reason.ROUND_ENDS))
 

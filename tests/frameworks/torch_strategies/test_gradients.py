@@ -181,10 +181,62 @@ def test_unused_parameters_are_an_error_on_every_rank(torch, comm, overlap):
     GradientReducer(comm, model.named_parameters(), unused="zeros", **options)
     for _, parameter in model.named_parameters():
         parameter.grad = None
+    model.loss(x).backward()
+    for _, parameter in model.named_parameters():
+        parameter.grad = None
     model.loss(x, both=comm.rank == 0).backward()
     mine = torch.autograd.grad(model.loss(x), model.second.weight)[0]
     mean = comm.broadcast(mine) / comm.size
     torch.testing.assert_close(model.second.weight.grad, mean)
+
+
+class OneOf:
+    """A bucket of one parameter that notes when its reduction starts."""
+
+    members, calls = (None,), 1
+
+    def __init__(self, number, started):
+        self.number, self.started = number, started
+
+    def start(self, op, scale, *, overlap):
+        self.started.append((self.number, overlap))
+        return lambda: None
+
+
+@pytest.mark.ranks(1)
+def test_buckets_start_when_complete_and_in_their_order(torch, comm):
+    from collectives.torch.reduction_round import Round
+
+    started = []
+    current = Round(comm, [OneOf(n, started) for n in range(4)], "mean", overlap=True)
+    seen = []
+    for number in (2, 3, 0, 1):
+        current.arrive(number, number)
+        seen.append([each for each, _ in started])
+    assert seen == [[], [], [0], [0, 1, 2]]
+    current.complete()
+    assert started == [(0, True), (1, True), (2, True), (3, False)]
+
+
+@pytest.mark.ranks(2, 3)
+def test_gradients_may_arrive_in_another_order_on_each_rank(torch, comm):
+    from collectives.torch.gradients import GradientReducer
+
+    model, arrived = Branches(torch), []
+    x = batch(torch, 0, ROWS * comm.size)
+    model.loss(x).backward()
+    wanted = [parameter.grad for _, parameter in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    GradientReducer(comm, model.named_parameters(), bucket_bytes=1, first_bucket_bytes=1)
+    layers = [model.first, model.second]
+    # Autograd begins with what was computed last.
+    outputs = [layer(own(comm, x)) for layer in layers[:: -1 if comm.rank % 2 else 1]]
+    sum(outputs).square().mean().backward()
+    assert arrived[0].startswith("first" if comm.rank % 2 else "second")
+    for (_, parameter), gradient in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.ranks(2, 3)

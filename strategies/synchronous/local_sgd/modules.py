@@ -1,0 +1,72 @@
+"""Modules of torch whose parameters the replicas average, in the memory where torch keeps them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.arrays.tensors import from_torch
+from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage
+
+
+class AveragedModules:
+    """The modules of one strategy."""
+
+    def __init__(self, averaging: Averaging, end_step: Callable[[], None], *, keep: bool) -> None:
+        """`end_step` is called after each step; `keep`: an outer step needs the agreed values."""
+        self._averaging, self._end_step, self._keep = averaging, end_step, keep
+        self._known: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
+
+    def add(self, model: Any, optimizers: Sequence[Any]) -> None:
+        """Average the parameters that require gradients; a second call replaces the first."""
+        if model in self._known:
+            self._known.pop(model).release()
+        module = self._known[model] = _Module(model, optimizers, self)
+        for value in module.values:
+            self._averaging.add(value)
+
+    def settle(self, model: Any) -> None:
+        """The replicas have set the parameters to equal values."""
+        for value in self._known[model].values if model in self._known else ():
+            value.settle()
+
+    def begin_step(self, module: _Module) -> None:
+        """Before a step of one of the module's optimizers."""
+        module.check_memory()
+        for value in module.values:
+            value.begin_step(keep=self._keep)
+
+    def end_step(self) -> None:
+        """After a step, of which a model with several optimizers makes several."""
+        self._end_step()
+
+
+class _Module:
+    """One module's parameters as values to average, and the hooks of its optimizers."""
+
+    def __init__(self, model: Any, optimizers: Sequence[Any], modules: AveragedModules) -> None:
+        # Without the module itself, which is a weak key.
+        self._parameters = [
+            (name, each) for name, each in model.named_parameters() if each.requires_grad
+        ]
+        self.values = [ReplicaStorage(from_torch(each, name)) for name, each in self._parameters]
+        self._addresses = [each.data_ptr() for _, each in self._parameters]
+        self._hooks = []
+        for optimizer in optimizers:
+            before = optimizer.register_step_pre_hook(lambda *_: modules.begin_step(self))
+            after = optimizer.register_step_post_hook(lambda *_: modules.end_step())
+            self._hooks += [before, after]
+
+    def check_memory(self) -> None:
+        """RuntimeError where a parameter was moved, as by `model.double()`."""
+        for (name, each), address in zip(self._parameters, self._addresses, strict=True):
+            if each.data_ptr() != address:
+                raise RuntimeError(
+                    f"{name} has other memory than in distribute: call distribute again"
+                )
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()

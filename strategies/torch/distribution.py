@@ -1,0 +1,130 @@
+"""`Strategy.distribute`: a torch model that all ranks train in step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from collectives import Communicator
+from collectives.arrays.tensors import from_torch
+from collectives.torch.gradients import GradientReducer
+from collectives.transports.local import alone
+from strategies.core.same_error import PropagatedErrors
+from strategies.foreign.distributed import permit
+from strategies.foreign.registry import framework_of
+from strategies.replication.replication import Replication
+
+_WRAPPERS = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DataParallel",
+)
+
+
+class _Training(NamedTuple):
+    strategy: Replication
+    reducer: GradientReducer
+    hooks: list[Any]
+
+
+_trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+
+
+def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any) -> None:
+    """Make the ranks' parameters and buffers equal, and install the hooks. Collective."""
+    together = strategy.num_replicas_in_sync > 1
+    communicator = strategy.communicator if together else Communicator(alone())
+    with PropagatedErrors(strategy.communicator, "distribute"):
+        optimizers = _checked(strategy, model, optimizer)
+    before = _trainings.pop(model, None)
+    if before is not None:
+        before.reducer.close()
+        for hook in before.hooks:
+            hook.remove()
+    sparse = _sparse_parameters(model)
+    reducer = GradientReducer(communicator, model.named_parameters(), sparse=sparse, **options)
+    if not strategy.trains_alone:
+        _mirror(strategy, model)
+
+    def before_step(stepping: Any, *_: Any) -> None:
+        for group in stepping.param_groups:
+            for parameter in group["params"]:
+                if parameter not in reducer:
+                    raise _unknown_parameter(parameter)
+        reducer.wait()
+
+    hooks = [each.register_step_pre_hook(before_step) for each in optimizers]
+    _trainings[model] = _Training(strategy, reducer, hooks)
+    permit([*model.modules(), *model.parameters(), *optimizers], strategy)
+
+
+def gradients_of(strategy: Replication, model: Any) -> GradientReducer:
+    """The reducer of a distributed model. ValueError for any other object."""
+    training = _trainings.get(model) if isinstance(model, torch.nn.Module) else None
+    if training is None or training.strategy is not strategy:
+        raise ValueError(
+            f"{type(model).__name__}: must be a model that was given to distribute of {strategy}"
+        )
+    return training.reducer
+
+
+def _checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
+    """The optimizers; TypeError or ValueError for this rank's arguments."""
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    framework = framework_of(model)
+    if framework is None or framework.name != "torch" or not isinstance(model, torch.nn.Module):
+        raise TypeError(f"distribute: model is a {type(model).__name__}: must be a torch module")
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            kind = type(each).__name__
+            raise TypeError(f"distribute: optimizer is a {kind}: must be a torch optimizer")
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    wrapper = next((name for name in _WRAPPERS if name in kinds), None)
+    if wrapper is not None:
+        raise TypeError(
+            f"distribute: model is a {wrapper}, which reduces gradients itself: give the module"
+            " that it wraps, or train without distribute"
+        )
+    if not strategy.reduces_plainly:
+        raise ValueError(
+            "distribute: gradients of torch are reduced as collectives chooses: the strategy must"
+            " have neither cross_device_ops nor communication options of its own"
+        )
+    known = {id(each) for each in model.parameters()}
+    for each in optimizers:
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise _unknown_parameter(parameter)
+    return optimizers
+
+
+def _unknown_parameter(parameter: Any) -> ValueError:
+    return ValueError(
+        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model did not"
+        " have in distribute: call distribute after the model is complete, or again"
+    )
+
+
+def _sparse_parameters(model: Any) -> list[str]:
+    """The names of parameters whose gradients are sparse."""
+    embeddings = torch.nn.Embedding, torch.nn.EmbeddingBag
+    return [
+        f"{name}.weight".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, embeddings) and module.sparse and module.weight.requires_grad
+    ]
+
+
+def _mirror(strategy: Replication, model: Any) -> None:
+    """Overwrite parameters and buffers with the chief's."""
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            on_cpu = tensor.detach().cpu()
+            strategy.mirror(from_torch(on_cpu, name), f"distribute: {name}")
+            if tensor.device.type != "cpu":
+                tensor.copy_(on_cpu)

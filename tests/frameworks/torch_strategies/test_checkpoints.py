@@ -1,0 +1,146 @@
+"""Checkpoints of torch modules, optimizers and schedulers."""
+
+from pathlib import Path
+
+import pytest
+
+import strategies
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.timeout_seconds(60)]
+
+SCHEDULERS = ("StepLR", "MultiStepLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR")
+
+
+@pytest.fixture
+def folder(comm, tmp_path):
+    return Path(comm.broadcast_object(str(tmp_path)))
+
+
+def made(torch, seed, scheduler="StepLR"):
+    torch.manual_seed(seed)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
+    optimizer = torch.optim.Adam(
+        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters()}]
+    )
+    schedulers = torch.optim.lr_scheduler
+    arguments = {
+        "StepLR": (2, 0.5),
+        "MultiStepLR": ([1, 3], 0.5),
+        "OneCycleLR": ([0.2, 0.1], 10),
+        "ReduceLROnPlateau": (),
+    }
+    if scheduler == "SequentialLR":
+        parts = [schedulers.StepLR(optimizer, 1), schedulers.ExponentialLR(optimizer, 0.5)]
+        return model, optimizer, schedulers.SequentialLR(optimizer, parts, [2])
+    return model, optimizer, getattr(schedulers, scheduler)(optimizer, *arguments[scheduler])
+
+
+def step(torch, model, optimizer, scheduler):
+    optimizer.zero_grad()
+    hidden = model[1](model[0](torch.ones(4, 3) + torch.arange(4.0)[:, None]))
+    loss = model[2](hidden.bfloat16()).float().square().sum()
+    loss.backward()
+    optimizer.step()
+    scheduler.step(*([1.0] if type(scheduler).__name__ == "ReduceLROnPlateau" else []))
+
+
+def same(torch, one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            same(torch, one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            same(torch, *pair)
+    elif isinstance(one, torch.Tensor):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_restored_program_goes_on(torch, comm, folder, kind):
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    model, optimizer, scheduler = made(torch, 1, kind)
+    strategy.distribute(model, optimizer)
+    count = strategies.Variable(0)
+    for _ in range(3):
+        step(torch, model, optimizer, scheduler)
+    named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": count}
+    path = strategies.Checkpoint(**named).save(folder / "state")
+
+    import safetensors.torch
+
+    with open(path, "rb") as file:
+        content = file.read()
+    assert b"pickle" not in content
+    stored = safetensors.torch.load(content)
+    torch.testing.assert_close(stored["model/2.weight"], model[2].weight.detach())
+    torch.testing.assert_close(stored["optimizer/state/0/step"], torch.tensor(3.0))
+
+    other = made(torch, 2, kind)
+    strategy.distribute(*other[:2])
+    named |= dict(zip(("model", "optimizer", "scheduler"), other, strict=True))
+    strategies.Checkpoint(**named).restore(path)
+    step(torch, model, optimizer, scheduler)
+    step(torch, *other)
+    for one, two in zip((model, optimizer, scheduler), other, strict=True):
+        same(torch, one.state_dict(), two.state_dict())
+    # A script of one process, without a strategy.
+    third = made(torch, 3, kind)
+    strategies.Checkpoint(model=third[0]).restore(path, expect_partial=True)
+    torch.testing.assert_close(third[0][2].weight, stored["model/2.weight"])
+
+
+def test_what_does_not_fit_changes_nothing(torch, comm, folder):
+    model, optimizer, scheduler = made(torch, 1)
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    strategy.distribute(model, optimizer)
+    step(torch, model, optimizer, scheduler)
+    path = strategies.Checkpoint(model=model, optimizer=optimizer).save(folder / "state")
+    before = model[0].weight.detach().clone()
+    model[0].weight.data += 1
+    wider = torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(5), model[2])
+    groups = torch.optim.Adam(wider.parameters())
+    strategy.distribute(wider, groups)
+    with pytest.raises(strategies.CheckpointError) as caught:
+        strategies.Checkpoint(model=wider, optimizer=groups).restore(path)
+    text = str(caught.value)
+    assert "1.weight: float32 of shape (4,), wanted float32 of shape (5,)" in text
+    assert "optimizer: groups of [2, 2] parameters, wanted [6]" in text
+    torch.testing.assert_close(model[0].weight.detach(), before + 1)
+
+    class Odd(torch.nn.Linear):
+        def get_extra_state(self):
+            return object()
+
+        def set_extra_state(self, state):
+            pass
+
+    with pytest.raises(TypeError, match="_extra_state is a object: a checkpoint holds tensors"):
+        strategies.Checkpoint(model=Odd(1, 1)).save(folder / "odd")
+
+
+@pytest.mark.ranks(2)
+def test_local_sgd_saves_an_average_and_goes_on_from_a_restored_one(torch, comm, folder):
+    outer = strategies.optimizers.SGD(0.5)
+    strategy = strategies.LocalSGDStrategy(100, outer_optimizer=outer, communicator=comm)
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    strategy.distribute(model, optimizer)
+    start = model.weight.detach().clone()
+    first = strategies.Checkpoint(model=model).save(folder / "first")
+    model(torch.full((1, 2), float(comm.rank))).sum().backward()
+    optimizer.step()
+    path = strategies.Checkpoint(model=model).save(folder / "second")
+    # Half of the way from the start to the mean of two ranks, of which one moved by 1.
+    torch.testing.assert_close(model.weight.detach(), start - 0.25)
+    optimizer.step()
+    strategies.Checkpoint(model=model).restore(first)
+    strategy.synchronize()
+    torch.testing.assert_close(model.weight.detach(), start)
+    strategies.Checkpoint(model=model).restore(path)
+    torch.testing.assert_close(model.weight.detach(), start - 0.25)

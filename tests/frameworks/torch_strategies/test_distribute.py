@@ -1,0 +1,247 @@
+"""Torch models under a strategy train as one process does on the whole batches."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+
+import strategies
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.timeout_seconds(60)]
+
+ROWS, STEPS = 4, 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(torch):
+    torch.set_num_threads(1)
+
+
+def network(torch, seed=1):
+    torch.manual_seed(seed)
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def batches(torch, size, rows=ROWS):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(rows * size, 5, generator=generator) for _ in range(STEPS)]
+
+
+def loss_of(model, x):
+    return model.eval()(x).square().mean()
+
+
+def optimizers(torch, parameters):
+    parameters = list(parameters)
+    return {
+        "SGD": lambda: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+        "Adam": lambda: torch.optim.Adam(parameters, 0.05),
+    }
+
+
+def train(torch, model, optimizer, parts, *, clip=None, scheduler=None, to_none=True):
+    for x in parts:
+        optimizer.zero_grad(set_to_none=to_none)
+        loss_of(model, x).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def check(torch, model, expected):
+    for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def strategy_of(kind, comm):
+    made = {
+        "worker": lambda: strategies.MultiWorkerMirroredStrategy(communicator=comm),
+        "mirrored": lambda: strategies.MirroredStrategy(communicator=comm),
+        "central": lambda: strategies.CentralStorageStrategy(communicator=comm),
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["worker", "mirrored", "central"])
+def test_steps_are_those_of_one_process(torch, comm, kind):
+    """With clipping and a scheduler, made before or after; in the scope and in `run`."""
+    whole = batches(torch, comm.size)
+    for name in ("SGD", "Adam"):
+        alone = network(torch)
+        optimizer = optimizers(torch, alone.parameters())[name]()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        train(torch, alone, optimizer, whole, clip=0.1, scheduler=scheduler)
+
+        strategy = strategy_of(kind, comm)
+        with strategy.scope():
+            model = network(torch, seed=1 + comm.rank)
+            model[2].running_var += comm.rank
+            optimizer = optimizers(torch, model.parameters())[name]()
+            given = model, optimizer
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            assert strategy.distribute(model, optimizer) == given
+        parts = [x.chunk(comm.size)[comm.rank] for x in whole]
+        strategy.run(
+            train,
+            (torch, model, optimizer, parts),
+            {"clip": 0.1, "scheduler": scheduler, "to_none": name == "SGD"},
+        )
+        check(torch, model, alone)
+        torch.testing.assert_close(model[2].running_var, torch.ones(8))
+        assert type(optimizer).__name__ == name
+        assert torch.save(model, io.BytesIO()) is None
+        assert copy.deepcopy(model).state_dict().keys() == alone.state_dict().keys()
+
+
+def test_accumulation_weights_and_mixed_precision(torch, comm):
+    """Ranks have parts of unequal length, which a distributed DataLoader gives; the last is empty.
+
+    One rank's loss overflows in 16 bits: no rank takes the step.
+    """
+    strategy = strategy_of("worker", comm)
+    data = torch.utils.data.TensorDataset(torch.randn(13, 5, generator=torch.manual_seed(5)))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    alone = network(torch)
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    train(torch, alone, optimizer, [x for (x,) in loader])
+
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    strategy.distribute(model, optimizer, weighted=True)
+    gradients = strategy.gradients_of(model)
+    lengths = []
+    for (x,) in strategy.experimental_distribute_dataset(loader):
+        optimizer.zero_grad()
+        gradients.weight = len(x)
+        lengths.append(len(x))
+        loss_of(model, x).backward()
+        optimizer.step()
+    check(torch, model, alone)
+    assert sum(lengths) == 13 or comm.size > 1
+
+    strategy.distribute(model, optimizer)
+    gradients = strategy.gradients_of(model)
+    whole = batches(torch, comm.size)
+    alone.zero_grad()
+    model.zero_grad()
+    for x in whole[:2]:
+        loss_of(alone, x).backward()
+    part = [x.chunk(comm.size)[comm.rank] for x in whole]
+    with gradients.no_sync():
+        loss_of(model, part[0]).backward()
+    loss_of(model, part[1]).backward()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [each.detach().clone() for each in model.parameters()]
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, part[2])
+    if comm.rank == comm.size - 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for own, other in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(own.detach(), other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["mean", "DiLoCo"])
+def test_local_sgd_averages_parameters(torch, comm, outer):
+    """As a simulation of all ranks in one process does."""
+    settings = {"momentum": 0.9, "nesterov": True}
+    outer_optimizer = strategies.optimizers.SGD(0.7, **settings) if outer else None
+    strategy = strategies.LocalSGDStrategy(2, outer_optimizer=outer_optimizer, communicator=comm)
+    whole = batches(torch, comm.size)
+    model = network(torch, seed=1 + comm.rank)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    strategy.distribute(model, optimizer)
+    with strategy.gradients_of(model).no_sync():
+        pass
+    train(torch, model, optimizer, [x.chunk(comm.size)[comm.rank] for x in whole])
+
+    replicas = [network(torch) for _ in range(comm.size)]
+    steps = [torch.optim.Adam(each.parameters(), 0.05) for each in replicas]
+    agreed = network(torch)
+    outside = torch.optim.SGD(agreed.parameters(), 0.7, **settings)
+    for begin in (0, 2):
+        for rank, (replica, step) in enumerate(zip(replicas, steps, strict=True)):
+            parts = [x.chunk(comm.size)[rank] for x in whole[begin : begin + 2]]
+            train(torch, replica, step, parts)
+        with torch.no_grad():
+            columns = [each.parameters() for each in (agreed, *replicas)]
+            for target, *values in zip(*columns, strict=True):
+                mean = torch.stack(values).mean(0)
+                target.grad = target - mean
+                if not outer:
+                    target.copy_(mean)
+            if outer:
+                outside.step()
+            for replica in replicas:
+                replica.load_state_dict(agreed.state_dict())
+    if outer or comm.size > 1:
+        check(torch, model, agreed)
+
+
+def test_what_is_refused(torch, comm, monkeypatch):
+    strategy = strategy_of("worker", comm)
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for wrong, match in (
+        ((object(), optimizer), "model is a object: must be a torch module"),
+        ((model, object()), "optimizer is a object: must be a torch optimizer"),
+        ((torch.nn.DataParallel(model), optimizer), "is a DataParallel, which reduces"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            strategy.distribute(*wrong)
+    with pytest.raises(ValueError, match="must be a model that was given to distribute"):
+        strategy.gradients_of(model)
+    other = torch.nn.Parameter(torch.ones(7))
+    with pytest.raises(ValueError, match=r"parameter of shape \(7,\) that the model did not have"):
+        strategy.distribute(model, torch.optim.SGD([*model.parameters(), other], 0.1))
+    strategy.distribute(model, optimizer)
+    optimizer.add_param_group({"params": [other]})
+    with pytest.raises(ValueError, match=r"parameter of shape \(7,\) that the model did not have"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="torch models train under MultiWorkerMirroredStrategy"):
+        strategies.ParameterServerStrategy.distribute(strategy, model, optimizer)
+    options = strategies.CommunicationOptions(
+        implementation=strategies.CommunicationImplementation.RING
+    )
+    ring = strategies.MultiWorkerMirroredStrategy(communication_options=options, communicator=comm)
+    with pytest.raises(ValueError, match="must have neither cross_device_ops"):
+        ring.distribute(network(torch), [])
+
+
+def test_samplers(torch, comm):
+    """Equal lengths, all samples, an order of its own in each epoch, and resumption."""
+    strategy = strategy_of("worker", comm)
+    data = range(10)
+    for remainder, length in (("repeat", -(-10 // comm.size)), ("drop", 10 // comm.size)):
+        sampler = strategy.sampler(data, remainder=remainder, seed=3)
+        assert len(sampler) == length
+        epochs = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            epochs.append(list(sampler))
+        rows = comm.all_gather(np.array(epochs), axis=1)
+        assert rows.shape == (2, length * comm.size)
+        assert not np.array_equal(*rows)
+        for row in rows:
+            assert set(row.tolist()) == set(data) or remainder == "drop"
+            assert len(set(row.tolist())) == min(10, length * comm.size)
+        sampler.set_epoch(1)
+        begun = iter(sampler)
+        first = [next(begun), next(begun)]
+        resumed = strategy.sampler(data, remainder=remainder, seed=3)
+        resumed.restore_tensors(sampler.saved_tensors())
+        assert first + list(resumed) == epochs[1]
+    assert list(strategy.sampler(data, shuffle=False))[:2] == [comm.rank, comm.rank + comm.size]
+    with pytest.raises(ValueError, match="remainder='pad'"):
+        strategy.sampler(data, remainder="pad")
