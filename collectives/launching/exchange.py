@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class _Server(NamedTuple):
     port: int = 0
     token: str = ""
     problem: str = ""
+    absent: tuple[int, ...] = ()
 
 
 class Exchange:
@@ -78,8 +80,7 @@ class Exchange:
             self._store.set(f"{session}/0", own)
             self._store.set(_SESSION, session)
             names = [f"{session}/{rank}" for rank in range(self._size)]
-            while not self._store.check(names):
-                self._sleep(session)
+            self._await_all(session, names)
             hosts = [Host(*json.loads(self._store.get(name))) for name in names]
             server = self._configure(process, hosts)
             self._store.set(f"{session}/server", json.dumps(server))
@@ -87,6 +88,17 @@ class Exchange:
         if connected is None:
             raise LaunchError(f"the server of PMI on rank 0 has ended: {self._problem}")
         return Connection(connected, session)
+
+    def _await_all(self, session: str, names: list[str]) -> None:
+        try:
+            while not self._store.check(names):
+                self._sleep(session)
+        except DeadlineExceededError as error:
+            server = _Server(problem=str(error), absent=error.absent)
+            self._store.set(f"{session}/server", json.dumps(server))
+            # The store may end with this process.
+            time.sleep(4 * _LONGEST_SLEEP)
+            raise
 
     def _configure(self, process: subprocess.Popen[bytes], hosts: list[Host]) -> _Server:
         """Send the server what it needs; it answers with its port."""
@@ -131,9 +143,9 @@ class Exchange:
         names = [] if session is None else [f"{session}/{rank}" for rank in range(self._size)]
         absent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
         # The session of an earlier attempt lacks no rank; the one who replaces it is rank 0.
-        raise self._late(absent or [0])
+        raise self._late(absent or (0,))
 
-    def _late(self, absent: list[int]) -> DeadlineExceededError:
+    def _late(self, absent: Sequence[int]) -> DeadlineExceededError:
         ranks = ", ".join(map(str, absent))
         return DeadlineExceededError(
             f"rank {self._rank} of {self._size}: the start of MPI timed out after"
@@ -143,6 +155,8 @@ class Exchange:
 
     def _greet(self, server: _Server) -> socket.socket | None:
         """The connection after all ranks have connected; None if the server does not accept it."""
+        if server.absent:
+            raise self._late(server.absent)
         if server.problem:
             raise LaunchError(server.problem)
         left = max(self._limit - time.monotonic(), _LONGEST_SLEEP)
@@ -162,7 +176,7 @@ class Exchange:
             return connection
         connection.close()
         if verdict == "absent":
-            raise self._late([int(rank) for rank in ranks])
+            raise self._late(tuple(map(int, ranks)))
         if verdict == "failed":
             raise RankFailedError(f"rank {ranks[0]} has ended while MPI started")
         self._problem = f" ({server.host}:{server.port} closed the connection)"
