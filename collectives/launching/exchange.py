@@ -17,7 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.errors import DeadlineExceededError, LaunchError, RankFailedError
+from collectives.errors import (
+    CollectiveError,
+    DeadlineExceededError,
+    LaunchError,
+    RankFailedError,
+)
 from collectives.launching.hosts import Host, listening_address, process_mapping, this_host
 
 _SERVER = str(Path(__file__).with_name("pmi_server.py"))
@@ -61,7 +66,15 @@ class Exchange:
         meanwhile, and LaunchError if the server can't be reached.
         """
         own = json.dumps(this_host(server))
-        return self._serve(own) if self._rank == 0 else self._follow(own)
+        try:
+            return self._serve(own) if self._rank == 0 else self._follow(own)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"rank {self._rank} of {self._size}: torch's store has failed while MPI started;"
+                " rank 0, or the process that serves it, has ended"
+            ) from error
 
     def _serve(self, own: str) -> Connection:
         """Start the server and connect to it.

@@ -53,6 +53,7 @@ def start_mpi(seconds: float = DEFAULT_DEADLINE) -> Any:
             f"a process that {launch} has started is no rank. To let it run as a world of one,"
             f" set {ALLOW_SINGLETON}=1"
         )
+    _load_mpich(launch.size)
     return start_through(open_store(launch, seconds), launch.rank, launch.size, seconds)
 
 
@@ -69,12 +70,7 @@ def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
     global _session
     if size == 1 or is_initialized() or started_by_mpi(os.environ):
         return load()
-    mpi = load_uninitialized()
-    if "MPICH" not in (name := library_name(mpi)):
-        raise LaunchError(
-            f"{size} processes were started without mpirun, and this Python uses"
-            f" {name.partition(',')[0]}. {mpich_advice(size)}"
-        )
+    mpi = _load_mpich(size)
     connection = Exchange(store, rank, size, seconds).connect(host_of(store))
     descriptor = connection.socket.detach()
     variables = {
@@ -91,4 +87,15 @@ def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
     _session = connection.session
     if (launch := find_torch_launch(os.environ)) is not None:
         os.environ[_STARTED] = str(launch)
+    return mpi
+
+
+def _load_mpich(size: int) -> Any:
+    """MPI, not initialized; LaunchError if it is another library than MPICH."""
+    mpi = load_uninitialized()
+    if "MPICH" not in (name := library_name(mpi)):
+        raise LaunchError(
+            f"{size} processes were started without mpirun, and this Python uses"
+            f" {name.partition(',')[0]}. {mpich_advice(size)}"
+        )
     return mpi
