@@ -41,6 +41,11 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     if not ranks:
         ranks = list(range(whole.size))
         _check_world(options, whole)
+    elif max(ranks) >= whole.size:
+        raise LaunchError(
+            f"a group of ranks {ranks}: MPI has a world of {whole.size}. Without mpirun the first"
+            ' group must be of all ranks, as init_process_group("collectives") makes it'
+        )
     members.await_creation(options.timeout)
     # Ranks that are not members make no call: a number of groups would differ between ranks.
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
