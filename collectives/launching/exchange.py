@@ -35,9 +35,11 @@ _GRACE_SECONDS = 5.0
 
 
 class Connection(NamedTuple):
-    """The connection of one rank to the server of PMI, which all ranks have reached."""
+    """The connections of one rank to the server of PMI, which all ranks have reached."""
 
-    socket: socket.socket
+    pmi: socket.socket
+    end: socket.socket
+    """It closes when the world ends before this rank."""
     session: str
 
 
@@ -99,8 +101,8 @@ class Exchange:
             self._store.set(f"{session}/server", json.dumps(server))
             connected = self._greet(server)
         if connected is None:
-            raise LaunchError(f"the server of PMI on rank 0 has ended: {self._problem}")
-        return Connection(connected, session)
+            raise LaunchError(f"the server of PMI on rank 0 has ended{self._problem}")
+        return Connection(*connected, session)
 
     def _await_all(self, session: str, names: list[str]) -> None:
         try:
@@ -144,7 +146,7 @@ class Exchange:
                 server = _Server(*json.loads(self._store.get(f"{session}/server")))
                 connected = self._greet(server)
                 if connected is not None:
-                    return Connection(connected, session)
+                    return Connection(*connected, session)
             self._sleep(session)
 
     def _sleep(self, session: str | None) -> None:
@@ -166,31 +168,37 @@ class Exchange:
             tuple(absent),
         )
 
-    def _greet(self, server: _Server) -> socket.socket | None:
-        """The connection after all ranks have connected; None if the server does not accept it."""
+    def _greet(self, server: _Server) -> tuple[socket.socket, socket.socket] | None:
+        """Both connections after all ranks have connected; None if the server refuses them."""
         if server.absent:
             raise self._late(server.absent)
         if server.problem:
             raise LaunchError(server.problem)
         left = max(self._limit - time.monotonic(), _LONGEST_SLEEP)
         try:
-            connection = socket.create_connection(
-                (server.host, server.port), min(left, _LONGEST_CONNECT)
-            )
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(f"{server.token} {self._rank}\n".encode())
-            connection.settimeout(left + _GRACE_SECONDS)
-            verdict, *ranks = connection.recv(1 << 16).decode().split() or [""]
+            pmi = self._open(server, "pmi", left)
+            end = self._open(server, "end", left)
+            pmi.settimeout(left + _GRACE_SECONDS)
+            verdict, *ranks = pmi.recv(1 << 16).decode().split() or [""]
         except OSError as error:
             self._problem = f" ({server.host}:{server.port}: {error})"
             return None
         if verdict == "ok":
-            connection.setblocking(True)
-            return connection
-        connection.close()
+            pmi.setblocking(True)
+            end.setblocking(True)
+            return pmi, end
+        pmi.close()
+        end.close()
         if verdict == "absent":
             raise self._late(tuple(map(int, ranks)))
         if verdict == "failed":
             raise RankFailedError(f"rank {ranks[0]} has ended while MPI started")
         self._problem = f" ({server.host}:{server.port} closed the connection)"
         return None
+
+    def _open(self, server: _Server, kind: str, left: float) -> socket.socket:
+        address = (server.host, server.port)
+        connection = socket.create_connection(address, min(left, _LONGEST_CONNECT))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(f"{server.token} {self._rank} {kind}\n".encode())
+        return connection

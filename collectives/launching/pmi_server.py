@@ -7,12 +7,13 @@ Python's lock.
 stdin has five lines: the token, the address to listen on, the number of ranks, the seconds of the
 start, and PMI_process_mapping. It stays open while rank 0 runs. stdout receives the port.
 
-A connection begins with a line of the client, "TOKEN RANK". When all ranks are connected, each
-receives "ok", or "absent RANK …" or "failed RANK" where the start fails. PMI-1 follows: lines of
-"cmd=NAME KEY=VALUE …" (https://github.com/pmodels/mpich, src/pmi).
+A connection begins with a line of the client. Each rank has two, "TOKEN RANK pmi" and "TOKEN RANK
+end". When all ranks have both, the first one receives "ok", or "absent RANK …" or "failed RANK"
+where the start fails. PMI-1 follows on it: lines of "cmd=NAME KEY=VALUE …"
+(https://github.com/pmodels/mpich, src/pmi).
 
-A rank that calls MPI_Abort, or ends without MPI_Finalize, ends the others, as mpirun does: each
-receives a last line, "cmd=abort exitcode=CODE rank=RANK", and the end of the file.
+A rank that calls MPI_Abort, or ends without MPI_Finalize, ends the others, as mpirun does: their
+second connections receive "exitcode=CODE rank=RANK" and the end of the file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hmac import compare_digest
 LONGEST_HELLO = 200
 LONGEST_LINE = 1 << 16
 _HELLO_SECONDS = 10.0
+_KINDS = ("pmi", "end")
 # A launcher that ends the other ranks itself, such as torchrun, does so first: it reports the rank
 # that it has seen to fail first.
 _ENDING_SECONDS = 1.0
@@ -39,11 +41,12 @@ _ANSWERS = {
 
 
 class Client:
-    """One connection; its rank is None before it has sent the token."""
+    """One connection; its rank is None before it has sent the token, its kind is "pmi" or "end"."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.descriptor = connection, connection.fileno()
         self.rank: int | None = None
+        self.kind = ""
         self.since = time.monotonic()
         self.finalized = False
         self._unread = b""
@@ -91,6 +94,8 @@ class Server:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=size + 16)
         self.port: int = self._listener.getsockname()[1]
+        ranks = range(size)
+        self._expected = {f"{rank} {kind}": (rank, kind) for rank in ranks for kind in _KINDS}
         self._clients: dict[int, Client] = {}
         self._poll = select.poll()
         self._in_barrier: list[Client] = []
@@ -107,7 +112,7 @@ class Server:
                     if descriptor in self._clients:
                         self._serve(self._clients[descriptor])
                 if self._last_line and time.monotonic() > self._limit:
-                    self._dismiss(*self._clients.values())
+                    self._dismiss(*self._running())
         for client in list(self._clients.values()):
             self._drop(client)
 
@@ -136,8 +141,7 @@ class Server:
         return True
 
     def _absent(self) -> list[int]:
-        present = {client.rank for client in self._clients.values()}
-        return [rank for rank in range(self._size) if rank not in present]
+        return sorted({rank for rank, _ in self._expected.values()})
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -159,10 +163,9 @@ class Server:
         if lines is None:
             self._drop(client)
         elif lines:
-            token, _, rank = lines[0].partition(" ")
-            known = compare_digest(token.encode(), self._token)
-            if known and rank.isdigit() and int(rank) in self._absent():
-                client.rank = int(rank)
+            token, _, name = lines[0].partition(" ")
+            if compare_digest(token.encode(), self._token) and name in self._expected:
+                client.rank, client.kind = self._expected.pop(name)
             else:
                 self._drop(client)
         return True
@@ -180,14 +183,14 @@ class Server:
 
     def _send_all(self, line: str) -> None:
         for client in self._clients.values():
-            if client.rank is not None:
+            if client.kind == "pmi":
                 client.send(line)
 
     def _serve(self, client: Client) -> None:
         lines = client.lines()
         if lines is None:
             self._drop(client)
-            if not client.finalized:
+            if client.kind == "pmi" and not client.finalized:
                 self._end_world(client, "1")
         for line in lines or ():
             words = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
@@ -203,13 +206,18 @@ class Server:
     def _end_world(self, client: Client, code: str) -> None:
         """End the other ranks soon, because this one has failed; the first one counts."""
         if not self._last_line:
-            self._last_line = f"cmd=abort exitcode={code} rank={client.rank}"
+            self._last_line = f"exitcode={code} rank={client.rank}"
             self._limit = time.monotonic() + _ENDING_SECONDS
 
-    def _dismiss(self, *clients: Client) -> None:
+    def _running(self) -> list[int | None]:
+        """The ranks that have neither ended nor called MPI_Finalize."""
+        clients = self._clients.values()
+        return [each.rank for each in clients if each.kind == "pmi" and not each.finalized]
+
+    def _dismiss(self, *ranks: int | None) -> None:
         """Send the last line. Its reader closes the connection: closed here, it could be lost."""
-        for client in clients:
-            if not client.finalized:
+        for client in self._clients.values():
+            if client.kind == "end" and client.rank in ranks and not client.finalized:
                 client.finalized = True
                 client.send(self._last_line)
                 client.shut()
@@ -220,7 +228,7 @@ class Server:
             return
         if command == "abort":
             self._end_world(client, words.get("exitcode", "1"))
-            self._dismiss(client)
+            self._dismiss(client.rank)
             return
         client.finalized = client.finalized or command == "finalize"
         if command == "put":

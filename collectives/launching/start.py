@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from collectives.errors import LaunchError
-from collectives.launching.ending import end_with_world
+from collectives.launching.ending import end_with_world, killed_with_world
 from collectives.launching.exchange import Exchange
 from collectives.launching.launcher import (
     ALLOW_SINGLETON,
@@ -72,15 +72,15 @@ def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
         return load()
     mpi = _load_mpich(size)
     connection = Exchange(store, rank, size, seconds).connect(host_of(store))
-    descriptor = connection.socket.detach()
     variables = {
-        "PMI_FD": str(descriptor),
+        "PMI_FD": str(connection.pmi.detach()),
         "PMI_RANK": str(rank),
         "PMI_SIZE": str(size),
     }
     os.environ.update(variables)
-    initialize(mpi)
-    end_with_world(descriptor, rank, mpi)
+    with killed_with_world(connection.end):
+        initialize(mpi)
+    end_with_world(connection.end, rank)
     # The processes that this one starts are no ranks.
     for name in variables:
         del os.environ[name]

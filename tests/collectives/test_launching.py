@@ -118,12 +118,13 @@ def test_each_attempt_has_a_session_although_the_store_keeps_the_earlier_one():
     store, sessions = Store(), []
     for _ in range(2):
         connections = connect(store, 3)
-        assert [each.socket.getpeername()[0] for each in connections.values()] == ["127.0.0.1"] * 3
+        assert [each.pmi.getpeername()[0] for each in connections.values()] == ["127.0.0.1"] * 3
         (session,) = {each.session for each in connections.values()}
         sessions.append(session)
         for each in connections.values():
-            each.socket.sendall(b"cmd=finalize\n")
-            each.socket.close()
+            each.pmi.sendall(b"cmd=finalize\n")
+            each.pmi.close()
+            each.end.close()
     assert sessions[0] != sessions[1]
 
 

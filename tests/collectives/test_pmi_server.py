@@ -18,9 +18,12 @@ MAPPING = "(vector,(0,1,2))"
 
 
 class Rank:
-    """A client of PMI-1, with a rank or without."""
+    """A client with both connections of a rank, or one that sends something else."""
 
-    def __init__(self, port, hello=None):
+    def __init__(self, port, hello=None, rank=None):
+        if rank is not None:
+            hello = f"{TOKEN} {rank} pmi"
+            self.end = Rank(port, f"{TOKEN} {rank} end")
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
         self.file = self.socket.makefile("r")
         if hello is not None:
@@ -43,6 +46,8 @@ class Rank:
     def close(self):
         self.file.close()
         self.socket.close()
+        if hasattr(self, "end"):
+            self.end.close()
 
 
 @contextmanager
@@ -62,7 +67,7 @@ def served(size, seconds=20.0):
 
 
 def connected(port, size):
-    ranks = [Rank(port, f"{TOKEN} {rank}") for rank in range(size)]
+    ranks = [Rank(port, rank=rank) for rank in range(size)]
     assert [rank.read() for rank in ranks] == ["ok"] * size
     return ranks
 
@@ -114,12 +119,14 @@ def test_two_worlds_share_no_name():
     [
         "",
         "cmd=init pmi_version=1 pmi_subversion=1",
-        f"{TOKEN[:-1]} 1",
-        f"{TOKEN}0 1",
+        f"{TOKEN[:-1]} 1 pmi",
+        f"{TOKEN}0 1 pmi",
         TOKEN,
-        f"{TOKEN} -1",
-        f"{TOKEN} 2",
-        f"{TOKEN} 0",
+        f"{TOKEN} 1",
+        f"{TOKEN} 1 other",
+        f"{TOKEN} -1 pmi",
+        f"{TOKEN} 2 pmi",
+        f"{TOKEN} 0 pmi",
         "x" * (LONGEST_HELLO + 1),
         "\xff\x00",
     ],
@@ -127,13 +134,13 @@ def test_two_worlds_share_no_name():
 )
 def test_a_connection_without_the_token_or_a_free_rank_is_refused(hello):
     with served(2) as port:
-        first = Rank(port, f"{TOKEN} 0")
+        first = Rank(port, rank=0)
         assert first.socket.getpeername() == ("127.0.0.1", port)
         # The server has read the first rank's line when it accepts a later connection's.
         refused = Rank(port, hello)
         assert refused.read() == ""
         refused.close()
-        second = Rank(port, f"{TOKEN} 1")
+        second = Rank(port, rank=1)
         assert [first.read(), second.read()] == ["ok", "ok"]
         for rank in (first, second):
             rank.request("cmd=finalize")
@@ -155,7 +162,7 @@ def test_a_silent_connection_is_closed_and_the_port_too(monkeypatch):
 
 def test_absent_ranks_are_named_at_the_deadline():
     with served(4, seconds=0.3) as port:
-        ranks = [Rank(port, f"{TOKEN} {rank}") for rank in (0, 2)]
+        ranks = [Rank(port, rank=rank) for rank in (0, 2)]
         assert [rank.read() for rank in ranks] == ["absent 1 3"] * 2
         assert [rank.read() for rank in ranks] == ["", ""]
         close(ranks)
@@ -163,7 +170,7 @@ def test_absent_ranks_are_named_at_the_deadline():
 
 def test_a_rank_that_ends_before_all_are_connected_is_named():
     with served(3) as port:
-        ranks = [Rank(port, f"{TOKEN} {rank}") for rank in (0, 1)]
+        ranks = [Rank(port, rank=rank) for rank in (0, 1)]
         refused = Rank(port, "")
         assert refused.read() == ""  # by then both ranks' lines have been read
         refused.close()
@@ -174,7 +181,7 @@ def test_a_rank_that_ends_before_all_are_connected_is_named():
 
 def test_the_end_of_rank_0_ends_the_start():
     with served(2) as port:
-        rank = Rank(port, f"{TOKEN} 1")
+        rank = Rank(port, rank=1)
     assert rank.read() == ""
     rank.close()
 
@@ -187,14 +194,15 @@ def test_a_failed_rank_ends_the_others(how):
         ranks[0].send("cmd=barrier_in")
         start = time.monotonic()
         if how == "abort":
-            assert ranks[1].request("cmd=abort exitcode=7") == "cmd=abort exitcode=7 rank=1"
+            ranks[1].send("cmd=abort exitcode=7")
+            assert ranks[1].end.read() == "exitcode=7 rank=1"
             assert time.monotonic() - start < 0.5
         failed = ranks.pop(1)
         failed.close()
         code = 7 if how == "abort" else 1
-        assert [rank.read() for rank in ranks] == [f"cmd=abort exitcode={code} rank=1"] * 2
+        assert [rank.end.read() for rank in ranks] == [f"exitcode={code} rank=1"] * 2
         assert time.monotonic() - start >= 0.9
-        assert [rank.read() for rank in ranks] == ["", ""]
+        assert [rank.end.read() for rank in ranks] == ["", ""]
         close(ranks)
 
 
