@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT"
         ("aabbb", "(vector,(0,1,2),(1,1,3))"),
         ("abab", "(vector,(0,2,1),(0,2,1))"),
         ("aba", "(vector,(0,2,1),(0,1,1))"),
+        ("abcb", "(vector,(0,3,1),(1,1,1))"),
         ("aabbccd", "(vector,(0,3,2),(3,1,1))"),
     ],
 )
@@ -89,9 +91,11 @@ class Store:
 
     def __init__(self):
         self.values = {}
+        self.joined = threading.Semaphore(0)
 
     def set(self, name, value):
         self.values[name] = value.encode()
+        self.joined.release()
 
     def get(self, name):
         return self.values[name]
@@ -100,10 +104,13 @@ class Store:
         return all(name in self.values for name in names)
 
 
-def connect(store, size, seconds=20.0, absent=()):
+def connect(store, size, seconds=20.0, absent=(), *, rank_0_is_last=False):
     """Every present rank's connection or error."""
 
     def one(rank):
+        if rank_0_is_last and rank == 0:
+            for _ in range(size - 1):
+                assert store.joined.acquire(timeout=10)
         try:
             return Exchange(store, rank, size, seconds).connect("127.0.0.1")
         except Exception as error:
@@ -116,8 +123,10 @@ def connect(store, size, seconds=20.0, absent=()):
 
 def test_each_attempt_has_a_session_although_the_store_keeps_the_earlier_one():
     store, sessions = Store(), []
-    for _ in range(2):
-        connections = connect(store, 3)
+    for attempt in range(2):
+        # The others join the earlier session then.
+        connections = connect(store, 3, rank_0_is_last=attempt > 0)
+        store.joined = threading.Semaphore(0)
         assert [each.pmi.getpeername()[0] for each in connections.values()] == ["127.0.0.1"] * 3
         (session,) = {each.session for each in connections.values()}
         sessions.append(session)

@@ -92,6 +92,19 @@ def test_a_restart_is_a_new_world(torchrun):
     assert "ValueError: the first attempt fails" in ended.stderr
 
 
+def test_a_new_attempt_does_not_see_the_end_of_the_earlier_one(torch):
+    from collectives.torch.members import Members
+
+    store = torch.distributed.HashStore()
+    first = [Members(store, rank, 2, "first") for rank in (0, 1)]
+    for member in first:
+        member.begin_closing()
+    assert all(member.all_close(1) for member in first)
+    second = Members(store, 0, 2, "second")
+    second.begin_closing()
+    assert not second.all_close(0.05)
+
+
 SPAWNED = r"""
 import sys
 import torch
@@ -143,7 +156,10 @@ def test_an_absent_rank_is_named(torchrun):
 FAILED = """
 import os, sys, time
 import collectives
+from collectives.launching import start
 
+if "init" in sys.argv and os.environ["RANK"] == "1":
+    start.initialize = lambda mpi: os._exit(7)
 comm = collectives.world()
 comm.barrier()
 if comm.rank == 1:
@@ -155,8 +171,8 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["abort", "end"])
-def test_a_rank_that_ends_early_ends_the_others_without_torchrun(python, tmp_path, how):
+@pytest.mark.parametrize(("how", "code"), [("abort", "7"), ("end", "1"), ("init", "137")])
+def test_a_rank_that_ends_early_ends_the_others_without_torchrun(tmp_path, how, code):
     """The variables are set by hand, and nothing else ends the processes."""
     program = tmp_path / "program.py"
     program.write_text(FAILED)
@@ -167,9 +183,8 @@ def test_a_rank_that_ends_early_ends_the_others_without_torchrun(python, tmp_pat
     )
     variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ended = run_launcher(["sh", "-c", line], variables, timeout=50)
-    code = "7" if how == "abort" else "1"
     assert ended.stdout.split() == [code, "7", code], ended.stderr
-    for rank in (0, 2):
+    for rank in (0, 2) if how != "init" else ():
         assert f"rank {rank} ends, because rank 1 has ended" in ended.stderr
 
 
