@@ -16,8 +16,8 @@ COLLECTIVES = {
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
-    "torch": {"arrays", "communicator", "consistency", "errors", "launching", "reductions"}
-    | {"waiting", "world"},
+    "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
+    | {"reductions", "waiting", "world"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
