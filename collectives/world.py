@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from collectives.communicator import Communicator
 from collectives.consistency.uncaught import end_the_job_on_exceptions
-from collectives.lifecycle.setup import check_backend, check_launch, start_mpi
+from collectives.launching.launcher import check_launch
+from collectives.launching.start import start_mpi
+from collectives.lifecycle.setup import check_backend
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE, check_deadline
 
 
@@ -16,14 +19,18 @@ class _Unset:
 
 _UNSET = _Unset()
 
+# Clocks of torch's stores overflow beyond some centuries.
+_FOREVER = 365 * 86400.0
+
 _world: Communicator | None = None
 
 
 def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) -> Communicator:
     """The communicator of all ranks. The first call initializes MPI; later calls return the same.
 
-    A program started without `mpirun` is a world of one rank. From then on, an uncaught exception
-    on one rank prints its traceback and ends the whole job.
+    A program started without a launcher is a world of one rank. Under `torchrun` the ranks find
+    each other through torch's store, for which torch is imported. From then on, an uncaught
+    exception on one rank prints its traceback and ends the whole job.
 
     Args:
         backend: how arrays on GPUs are moved, as of `Communicator`.
@@ -33,19 +40,21 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
     Raises:
         BackendUnavailableError: MPI is missing, or NCCL where it is requested.
         LaunchError: a launcher started several processes and MPI has one rank
-            (COLLECTIVES_ALLOW_SINGLETON=1 permits it).
+            (COLLECTIVES_ALLOW_SINGLETON=1 permits it); torchrun started them, and MPI is not MPICH.
+        DeadlineExceededError: under torchrun, ranks did not start within the deadline.
+        RankFailedError: under torchrun, a rank ended while MPI started.
         ValueError: the backend is unknown, or not that of the first call.
         TypeError: the deadline is not a number.
 
     """
     global _world
     if _world is None or _world.closed:
-        mpi = start_mpi()
+        seconds = DEFAULT_DEADLINE if isinstance(deadline, _Unset) else deadline
+        mpi = start_mpi(_start_seconds(seconds))
         check_launch(mpi, os.environ)
         if mpi.COMM_WORLD.size > 1:
             end_the_job_on_exceptions(mpi)
         # Wrong arguments of one rank are raised on all ranks, which wait for each other.
-        seconds = DEFAULT_DEADLINE if isinstance(deadline, _Unset) else deadline
         _world = Communicator(mpi.COMM_WORLD, backend=backend, deadline=seconds)
         return _world
     check_backend(backend)
@@ -54,3 +63,10 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
     if not isinstance(deadline, _Unset):
         _world.deadline = check_deadline(deadline)
     return _world
+
+
+def _start_seconds(deadline: Any) -> float:
+    """How long the start may take; a wrong deadline is refused after it, on all ranks."""
+    if deadline is None:
+        return _FOREVER
+    return deadline if isinstance(deadline, int | float) and deadline > 0 else DEFAULT_DEADLINE

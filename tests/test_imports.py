@@ -15,10 +15,10 @@ COLLECTIVES = {
     "__init__": {"algorithms", "analysis", "communicator", "errors", "fusion", "lifecycle"}
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
-    "doctor": {"communicator", "cuda", "errors", "gpu", "lifecycle", "transports"} | {"world"},
-    "torch": {"arrays", "communicator", "consistency", "errors", "lifecycle", "reductions"}
-    | {"waiting", "world"},
-    "world": {"communicator", "consistency", "lifecycle", "waiting"},
+    "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
+    "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
+    | {"reductions", "waiting", "world"},
+    "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
     | {"messaging", "reductions", "schedules"},
@@ -30,7 +30,9 @@ COLLECTIVES = {
     "gpu": {"caching", "algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
     | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},
-    "lifecycle": {"calls", "consistency", "errors", "execution", "shm"} | {"transports", "waiting"},
+    "lifecycle": {"calls", "consistency", "errors", "execution", "launching", "shm"}
+    | {"transports", "waiting"},
+    "launching": {"errors", "waiting"},
     "calls": {"algorithms", "arrays", "caching", "consistency", "cuda", "errors"}
     | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},
@@ -101,7 +103,7 @@ STRATEGIES = {
 }
 LAZY = {
     "mpi4py": {
-        "collectives/lifecycle/setup.py",
+        "collectives/launching/library.py",
         "collectives/transports/mpi.py",
         "collectives/transports/mpi_mailbox.py",
         "collectives/transports/mpi_messages.py",
@@ -113,6 +115,7 @@ LAZY = {
         "collectives/transports/nccl_driver.py",
     },
     "torch": {
+        "collectives/launching/torch_store.py",
         "collectives/torch/arguments.py",
         "collectives/torch/buckets.py",
         "collectives/torch/collective_calls.py",

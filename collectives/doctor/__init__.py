@@ -16,14 +16,14 @@ from collectives.doctor.gpu import GpuFindings, report_device_arrays, report_gpu
 from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, report_shared_memory
 from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
-from collectives.errors import BackendUnavailableError, LaunchError
-from collectives.lifecycle.setup import (
+from collectives.errors import CollectiveError, LaunchError
+from collectives.launching.launcher import (
     ALLOW_SINGLETON,
     Launcher,
     check_launch,
     find_launcher,
-    start_mpi,
 )
+from collectives.launching.start import start_mpi
 from collectives.world import world
 
 LIMIT = 30.0
@@ -46,7 +46,7 @@ def main(limit: float = LIMIT) -> int:
     report_extras(report)
     mpi = _start(report, launcher)
     if mpi is None:
-        report.line("Nothing was tried: there is no MPI.")
+        report.line("Nothing was tried: MPI did not start.")
         return int(report.prints)
     report.prints = report.prints and mpi.COMM_WORLD.rank == 0
     report_mpi(report, mpi)
@@ -67,7 +67,7 @@ def _start(report: Report, launcher: Launcher) -> Any:
         report.row("", "if the report ends here, mpirun belongs to another MPI than mpi4py uses")
     try:
         return start_mpi()
-    except BackendUnavailableError as error:
+    except CollectiveError as error:
         report.row("library", f"FAILED: {error}")
         return None
 

@@ -10,7 +10,7 @@ from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.packages import versions
 from collectives.doctor.report import Report, counted, ranges, ranks_by, ranks_named
-from collectives.lifecycle.setup import library_name
+from collectives.launching.library import library_name
 
 _SHARED_MEMORY = "/dev/shm"
 # Docker's default.

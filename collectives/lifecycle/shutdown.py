@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import random
 import sys
@@ -11,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol
 
 from collectives.consistency.uncaught import end_alone
@@ -21,6 +23,9 @@ from collectives.lifecycle.futures import complete_all
 _FIRST_TURN = 1.0
 _ROUND_SECONDS = 0.4
 _SHORTEST_TURN = 0.02
+
+# multiprocessing's own finalizers have priorities of -5 and above.
+_AFTER_OTHERS = -100
 
 
 class Closable(Protocol):
@@ -48,6 +53,8 @@ _before: list[Callable[[], None]] = []
 def keep(group: Closable) -> None:
     """Close the communicator when the program ends."""
     with _lock:
+        if not _open:
+            _close_in_forked_rank()
         _open[id(group)] = group
 
 
@@ -159,6 +166,21 @@ def _finish_all() -> None:
     if not hasattr(sys, "last_value"):
         for group in list(reversed(_open.values())):
             group.finish()
+
+
+def _close_in_forked_rank() -> None:
+    """Close them at the end of a rank that multiprocessing forked, which runs no exit handlers."""
+    process = multiprocessing.current_process()
+    if getattr(process, "_start_method", None) in ("fork", "forkserver"):
+        Finalize(None, _end_forked_rank, exitpriority=_AFTER_OTHERS)
+
+
+def _end_forked_rank() -> None:
+    _finish_all()
+    _close_all()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _begin_child() -> None:

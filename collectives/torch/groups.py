@@ -6,8 +6,8 @@ import zlib
 from typing import Any
 
 from collectives.communicator import Communicator
-from collectives.errors import BackendUnavailableError
-from collectives.lifecycle.setup import start_mpi
+from collectives.errors import BackendUnavailableError, LaunchError
+from collectives.launching.start import session, start_mpi, start_through
 from collectives.torch.call_queue import CallQueue
 from collectives.torch.members import Members
 from collectives.torch.messages import Messages
@@ -21,21 +21,31 @@ _TAGS = 1 << 15
 def create(backend: str, options: Any) -> CollectivesProcessGroup:
     """The group of torch's options, for a backend of that name. Collective between its members.
 
+    Starts MPI through torch's store where no launcher of MPI started the process.
+
     Raises BackendUnavailableError if MPI was initialized for calls of one thread, ValueError where
-    torch's ranks are not MPI's, and a DistStoreError if a member does not create the group within
-    the timeout.
+    torch's ranks are not MPI's, LaunchError where MPI can't start, DeadlineExceededError if a rank
+    does not start, and a DistStoreError if a member does not create the group, within the timeout.
     """
+    if not options.global_ranks_in_group:
+        seconds = options.timeout.total_seconds()
+        start_through(options.store, options.group_rank, options.group_size, seconds)
     whole, mpi = world(), start_mpi()
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         raise BackendUnavailableError(
             "MPI was initialized without MPI_THREAD_MULTIPLE, which the threads of a group need:"
             " leave `mpi4py.rc.thread_level` as it is"
         )
-    members = Members(options.store, options.group_rank, options.group_size)
+    members = Members(options.store, options.group_rank, options.group_size, session())
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         ranks = list(range(whole.size))
         _check_world(options, whole)
+    elif max(ranks) >= whole.size:
+        raise LaunchError(
+            f"a group of ranks {ranks}: MPI has a world of {whole.size}. Without mpirun the first"
+            ' group must be of all ranks, as init_process_group("collectives") makes it'
+        )
     members.await_creation(options.timeout)
     # Ranks that are not members make no call: a number of groups would differ between ranks.
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
@@ -48,6 +58,11 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
 
 def _check_world(options: Any, whole: Communicator) -> None:
     given, actual = (options.group_rank, options.group_size), (whole.rank, whole.size)
+    if actual[1] == 1 < given[1]:
+        raise LaunchError(
+            f"rank={given[0]}, world_size={given[1]}: MPI was initialized before as a world of one,"
+            " by collectives.world() or mpi4py.MPI. Call init_process_group first"
+        )
     if given != actual:
         raise ValueError(
             f"rank={given[0]}, world_size={given[1]}: mpirun started this process as rank"

@@ -12,10 +12,13 @@ _POLL_SECONDS = 1e-3
 
 
 class Members:
-    """The members of one group, by its own part of the store."""
+    """The members of one group, by its own part of the store.
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    The keys of a group that an earlier attempt of the job created begin with another `session`.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, session: str) -> None:
+        self._store, self._rank, self._size, self._session = store, rank, size, session
         self._closes = False
 
     def await_creation(self, timeout: timedelta) -> None:
@@ -23,14 +26,15 @@ class Members:
 
         MPI, which creates its communicators together, has no deadline.
         """
-        self._store.set(f"created by {self._rank}", "")
-        self._store.wait([f"created by {rank}" for rank in range(self._size)], timeout)
+        names = [self._key(f"created by {rank}") for rank in range(self._size)]
+        self._store.set(names[self._rank], "")
+        self._store.wait(names, timeout)
 
     def begin_closing(self) -> None:
         """Announce that this member makes no call any more. A second call does nothing."""
         if not self._closes:
             self._closes = True
-            self._store.add(_CLOSING, 1)
+            self._store.add(self._key(_CLOSING), 1)
 
     def all_close(self, seconds: float) -> bool:
         """Whether every member has announced it within that time: the same for all members.
@@ -38,7 +42,7 @@ class Members:
         A member that arrives later must not close what the others keep: it would wait for them.
         """
         limit = time.monotonic() + seconds
-        while self._store.add(_CLOSING, 0) < self._size:
+        while self._store.add(self._key(_CLOSING), 0) < self._size:
             if time.monotonic() > limit:
                 return self._decide("no")
             time.sleep(_POLL_SECONDS)
@@ -46,6 +50,9 @@ class Members:
 
     def _decide(self, proposal: str) -> bool:
         """The first member's proposal holds for all."""
-        if self._store.add(_PROPOSALS, 1) == 1:
-            self._store.set(_DECISION, proposal)
-        return bool(self._store.get(_DECISION) == b"yes")
+        if self._store.add(self._key(_PROPOSALS), 1) == 1:
+            self._store.set(self._key(_DECISION), proposal)
+        return bool(self._store.get(self._key(_DECISION)) == b"yes")
+
+    def _key(self, name: str) -> str:
+        return f"{self._session}{name}"

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from collectives.errors import ShapeMismatchError
-from collectives.lifecycle.setup import start_mpi
+from collectives.launching.start import start_mpi
 from collectives.reductions.reduction import Array
 from collectives.torch.works import PendingWork
 from collectives.waiting.wait_policy import WaitPolicy

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from collectives.launching.launcher import started_by_mpi
+
 NAME = "collectives"
 SCHEME = "mpi"
 """init_method="mpi://" reads ranks and addresses from MPI alone."""
 
-# As set by mpirun of MPICH and Open MPI, srun and PALS.
-_LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PALS_RANKID")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -52,8 +52,7 @@ def _under_mpirun_or(handler: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def choose(url: str, **options: Any) -> Any:
-        mpirun = any(name in os.environ for name in _LAUNCHED)
-        if mpirun and not any(name in os.environ for name in _TORCH):
+        if started_by_mpi(os.environ) and not any(name in os.environ for name in _TORCH):
             return _rendezvous(url, **options)
         return handler(url, **options)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.lifecycle.setup import Launcher, find_launcher
+from collectives.launching.launcher import Launcher, find_launcher
 from tests.worlds.launcher import find_mpirun, is_open_mpi, world_environment
 from tests.worlds.programs import ROOT, run_launcher
 

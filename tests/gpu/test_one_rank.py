@@ -87,7 +87,7 @@ def test_new_arrays_lie_on_the_gpu(alone, gpu):
 
 def test_over_mpi_of_one_rank(gpu):
     from collectives import Communicator
-    from collectives.lifecycle.setup import start_mpi
+    from collectives.launching.start import start_mpi
 
     with Communicator(start_mpi().COMM_SELF, backend="nccl") as comm:
         programs.all_reduce(comm, gpu, "mean", np.dtype("f4"))

@@ -1,12 +1,13 @@
-"""How programs reach the backend: under mpirun alone, through torch's entry point, by torchrun."""
+"""How programs reach the backend: under mpirun alone, and through torch's entry point."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.frameworks.torch_backend.entry_point import entry_point
 
 USER = str(Path(__file__).with_name("user.py"))
 ROOT = Path(__file__).parents[3]
@@ -17,21 +18,16 @@ def _needs_torch(torch):
     pass
 
 
-def entry_point(folder):
-    """A folder for PYTHONPATH with the entry point of an installed package."""
-    text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    line = "collectives = collectives_torch_entry:register"
-    assert f'"torch.backends": ["{line}"]' in text
-    metadata = folder / "mpi_collectives_here-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: here\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{line}\n")
-    return f"PYTHONPATH={folder}{os.pathsep}{ROOT}"
-
-
 @pytest.mark.parametrize("ending", ["destroy", "leave"])
 def test_a_script_starts_under_mpirun_without_an_import_or_a_variable(launch, tmp_path, ending):
-    command = ["env", entry_point(tmp_path), sys.executable, USER, "collectives", ending]
+    command = [
+        "env",
+        f"PYTHONPATH={entry_point(tmp_path)}",
+        sys.executable,
+        USER,
+        "collectives",
+        ending,
+    ]
     ended = launch(2, command, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "2 ranks: 3.0" in ended.stdout
@@ -39,7 +35,7 @@ def test_a_script_starts_under_mpirun_without_an_import_or_a_variable(launch, tm
 
 
 def test_gloo_starts_in_the_same_way(launch, tmp_path):
-    command = ["env", entry_point(tmp_path), sys.executable, USER, "gloo"]
+    command = ["env", f"PYTHONPATH={entry_point(tmp_path)}", sys.executable, USER, "gloo"]
     ended = launch(2, command, timeout=120)
     assert ended.returncode == 0, ended.stderr
 
@@ -142,7 +138,7 @@ def test_names_of_collectives_torch_are_imported_by_their_first_use():
 
 def test_torch_is_imported_where_collectives_can_not_be(tmp_path):
     """A package that collectives needs may be absent or broken: `import torch` warns."""
-    path = entry_point(tmp_path).removeprefix("PYTHONPATH=")
+    path = entry_point(tmp_path)
     (tmp_path / "ml_dtypes.py").write_text("raise ImportError('a broken package')")
     environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, "-c", "import torch; print(torch.ones(2).sum().item())"]
@@ -153,16 +149,3 @@ def test_torch_is_imported_where_collectives_can_not_be(tmp_path):
     assert ended.stdout == "2.0\n"
     assert 'RuntimeWarning: the backend "collectives" of torch.distributed' in ended.stderr
     assert "ImportError: a broken package" in ended.stderr
-
-
-def test_torchrun_alone_is_refused_with_the_command_to_type(tmp_path):
-    if importlib.util.find_spec("torch.distributed.run") is None:
-        pytest.skip("this torch has no torchrun")
-    environment = os.environ | {"PYTHONPATH": entry_point(tmp_path).removeprefix("PYTHONPATH=")}
-    options = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path), "--redirects=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, USER, "collectives"]
-    ended = subprocess.run(command, env=environment, capture_output=True, timeout=180, check=False)
-    logs = "".join(path.read_text() for path in tmp_path.rglob("stderr.log"))
-    assert ended.returncode != 0
-    assert "LaunchError: 2 processes were started (WORLD_SIZE=2)" in logs
-    assert "mpirun" in logs

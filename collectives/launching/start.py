@@ -1,0 +1,101 @@
+"""The start of MPI, by its launcher or through torch's store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from collectives.errors import LaunchError
+from collectives.launching.ending import end_with_world, killed_with_world
+from collectives.launching.exchange import Exchange
+from collectives.launching.launcher import (
+    ALLOW_SINGLETON,
+    find_torch_launch,
+    mpich_advice,
+    started_by_mpi,
+)
+from collectives.launching.library import (
+    initialize,
+    is_initialized,
+    library_name,
+    load,
+    load_uninitialized,
+)
+from collectives.launching.torch_store import host_of, open_store
+from collectives.waiting.wait_policy import DEFAULT_DEADLINE
+
+# Of the process that this variable names; the processes that it starts inherit it.
+_STARTED = "COLLECTIVES_STARTED"
+
+_session = ""
+
+
+def session() -> str:
+    """A name of this attempt that no earlier one had, the same on all ranks; "" under mpirun.
+
+    torch's store can hold keys of earlier attempts.
+    """
+    return _session
+
+
+def start_mpi(seconds: float = DEFAULT_DEADLINE) -> Any:
+    """The `mpi4py.MPI` module, initialized; under torchrun, together with all other ranks.
+
+    Raises BackendUnavailableError if there is no MPI, and what `start_through` raises.
+    """
+    launch = None
+    if not is_initialized() and os.environ.get(ALLOW_SINGLETON) != "1":
+        launch = find_torch_launch(os.environ)
+    if launch is None or launch.size == 1 or started_by_mpi(os.environ):
+        return load()
+    if os.environ.get(_STARTED) == str(launch):
+        raise LaunchError(
+            f"a process that {launch} has started is no rank. To let it run as a world of one,"
+            f" set {ALLOW_SINGLETON}=1"
+        )
+    _load_mpich(launch.size)
+    return start_through(open_store(launch, seconds), launch.rank, launch.size, seconds)
+
+
+def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
+    """The `mpi4py.MPI` module, initialized as this rank of so many; collective between them.
+
+    `store` is torch's. Nothing is done if MPI is initialized, or if its launcher started the
+    process.
+
+    Raises BackendUnavailableError if there is no MPI, LaunchError if it isn't MPICH,
+    DeadlineExceededError, which names the absent ranks, after `seconds`, and RankFailedError if a
+    rank ends meanwhile.
+    """
+    global _session
+    if size == 1 or is_initialized() or started_by_mpi(os.environ):
+        return load()
+    mpi = _load_mpich(size)
+    connection = Exchange(store, rank, size, seconds).connect(host_of(store))
+    variables = {
+        "PMI_FD": str(connection.pmi.detach()),
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+    }
+    os.environ.update(variables)
+    with killed_with_world(connection.end):
+        initialize(mpi)
+    end_with_world(connection.end, rank)
+    # The processes that this one starts are no ranks.
+    for name in variables:
+        del os.environ[name]
+    _session = connection.session
+    if (launch := find_torch_launch(os.environ)) is not None:
+        os.environ[_STARTED] = str(launch)
+    return mpi
+
+
+def _load_mpich(size: int) -> Any:
+    """MPI, not initialized; LaunchError if it is another library than MPICH."""
+    mpi = load_uninitialized()
+    if "MPICH" not in (name := library_name(mpi)):
+        raise LaunchError(
+            f"{size} processes were started without mpirun, and this Python uses"
+            f" {name.partition(',')[0]}. {mpich_advice(size)}"
+        )
+    return mpi

@@ -1,0 +1,208 @@
+"""The start of MPI without a launcher of MPI: hosts, sessions, absent ranks, other libraries."""
+
+import json
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from collectives import DeadlineExceededError, LaunchError
+from collectives.launching import hosts, start
+from collectives.launching.exchange import Exchange
+from collectives.launching.hosts import Host, listening_address, process_mapping
+from collectives.launching.launcher import check_launch, find_torch_launch, started_by_mpi
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "mapping"),
+    [
+        ("a", "(vector,(0,1,1))"),
+        ("aaa", "(vector,(0,1,3))"),
+        ("aabb", "(vector,(0,2,2))"),
+        ("aabbb", "(vector,(0,1,2),(1,1,3))"),
+        ("abab", "(vector,(0,2,1),(0,2,1))"),
+        ("aba", "(vector,(0,2,1),(0,1,1))"),
+        ("abcb", "(vector,(0,3,1),(1,1,1))"),
+        ("aabbccd", "(vector,(0,3,2),(3,1,1))"),
+    ],
+)
+def test_the_mapping_of_ranks_to_nodes(nodes, mapping):
+    assert process_mapping([Host(node, node, "") for node in nodes]) == mapping
+
+
+def test_a_mapping_too_long_for_pmi_is_left_out():
+    ragged = [name for node in range(400) for name in [str(node)] * (1 + node % 2)]
+    assert process_mapping([Host(node, node, "") for node in ragged]) == ""
+
+
+def test_where_the_server_listens(monkeypatch):
+    here = Host("a", "n1", "198.51.100.7")
+    assert listening_address([here, Host("b", "n1", "198.51.100.7")]) == "127.0.0.1"
+    towards = {"198.51.100.9": "198.51.100.8"}
+    monkeypatch.setattr(hosts, "address_towards", lambda target="": towards.get(target))
+    far = Host("c", "n2", "198.51.100.9")
+    assert listening_address([here, here, far]) == "198.51.100.8"
+    # Another host that has given no address, or one of its own alone.
+    assert listening_address([here, Host("c", "n2", "")]) == "198.51.100.7"
+    assert listening_address([here._replace(address="127.0.1.1"), Host("c", "n2", "::1")]) is None
+
+
+def test_this_host():
+    own = hosts.this_host("127.0.0.1")
+    assert own == hosts.this_host("127.0.0.1")
+    assert own.address == "127.0.0.1"
+    assert socket.gethostname() in own.node
+    assert hosts.address_towards("", "name.invalid", "127.0.0.1") == "127.0.0.1"
+
+
+def test_a_torchrun_within_a_launcher_of_mpi_is_the_launcher():
+    near, far = socket.socketpair()
+    with near, far, socket.socket() as other:
+        inherited = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+        assert started_by_mpi(inherited | {"PMI_FD": str(near.fileno())} | TORCHRUN)
+        assert not started_by_mpi(inherited | {"PMI_FD": str(other.fileno())} | TORCHRUN)
+        closed = os.dup(near.fileno())
+        os.close(closed)
+        assert not started_by_mpi(inherited | {"PMI_FD": str(closed)} | TORCHRUN)
+    assert started_by_mpi({"PMIX_RANK": "0"} | TORCHRUN)
+    assert not started_by_mpi({"PMIX_RANK": "0", "TORCHELASTIC_RUN_ID": "x"} | TORCHRUN)
+    assert started_by_mpi({"OMPI_COMM_WORLD_RANK": "0", "TORCHELASTIC_RUN_ID": "x"})
+    assert not started_by_mpi(TORCHRUN)
+
+
+@pytest.mark.parametrize("missing", [*TORCHRUN, None])
+def test_the_variables_of_torchrun(missing):
+    launch = find_torch_launch({name: TORCHRUN[name] for name in TORCHRUN if name != missing})
+    assert (launch is None) == (missing is not None)
+    if launch is not None:
+        assert (launch.rank, launch.size, launch.host, launch.port) == (1, 2, "here", 29500)
+        assert not launch.agent_store
+        agent = find_torch_launch(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        assert agent.agent_store
+
+
+class Store:
+    """The part of torch's store that is used, for threads."""
+
+    def __init__(self):
+        self.values = {}
+        self.joined = threading.Semaphore(0)
+
+    def set(self, name, value):
+        self.values[name] = value.encode()
+        self.joined.release()
+
+    def get(self, name):
+        return self.values[name]
+
+    def check(self, names):
+        return all(name in self.values for name in names)
+
+
+def connect(store, size, seconds=20.0, absent=(), *, rank_0_is_last=False):
+    """Every present rank's connection or error."""
+
+    def one(rank):
+        if rank_0_is_last and rank == 0:
+            for _ in range(size - 1):
+                assert store.joined.acquire(timeout=10)
+        try:
+            return Exchange(store, rank, size, seconds).connect("127.0.0.1")
+        except Exception as error:
+            return error
+
+    present = [rank for rank in range(size) if rank not in absent]
+    with ThreadPoolExecutor(size) as pool:
+        return dict(zip(present, pool.map(one, present), strict=True))
+
+
+def test_each_attempt_has_a_session_although_the_store_keeps_the_earlier_one():
+    store, sessions = Store(), []
+    for attempt in range(2):
+        # The others join the earlier session then.
+        connections = connect(store, 3, rank_0_is_last=attempt > 0)
+        store.joined = threading.Semaphore(0)
+        assert [each.pmi.getpeername()[0] for each in connections.values()] == ["127.0.0.1"] * 3
+        (session,) = {each.session for each in connections.values()}
+        sessions.append(session)
+        for each in connections.values():
+            each.pmi.sendall(b"cmd=finalize\n")
+            each.pmi.close()
+            each.end.close()
+    assert sessions[0] != sessions[1]
+
+
+@pytest.mark.parametrize("absent", [(2,), (0,), (1, 2)])
+def test_absent_ranks_are_named_on_all_others(absent):
+    store = Store()
+    if absent == (0,):
+        # As an earlier attempt has left it, with a server that has ended.
+        store.set("session", "old")
+        store.set("old/server", json.dumps(["127.0.0.1", 9, "token"]))
+        for rank in range(3):
+            store.set(f"old/{rank}", "")
+    for rank, error in connect(store, 3, 0.3, absent).items():
+        assert isinstance(error, DeadlineExceededError), error
+        assert error.absent == absent
+        assert f"rank {rank} of 3: the start of MPI timed out after 0.3 s" in str(error)
+        named = ", ".join(map(str, absent))
+        assert f"Absent: rank{'s' * (len(absent) > 1)} {named}" in str(error)
+
+
+def test_a_server_that_can_not_listen_is_an_error_on_all_ranks(monkeypatch):
+    from collectives.launching import exchange
+
+    monkeypatch.setattr(exchange, "listening_address", lambda hosts: "192.0.2.1")
+    for error in connect(Store(), 2).values():
+        assert isinstance(error, LaunchError)
+        assert "rank 0 can't listen on 192.0.2.1" in str(error)
+
+
+OPEN_MPI = "Open MPI v5.0.11, package: x\n"
+
+
+def library(name):
+    world = SimpleNamespace(size=1)
+    return SimpleNamespace(Get_library_version=lambda: name, COMM_WORLD=world)
+
+
+def test_another_library_than_mpich_is_refused_before_it_starts(monkeypatch):
+    monkeypatch.setattr(start, "is_initialized", lambda: False)
+    monkeypatch.setattr(start, "started_by_mpi", lambda environment: False)
+    monkeypatch.setattr(start, "load_uninitialized", lambda: library(OPEN_MPI))
+    with pytest.raises(LaunchError) as caught:
+        start.start_through(Store(), 1, 2, 1.0)
+    assert "2 processes were started without mpirun" in str(caught.value)
+    assert "Open MPI v5.0.11" in str(caught.value)
+    assert "pip install 'mpi-collectives[mpich]'" in str(caught.value)
+    assert "-n 2 python" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "advice"),
+    [
+        (OPEN_MPI, TORCHRUN, "mpi-collectives[mpich]"),
+        ("MPICH Version: 5.0.2\n", TORCHRUN, "import mpi4py.MPI after the first call of"),
+        ("MPICH Version: 5.0.2\n", {"RANK": "1", "WORLD_SIZE": "2"}, "Set MASTER_ADDR and MASTER_"),
+    ],
+)
+def test_advice_for_worlds_of_one_rank_under_torchrun(name, environment, advice):
+    with pytest.raises(LaunchError) as caught:
+        check_launch(library(name), environment)
+    assert "2 processes were started (WORLD_SIZE=2), but MPI sees a world" in str(caught.value)
+    assert advice in str(caught.value)
+
+
+def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLLECTIVES_STARTED", "rank 1 of 2 at here:29500")
+    monkeypatch.setattr(start, "is_initialized", lambda: False)
+    monkeypatch.setattr(start, "started_by_mpi", lambda environment: False)
+    with pytest.raises(LaunchError, match="rank 1 of 2 at here:29500 has started is no rank"):
+        start.start_mpi()
