@@ -11,11 +11,12 @@ import argparse
 import importlib
 import pkgutil
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Modules that nothing imports before what they are about is asked for.
+# Patterns of modules that nothing imports before what they are about is asked for.
 NEEDS = {
     # mpi4py loads the MPI library when its MPI module is imported.
     "MPI": {
@@ -25,30 +26,13 @@ NEEDS = {
         "collectives.transports.mpi_messages",
         "collectives.transports.mpi_native",
     },
-    # The backend of torch.distributed.
+    # What is for torch alone.
     "torch": {
-        "collectives.torch",
-        "collectives.torch.arguments",
-        "collectives.torch.call_queue",
-        "collectives.torch.collective_calls",
-        "collectives.torch.functions",
-        "collectives.torch.groups",
-        "collectives.torch.horovod",
-        "collectives.torch.horovod.broadcasts",
-        "collectives.torch.horovod.compression",
-        "collectives.torch.horovod.joining",
-        "collectives.torch.horovod.operations",
-        "collectives.torch.horovod.optimizer",
-        "collectives.torch.horovod.state",
-        "collectives.torch.members",
-        "collectives.torch.messages",
-        "collectives.torch.process_group",
-        "collectives.torch.reduce_ops",
-        "collectives.torch.registration",
-        "collectives.torch.rendezvous",
-        "collectives.torch.sync_batch_norm",
-        "collectives.torch.untraced",
-        "collectives.torch.works",
+        "bench.torch.operations",
+        "bench.torch.training",
+        "collectives.torch*",
+        "strategies.torch.*",
+        "torch_*",
     },
     # They are what talks to CuPy.
     "CuPy": {
@@ -67,8 +51,9 @@ def main() -> int:
     # Last, so that what is installed goes before the sources.
     sys.path += [str(ROOT), str(ROOT / "examples")]
     names = [name for package in options.packages for name in modules_of(package)]
-    absent = {name for what in NEEDS if what not in options.has for name in NEEDS[what]}
-    problems = [each for name in names if (each := problem(name, expected=name in absent))]
+    absent = [each for what in NEEDS if what not in options.has for each in NEEDS[what]]
+    expected = {name for name in names if any(fnmatch(name, each) for each in absent)}
+    problems = [each for name in names if (each := problem(name, expected=name in expected))]
     print("\n".join([*problems, f"{len(names)} modules, {len(problems)} problems"]))
     return int(bool(problems))
 
