@@ -75,11 +75,13 @@ def from_torch(tensor: Any, argument: str) -> Array:
 
 
 def to_torch(array: Array) -> Any:
-    """A tensor that shares the array's memory."""
+    """A tensor that shares the array's memory; a copy of an array in foreign byte order."""
     torch = sys.modules["torch"]
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array)
     name = array.dtype.name
+    if name not in _SMALL_FLOATS:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, name))
 
 

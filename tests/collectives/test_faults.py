@@ -10,6 +10,8 @@ from tests.slow import slow, slow_but
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import errors_of, run_programs
 
+pytestmark = pytest.mark.both_mpis
+
 START = """
 import faulthandler, os, random, signal, subprocess, sys, threading, time
 import numpy as np

@@ -11,6 +11,8 @@ from collectives.launching.launcher import Launcher, find_launcher
 from tests.worlds.launcher import find_mpirun, is_open_mpi, world_environment
 from tests.worlds.programs import ROOT, run_launcher
 
+pytestmark = pytest.mark.both_mpis
+
 
 @pytest.mark.parametrize(
     ("environment", "expected"),

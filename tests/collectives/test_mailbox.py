@@ -25,6 +25,8 @@ from collectives.waiting import wait_policy
 from collectives.waiting.wait_policy import WaitPolicy
 from tests.worlds.dying import run_dying
 
+pytestmark = pytest.mark.both_mpis
+
 worlds = pytest.mark.ranks(1, 2, 3, 5)
 
 # A long one before short ones, which must not overtake it.

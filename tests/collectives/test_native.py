@@ -11,6 +11,8 @@ from tests.collectives.oracle import value
 pytest.importorskip("mpi4py.MPI", reason="there is no MPI")
 from collectives.transports import mpi_native
 
+pytestmark = pytest.mark.both_mpis
+
 of_few_ranks = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 

@@ -11,6 +11,8 @@ from mpi4py import MPI
 from collectives import Communicator
 from tests.slow import slow_but
 
+pytestmark = pytest.mark.both_mpis
+
 START = """
 import faulthandler, sys, time
 import numpy as np

@@ -173,6 +173,16 @@ def test_memory_that_tensors_share_one_after_the_other():
     run(2, program)
 
 
+def test_arrays_in_foreign_byte_order_arrive_as_tensors():
+    def program(transport):
+        comm = Communicator(transport)
+        sent = [np.arange(3, dtype=">f4"), torch.arange(3.0)][comm.rank]
+        return comm.all_to_all([sent, sent])
+
+    _, received = run(2, program)
+    assert [each.tolist() for each in received] == [[0, 1, 2]] * 2
+
+
 class Wrapper(torch.Tensor):
     """As DTensor: its elements are in another tensor."""
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.slow import slow_but
 
+pytestmark = pytest.mark.both_mpis
+
 START = "import collectives, numpy, sys\ncomm = collectives.world()\nrank = comm.rank\n"
 # The raised error, the world rank that shows the traceback, and the ranks that don't.
 ALIKE = {

@@ -8,6 +8,8 @@ import pytest
 
 from tests.slow import slow, slow_but
 
+pytestmark = pytest.mark.both_mpis
+
 ON_ONE_RANK = {
     "an exception": ("raise KeyError('the reason')", "KeyError: 'the reason'"),
     "an assertion": ("assert comm.size == 7, 'wrong size'", "AssertionError: wrong size"),

@@ -8,6 +8,8 @@ import pytest
 
 from tests.slow import slow_but
 
+pytestmark = pytest.mark.both_mpis
+
 DEADLINE_SECONDS = 3
 SLOW = pytest.mark.slow
 MADE = {

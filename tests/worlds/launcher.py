@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -79,11 +79,11 @@ def pytest_command(config, paths):
     return command + [str(path) for path in paths]
 
 
-def world_environment(directory):
-    """Return the environment of a launch: this one without the variables of any MPI around it."""
+def world_environment(directory, given=os.environ):
+    """Return the environment of a launch: `given` without the variables of any MPI around it."""
     environment = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in given.items()
         # mpi4py's own variables choose the MPI library: the user sets them.
         if name.startswith("MPI4PY_")
         or not (name.startswith(SCRUBBED_PREFIXES) or name in SCRUBBED_NAMES)
@@ -100,12 +100,19 @@ def world_environment(directory):
     }
 
 
-def run_world(command, directory, working_directory, quiet_limit, unwanted=None):
-    """Run a launch to its end, or until its ranks recorded nothing for `quiet_limit` seconds.
+@dataclass
+class Background:
+    """What a launch needs in a thread of its own, while tests run in another one."""
 
-    Another thread sets the event `unwanted` to end it before.
-    """
-    unwanted = unwanted or threading.Event()
+    environment: dict = field(default_factory=lambda: dict(os.environ))
+    """That of the start: tests change the process's."""
+    unwanted: threading.Event = field(default_factory=threading.Event)
+    """Ends the launch when it is set."""
+
+
+def run_world(command, directory, working_directory, quiet_limit, background=None):
+    """Run a launch to its end, or until its ranks recorded nothing for `quiet_limit` seconds."""
+    background = background or Background()
     segments = find_segments()
     output = directory / "output"
     with output.open("wb") as sink:
@@ -115,11 +122,11 @@ def run_world(command, directory, working_directory, quiet_limit, unwanted=None)
             stdout=sink,
             stderr=subprocess.STDOUT,
             cwd=working_directory,
-            env=world_environment(directory),
+            env=world_environment(directory, background.environment),
             start_new_session=True,
         )
         try:
-            in_time = wait_while_progressing(process, directory, quiet_limit, unwanted)
+            in_time = wait_while_progressing(process, directory, quiet_limit, background.unwanted)
         finally:
             end_group(process)
             kill_tagged(DIRECTORY_VARIABLE, directory)

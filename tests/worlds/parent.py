@@ -11,6 +11,7 @@ import pytest
 
 from tests.worlds.launcher import (
     NO_MPIRUN,
+    Background,
     find_mpirun,
     mpirun_command,
     pytest_command,
@@ -31,7 +32,7 @@ class Parent:
     def __init__(self, config):
         self.config = config
         self.worlds = {}
-        self.unwanted = threading.Event()
+        self.background = None
         self.thread = threading.Thread(target=self.run_worlds, name="worlds")
 
     def pytest_sessionstart(self):
@@ -41,9 +42,10 @@ class Parent:
             os.environ["PYTHONPYCACHEPREFIX"] = self.bytecode.name
 
     def pytest_collection_finish(self, session):
+        self.background = Background()
         for item in session.items:
             if size := world_size_of(item):
-                world = self.worlds.setdefault(size, World(self.config, size, self.unwanted))
+                world = self.worlds.setdefault(size, World(self.config, size, self.background))
                 world.items.append(item)
 
     @pytest.hookimpl(wrapper=True)
@@ -54,7 +56,7 @@ class Parent:
         try:
             return (yield)
         finally:
-            self.unwanted.set()
+            self.background.unwanted.set()
             self.thread.join()
 
     def run_worlds(self):
@@ -78,10 +80,10 @@ class Parent:
 class World:
     """The tests of one world size, and their state."""
 
-    def __init__(self, config, size, unwanted):
+    def __init__(self, config, size, background):
         self.config = config
         self.size = size
-        self.unwanted = unwanted
+        self.background = background
         self.items = []
         self.reports = Future()
 
@@ -89,7 +91,7 @@ class World:
         """Run all tests, in as many launches as it takes, unless they become unwanted."""
         reports, undecided = {}, self.items
         try:
-            while undecided and not self.unwanted.is_set():
+            while undecided and not self.background.unwanted.is_set():
                 reports |= self.launch(undecided)
                 undecided = [item for item in undecided if item.nodeid not in reports]
         except BaseException as error:
@@ -114,7 +116,7 @@ class World:
             (directory / SELECTION_NAME).write_text(selection, encoding="utf-8")
             working_directory = self.config.invocation_params.dir
             limit = self.quiet_limit(items)
-            ending = run_world(command, directory, working_directory, limit, self.unwanted)
+            ending = run_world(command, directory, working_directory, limit, self.background)
             records = read_records(self.config, directory, self.size)
             return merge_reports(items, self.size, records, ending, directory)
 

@@ -39,6 +39,7 @@ def pytest_configure(config):
         "ranks(*sizes): world sizes that an mpi test runs on",
         "timeout_seconds(seconds): how long an mpi test may take on a rank (default: 60)",
         "slow: a test that only --slow runs",
+        "both_mpis: an ordinary test of what the MPIs differ in: programs that end, die or stop",
     ):
         config.addinivalue_line("markers", line)
     directory = os.environ.get(DIRECTORY_VARIABLE)
