@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -196,6 +198,39 @@ def test_a_server_that_can_not_listen_is_an_error_on_all_ranks(monkeypatch):
     for error in connect(Store(), 2).values():
         assert isinstance(error, LaunchError)
         assert "rank 0 can't listen on 192.0.2.1" in str(error)
+
+
+FORKED = """
+import os, socket
+from collectives.launching import ending
+
+pmi, far_pmi = socket.socketpair()
+end, far_end = socket.socketpair()
+ending.end_with_world(end, pmi.fileno(), 1)
+if {finalized}:
+    number = pmi.detach()
+    os.close(number)
+    pmi, _ = socket.socketpair()
+    assert pmi.fileno() == number
+child = os.fork()
+if child == 0:
+    assert end.fileno() == -1
+    is_null = os.path.sameopenfile(pmi.fileno(), os.open(os.devnull, os.O_RDWR))
+    os._exit(10 if {finalized} != is_null else 11)
+assert os.waitpid(child, 0)[1] >> 8 == 10
+end.send(b"open")
+pmi.send(b"open")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("finalized", [False, True])
+def test_a_forked_child_closes_its_copies_of_the_connections(finalized):
+    program = FORKED.format(finalized=finalized)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 OPEN_MPI = "Open MPI v5.0.11, package: x\n"
