@@ -53,7 +53,10 @@ class CallCache:
                 self._check_open()
                 bound = self.known.put(key, bind())
             else:
-                self.known.touch(key)
+                try:
+                    self.known.touch(key)
+                except KeyError:  # another thread has evicted it
+                    self.known.put(key, bound)
             result = bound(source, target)
             # Bound before another thread made the first registered array: once more.
             if result is not PASS:

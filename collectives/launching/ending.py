@@ -2,6 +2,9 @@
 
 The server of PMI closes a connection for it. While Python runs, a thread reads from it. MPI_Init
 and MPI_Finalize keep Python's lock and may wait for a dead rank for ever: the kernel ends them.
+
+The server notices the end of a rank by its closed connections. So a forked child, in which they
+would stay open, closes its copies of them.
 """
 
 from __future__ import annotations
@@ -14,8 +17,19 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
+from typing import NamedTuple
 
-_connections: dict[int, socket.socket] = {}
+
+class _Connections(NamedTuple):
+    """Those of this rank to the server; a forked child has none."""
+
+    end: socket.socket
+    pmi: int
+    """The descriptor, which MPI closes in MPI_Finalize: another file can have the number then."""
+    inode: int
+
+
+_connections: _Connections | None = None
 
 
 @contextmanager
@@ -28,12 +42,14 @@ def killed_with_world(connection: socket.socket) -> Iterator[None]:
         fcntl.fcntl(connection, fcntl.F_SETFL, flags)
 
 
-def end_with_world(connection: socket.socket, rank: int) -> None:
+def end_with_world(connection: socket.socket, pmi: int, rank: int) -> None:
     """End this process when the connection closes, as mpirun would.
 
-    MPI_Abort returns, because it expects a launcher that ends the process.
+    MPI_Abort returns, because it expects a launcher that ends the process. `pmi` is the descriptor
+    of the connection that MPI uses.
     """
-    _connections[os.getpid()] = connection
+    global _connections
+    _connections = _Connections(connection, pmi, os.fstat(pmi).st_ino)
     Thread(target=_await_end, args=(connection, rank), daemon=True).start()
 
 
@@ -63,5 +79,26 @@ def _kill_with_world(connection: socket.socket) -> int:
 @atexit.register
 def _prepare_finalize() -> None:
     """MPI_Finalize follows the handlers of exit."""
-    if os.getpid() in _connections:
-        _kill_with_world(_connections[os.getpid()])
+    if _connections is not None:
+        _kill_with_world(_connections.end)
+
+
+def _close_in_child() -> None:
+    global _connections
+    if _connections is None:
+        return
+    end, pmi, inode = _connections
+    _connections = None
+    end.close()
+    try:
+        unchanged = os.fstat(pmi).st_ino == inode
+    except OSError:
+        unchanged = False
+    if unchanged:
+        # The child's MPI may still write to this number, so it must not become another file's.
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, pmi, inheritable=False)
+        os.close(null)
+
+
+os.register_at_fork(after_in_child=_close_in_child)

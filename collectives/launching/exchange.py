@@ -8,6 +8,7 @@ a random session, and the other ranks follow the session whose server accepts th
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import subprocess
@@ -32,6 +33,8 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 5e-2
 _LONGEST_CONNECT = 10.0
 # The server's deadline is the ranks' own; they wait for its message that names the absent ranks.
 _GRACE_SECONDS = 5.0
+# How long a published failure, which may be of an earlier attempt, waits for a newer session.
+_STALE_SECONDS = 5.0
 
 
 class Connection(NamedTuple):
@@ -60,6 +63,8 @@ class Exchange:
         self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
         self._limit = time.monotonic() + seconds
         self._problem, self._pause = "", _SHORTEST_SLEEP
+        self._failure: CollectiveError | None = None
+        self._failure_limit = math.inf
 
     def connect(self, server: str | None) -> Connection:
         """Connect to the server of PMI, which rank 0 starts; `server` is the store's host.
@@ -73,6 +78,9 @@ class Exchange:
         except CollectiveError:
             raise
         except RuntimeError as error:
+            if self._failure is not None:
+                # Rank 0 has ended after it published the failure, and the store with rank 0.
+                raise self._failure from error
             raise RankFailedError(
                 f"rank {self._rank} of {self._size}: torch's store has failed while MPI started;"
                 " rank 0, or the process that serves it, has ended"
@@ -99,6 +107,8 @@ class Exchange:
             hosts = [Host(*json.loads(self._store.get(name))) for name in names]
             server = self._configure(process, hosts)
             self._store.set(f"{session}/server", json.dumps(server))
+            if (failure := self._failure_of(server)) is not None:
+                raise failure
             connected = self._greet(server)
         if connected is None:
             raise LaunchError(f"the server of PMI on rank 0 has ended{self._problem}")
@@ -133,7 +143,11 @@ class Exchange:
         return _Server(address, int(answer), token)
 
     def _follow(self, own: str) -> Connection:
-        """Connect to the server of the newest session that has one."""
+        """Connect to the server of the newest session that has one.
+
+        A failure that is published instead may be an earlier attempt's: it is raised if no newer
+        session replaces it soon.
+        """
         joined = ""
         while True:
             while not self._store.check([_SESSION]):
@@ -141,20 +155,24 @@ class Exchange:
             session = self._store.get(_SESSION).decode()
             if session != joined:
                 self._store.set(f"{session}/{self._rank}", own)
-                joined = session
-            if self._store.check([f"{session}/server"]):
+                joined, self._failure, self._failure_limit = session, None, math.inf
+            if self._failure is None and self._store.check([f"{session}/server"]):
                 server = _Server(*json.loads(self._store.get(f"{session}/server")))
-                connected = self._greet(server)
-                if connected is not None:
+                self._failure = self._failure_of(server)
+                if self._failure is not None:
+                    self._failure_limit = time.monotonic() + _STALE_SECONDS
+                elif (connected := self._greet(server)) is not None:
                     return Connection(*connected, session)
             self._sleep(session)
 
     def _sleep(self, session: str | None) -> None:
-        """Wait a moment; after the limit DeadlineExceededError names who lacks in the session."""
+        """Wait a moment; after the limit raise the failure, or an error with the absent ranks."""
         time.sleep(self._pause)
         self._pause = min(self._pause * 1.5, _LONGEST_SLEEP)
-        if time.monotonic() < self._limit:
+        if time.monotonic() < min(self._limit, self._failure_limit):
             return
+        if self._failure is not None:
+            raise self._failure
         names = [] if session is None else [f"{session}/{rank}" for rank in range(self._size)]
         absent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
         # The session of an earlier attempt lacks no rank; the one who replaces it is rank 0.
@@ -168,12 +186,13 @@ class Exchange:
             tuple(absent),
         )
 
+    def _failure_of(self, server: _Server) -> CollectiveError | None:
+        if server.absent:
+            return self._late(server.absent)
+        return LaunchError(server.problem) if server.problem else None
+
     def _greet(self, server: _Server) -> tuple[socket.socket, socket.socket] | None:
         """Both connections after all ranks have connected; None if the server refuses them."""
-        if server.absent:
-            raise self._late(server.absent)
-        if server.problem:
-            raise LaunchError(server.problem)
         left = max(self._limit - time.monotonic(), _LONGEST_SLEEP)
         try:
             pmi = self._open(server, "pmi", left)

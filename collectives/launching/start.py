@@ -72,15 +72,16 @@ def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
         return load()
     mpi = _load_mpich(size)
     connection = Exchange(store, rank, size, seconds).connect(host_of(store))
+    pmi = connection.pmi.detach()
     variables = {
-        "PMI_FD": str(connection.pmi.detach()),
+        "PMI_FD": str(pmi),
         "PMI_RANK": str(rank),
         "PMI_SIZE": str(size),
     }
     os.environ.update(variables)
     with killed_with_world(connection.end):
         initialize(mpi)
-    end_with_world(connection.end, rank)
+    end_with_world(connection.end, pmi, rank)
     # The processes that this one starts are no ranks.
     for name in variables:
         del os.environ[name]

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -154,13 +156,81 @@ def test_absent_ranks_are_named_on_all_others(absent):
         assert f"Absent: rank{'s' * (len(absent) > 1)} {named}" in str(error)
 
 
+@pytest.mark.parametrize(
+    "failure", [["", 0, "", "rank 0 of 3: timed out", [1]], ["", 0, "", "rank 0 can't listen"]]
+)
+def test_a_failure_of_an_earlier_attempt_does_not_end_the_next_one(failure):
+    store = Store()
+    store.set("session", "old")
+    store.set("old/server", json.dumps(failure))
+    for _ in range(2):
+        assert store.joined.acquire(timeout=10)
+    connections = connect(store, 3, rank_0_is_last=True)
+    (session,) = {each.session for each in connections.values()}
+    assert session != "old"
+    for each in connections.values():
+        each.pmi.sendall(b"cmd=finalize\n")
+        each.pmi.close()
+        each.end.close()
+
+
+def test_a_published_failure_is_raised_although_its_store_ends():
+    class Ending(Store):
+        def check(self, names):
+            if "old/1" in self.values and names == ["session"] and self.ends:
+                raise RuntimeError("the connection is closed")
+            self.ends = names == ["old/server"]
+            return super().check(names)
+
+    store = Ending()
+    store.ends = False
+    store.set("session", "old")
+    store.set("old/server", json.dumps(["", 0, "", "rank 0 can't listen"]))
+    with pytest.raises(LaunchError, match="rank 0 can't listen"):
+        Exchange(store, 1, 2, 20.0).connect("127.0.0.1")
+
+
 def test_a_server_that_can_not_listen_is_an_error_on_all_ranks(monkeypatch):
     from collectives.launching import exchange
 
+    monkeypatch.setattr(exchange, "_STALE_SECONDS", 0.1)
     monkeypatch.setattr(exchange, "listening_address", lambda hosts: "192.0.2.1")
     for error in connect(Store(), 2).values():
         assert isinstance(error, LaunchError)
         assert "rank 0 can't listen on 192.0.2.1" in str(error)
+
+
+FORKED = """
+import os, socket
+from collectives.launching import ending
+
+pmi, far_pmi = socket.socketpair()
+end, far_end = socket.socketpair()
+ending.end_with_world(end, pmi.fileno(), 1)
+if {finalized}:
+    number = pmi.detach()
+    os.close(number)
+    pmi, _ = socket.socketpair()
+    assert pmi.fileno() == number
+child = os.fork()
+if child == 0:
+    assert end.fileno() == -1
+    is_null = os.path.sameopenfile(pmi.fileno(), os.open(os.devnull, os.O_RDWR))
+    os._exit(10 if {finalized} != is_null else 11)
+assert os.waitpid(child, 0)[1] >> 8 == 10
+end.send(b"open")
+pmi.send(b"open")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("finalized", [False, True])
+def test_a_forked_child_closes_its_copies_of_the_connections(finalized):
+    program = FORKED.format(finalized=finalized)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 OPEN_MPI = "Open MPI v5.0.11, package: x\n"

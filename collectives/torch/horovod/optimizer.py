@@ -62,6 +62,8 @@ class _Distributed:
     """What is added to the optimizer's own class."""
 
     _gradients: _Gradients
+    param_groups: list[dict[str, Any]]
+    state: dict[Any, Any]
     _synchronizes = True
 
     def synchronize(self) -> None:
@@ -80,6 +82,20 @@ class _Distributed:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backwards one reduction takes."""
         self._gradients.passes = _checked_passes(passes)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the groups and the state that the original optimizer shares.
+
+        A scheduler that was made of the original one changes those groups.
+        """
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state
 
     def step(self, closure: Any = None) -> Any:
         """Synchronize, and take a step of the optimizer."""

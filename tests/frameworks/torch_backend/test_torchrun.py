@@ -165,13 +165,19 @@ comm.barrier()
 if comm.rank == 1:
     from mpi4py import MPI
 
+    if "fork" in sys.argv and os.fork() == 0:
+        os.closerange(0, 3)
+        time.sleep(60)
+        os._exit(0)
     MPI.COMM_WORLD.Abort(7) if "abort" in sys.argv else os._exit(7)
 time.sleep(60)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code"), [("abort", "7"), ("end", "1"), ("init", "137")])
+@pytest.mark.parametrize(
+    ("how", "code"), [("abort", "7"), ("end", "1"), ("fork", "1"), ("init", "137")]
+)
 def test_a_rank_that_ends_early_ends_the_others_without_torchrun(tmp_path, how, code):
     """The variables are set by hand, and nothing else ends the processes."""
     program = tmp_path / "program.py"

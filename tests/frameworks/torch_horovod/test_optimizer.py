@@ -104,6 +104,30 @@ def test_a_closure_schedulers_and_hooks(torch, hvd, comm):
     check(torch, hvd, model, trained(torch, steps))
 
 
+# The scheduler watches the step of the original optimizer, which is never called.
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_scheduler_of_the_original_optimizer_after_a_state_was_loaded(torch, hvd, comm):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    original = torch.optim.SGD([parameter], 1.0 + comm.rank, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(original, 1, 0.1)
+    optimizer = hvd.DistributedOptimizer(original)
+    last = comm.size - 1
+    for step in range(3):
+        optimizer.zero_grad()
+        parameter.sum().backward()
+        optimizer.step()
+        scheduler.step()
+        hvd.broadcast_optimizer_state(optimizer, last)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 ** (step + 1) * comm.size)
+        assert original.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        for each in (original, optimizer):
+            momentum = each.state[parameter]["momentum_buffer"]
+            assert momentum.tolist() == [2 - 0.5**step] * 2
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert optimizer.param_groups is original.param_groups
+
+
 def test_parameters_that_a_rank_does_not_use(torch, hvd, comm):
     model = torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(comm.size + 1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
