@@ -27,7 +27,9 @@ class TorchState:
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.strategy = strategy_of(owner) or strategy_of(getattr(owner, "optimizer", None))
+        # A module that contains distributed ones was not given to distribute itself.
+        reached = [owner, getattr(owner, "optimizer", None), *self._parameters()]
+        self.strategy = next(filter(None, map(strategy_of, reached)), None)
         """The strategy that trains it; None if it is unknown."""
 
     def saved_tensors(self) -> dict[str, Array]:
@@ -78,11 +80,11 @@ class TorchState:
         ]
         if sizes[0] != sizes[1]:
             return [f"groups of {sizes[0]} parameters, wanted {sizes[1]}"]
-        parameters = _parameters(self.owner)
+        wanted = [tuple(each.shape) for each in _parameters(self.owner)]
         return [
-            f"state of parameter {number} of shape {shape}, wanted {tuple(parameters[number].shape)}"
+            f"state of parameter {number} of shape {shape}, wanted {wanted[number]}"
             for number, shape in was["shapes"].items()
-            if shape != tuple(parameters[number].shape)
+            if shape != wanted[number]
         ]
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
@@ -93,7 +95,11 @@ class TorchState:
         if state or isinstance(self.owner, torch.nn.Module):
             self.owner.load_state_dict(state)
         if self.strategy is not None:
-            self.strategy.restored(self.owner)
+            self.strategy.restored(self._parameters())
+
+    def _parameters(self) -> list[Any]:
+        """Those of a module; an optimizer's state has no values of its parameters."""
+        return list(self.owner.parameters()) if isinstance(self.owner, torch.nn.Module) else []
 
 
 def _description(optimizer: Any) -> dict[str, Any]:

@@ -232,3 +232,33 @@ def test_local_sgd_saves_an_average_and_goes_on_from_a_restored_one(torch, comm,
     torch.testing.assert_close(model.weight.detach(), start)
     strategies.Checkpoint(model=model).restore(path)
     torch.testing.assert_close(model.weight.detach(), start - 0.25)
+
+
+@pytest.mark.ranks(2)
+def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
+    """In the middle of a round, of a module in the distributed one, and of one around it."""
+    outer = strategies.optimizers.SGD(0.5)
+    strategy = strategies.LocalSGDStrategy(100, outer_optimizer=outer, communicator=comm)
+    encoder, decoder = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    model = torch.nn.Sequential(encoder, decoder)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    strategy.distribute(model, optimizer)
+
+    def step():
+        for each in model.parameters():
+            each.grad = torch.full((1, 1), -1.0 - comm.rank)
+        optimizer.step()
+
+    for restored, expected in ((encoder, [0.75, 1.5]), (torch.nn.ModuleList([model]), [0.75] * 2)):
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+        path = strategies.Checkpoint(m=restored).save(folder / "state")
+        with torch.no_grad():
+            encoder.weight.fill_(4.0)
+        step()
+        strategies.Checkpoint(m=restored).restore(path)
+        step()
+        strategy.synchronize()
+        # Half of the way from the agreed value to the mean of both ranks' steps.
+        assert [each.item() for each in model.parameters()] == expected
