@@ -6,7 +6,7 @@ overrides the hooks in which it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -227,8 +227,8 @@ class Replication:
     def settle(self) -> None:
         """Make the replicas' values equal, before a checkpoint takes the chief's. Collective."""
 
-    def restored(self, thing: Any) -> None:
-        """Note that all replicas have restored the same state into a framework's object."""
+    def restored(self, parameters: Iterable[Any]) -> None:
+        """Note that all replicas have restored the same values of a framework's parameters."""
 
     # Replicas that don't take each step together override the following.
 

@@ -19,6 +19,7 @@ from strategies.core.values import Array
 from strategies.foreign.distributed import strategy_of
 
 _JSON = "json"
+_OPTIMIZER = "optimizer"
 
 
 class TorchState:
@@ -26,23 +27,29 @@ class TorchState:
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.strategy = strategy_of(owner) or strategy_of(getattr(owner, "optimizer", None))
+        # A module that contains distributed ones was not given to distribute itself.
+        reached = [owner, getattr(owner, "optimizer", None), *self._parameters()]
+        self.strategy = next(filter(None, map(strategy_of, reached)), None)
         """The strategy that trains it; None if it is unknown."""
 
     def saved_tensors(self) -> dict[str, Array]:
-        """Copies of the tensors by name, and the rest. TypeError for what JSON can't hold."""
+        """Copies of the tensors by name, and the rest.
+
+        TypeError for what JSON can't hold; ValueError for two tensors of one name.
+        """
         tensors: dict[str, Array] = {}
-        rest = _encode(self.owner.state_dict(), "", tensors)
-        if not _is_flat(rest):
+        state = self.owner.state_dict()
+        if isinstance(self.owner, torch.optim.Optimizer):
+            state = {**state, _OPTIMIZER: _description(self.owner)}
+        rest = _encode(state, "", tensors)
+        if not (isinstance(self.owner, torch.nn.Module) and _is_flat(rest)):
             tensors[_JSON] = np.frombuffer(json.dumps(rest).encode(), np.uint8)
         return tensors
 
     def check_tensors(self, tensors: Mapping[str, Array]) -> None:
         """ValueError, with a line for each tensor that doesn't fit."""
         problems = []
-        if isinstance(self.owner, torch.optim.Optimizer):
-            problems = self._problems_of_optimizer(tensors)
-        elif isinstance(self.owner, torch.nn.Module):
+        if isinstance(self.owner, torch.nn.Module):
             own = self.saved_tensors()
             wanted = {name: own[name] for name in own if name != _JSON}
             for name in sorted((wanted.keys() | tensors.keys()) - {_JSON}):
@@ -51,41 +58,71 @@ class TorchState:
                     problems.append(f"{name}: {kinds[0]}, wanted {kinds[1]}")
         elif _JSON not in tensors:
             problems = [f"{_JSON}: is missing"]
+        elif isinstance(self.owner, torch.optim.Optimizer):
+            problems = self._problems_of_optimizer(_state(tensors))
+        elif not _state(tensors) and self.owner.state_dict():
+            # As of a disabled GradScaler.
+            problems = [f"has no state, wanted that of a {type(self.owner).__name__}"]
         if problems:
             raise ValueError("; ".join(problems))
 
-    def _problems_of_optimizer(self, tensors: Mapping[str, Array]) -> list[str]:
-        if _JSON not in tensors:
-            return [f"{_JSON}: is missing"]
-        saved = _decode(json.loads(tensors[_JSON].tobytes()), tensors)
+    def _problems_of_optimizer(self, saved: dict[str, Any]) -> list[str]:
+        if _OPTIMIZER not in saved:
+            return [f"{_OPTIMIZER}: is missing"]
+        was, own = saved[_OPTIMIZER], _description(self.owner)
+        # Classes with the same settings can share state; releases of torch add settings to a class.
+        if was["class"] != own["class"] and was["settings"] != own["settings"]:
+            kinds = [f"{each['class']} ({', '.join(each['settings'])})" for each in (was, own)]
+            return [f"is the state of {kinds[0]}, wanted {kinds[1]}"]
         sizes = [
             [len(group["params"]) for group in groups]
             for groups in (saved["param_groups"], self.owner.param_groups)
         ]
         if sizes[0] != sizes[1]:
             return [f"groups of {sizes[0]} parameters, wanted {sizes[1]}"]
-        parameters = [each for group in self.owner.param_groups for each in group["params"]]
-        problems = []
-        for number, values in saved["state"].items():
-            parameter = parameters[number]
-            for name, value in values.items():
-                present = self.owner.state.get(parameter, {}).get(name, parameter)
-                if not isinstance(value, torch.Tensor) or value.dim() != present.dim():
-                    continue
-                if value.shape != present.shape:
-                    shapes = tuple(value.shape), tuple(present.shape)
-                    problems.append(f"state/{number}/{name}: {shapes[0]}, wanted {shapes[1]}")
-        return problems
+        wanted = [tuple(each.shape) for each in _parameters(self.owner)]
+        return [
+            f"state of parameter {number} of shape {shape}, wanted {wanted[number]}"
+            for number, shape in was["shapes"].items()
+            if shape != wanted[number]
+        ]
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Load them; a module's parameters stay in their memory."""
-        if _JSON in tensors:
-            state = _decode(json.loads(tensors[_JSON].tobytes()), tensors)
-        else:
-            state = {name: _tensor(array) for name, array in tensors.items()}
-        self.owner.load_state_dict(state)
+        state = _state(tensors)
+        state.pop(_OPTIMIZER, None)
+        # An enabled GradScaler refuses an empty state, which is that of a disabled one.
+        if state or isinstance(self.owner, torch.nn.Module):
+            self.owner.load_state_dict(state)
         if self.strategy is not None:
-            self.strategy.restored(self.owner)
+            self.strategy.restored(self._parameters())
+
+    def _parameters(self) -> list[Any]:
+        """Those of a module; an optimizer's state has no values of its parameters."""
+        return list(self.owner.parameters()) if isinstance(self.owner, torch.nn.Module) else []
+
+
+def _description(optimizer: Any) -> dict[str, Any]:
+    """What a state must fit: the settings' names, and the shapes of parameters that have state."""
+    shapes = {
+        number: tuple(each.shape)
+        for number, each in enumerate(_parameters(optimizer))
+        if each in optimizer.state
+    }
+    settings = sorted(optimizer.defaults)
+    return {"class": type(optimizer).__name__, "settings": settings, "shapes": shapes}
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    """The parameters by their numbers in `state_dict`."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _state(tensors: Mapping[str, Array]) -> dict[str, Any]:
+    if _JSON not in tensors:
+        return {name: _tensor(array) for name, array in tensors.items()}
+    state: dict[str, Any] = _decode(json.loads(tensors[_JSON].tobytes()), tensors)
+    return state
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Array]) -> Any:
@@ -95,6 +132,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Array]) -> Any:
         return _encode(each, f"{path}/{key}" if path else str(key), tensors)
 
     if isinstance(value, torch.Tensor):
+        if path in tensors or path == _JSON:
+            raise ValueError(f"{path}: is the name of two entries: must be of one in a checkpoint")
         tensors[path] = from_torch(value.detach().cpu(), path).copy()
         return {"tensor": path}
     if isinstance(value, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from collectives.arrays.tensors import from_torch
@@ -26,10 +26,15 @@ class AveragedModules:
         for value in module.values:
             self._averaging.add(value)
 
-    def settle(self, model: Any) -> None:
-        """The replicas have set the parameters to equal values."""
-        for value in self._known[model].values if model in self._known else ():
-            value.settle()
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._known)
+
+    def settle(self, parameters: Iterable[Any]) -> None:
+        """The replicas have set these parameters, of one or several modules, to equal values."""
+        restored = {id(each) for each in parameters}
+        for module in self._known.values():
+            module.settle(restored)
 
     def begin_step(self, module: _Module) -> None:
         """Before a step of one of the module's optimizers."""
@@ -65,6 +70,12 @@ class _Module:
                 raise RuntimeError(
                     f"{name} has other memory than in distribute: call distribute again"
                 )
+
+    def settle(self, restored: Set[int]) -> None:
+        """The replicas agree on the parameters with these identities."""
+        for (_, each), value in zip(self._parameters, self.values, strict=True):
+            if id(each) in restored:
+                value.settle()
 
     def release(self) -> None:
         """Remove the hooks."""

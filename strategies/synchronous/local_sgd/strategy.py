@@ -39,6 +39,10 @@ _TEXTS = {
     Reason.SYNCHRONIZE: "synchronize",
     Reason.SAVE: "Checkpoint.save",
 }
+_SCALER = (
+    "; the ranks took unequal numbers of steps: a GradScaler skips optimizer.step() on a rank alone"
+    " whose gradients overflow, unless the optimizer has fused=True"
+)
 
 
 class LocalSGDStrategy(Strategy):
@@ -162,9 +166,9 @@ class LocalSGDStrategy(Strategy):
         self._modules.add(model, optimizers)
         return model, optimizer
 
-    def restored(self, thing: Any) -> None:
+    def restored(self, parameters: Iterable[Any]) -> None:
         """A restored value is an agreed value."""
-        self._modules.settle(thing)
+        self._modules.settle(parameters)
 
     def _end_step(self) -> None:
         if self._rounds.step():
@@ -207,8 +211,13 @@ class LocalSGDStrategy(Strategy):
             given = [Part(Reason(reason), loop) for reason, loop, _ in state.numbers]
             parts = without_left(given)
             if len({each.reason for each in parts if each.reason.in_loop}) > 1:
-                self.barrier(_TEXTS.get(part.reason, "the end of a loop"))
+                self.barrier(self._text(part.reason))
         return state, parts
+
+    def _text(self, reason: Reason) -> str:
+        """The text of a call that other ranks don't make."""
+        text = _TEXTS.get(reason, "the end of a loop")
+        return text + _SCALER if reason is Reason.ROUND_ENDS and self._modules else text
 
     def loop_over(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """The batches; a rank without batches averages with the others until all have ended."""

@@ -125,6 +125,94 @@ def test_what_does_not_fit_changes_nothing(torch, comm, folder):
 
 
 @pytest.mark.ranks(2)
+def test_the_state_of_a_disabled_scaler_is_empty(torch, comm, folder):
+    made = {enabled: torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (False, True)}
+    with strategies.MultiWorkerMirroredStrategy(communicator=comm).scope():
+        saved = {
+            enabled: strategies.Checkpoint(scaler=each).save(folder / str(enabled))
+            for enabled, each in made.items()
+        }
+        for own, of in ((False, False), (False, True), (True, True)):
+            strategies.Checkpoint(scaler=made[own]).restore(saved[of])
+        with pytest.raises(strategies.CheckpointError, match="has no state, wanted that of a Grad"):
+            strategies.Checkpoint(scaler=made[True]).restore(saved[False])
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_restores_only_state_that_its_steps_can_use(torch, comm, folder):
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    optimizers = torch.optim
+
+    def stepped(kind, *shapes, **options):
+        model = torch.nn.ParameterList([torch.ones(shape) for shape in shapes])
+        optimizer = kind(model.parameters(), 0.1, **options)
+        strategy.distribute(model, optimizer)
+        sum(each.square().sum() for each in model).backward()
+        return model, optimizer
+
+    def step(optimizer):
+        optimizer.step(*([lambda: torch.zeros(())] if "LBFGS" in repr(optimizer) else []))
+
+    def checkpoint(optimizer):
+        return strategies.Checkpoint(optimizer=optimizer)
+
+    paths = {}
+    for kind, options in (
+        (optimizers.SGD, {"momentum": 0.9}),
+        (optimizers.Adam, {}),
+        (optimizers.Adafactor, {}),
+        (optimizers.LBFGS, {}),
+    ):
+        _model, optimizer = stepped(kind, (3, 3), (3,), **options)
+        step(optimizer)
+        paths[kind] = checkpoint(optimizer).save(folder / kind.__name__)
+        _model, fresh = stepped(kind, (3, 3), (3,), **options)
+        checkpoint(fresh).restore(paths[kind])
+        same(torch, fresh.state_dict(), optimizer.state_dict())
+        step(fresh)
+    _model, swapped = stepped(optimizers.SGD, (3,), (3, 3), momentum=0.9)
+    wanted = r"optimizer: state of parameter 0 of shape \(3, 3\), wanted \(3,\); state of par"
+    with pytest.raises(strategies.CheckpointError, match=wanted):
+        checkpoint(swapped).restore(paths[optimizers.SGD])
+    for kind, of in (("Adam", "SGD"), ("Adamax", "Adam"), ("SGD", "Adam")):
+        _model, other = stepped(getattr(optimizers, kind), (3, 3), (3,))
+        wanted = rf"optimizer: is the state of {of} \(.*, wanted {kind} \("
+        with pytest.raises(strategies.CheckpointError, match=wanted):
+            checkpoint(other).restore(paths[getattr(optimizers, of)])
+        step(other)
+    _model, decoupled = stepped(optimizers.AdamW, (3, 3), (3,))
+    checkpoint(decoupled).restore(paths[optimizers.Adam])
+
+
+@pytest.mark.ranks(2)
+def test_two_tensors_of_one_name_are_refused(torch, comm, folder):
+    one, two = torch.zeros(1), torch.ones(1)
+
+    class Odd(torch.nn.Linear):
+        def get_extra_state(self):
+            return self.extra
+
+        def set_extra_state(self, state):
+            pass
+
+    model = Odd(1, 1)
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    strategy.distribute(model, [])
+    for extra, name in (
+        ({1: one, "1": two}, "_extra_state/1"),
+        ({"a/b": one, "a": {"b": two}}, "_extra_state/a/b"),
+    ):
+        model.extra = extra
+        with pytest.raises(ValueError, match=f"{name}: is the name of two entries"):
+            strategies.Checkpoint(model=model).save(folder / "odd")
+    model = torch.nn.Module()
+    model.json = torch.nn.Parameter(one)
+    strategy.distribute(model, [])
+    with pytest.raises(ValueError, match="json: is the name of two entries"):
+        strategies.Checkpoint(model=model).save(folder / "odd")
+
+
+@pytest.mark.ranks(2)
 def test_local_sgd_saves_an_average_and_goes_on_from_a_restored_one(torch, comm, folder):
     outer = strategies.optimizers.SGD(0.5)
     strategy = strategies.LocalSGDStrategy(100, outer_optimizer=outer, communicator=comm)
@@ -144,3 +232,33 @@ def test_local_sgd_saves_an_average_and_goes_on_from_a_restored_one(torch, comm,
     torch.testing.assert_close(model.weight.detach(), start)
     strategies.Checkpoint(model=model).restore(path)
     torch.testing.assert_close(model.weight.detach(), start - 0.25)
+
+
+@pytest.mark.ranks(2)
+def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
+    """In the middle of a round, of a module in the distributed one, and of one around it."""
+    outer = strategies.optimizers.SGD(0.5)
+    strategy = strategies.LocalSGDStrategy(100, outer_optimizer=outer, communicator=comm)
+    encoder, decoder = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    model = torch.nn.Sequential(encoder, decoder)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    strategy.distribute(model, optimizer)
+
+    def step():
+        for each in model.parameters():
+            each.grad = torch.full((1, 1), -1.0 - comm.rank)
+        optimizer.step()
+
+    for restored, expected in ((encoder, [0.75, 1.5]), (torch.nn.ModuleList([model]), [0.75] * 2)):
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+        path = strategies.Checkpoint(m=restored).save(folder / "state")
+        with torch.no_grad():
+            encoder.weight.fill_(4.0)
+        step()
+        strategies.Checkpoint(m=restored).restore(path)
+        step()
+        strategy.synchronize()
+        # Half of the way from the agreed value to the mean of both ranks' steps.
+        assert [each.item() for each in model.parameters()] == expected

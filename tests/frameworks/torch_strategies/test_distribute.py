@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 
+import collectives
 import strategies
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.timeout_seconds(60)]
@@ -187,6 +188,35 @@ def test_local_sgd_averages_parameters(torch, comm, outer):
                 replica.load_state_dict(agreed.state_dict())
     if outer or comm.size > 1:
         check(torch, model, agreed)
+
+
+@pytest.mark.ranks(2)
+def test_local_sgd_with_a_gradient_scaler(torch, comm):
+    """A step that it skips on one rank is missed, which the error explains; not a fused one."""
+    for fused in (True, False):
+        strategy = strategies.LocalSGDStrategy(2, communicator=comm)
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5, fused=fused)
+        strategy.distribute(model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def train(model=model, optimizer=optimizer, scaler=scaler, strategy=strategy):
+            for number in range(2):
+                optimizer.zero_grad()
+                overflow = comm.rank == 1 and number == 0
+                loss = model(torch.ones(1, 2)).sum() * (float("inf") if overflow else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            strategy.synchronize()
+
+        if fused:
+            train()
+            torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), -0.75))
+        else:
+            with pytest.raises(collectives.MismatchError, match="a GradScaler skips optimizer"):
+                train()
 
 
 def test_what_is_refused(torch, comm, monkeypatch):
