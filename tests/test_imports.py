@@ -125,6 +125,7 @@ LAZY = {
         "collectives/torch/horovod/compression.py",
         "collectives/torch/horovod/joining.py",
         "collectives/torch/horovod/operations.py",
+        "collectives/torch/parameters.py",
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",
         "collectives/torch/registration.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -11,16 +11,15 @@ from typing import Any, Literal
 import torch
 
 from collectives.communicator import Communicator
-from collectives.consistency.uncaught import raised_on_all
 from collectives.errors import CollectiveError
 from collectives.torch.buckets import Bucket, Member, make_buckets
+from collectives.torch.parameters import describe, distinct, listed, refuse_differences
 from collectives.torch.reduction_round import GradientError, Round
 
 __all__ = ["GradientError", "GradientReducer"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 8 << 20
-_SHOWN = 5
 
 
 class GradientReducer:
@@ -84,10 +83,11 @@ class GradientReducer:
             raise ValueError(f"op={op!r}: only a mean is weighted")
         self._comm, self._op, self._overlap = comm, op, overlap
         self._weighted, self._unused = weighted, unused
-        members = _distinct(named_parameters)
+        members = distinct(named_parameters)
         self._names = {id(each.parameter): each.name for each in members}
         self._frozen = [each for each in members if not each.parameter.requires_grad]
         self._trained = [each for each in members if each.parameter.requires_grad]
+        self._dtypes = {id(each.parameter): each.parameter.dtype for each in self._trained}
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self._hooks: list[Any] = []
@@ -98,7 +98,7 @@ class GradientReducer:
             return
         limits = first_bucket_bytes, bucket_bytes
         given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {limits=}, {sorted(sparse)}"
-        _refuse_differences(comm, [given, *map(_describe, self._trained)])
+        refuse_differences(comm, [given, *map(describe, self._trained)])
         names = [each.name for each in self._trained]
         positions = [names.index(each) for each in sparse if each in names]
         self._buckets = make_buckets(comm, self._trained, positions, wire_dtype, limits)
@@ -171,8 +171,9 @@ class GradientReducer:
         current.arrive(key, self._bucket_of[key])
 
     def _problem_of(self, parameter: Any, bucket: int) -> str:
-        gradient = parameter.grad
-        if gradient.requires_grad:
+        if parameter.dtype is not self._dtypes[id(parameter)]:
+            return _changed(parameter.dtype, self._dtypes[id(parameter)])
+        if parameter.grad.requires_grad:
             return "backward(create_graph=True) isn't supported: a reduced gradient has no graph"
         if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
             return (
@@ -209,13 +210,17 @@ class GradientReducer:
         unused = self._unused_members() if self._unused == "error" else []
         if unused:
             raise self._refuse(
-                f"backward gave no gradient to {_listed(unused)}: pass unused='zeros', make the"
+                f"backward gave no gradient to {listed(unused)}: pass unused='zeros', make the"
                 " earlier of several backwards within no_sync(), or freeze them before"
             )
+        for name, parameter in self._trained:
+            if parameter.dtype is not self._dtypes[id(parameter)]:
+                change = _changed(parameter.dtype, self._dtypes[id(parameter)])
+                raise self._refuse(f"{name}: {change}")
         trained = [each for each in self._frozen if each.parameter.requires_grad]
         if trained:
             raise self._refuse(
-                f"{_listed(trained)} did not require a gradient at first, and does now: make a new"
+                f"{listed(trained)} did not require a gradient at first, and does now: make a new"
                 " reducer"
             )
         try:
@@ -244,40 +249,8 @@ class GradientReducer:
         self._accumulated.clear()
 
 
-def _distinct(named_parameters: Iterable[tuple[str, Any]]) -> list[Member]:
-    """Each parameter once. TypeError for one whose elements have no memory yet."""
-    found: dict[int, Member] = {}
-    for name, parameter in named_parameters:
-        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
-            raise TypeError(
-                f"{name} has no elements yet, as it is lazy or on the meta device: initialize the"
-                " model first"
-            )
-        found.setdefault(id(parameter), Member(name, parameter))
-    return list(found.values())
-
-
-def _describe(member: Member) -> str:
-    parameter = member.parameter
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return f"{member.name}: {parameter.dtype} {tuple(parameter.shape)}, strides {strides}"
-
-
-def _refuse_differences(comm: Communicator, described: Sequence[str]) -> None:
-    """ValueError on every rank where the ranks' texts differ. Collective."""
-    every = comm.all_gather_object(described)
-    for index in range(max(map(len, every))):
-        entries = [each[index] if index < len(each) else "nothing" for each in every]
-        if len(set(entries)) > 1:
-            lines = [f"  rank {rank}: {each}" for rank, each in enumerate(entries)]
-            text = "\n".join(["gradients: the ranks' parameters or arguments differ", *lines])
-            raise raised_on_all(ValueError(text), comm.rank)
-
-
-def _listed(members: Sequence[Member]) -> str:
-    names = ", ".join(each.name for each in members[:_SHOWN])
-    more = len(members) - _SHOWN
-    return f"{names} and {more} others" if more > 0 else names
+def _changed(now: Any, before: Any) -> str:
+    return f"its dtype was {before} at first, and is {now} now: make a new reducer"
 
 
 def _is_nested() -> bool:

@@ -360,3 +360,44 @@ def test_backwards_within_a_backward(torch, comm):
     check(torch, model, expected(torch, comm))
     with pytest.raises(GradientError, match="create_graph=True"):
         loss_of(model, part).backward(create_graph=True)
+
+
+def move(kind, model):
+    """Move gradients out of their buckets."""
+    if kind == "data":
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data * 1.0
+    elif kind == "half":
+        model.half()
+        model.float()
+    else:
+        model.share_memory()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["data", "half", "shared"])
+def test_gradients_that_were_moved_are_still_reduced(torch, comm, kind):
+    from collectives.torch.gradients import GradientError
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Linear(8, 1))
+    reducer_of(comm, model)
+    parameters = list(model.parameters())
+
+    def backward(scale):
+        (sum(each.sum() for each in parameters) * scale).backward()
+
+    mean = sum(range(1, comm.size + 1)) / comm.size
+    for step in range(4):
+        model.zero_grad(set_to_none=False)
+        backward(comm.rank + 1.0)
+        for each in parameters:
+            assert torch.equal(each.grad, torch.full_like(each, mean)), step
+        if step < 2:
+            move(kind, model)
+    if kind == "half" and comm.rank == 0:
+        model[1].half()
+        model.zero_grad()
+    if kind == "half":
+        with pytest.raises(GradientError, match=r"rank 0: 1.bias: its dtype was torch.float32"):
+            backward(1.0)
