@@ -128,6 +128,7 @@ LAZY = {
         "collectives/torch/parameters.py",
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",
+        "collectives/torch/reduction_round.py",
         "collectives/torch/registration.py",
         "collectives/torch/rendezvous.py",
         "collectives/torch/sync_batch_norm.py",

@@ -50,3 +50,17 @@ def listed(members: Sequence[Member]) -> str:
     names = ", ".join(each.name for each in members[:_SHOWN])
     more = len(members) - _SHOWN
     return f"{names} and {more} others" if more > 0 else names
+
+
+def changed(now: Any, before: Any) -> str:
+    """The error about a parameter of another dtype."""
+    return f"its dtype was {before} at first, and is {now} now: make a new reducer"
+
+
+def refuse_second(comm: Communicator, names: Sequence[str]) -> None:
+    """ValueError on every rank if any rank's parameters have a reducer already. Collective."""
+    every = comm.all_gather_object(list(names))
+    for rank, found in enumerate(every):
+        if found:
+            text = f"gradients: another reducer has {found[0]} on rank {rank}: close it first"
+            raise raised_on_all(ValueError(text), comm.rank, rank)
