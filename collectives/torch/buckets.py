@@ -56,19 +56,27 @@ class DenseBucket:
         length = sum(each.parameter.numel() for each in members)
         first = members[0].parameter
         narrow = wire is not None and first.is_floating_point() and first.itemsize > wire.itemsize
-        self._flat = _zeros(comm, length, first.dtype, first.device, registered=not narrow)
-        self._sent = (
-            _zeros(comm, length, wire, first.device, registered=True) if narrow else self._flat
-        )
-        on_cpu = first.device.type == "cpu"
-        self._array: Any = from_torch(self._sent, "gradients") if on_cpu else self._sent
-        self._views = []
-        start = 0
-        for _, parameter in members:
+        dtype = wire if narrow else first.dtype
+        if first.device.type == "cpu":
+            self._array: Any = _zeros(comm, length, dtype)
+            self._sent = to_torch(self._array)
+        else:
+            self._array = self._sent = torch.zeros(length, dtype=dtype, device=first.device)
+        self._flat = torch.zeros_like(self._sent, dtype=first.dtype) if narrow else self._sent
+        self._address = self._flat.data_ptr()
+        self._indices = {id(each.parameter): index for index, each in enumerate(members)}
+        self._places = self._cut()
+        self._views = [place.detach() for place in self._places]
+
+    def _cut(self) -> list[Any]:
+        """The parts of the bucket, one for each parameter."""
+        places, start = [], 0
+        for _, parameter in self.members:
             # Dense, in the order in which the parameter lies in memory.
             strides = torch.empty_like(parameter, device="meta").stride()
-            self._views.append(self._flat.as_strided(parameter.shape, strides, start))
+            places.append(self._flat.as_strided(parameter.shape, strides, start))
             start += parameter.numel()
+        return places
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Move gradients that lie elsewhere into the bucket, and reduce it."""
@@ -98,24 +106,42 @@ class DenseBucket:
         return finish
 
     def holds(self, parameter: Any) -> bool:
-        """Whether the gradient is a view of the bucket."""
-        return any(parameter.grad is view for view in self._views)
+        """Whether the gradient is a view of the bucket, or was one."""
+        index, gradient = self._indices[id(parameter)], parameter.grad
+        if gradient is self._views[index]:
+            return True
+        return not gradient.is_sparse and gradient.is_set_to(self._places[index])
 
     def _collect(self) -> None:
-        """Make each gradient a view of the bucket; one that is missing is zero."""
-        views, gradients = [], []
-        for (_, parameter), view in zip(self.members, self._views, strict=True):
-            gradient = parameter.grad
-            if gradient is view:
-                continue
+        """Make each gradient a view of the bucket; one that is missing is zero.
+
+        Memory is compared: an assignment to `gradient.data` moves a view out of the bucket.
+        """
+        if self._flat is self._sent and self._flat.data_ptr() != self._address:
+            # `share_memory_` of a view has moved the storage.
+            self._sent = self._flat = to_torch(self._array)
+            self._places = self._cut()
+        missing, places, gradients = [], [], []
+        for index, (_, parameter) in enumerate(self.members):
+            gradient, place = parameter.grad, self._places[index]
             if gradient is None:
-                view.zero_()
+                missing.append(place)
+            elif gradient.is_sparse:
+                places.append(place)
+                gradients.append(gradient.to_dense())
+            elif gradient.is_set_to(place):
+                continue
             else:
-                views.append(view)
-                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            parameter.grad = view
-        if views:
-            torch._foreach_copy_(views, gradients)
+                inside = _storage(gradient) == _storage(place)
+                places.append(place)
+                gradients.append(gradient.clone() if inside else gradient)
+            if not self._views[index].is_set_to(place):
+                self._views[index] = place.detach()
+            parameter.grad = self._views[index]
+        if missing:
+            torch._foreach_zero_(missing)
+        if places:
+            torch._foreach_copy_(places, gradients)
 
     def _finish(self) -> None:
         if self._sent is not self._flat:
@@ -175,13 +201,17 @@ def _sparse(indices: Any, values: Any, parameter: Any) -> Any:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def _zeros(comm: Communicator, length: int, dtype: Any, device: Any, *, registered: bool) -> Any:
-    if device.type != "cpu" or not registered:
-        return torch.zeros(length, dtype=dtype, device=device)
+def _storage(tensor: Any) -> int:
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
+
+
+def _zeros(comm: Communicator, length: int, dtype: Any) -> Any:
+    """Registered memory, unless the communicator registers memory of GPUs."""
     array = comm.zeros(length, str(dtype).removeprefix("torch."))
-    if not isinstance(array, np.ndarray):  # a communicator over NCCL registers memory of GPUs
-        return torch.zeros(length, dtype=dtype)
-    return to_torch(array)
+    if isinstance(array, np.ndarray):
+        return array
+    return from_torch(torch.zeros(length, dtype=dtype), "gradients").copy()
 
 
 def make_buckets(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -11,16 +11,27 @@ from typing import Any, Literal
 import torch
 
 from collectives.communicator import Communicator
-from collectives.consistency.uncaught import raised_on_all
 from collectives.errors import CollectiveError
 from collectives.torch.buckets import Bucket, Member, make_buckets
-from collectives.torch.reduction_round import GradientError, Round
+from collectives.torch.parameters import (
+    changed,
+    describe,
+    distinct,
+    listed,
+    refuse_differences,
+    refuse_second,
+)
+from collectives.torch.reduction_round import GradientError, Round, is_nested
 
 __all__ = ["GradientError", "GradientReducer"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 8 << 20
-_SHOWN = 5
+
+
+_INTERRUPTED = "an exception interrupted a backward of this rank"
+_NO_BACKWARD = "no backward has brought gradients on this rank since the optimizer's last step"
+_open: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 class GradientReducer:
@@ -36,8 +47,9 @@ class GradientReducer:
     each gradient per backward.
 
     A failure of one rank in `backward` raises an error on every rank, and the next `backward`
-    works. A rank whose `backward` was interrupted notifies the others at its next `backward` or
-    `wait`. In a world of one rank nothing is done.
+    works. A rank whose `backward` was interrupted after its first gradient notifies the others at
+    its next `backward` or `wait`. An exception before the first gradient is not noticed: only
+    `wait(optimizer)` then notifies the others. In a world of one rank nothing is done.
     """
 
     weight: float | None = None
@@ -74,7 +86,8 @@ class GradientReducer:
             single parameter is larger.
 
         Raises ValueError for these arguments and, on every rank, where the ranks' parameters or
-        arguments differ; TypeError for a parameter without memory (lazy or on the meta device).
+        arguments differ, or another reducer, not closed, has one of the parameters; TypeError for a
+        parameter without memory (lazy or on the meta device).
         """
         if op not in ("mean", "sum") or unused not in ("error", "zeros"):
             raise ValueError(
@@ -84,21 +97,26 @@ class GradientReducer:
             raise ValueError(f"op={op!r}: only a mean is weighted")
         self._comm, self._op, self._overlap = comm, op, overlap
         self._weighted, self._unused = weighted, unused
-        members = _distinct(named_parameters)
+        members = distinct(named_parameters)
         self._names = {id(each.parameter): each.name for each in members}
         self._frozen = [each for each in members if not each.parameter.requires_grad]
         self._trained = [each for each in members if each.parameter.requires_grad]
+        self._dtypes = {id(each.parameter): each.parameter.dtype for each in self._trained}
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self._hooks: list[Any] = []
         self._round: Round | None = None
         self._accumulated: set[int] = set()
         self._synchronizes, self._stepped = True, True
+        self._reductions = 0
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         if comm.size == 1:
             return
         limits = first_bucket_bytes, bucket_bytes
         given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {limits=}, {sorted(sparse)}"
-        _refuse_differences(comm, [given, *map(_describe, self._trained)])
+        twice = [e.name for e in self._trained if any(r.reduces([e.parameter]) for r in _open)]
+        refuse_second(comm, twice)
+        refuse_differences(comm, [given, *map(describe, self._trained)])
         names = [each.name for each in self._trained]
         positions = [names.index(each) for each in sparse if each in names]
         self._buckets = make_buckets(comm, self._trained, positions, wire_dtype, limits)
@@ -107,6 +125,7 @@ class GradientReducer:
                 self._bucket_of[id(member.parameter)] = number
                 hook = member.parameter.register_post_accumulate_grad_hook(self._arrive)
                 self._hooks.append(hook)
+        _open.add(self)
 
     def __contains__(self, parameter: object) -> bool:
         """Whether the parameter was given, frozen or not."""
@@ -124,22 +143,42 @@ class GradientReducer:
         finally:
             self._synchronizes = usual
 
-    def wait(self) -> None:
+    def wait(self, optimizer: Any = None) -> None:
         """Reduce what no backward has reduced, such as gradients of `no_sync`. To precede a step.
+
+        optimizer: the one that steps. If nothing was reduced since its last step, its gradients,
+            zeros if missing, are reduced now with `unused="zeros"`; else that is a GradientError.
 
         Raises GradientError, on every rank, after a backward that an exception interrupted on any.
         """
         self._stepped = True
         if self._comm.size == 1:
             self.weight = None
-        elif self._round is not None:
-            raise self._refuse("an exception interrupted a backward of this rank")
+            return
+        if self._round is not None:
+            if self._round.backwards:
+                raise self._refuse(_INTERRUPTED)
+            # Backwards within a backward that brought no gradient of its own.
+            self._end()
         elif self._accumulated or (self._weighted and self.weight == 0):
             self._begin()
             self._end()
+        elif optimizer and self._trained and self._reductions == self._steps.get(optimizer, 0):
+            self._begin()
+            if self._unused == "error":
+                raise self._refuse(_NO_BACKWARD)
+            self._end()
+        if optimizer is not None:
+            self._steps[optimizer] = self._reductions
+        self._stepped = True
+
+    def reduces(self, parameters: Iterable[Any]) -> bool:
+        """Whether the gradient of any of the parameters is reduced."""
+        return any(id(each) in self._dtypes for each in parameters)
 
     def close(self) -> None:
         """Remove the hooks: backward reduces no more. Not collective; may be called twice."""
+        _open.discard(self)
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -151,33 +190,38 @@ class GradientReducer:
             return
         number = torch._C._current_graph_task_id()
         current = self._round
-        if current is not None and key in current.arrived:
-            if not current.backwards - {number}:
-                raise self._refuse(f"{self._names[key]} has two gradients in one backward")
-            # An exception has interrupted a backward. Its caller has that exception.
+        if current is not None and number not in current.backwards and current.interrupted:
+            # The caller of the interrupted backward has its exception.
             with suppress(GradientError):
-                raise self._refuse("an exception interrupted a backward of this rank")
+                raise self._refuse(_INTERRUPTED)
             current = None
+        if current is not None and key in current.arrived:
+            raise self._refuse(f"{self._names[key]} has two gradients in one backward")
         if current is None:
             current = self._begin()
         if number not in current.backwards:
-            current.backwards.add(number)
-            torch.autograd.Variable._execution_engine.queue_callback(
-                partial(self._end_backward, number)
-            )
+            current.backwards[number] = self._await_end(number)
         problem = self._problem_of(parameter, self._bucket_of[key])
         if problem:
             raise self._refuse(f"{self._names[key]}: {problem}")
         current.arrive(key, self._bucket_of[key])
 
+    def _await_end(self, number: int) -> weakref.ref[Any]:
+        # Autograd holds the only reference, until the backward ends.
+        callback = partial(self._end_backward, number)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        return weakref.ref(callback)
+
     def _problem_of(self, parameter: Any, bucket: int) -> str:
-        gradient = parameter.grad
-        if gradient.requires_grad:
+        if parameter.dtype is not self._dtypes[id(parameter)]:
+            return changed(parameter.dtype, self._dtypes[id(parameter)])
+        if parameter.grad.requires_grad:
             return "backward(create_graph=True) isn't supported: a reduced gradient has no graph"
         if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
             return (
                 "a second backward without a step would sum the first one's gradients again: use"
-                " no_sync() for the first, or zero_grad(set_to_none=True) between them"
+                " no_sync() for the first, or zero_grad(set_to_none=True) between them, also if a"
+                " gradient scaler skipped the step"
             )
         return ""
 
@@ -199,8 +243,8 @@ class GradientReducer:
         """The end of a backward, which may have been made by another backward."""
         if self._round is None:
             return
-        self._round.backwards.discard(number)
-        if self._unused_members() and _is_nested():
+        self._round.backwards.pop(number, None)
+        if self._unused_members() and is_nested():
             return
         self._end()
 
@@ -209,13 +253,17 @@ class GradientReducer:
         unused = self._unused_members() if self._unused == "error" else []
         if unused:
             raise self._refuse(
-                f"backward gave no gradient to {_listed(unused)}: pass unused='zeros', make the"
+                f"backward gave no gradient to {listed(unused)}: pass unused='zeros', make the"
                 " earlier of several backwards within no_sync(), or freeze them before"
             )
+        for name, parameter in self._trained:
+            if parameter.dtype is not self._dtypes[id(parameter)]:
+                change = changed(parameter.dtype, self._dtypes[id(parameter)])
+                raise self._refuse(f"{name}: {change}")
         trained = [each for each in self._frozen if each.parameter.requires_grad]
         if trained:
             raise self._refuse(
-                f"{_listed(trained)} did not require a gradient at first, and does now: make a new"
+                f"{listed(trained)} did not require a gradient at first, and does now: make a new"
                 " reducer"
             )
         try:
@@ -223,6 +271,7 @@ class GradientReducer:
         finally:
             self._reset()
         self._stepped = False
+        self._reductions += 1
 
     def _unused_members(self) -> list[Member]:
         assert self._round is not None
@@ -242,49 +291,3 @@ class GradientReducer:
     def _reset(self) -> None:
         self._round = None
         self._accumulated.clear()
-
-
-def _distinct(named_parameters: Iterable[tuple[str, Any]]) -> list[Member]:
-    """Each parameter once. TypeError for one whose elements have no memory yet."""
-    found: dict[int, Member] = {}
-    for name, parameter in named_parameters:
-        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
-            raise TypeError(
-                f"{name} has no elements yet, as it is lazy or on the meta device: initialize the"
-                " model first"
-            )
-        found.setdefault(id(parameter), Member(name, parameter))
-    return list(found.values())
-
-
-def _describe(member: Member) -> str:
-    parameter = member.parameter
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return f"{member.name}: {parameter.dtype} {tuple(parameter.shape)}, strides {strides}"
-
-
-def _refuse_differences(comm: Communicator, described: Sequence[str]) -> None:
-    """ValueError on every rank where the ranks' texts differ. Collective."""
-    every = comm.all_gather_object(described)
-    for index in range(max(map(len, every))):
-        entries = [each[index] if index < len(each) else "nothing" for each in every]
-        if len(set(entries)) > 1:
-            lines = [f"  rank {rank}: {each}" for rank, each in enumerate(entries)]
-            text = "\n".join(["gradients: the ranks' parameters or arguments differ", *lines])
-            raise raised_on_all(ValueError(text), comm.rank)
-
-
-def _listed(members: Sequence[Member]) -> str:
-    names = ", ".join(each.name for each in members[:_SHOWN])
-    more = len(members) - _SHOWN
-    return f"{names} and {more} others" if more > 0 else names
-
-
-def _is_nested() -> bool:
-    """Whether this thread is in a backward that a backward made, such as a reentrant checkpoint."""
-    frame, count = sys._getframe(), 0
-    code = torch.autograd.graph._engine_run_backward.__code__
-    while frame is not None:
-        count += frame.f_code is code
-        frame = frame.f_back  # type: ignore[assignment]
-    return count > 1

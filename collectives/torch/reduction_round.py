@@ -8,9 +8,13 @@ error, and the next round begins in step.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from collectives.communicator import Communicator
 from collectives.consistency.uncaught import raised_on_all
@@ -37,8 +41,16 @@ class Round:
         self._missing = [len(bucket.members) for bucket in buckets]
         self.arrived: set[int] = set()
         """The ids of parameters whose gradients this round reduces."""
-        self.backwards: set[int] = set()
-        """The numbers of the backwards that have brought gradients and have not ended."""
+        self.backwards: dict[int, weakref.ref[Any]] = {}
+        """By number, the backwards that have brought gradients and have not reached their end.
+
+        Each with its callback, which autograd releases when a backward ends, by an exception too.
+        """
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an exception has ended a backward that brought gradients."""
+        return any(callback() is None for callback in self.backwards.values())
 
     def weigh(self, weight: float | None) -> None:
         """Sum the ranks' weights. Collective, as are all methods from here on.
@@ -125,3 +137,13 @@ class Round:
             return in_step(error)
         text = "\n".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
         return raised_on_all(GradientError(text), self._comm.rank, min(reasons))
+
+
+def is_nested() -> bool:
+    """Whether this thread is in a backward that a backward made, such as a reentrant checkpoint."""
+    frame, count = sys._getframe(), 0
+    code = torch.autograd.graph._engine_run_backward.__code__
+    while frame is not None:
+        count += frame.f_code is code
+        frame = frame.f_back  # type: ignore[assignment]
+    return count > 1

@@ -35,31 +35,42 @@ _trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionar
 
 
 def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any) -> None:
-    """Make the ranks' parameters and buffers equal, and install the hooks. Collective."""
+    """Make the ranks' parameters and buffers equal, and install the hooks. Collective.
+
+    It replaces earlier calls with this model, and with models that share a trained parameter.
+    """
     together = strategy.num_replicas_in_sync > 1
     communicator = strategy.communicator if together else Communicator(alone())
     with PropagatedErrors(strategy.communicator, "distribute"):
         optimizers = _checked(strategy, model, optimizer)
-    before = _trainings.pop(model, None)
-    if before is not None:
-        before.reducer.close()
-        for hook in before.hooks:
-            hook.remove()
+    _close_earlier(model)
     sparse = _sparse_parameters(model)
     reducer = GradientReducer(communicator, model.named_parameters(), sparse=sparse, **options)
     if not strategy.trains_alone:
         _mirror(strategy, model)
 
-    def before_step(stepping: Any, *_: Any) -> None:
+    def before_step(stepping: Any, arguments: Any, named: Any) -> None:
         for group in stepping.param_groups:
             for parameter in group["params"]:
                 if parameter not in reducer:
                     raise _unknown_parameter(parameter)
-        reducer.wait()
+        # Backward runs in a closure later.
+        closes = any(map(callable, [*arguments[1:], named.get("closure")]))
+        reducer.wait(None if closes else stepping)
 
     hooks = [each.register_step_pre_hook(before_step) for each in optimizers]
     _trainings[model] = _Training(strategy, reducer, hooks)
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
+
+
+def _close_earlier(model: Any) -> None:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for other, training in list(_trainings.items()):
+        if other is model or training.reducer.reduces(trained):
+            del _trainings[other]
+            training.reducer.close()
+            for hook in training.hooks:
+                hook.remove()
 
 
 def gradients_of(strategy: Replication, model: Any) -> GradientReducer:

@@ -25,6 +25,10 @@ class _Gradients(GradientReducer):
         self._request = number_gradients(self)
         self._text = str(self._request)
 
+    def zeroed(self) -> None:
+        """The gradients of the last reduction are gone: a sum can't add them again."""
+        self._stepped = True
+
     def add_zeros(self) -> None:
         """Take part in the reduction that the other ranks make; gradients are lost."""
         self._clear()
@@ -64,11 +68,20 @@ class _Distributed:
     _gradients: _Gradients
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
-    _synchronizes = True
+    _synchronizes, _synchronized = True, False
 
     def synchronize(self) -> None:
-        """Reduce gradients that no backward has reduced. The others are reduced by backward."""
-        self._gradients.wait()
+        """Reduce gradients that no backward has reduced. The others are reduced by backward.
+
+        Without a backward since the last step, this rank takes part with the gradients it has.
+        """
+        self._gradients.wait(None if self._synchronized else self)
+        self._synchronized = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients, also of a step that a gradient scaler skipped."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._gradients.zeroed()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -102,11 +115,14 @@ class _Distributed:
         if closure is None:
             if self._synchronizes:
                 self.synchronize()
+            self._synchronized = False
             return super().step()  # type: ignore[misc]
 
         def reduced() -> Any:
+            self._synchronized = False
             loss = closure()
             self.synchronize()
+            self._synchronized = False
             return loss
 
         return super().step(reduced)  # type: ignore[misc]

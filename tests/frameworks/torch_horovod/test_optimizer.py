@@ -216,3 +216,21 @@ def test_refusals(torch, hvd, comm):
             hvd.DistributedOptimizer(optimizer, **options)
     with pytest.raises(TypeError, match="compression=16: must be"):
         hvd.DistributedOptimizer(optimizer, compression=16)
+
+
+def test_a_step_without_a_backward_counts_as_zeros(torch, hvd):
+    """Once for `synchronize` and `step`; and sums after a step that a gradient scaler skipped."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], 0.0), op=hvd.Sum)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        if hvd.rank() != 1 or step != 1:
+            parameter.sum().backward()
+        optimizer.synchronize()
+        optimizer.step()
+        wanted = torch.full((2,), float(hvd.size() - (step == 1)))
+        torch.testing.assert_close(parameter.grad, wanted)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        parameter.sum().backward()
+        torch.testing.assert_close(parameter.grad, torch.full((2,), float(hvd.size())))

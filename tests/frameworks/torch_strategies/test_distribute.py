@@ -275,3 +275,26 @@ def test_samplers(torch, comm):
     assert list(strategy.sampler(data, shuffle=False))[:2] == [comm.rank, comm.rank + comm.size]
     with pytest.raises(ValueError, match="remainder='pad'"):
         strategy.sampler(data, remainder="pad")
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):
+    strategy = strategy_of("worker", comm)
+    encoder = torch.nn.Linear(5, 3)
+    model = torch.nn.Sequential(encoder, torch.nn.Linear(3, 1))
+    for each in (encoder, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        strategy.distribute(each, optimizer)
+    with pytest.raises(ValueError, match="must be a model that was given to distribute"):
+        strategy.gradients_of(encoder)
+    x = batches(torch, comm.size)[0]
+    part = x.chunk(comm.size)[comm.rank]
+    own = torch.autograd.grad(loss_of(model, part), list(model.parameters()))
+    wanted = [comm.all_reduce(each, "mean") for each in own]
+    loss_of(model, part).backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    optimizer.step(lambda: None)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no backward has brought gradients"):
+        optimizer.step()

@@ -360,3 +360,118 @@ def test_backwards_within_a_backward(torch, comm):
     check(torch, model, expected(torch, comm))
     with pytest.raises(GradientError, match="create_graph=True"):
         loss_of(model, part).backward(create_graph=True)
+
+
+def move(kind, model):
+    """Move gradients out of their buckets."""
+    if kind == "data":
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data * 1.0
+    elif kind == "half":
+        model.half()
+        model.float()
+    else:
+        model.share_memory()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["data", "half", "shared"])
+def test_gradients_that_were_moved_are_still_reduced(torch, comm, kind):
+    from collectives.torch.gradients import GradientError
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Linear(8, 1))
+    reducer_of(comm, model)
+    parameters = list(model.parameters())
+
+    def backward(scale):
+        (sum(each.sum() for each in parameters) * scale).backward()
+
+    mean = sum(range(1, comm.size + 1)) / comm.size
+    for step in range(4):
+        model.zero_grad(set_to_none=False)
+        backward(comm.rank + 1.0)
+        for each in parameters:
+            assert torch.equal(each.grad, torch.full_like(each, mean)), step
+        if step < 2:
+            move(kind, model)
+    if kind == "half" and comm.rank == 0:
+        model[1].half()
+        model.zero_grad()
+    if kind == "half":
+        with pytest.raises(GradientError, match=r"rank 0: 1.bias: its dtype was torch.float32"):
+            backward(1.0)
+
+
+def two(torch):
+    return [(name, torch.nn.Parameter(torch.ones(2))) for name in ("a", "b")]
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_interrupted_backward_and_one_of_other_parameters(torch, comm):
+    from collectives.torch.gradients import GradientError, GradientReducer
+
+    (_, a), (_, b) = named = two(torch)
+    GradientReducer(comm, named, unused="zeros", bucket_bytes=1, first_bucket_bytes=1)
+
+    def fail(gradient):
+        raise ZeroDivisionError("in a hook")
+
+    copied = a * 1
+    if comm.rank == 1:
+        copied.register_hook(fail)
+    with pytest.raises(ZeroDivisionError if comm.rank == 1 else GradientError):
+        (copied.sum() + 100 * b.sum()).backward()
+    a.grad = b.grad = None
+    (a.sum() if comm.rank == 1 else a.sum() + b.sum()).backward()
+    torch.testing.assert_close(a.grad, torch.ones(2))
+    torch.testing.assert_close(b.grad, torch.full((2,), (comm.size - 1) / comm.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_step_without_a_backward(torch, comm):
+    """An error, or zeros; also where all backwards were those of reentrant checkpoints."""
+    from torch.utils.checkpoint import checkpoint
+
+    from collectives.torch.gradients import GradientError, GradientReducer
+
+    (_, a), (_, b) = named = two(torch)
+    optimizers = [torch.optim.SGD([each], 0.0) for each in (a, b)]
+    for unused in ("error", "zeros"):
+        reducer = GradientReducer(comm, named, unused=unused)
+        for step in range(3):
+            a.grad = b.grad = None
+            if comm.rank != 1 or step != 1:
+                if unused == "error" and step == 1:
+                    with pytest.raises(GradientError, match="rank 1: no backward has brought"):
+                        (a + b).sum().backward()
+                    continue
+                (a + b).sum().backward()
+            elif unused == "error":
+                with pytest.raises(GradientError, match="rank 1: no backward has brought"):
+                    reducer.wait(optimizers[0])
+                continue
+            for optimizer in optimizers:
+                reducer.wait(optimizer)
+            scale = 1 if step != 1 else (comm.size - 1) / comm.size
+            torch.testing.assert_close(b.grad, torch.full((2,), float(scale)))
+        if unused == "zeros":
+            a.grad = b.grad = None
+            x = torch.full((2,), comm.rank + 1.0, requires_grad=True)
+            checkpoint(lambda x: a * x, x, use_reentrant=True).sum().backward()
+            reducer.wait(optimizers[0])
+            torch.testing.assert_close(a.grad, torch.full((2,), (comm.size + 1) / 2))
+        reducer.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_second_reducer_of_a_parameter(torch, comm):
+    from collectives.torch.gradients import GradientReducer
+
+    named = two(torch)
+    first = GradientReducer(comm, named[:1])
+    second = named if comm.rank == 1 else two(torch)
+    with pytest.raises(ValueError, match="another reducer has a on rank 1"):
+        GradientReducer(comm, second)
+    first.close()
+    GradientReducer(comm, second).close()

@@ -1,0 +1,66 @@
+"""Parameters whose gradients are reduced: which are taken, and what must be equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from collectives.communicator import Communicator
+from collectives.consistency.uncaught import raised_on_all
+from collectives.torch.buckets import Member
+
+_SHOWN = 5
+
+
+def distinct(named_parameters: Iterable[tuple[str, Any]]) -> list[Member]:
+    """Each parameter once. TypeError for one whose elements have no memory yet."""
+    found: dict[int, Member] = {}
+    for name, parameter in named_parameters:
+        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
+            raise TypeError(
+                f"{name} has no elements yet, as it is lazy or on the meta device: initialize the"
+                " model first"
+            )
+        found.setdefault(id(parameter), Member(name, parameter))
+    return list(found.values())
+
+
+def describe(member: Member) -> str:
+    """What must be equal on all ranks."""
+    parameter = member.parameter
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return f"{member.name}: {parameter.dtype} {tuple(parameter.shape)}, strides {strides}"
+
+
+def refuse_differences(comm: Communicator, described: Sequence[str]) -> None:
+    """ValueError on every rank where the ranks' texts differ. Collective."""
+    every = comm.all_gather_object(described)
+    for index in range(max(map(len, every))):
+        entries = [each[index] if index < len(each) else "nothing" for each in every]
+        if len(set(entries)) > 1:
+            lines = [f"  rank {rank}: {each}" for rank, each in enumerate(entries)]
+            text = "\n".join(["gradients: the ranks' parameters or arguments differ", *lines])
+            raise raised_on_all(ValueError(text), comm.rank)
+
+
+def listed(members: Sequence[Member]) -> str:
+    """The first names, and how many there are beside."""
+    names = ", ".join(each.name for each in members[:_SHOWN])
+    more = len(members) - _SHOWN
+    return f"{names} and {more} others" if more > 0 else names
+
+
+def changed(now: Any, before: Any) -> str:
+    """The error about a parameter of another dtype."""
+    return f"its dtype was {before} at first, and is {now} now: make a new reducer"
+
+
+def refuse_second(comm: Communicator, names: Sequence[str]) -> None:
+    """ValueError on every rank if any rank's parameters have a reducer already. Collective."""
+    every = comm.all_gather_object(list(names))
+    for rank, found in enumerate(every):
+        if found:
+            text = f"gradients: another reducer has {found[0]} on rank {rank}: close it first"
+            raise raised_on_all(ValueError(text), comm.rank, rank)
