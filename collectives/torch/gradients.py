@@ -34,6 +34,12 @@ _NO_BACKWARD = "no backward has brought gradients on this rank since the optimiz
 _open: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
+def is_reduced(parameters: Iterable[Any]) -> bool:
+    """Whether any `GradientReducer` that isn't closed reduces the gradient of one of these."""
+    given = list(parameters)
+    return any(reducer.reduces(given) for reducer in list(_open))
+
+
 class GradientReducer:
     """Replaces the gradients of parameters by their mean or sum over the ranks.
 
@@ -114,7 +120,7 @@ class GradientReducer:
             return
         limits = first_bucket_bytes, bucket_bytes
         given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {limits=}, {sorted(sparse)}"
-        twice = [e.name for e in self._trained if any(r.reduces([e.parameter]) for r in _open)]
+        twice = [each.name for each in self._trained if is_reduced([each.parameter])]
         refuse_second(comm, twice)
         refuse_differences(comm, [given, *map(describe, self._trained)])
         names = [each.name for each in self._trained]

@@ -17,6 +17,7 @@ from strategies.checkpoint.tensor_file import CheckpointError
 from strategies.checkpoint.tracking import find_states
 from strategies.core.same_error import call_on_all, call_on_first
 from strategies.core.values import Array
+from strategies.foreign.registry import refused
 from strategies.replication.contexts import require_cross_replica
 from strategies.synchronous.default import default_strategy
 
@@ -85,6 +86,8 @@ class Checkpoint:
 
         Raises the same error on every rank: rank 0's OSError; ValueError where the ranks have
         different objects, a named object has no state or an ON_READ variable has aggregation NONE;
+        TypeError for a module or optimizer of torch that each rank trains apart: that no strategy
+        distributes, in a program without torch's process group or a `GradientReducer` for it;
         RuntimeError inside `run`.
         """
         require_cross_replica("Checkpoint.save")
@@ -178,6 +181,8 @@ def _save(get_states: GetStates, strategy: Strategy, path: str | os.PathLike[str
     communicator = strategy.communicator
     states = call_on_all(communicator, "Checkpoint.save", get_states)
     refuse_different_names(communicator, "Checkpoint.save", list(states))
+    if not strategy.trains_alone:
+        call_on_all(communicator, "Checkpoint.save", lambda: _refuse_trained_apart(states))
     strategy.settle()
     tensors = call_on_all(communicator, "Checkpoint.save", lambda: _saved(states))
 
@@ -213,6 +218,13 @@ def _restore_from(
 
     call_on_all(communicator, what, restore)
     return source
+
+
+def _refuse_trained_apart(states: Mapping[str, State]) -> None:
+    """TypeError for a framework's object of which every rank has different values."""
+    for path, state in states.items():
+        if getattr(state.owner, "trained_apart", False):
+            raise refused(state.owner.owner, f"is {path!r} in Checkpoint.save")
 
 
 def _saved(states: Mapping[str, State]) -> dict[str, Array]:

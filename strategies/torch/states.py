@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from collectives.arrays.tensors import from_torch, to_torch
+from collectives.torch.gradients import is_reduced
 from strategies.core.values import Array
 from strategies.foreign.distributed import strategy_of
+from strategies.foreign.registry import framework_of
 
 _JSON = "json"
 _OPTIMIZER = "optimizer"
@@ -31,6 +33,20 @@ class TorchState:
         reached = [owner, getattr(owner, "optimizer", None), *self._parameters()]
         self.strategy = next(filter(None, map(strategy_of, reached)), None)
         """The strategy that trains it; None if it is unknown."""
+
+    @property
+    def trained_apart(self) -> bool:
+        """Whether each rank trains it by itself, as far as can be known."""
+        framework = framework_of(self.owner)
+        if self.strategy is not None or framework is None or not framework.trains(self.owner):
+            return False
+        trained = self._parameters()
+        if isinstance(self.owner, torch.optim.Optimizer):
+            trained = _parameters(self.owner)
+        if is_reduced(trained) or any(strategy_of(each) is not None for each in trained):
+            return False
+        # A process group may train it: not every parameter of DDP and FSDP can be recognized.
+        return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
     def saved_tensors(self) -> dict[str, Array]:
         """Copies of the tensors by name, and the rest.

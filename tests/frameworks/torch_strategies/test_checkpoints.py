@@ -1,10 +1,12 @@
 """Checkpoints of torch modules, optimizers and schedulers."""
 
+import importlib
 from pathlib import Path
 
 import pytest
 
 import strategies
+from tests.strategies.support import same_refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.timeout_seconds(60)]
 
@@ -262,3 +264,41 @@ def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
         strategy.synchronize()
         # Half of the way from the agreed value to the mean of both ranks' steps.
         assert [each.item() for each in model.parameters()] == expected
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_every_rank_trains_apart_is_not_saved(torch, comm, folder):
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+
+    def made():
+        model = torch.nn.Linear(2, 1)
+        return model, torch.optim.SGD(model.parameters(), 1.0)
+
+    def save(**named):
+        with strategy.scope():
+            return strategies.Checkpoint(**named).save(folder / "state")
+
+    model, optimizer = made()
+    for named, what in (
+        ({"model": model}, r"^the torch module Linear \(with the parameter 'weight'\) is 'model'"),
+        ({"state": {"best": optimizer}}, "^the torch optimizer SGD is 'state/best'"),
+        ({"a": strategies.Variable(1), "model": model}, "^the torch module Linear .* is 'model'"),
+    ):
+        if comm.size > 1:
+            same_refusal(
+                comm, TypeError, f"(?s){what} in Checkpoint.save: .*distribute", save, **named
+            )
+            assert not any(folder.iterdir()), "a file was written"
+        else:
+            save(**named)
+    save(model=model.eval())
+    strategies.Checkpoint(model=model.train()).save(folder / f"own {comm.rank}")
+
+    model, optimizer = made()
+    reducer = importlib.import_module("collectives.torch.gradients").GradientReducer(
+        comm, model.named_parameters()
+    )
+    save(model=model, optimizer=optimizer)
+    reducer.close()
+    strategy.distribute(model, [])
+    save(model=model, optimizer=optimizer)
