@@ -28,7 +28,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["collectives*", "strategies*"]),
+    packages=find_packages(include=["collectives*", "strategies*", "bench*"]),
     package_data={"collectives": ["py.typed"], "strategies": ["py.typed"]},
     install_requires=[
         "mpi4py>=4.1",

@@ -72,6 +72,8 @@ def attempt(folder: Path, wheel: Path, extra: str, mpi: bool, packages: tuple[st
         # Where the extra brings no MPI, the system's must not be found either.
         without = {} if mpi else {"MPI4PY_LIBMPI": str(folder / "no MPI")}
         run([python, IMPORT_ALL, *(["--has", "MPI"] if mpi else []), *packages], **without)
+        if extra == "bench":
+            run([python, "-m", "bench", "--help"])
     except subprocess.CalledProcessError as error:
         problem = f"{error}\n{error.stdout}"
     shutil.rmtree(environment, ignore_errors=True)
