@@ -13,6 +13,7 @@ as the own cache, most of a block has been evicted from it by the time that it i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -29,12 +30,13 @@ Lengths = Sequence[int]
 LINE_BYTES = 128
 
 
-def bounds(length: int, parts: int, itemsize: int) -> list[int]:
+@lru_cache(maxsize=256)
+def bounds(length: int, parts: int, itemsize: int) -> tuple[int, ...]:
     """Boundaries of `parts` slices of nearly equal length, on cache lines."""
     unit = max(1, LINE_BYTES // itemsize)
     lines = -(-length // unit)
     edges = [lines * part // parts * unit for part in range(parts + 1)]
-    return [min(edge, length) for edge in edges]
+    return tuple(min(edge, length) for edge in edges)
 
 
 def blocks_of(stop: int, most: int, start: int = 0) -> Iterator[slice]:
@@ -109,7 +111,7 @@ class CopyInCopyOut:
         self._reduce_slice(given, target[own], edges)
         self._share_slice(target, edges, root)
 
-    def _reduce_slice(self, given: Array, folded: Array, edges: list[int]) -> None:
+    def _reduce_slice(self, given: Array, folded: Array, edges: Sequence[int]) -> None:
         """Fold every rank's elements of this rank's slice of a block."""
         steps, rank = self._steps, self._rank
         self._write_others(given, edges)
@@ -121,14 +123,14 @@ class CopyInCopyOut:
         fold_in_order(self._fold, pieces, folded, self._scratch)
         steps.read()
 
-    def _write_others(self, given: Array, edges: list[int]) -> None:
+    def _write_others(self, given: Array, edges: Sequence[int]) -> None:
         """Write the slices of a block that other ranks fold."""
         stage = self._own_stage()
         before, after = edges[self._rank], edges[self._rank + 1]
         stage[:before] = given[:before]
         stage[after : len(given)] = given[after:]
 
-    def _share_slice(self, target: Array, edges: list[int], root: int | None) -> None:
+    def _share_slice(self, target: Array, edges: Sequence[int], root: int | None) -> None:
         """Copy every rank's slice of a block; only on the root, if one is given."""
         steps, rank = self._steps, self._rank
         own = slice(edges[rank], edges[rank + 1])

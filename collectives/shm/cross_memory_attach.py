@@ -31,6 +31,7 @@ class CrossMemoryAttach:
         self._steps, self._peers = steps, peers
         self._rank, self._size, self._itemsize = steps.rank, steps.size, dtype.itemsize
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
+        self._gathered: tuple[Any, ...] = None, ()
         if op is not None:
             self._fold = reduction_for(op, dtype).fold
             self._scratch = [np.empty(self._block, dtype) for _ in range(self._size)]
@@ -139,18 +140,27 @@ class CrossMemoryAttach:
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Each rank reads the others' parts."""
-        starts = part_starts(lengths)
+        if self._gathered[0] is not addresses or self._gathered[1] != lengths:
+            self._gathered = addresses, lengths, *self._parts_at(addresses, lengths)
+        _, _, own, parts = self._gathered
         if source is not None:
-            target[starts[self._rank] : starts[self._rank + 1]] = source
-        # Addresses at which whole targets would start if every part were at its offset in one.
-        wholes = [
-            source + addresses.offset_of_part(rank, start * self._itemsize) - start * self._itemsize
-            for rank, (source, start) in enumerate(
-                zip(addresses.source_addresses, starts, strict=False)
-            )
-        ]
-        self._read_parts(wholes, starts, target)
+            target[own] = source
+        into = address_of(target)
+        for peer, address, nbytes, start in parts:
+            self._peers.read(peer, address, nbytes, into + start)
         self._steps.together()
+
+    def _parts_at(
+        self, addresses: Addresses, lengths: Lengths
+    ) -> tuple[slice, list[tuple[int, int, int, int]]]:
+        """This rank's part of the result; of the others rank, address, bytes, and start in it."""
+        starts = part_starts(lengths)
+        parts = []
+        for peer in others(self._rank, self._size):
+            start, nbytes = self._span(starts[peer], starts[peer + 1])
+            address = addresses.source_addresses[peer] + addresses.offset_of_part(peer, start)
+            parts.append((peer, address, nbytes, start))
+        return slice(starts[self._rank], starts[self._rank + 1]), parts
 
     def gather(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
