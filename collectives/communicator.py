@@ -210,7 +210,8 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
 
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""
-        self._run(self._operations.barrier(what))
+        if self._call_cache.barrier(what) is PASS:
+            self._run(self._operations.barrier(what))
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, pickled, also on the root; for small metadata."""

@@ -24,7 +24,7 @@ TARGETS = {
 }
 SLACK = 1.2
 # Where the aim isn't reached yet: what must not grow.
-REACHED = {"run + apply_gradients, 10 variables": (160, 30)}
+REACHED = {"run + apply_gradients, 10 variables": (105, 22)}
 # Entered where the other rank is late, as it is on a busy machine.
 WAITING = ("wait_policy.py", "node_barrier.py", "call_check.py")
 WARM, COUNTED = 60, 300

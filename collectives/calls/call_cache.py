@@ -20,6 +20,7 @@ from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.bound import (
+    bind,
     bind_all_gather,
     bind_all_reduce,
     bind_broadcast,
@@ -28,11 +29,14 @@ from collectives.calls.bound import (
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import broadcast_output, broadcast_signature, rows_of, signature_of
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
+from collectives.consistency.signature import Signature
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 Bound = Callable[..., Any]
+
+_BARRIERS_SEEN = 64
 
 
 class CallCache:
@@ -44,6 +48,7 @@ class CallCache:
         self.known: LRU[Any, Bound] = LRU()
         """By (op, dtype, shape) those of `all_reduce`, by longer keys the others."""
         self._tensors = TensorMemory()
+        self._barriers_seen: LRU[str | None, None] = LRU(_BARRIERS_SEEN)
 
     def _call(self, key: Any, bind: Callable[[], Bound], source: Any, target: Any) -> Any:
         """Make the call of that key, which is bound where it isn't yet."""
@@ -91,6 +96,18 @@ class CallCache:
         shaped = target if source is None else source.reshape(given.shape)
         self._call(key if what is None else (*key, what), bind, shaped, target)
         return output.deliver()
+
+    def barrier(self, what: str | None) -> Any:
+        """As `Communicator.barrier`; bound where a text recurs, since many texts never do."""
+        key = "barrier", what
+        if key not in self.known:
+            if not (what is None or type(what) is str):
+                return PASS
+            if what not in self._barriers_seen:
+                self._barriers_seen.put(what, None)
+                return PASS
+        signature = Signature("barrier", detail=what)
+        return self._call(key, lambda: bind(self._engine, signature, _nothing), None, None)
 
     def _all_reduce_on_gpu(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
         """As `all_reduce`; the first call of a kind isn't bound: in it all ranks choose a path."""
@@ -239,6 +256,10 @@ class CallCache:
 
         dtype = source.dtype if given is None else given.array.dtype
         self._call(("reduce_scatter", op, dtype, shape, axis), bind, source, target)
+
+
+def _nothing(source: None, target: None, index: int | None) -> None:
+    """Move no data."""
 
 
 def _takes(out: Any, array: Array) -> bool:
