@@ -36,8 +36,9 @@ def _measured(route: PathSelector, nbytes: int) -> str:
     """One line for each measured path, the fastest first."""
     ways, measured = route.candidates(nbytes), route.seconds(nbytes)
     untried = [way for way in ways if way not in measured]
-    if untried:
-        return f"each of {', '.join(ways)} is tried first: {', '.join(untried)} not yet measured"
-    ranked = sorted(ways, key=lambda way: measured[way])
+    if not measured:
+        return f"each of {', '.join(untried)} is tried first: not yet measured"
+    ranked = sorted(measured, key=lambda way: measured[way])
     lines = [f"  {way:<22}{measured[way] * 1e6:12.1f} µs measured" for way in ranked]
+    lines += [f"  {way:<22}not yet measured" for way in untried]
     return "\n".join([f"{ranked[0]} runs: least time in the calls of about that size", *lines])

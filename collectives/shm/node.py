@@ -89,7 +89,8 @@ class Node:
             # MPI folds in another order: the bits must not depend on which path was quicker.
             if native is not None and (op is None or self.steps.size == 2):
                 paths[NATIVE] = without_addresses(native)
-            quickest = PathSelector(self.addresses, zero_copy, paths, least)
+            folds = op is not None
+            quickest = PathSelector(self.addresses, zero_copy, paths, least, folds=folds)
             return {**alone, SHARED: shared, QUICKEST: quickest}
         if collective == "all_reduce" and op is not None:
             return {HIERARCHICAL: self._hierarchical(op, dtype, self._slices)}

@@ -11,7 +11,7 @@ with the addresses of the next call's arrays, and all ranks record the longest o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Calls of a trial: the first one finds none of its memory in the caches.
@@ -36,8 +36,10 @@ class _Known:
 class PathTimes:
     """The paths of one collective, for arrays of about one size."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._known = {path: _Known() for path in paths}
+    def __init__(self, paths: Sequence[str], later: Mapping[str, int] | None = None) -> None:
+        """`later`: the number of calls before which a path is not tried."""
+        due = later or {}
+        self._known = {path: _Known(due=due.get(path, 0)) for path in paths}
         self._path, self._in_row = "", 0
         self._calls = self._review = 0
 

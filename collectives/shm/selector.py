@@ -23,6 +23,11 @@ LARGEST_NATIVE = (1 << 31) - 1
 LEAST_BYTES = 16 << 10
 """Below it, the exchange of addresses costs more than it gains."""
 
+# MPI's own reduction touches more memory than the other paths (docs/explanation/data-paths.md), so
+# that for large arrays a trial is expensive and seldom of use.
+_LARGE_BYTES = 4 << 20
+_CALLS_BEFORE_NATIVE = 50
+
 _clock = time.perf_counter_ns
 
 
@@ -41,13 +46,17 @@ class PathSelector:
         paths: Mapping[str, DataPath],
         least_bytes: int,
         forced: bool = False,
+        folds: bool = False,
     ) -> None:
-        """Buffers of fewer bytes than `least_bytes` on all ranks are copied in and out.
+        """`folds`: whether the collective is a reduction.
+
+        Buffers of fewer bytes than `least_bytes` on all ranks are copied in and out.
 
         So are all where an exchange isn't worthwhile, unless a path is `forced`.
         """
         self._exchange, self._zero_copy, self._least_bytes = addresses, zero_copy, least_bytes
         self._paths, self._forced = dict(paths), forced
+        self._folds = folds
         self._abandoned: object = None
         self._times: LRU[tuple[int, bool], PathTimes] = LRU()
 
@@ -103,7 +112,9 @@ class PathSelector:
 
     def _new_times(self, nbytes: int, in_place: bool) -> PathTimes:
         self._exchange.warm_up()
-        times = PathTimes(self.candidates(nbytes))
+        deferred = self._folds and nbytes >= _LARGE_BYTES
+        later = {NATIVE: _CALLS_BEFORE_NATIVE} if deferred else {}
+        times = PathTimes(self.candidates(nbytes), later)
         self._times.put((nbytes.bit_length(), in_place), times)
         return times
 

@@ -216,6 +216,13 @@ def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, t
     assert lost < 3 * online_tuning._TRIAL_SHARE
 
 
+def test_a_path_of_which_little_is_expected_is_tried_later():
+    entry = PathTimes(["a", "b"], {"b": 30})
+    seconds = {"a": 1e-3, "b": 1e-4}
+    assert set(run(entry, seconds, 30)) == {"a"}
+    assert run(entry, seconds, 30)[-20:] == ["b"] * 20
+
+
 def test_the_choice_follows_the_machine():
     entry = PathTimes(["a", "b"])
     run(entry, {"a": 1e-4, "b": 2e-4}, 100)
