@@ -1,0 +1,37 @@
+"""The comparison of two versions' recorded suites."""
+
+import json
+
+import pytest
+
+from bench import compare
+
+
+def recorded(folder, name, seconds, ratio):
+    def result(factor):
+        peer = None if ratio is None else {"ratio": ratio * factor}
+        return {"seconds": {"median": seconds / factor}, "peer": peer}
+
+    row = {"nbytes": 1 << 20, "out_of_place": result(1), "in_place": result(2)}
+    only = {"nbytes": 8, "out_of_place": None, "in_place": result(1)}
+    path = folder / f"{name}.json"
+    sections = [{"title": "all_reduce", "rows": [row]}, {"title": name[0], "rows": [only]}]
+    path.write_text(json.dumps({"sections": sections}), encoding="utf-8")
+    return path
+
+
+def test_medians_of_the_rows_that_both_have(tmp_path, capsys):
+    before = [recorded(tmp_path, f"a{i}", each * 1e-6, 1.0) for i, each in enumerate((3, 90, 4))]
+    after = [recorded(tmp_path, "b", 2e-6, 2.0)]
+    compare.main(["--before", *map(str, before), "--after", *map(str, after)])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| all_reduce | 1M | out of place | 4.0 | 2.0 | 2.00 | 1.00 | 2.00 |",
+        "| all_reduce | 1M | in place | 2.0 | 1.0 | 2.00 | 2.00 | 4.00 |",
+    ]
+
+
+def test_a_row_without_a_peer(tmp_path):
+    one = compare.read([recorded(tmp_path, "a", 1e-6, None)])
+    assert compare.table(one, one)[-1] == "| a | 8 | in place | 1.0 | 1.0 | 1.00 |  |  |"
+    with pytest.raises(ValueError, match="no row in common"):
+        compare.table(one, {})
