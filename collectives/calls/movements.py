@@ -32,7 +32,7 @@ from collectives.schedules.schedule import split_lengths
 
 
 def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
-    """The root's content in everybody's array."""
+    """The root's content in every rank's array."""
     algorithms.check_name("broadcast", algorithm)
     given = to_array(array)
     output = broadcast_output(given, array, on_root=on_root)

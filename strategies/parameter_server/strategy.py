@@ -287,4 +287,4 @@ def _validate(config: TFConfig) -> None:
             " TF_CONFIG, or a cluster_resolver, with at least one ps and one worker"
         )
     if not jobs.get("worker") and not jobs.get("chief"):
-        raise ValueError(f"the cluster has no job worker, but {list(jobs)}: somebody must train")
+        raise ValueError(f"the cluster has no job worker, but {list(jobs)}: a job must train")
