@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
-from collectives.torch.arguments import as_list, as_lists, options_of, split
+from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, split
 from collectives.torch.call_queue import CallQueue
 from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
@@ -175,10 +175,13 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
         """Send and receive the parts along the first dimension; of equal lengths if none given."""
-        outputs = split(output, output_splits, self._comm.size)
-        inputs = split(input, input_splits, self._comm.size)
-        opts, call = options_of(_c10d.AllToAllOptions, opts), self._calls.all_to_all
-        return self._run(opts, "all_to_all_single", [output], call, outputs, inputs)
+        opts, size = options_of(_c10d.AllToAllOptions, opts), self._comm.size
+        if not output_splits and not input_splits and divides_alike(output, input, size):
+            call = self._calls.all_to_all_single
+            return self._run(opts, "all_to_all_single", [output], call, output, input)
+        outputs, inputs = split(output, output_splits, size), split(input, input_splits, size)
+        call_all = self._calls.all_to_all
+        return self._run(opts, "all_to_all_single", [output], call_all, outputs, inputs)
 
     def barrier(self, opts: Any = None) -> Any:
         """Synchronize all ranks."""
