@@ -228,7 +228,8 @@ def test_fsdp2_with_registered_buffers(torch, dist, comm):
             for buffers in (group._all_gather_comm, group._reduce_scatter_comm):
                 held.append(buffers.allocate((5000,), dtype=torch.float32, device="cpu"))
                 buffers._has_input = False
-            assert held[0].data_ptr() != torch.empty(1).data_ptr()
+            pool = mesh.get_group()._comm._engine.node.pool
+            assert all(pool.locate(each.data_ptr(), each.nbytes) for each in held)
     assert used == {"all_gather": {"direct"}, "reduce_scatter": {"direct"}}
     expected, given = ([each.full_tensor() for each in model.parameters()] for model in models)
     check(torch, comm, given, [each.detach() for each in expected], tolerance=0)
@@ -342,6 +343,31 @@ def test_join_with_uneven_inputs(torch, dist, comm):
     assert all(torch.equal(flat, each) for each in comm.all_gather(flat[None]))
 
 
+def check_functional(torch, dist, comm, backend):
+    """Functional collectives in one graph with what is computed between them."""
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+
+    def mixed(tensor):
+        total = functional.all_reduce(tensor * 2, "sum", group)
+        rows = functional.all_gather_tensor(tensor + total, 0, group)
+        part = functional.reduce_scatter_tensor(rows.square(), "avg", 0, group)
+        moved = functional.all_to_all_single(rows - 1, None, None, group)
+        first = functional.broadcast(moved.cos(), 1, group)
+        return rows, part + 1, moved, first.sum(0)
+
+    given = torch.arange(6.0).reshape(2, 3) + comm.rank
+    compiled = torch.compile(mixed, backend=backend, fullgraph=True)
+    rows = torch.cat([torch.arange(6.0).reshape(2, 3) + rank for rank in range(comm.size)])
+    total = 2 * sum(torch.arange(6.0).reshape(2, 3) + rank for rank in range(comm.size))
+    rows = rows + total.repeat(comm.size, 1)
+    for _ in range(2):
+        for result, wanted in zip(compiled(given), mixed(given), strict=True):
+            torch.testing.assert_close(result, wanted)
+        torch.testing.assert_close(compiled(given)[0], rows)
+
+
 @pytest.mark.parametrize(
     "backend",
     [
@@ -364,6 +390,7 @@ def test_compiled(torch, dist, comm, backend):
     total = comm.size * (comm.size + 1) / 2
     for _ in range(2):
         assert step(given).tolist() == [2 * total + 1] * 4
+    check_functional(torch, dist, comm, backend)
     model = torch.compile(
         torch.nn.parallel.DistributedDataParallel(network(torch)), backend=backend
     )
