@@ -180,13 +180,16 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         """
         return self._run(self._operations.exscan(array, op, out=out, algorithm=algorithm))
 
-    def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> list[Any]:
-        """Send arrays[i] to rank i; return the received arrays, entry i from rank i.
+    def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
+        """Send arrays[i] to rank i; return a list of the received arrays, entry i from rank i.
 
-        Arrays may differ in shape and dtype, which the receivers need not know.
+        They may differ in shape and dtype, which the receivers need not know. One array is cut
+        into equal parts along its first axis, and the result, or `out`, has its shape; a rank
+        raises a MismatchError if what it received differs from its own parts in shape or dtype.
         """
-        received: list[Any] = self._run(self._operations.all_to_all(arrays, algorithm=algorithm))
-        return received
+        if algorithm is None and (got := self._call_cache.all_to_all(arrays, out)) is not PASS:
+            return got
+        return self._run(self._operations.all_to_all(arrays, out=out, algorithm=algorithm))
 
     def all_reduce_many(
         self,

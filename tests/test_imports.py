@@ -17,7 +17,7 @@ COLLECTIVES = {
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
     "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
-    | {"reductions", "waiting", "world"},
+    | {"reductions", "shm", "waiting", "world"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
@@ -119,6 +119,7 @@ LAZY = {
         "collectives/torch/arguments.py",
         "collectives/torch/buckets.py",
         "collectives/torch/collective_calls.py",
+        "collectives/torch/fsdp.py",
         "collectives/torch/functions.py",
         "collectives/torch/gradients.py",
         "collectives/torch/horovod/broadcasts.py",

@@ -19,6 +19,8 @@ TARGETS = {
     "all_reduce_many, 20 arrays, out=": (25, 8),
     "all_reduce, 1 MiB, non-contiguous": (40, 10),
     "all_gather, 1 MiB, without out": (35, 10),
+    "all_to_all, 8 B": (12, 7),
+    "all_to_all, 1 MiB, out=": (30, 12),
     "run + apply_gradients, 10 variables": (150, 14),
     "strategy.reduce, a number": (60, 12),
 }
@@ -56,6 +58,7 @@ def rows(comm):
     megabyte = 1 << 17
     number, array, out = np.ones(1), np.ones(megabyte), np.empty(megabyte)
     strided, part = np.ones((megabyte, 2))[:, 0], np.ones(megabyte // 2)
+    pair = np.ones(2, np.float32)
     gradients = [np.full(1000, comm.rank + 1.0) for _ in range(20)]
     reduced = [np.empty(1000) for _ in range(20)]
     yield "all_reduce, 8 B", lambda: comm.all_reduce(number)
@@ -63,6 +66,8 @@ def rows(comm):
     yield "all_reduce_many, 20 arrays, out=", lambda: comm.all_reduce_many(gradients, out=reduced)
     yield "all_reduce, 1 MiB, non-contiguous", lambda: comm.all_reduce(strided)
     yield "all_gather, 1 MiB, without out", lambda: comm.all_gather(part)
+    yield "all_to_all, 8 B", lambda: comm.all_to_all(pair)
+    yield "all_to_all, 1 MiB, out=", lambda: comm.all_to_all(array, out=out)
     strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
     with strategy.scope():
         variables = [strategies.Variable(np.zeros(100)) for _ in range(10)]

@@ -116,6 +116,7 @@ def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
     large = {
         f"FSDP2, {PEER}": training.fully_sharded(peer),
         f"FSDP2, {OURS}": training.fully_sharded(ours),
+        f"FSDP2, {OURS}, registered": training.fully_sharded(ours, register=True),
     }
     lines = ["", "| training | ms per step | speed |", "|---|---:|---:|"]
     for steps, batch in ((small, _STEPS), (large, 1)):

@@ -57,10 +57,12 @@ def distributed(_: Any) -> Step:
     return step_of(*strategy.distribute(model, optimizer))
 
 
-def fully_sharded(group: Any) -> Step:
+def fully_sharded(group: Any, *, register: bool = False) -> Step:
     """FSDP2 on a transformer of ten million parameters, sharded by layers."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
+
+    from collectives.torch.fsdp import register_buffers
 
     layer = nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, 0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
@@ -68,6 +70,8 @@ def fully_sharded(group: Any) -> Step:
     for each in model.layers:
         fully_shard(each, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if register:
+        register_buffers(model)
     optimizer, inputs = torch.optim.SGD(model.parameters(), 0.01), torch.randn(2, ROWS, WIDTH)
 
     def step() -> None:

@@ -1,6 +1,6 @@
-"""all_to_all of blocks that may differ in shape and dtype, which their receivers do not know.
+"""all_to_all of arrays that may differ in shape and dtype, which their receivers do not know.
 
-A block is sent as bytes: a header with dtype and shape, then the elements. The lengths are
+An array is sent as bytes: a header with dtype and shape, then the elements. The lengths are
 exchanged first.
 """
 
@@ -8,23 +8,105 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays.kinds import empty, flat, is_device, like, to_array
+from collectives.arrays.kinds import (
+    Output,
+    empty,
+    flat,
+    given_output,
+    is_device,
+    like,
+    may_overlap,
+    new_output,
+    to_array,
+)
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles
-from collectives.consistency.signature import Signature, forced
+from collectives.consistency.signature import Signature, dtype_name, forced
+from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
 # Alignment of the elements in bytes, sufficient for every dtype.
 _ALIGNMENT = 64
 _PREFIX = 8
+
+Write = Callable[[Array], None]
+
+
+class Parts:
+    """What a rank sends: an array for each rank, or one array that is divided equally."""
+
+    def __init__(self, arrays: Any, size: int, out: Any) -> None:
+        """Raises ValueError or TypeError for arrays that can't be sent, or another `out`."""
+        self._output: Output | None = None
+        if hasattr(arrays, "shape"):
+            whole = to_array(arrays, "arrays")
+            if out is None:
+                refuse_lost_gradient(arrays, "arrays")
+            if not whole.ndim or len(whole) % size:
+                raise ValueError(
+                    f"arrays is one array of shape {whole.shape}: its first axis must be divisible"
+                    f" by {size}, the number of ranks"
+                )
+            rows = len(whole) // size
+            self.arrays: list[Array] = list(whole.reshape(size, rows, *whole.shape[1:]))
+            self._output = (
+                new_output(whole.shape, whole.dtype, arrays)
+                if out is None
+                else given_output(out, whole.shape, whole.dtype)
+            )
+            if may_overlap(whole, self._output.buffer):
+                self.arrays = [part.copy() for part in self.arrays]
+            return
+        if len(arrays) != size:
+            raise ValueError(
+                f"arrays has {len(arrays)} entries: must have one for each of {size} ranks"
+            )
+        if out is not None:
+            raise ValueError("out is given: arrays must be one array then, not one for each rank")
+        self.arrays = [to_array(array, f"arrays[{peer}]") for peer, array in enumerate(arrays)]
+        for peer, array in enumerate(arrays):
+            refuse_lost_gradient(array, f"arrays[{peer}]")
+        self._converts = [like(array) for array in arrays]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all have one shape and dtype."""
+        first = self.arrays[0]
+        return all(each.shape == first.shape and each.dtype == first.dtype for each in self.arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def deliver(self, received: Sequence[Array]) -> Any:
+        """The result of the received arrays, in rank order."""
+        if self._output is None:
+            return [convert(each) for convert, each in zip(self._converts, received, strict=True)]
+        places = self._output.buffer.reshape(len(self.arrays), *self.arrays[0].shape)
+        store(received, list(places))
+        return self._output.deliver()
+
+
+def store(received: Sequence[Array], places: Sequence[Array]) -> None:
+    """Copy what was received. ShapeMismatchError or DtypeMismatchError if a place differs."""
+    for peer, (array, place) in enumerate(zip(received, places, strict=True)):
+        given = f"all_to_all: rank {peer} sent {dtype_name(array.dtype)}{list(array.shape)}"
+        expected = f"this rank divides one array into parts of {dtype_name(place.dtype)}"
+        if array.shape != place.shape:
+            raise in_step(ShapeMismatchError(f"{given}: {expected}{list(place.shape)}"))
+        if array.dtype != place.dtype:
+            raise in_step(DtypeMismatchError(f"{given}: {expected}"))
+        place[...] = array
 
 
 class _Block:
@@ -66,76 +148,83 @@ def _exchange_lengths(engine: Engine, outgoing: list[int]) -> list[int]:
     return incoming
 
 
-def all_to_all(arrays: Sequence[Any], size: int, algorithm: str | None) -> Operation:
+def exchange(engine: Engine, arrays: Sequence[Array], algorithm: str | None = None) -> list[Array]:
+    """Send arrays[i] to rank i; entry i of the result was sent by rank i, and is a copy."""
+    blocks = [_Block(array) for array in arrays]
+    outgoing = [block.nbytes for block in blocks]
+    outgoing[engine.rank] = 0
+    incoming = _exchange_lengths(engine, outgoing)
+    writes = [block.write for block in blocks]
+    found = exchange_bytes(engine, writes, outgoing, incoming, algorithm)
+    received = [arrays[engine.rank].copy()] * engine.size
+    for peer in _others(engine):
+        received[peer] = _read(found[peer])
+    return received
+
+
+def exchange_bytes(
+    engine: Engine,
+    writes: Sequence[Write],
+    outgoing: Sequence[int],
+    incoming: Sequence[int],
+    algorithm: str | None = None,
+) -> list[Array]:
+    """What every rank has sent to this one, in the engine's memory; this rank sends itself 0 bytes.
+
+    `writes` store what is sent to each rank; `outgoing` and `incoming` are lengths in bytes.
+    """
+    lengths = [*outgoing, *incoming]
+    buffer = engine.work(sum(lengths), np.dtype(np.uint8))
+    starts = list(accumulate(lengths, initial=0))
+    for peer in _others(engine):
+        writes[peer](buffer[starts[peer] : starts[peer + 1]])
+    engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
+    ends = starts[engine.size :]
+    return [buffer[first:last] for first, last in pairwise(ends)]
+
+
+def all_to_all(arrays: Any, size: int, algorithm: str | None, out: Any = None) -> Operation:
     """Send arrays[i] to rank i; entry i of the result was sent by rank i."""
     algorithms.check_name("all_to_all", algorithm)
-    if len(arrays) != size:
-        raise ValueError(
-            f"arrays has {len(arrays)} entries: must have one for each of {size} ranks"
-        )
-    given = [to_array(array, f"arrays[{peer}]") for peer, array in enumerate(arrays)]
-    for peer, array in enumerate(arrays):
-        refuse_lost_gradient(array, f"arrays[{peer}]")
-    if any(map(is_device, given)):
-        return _between_gpus(given, arrays, algorithm)
-    blocks = [_Block(array) for array in given]
-    converts = [like(array) for array in arrays]
-
-    def perform(engine: Engine) -> list[Any]:
-        outgoing = [block.nbytes for block in blocks]
-        outgoing[engine.rank] = 0
-        incoming = _exchange_lengths(engine, outgoing)
-        buffer = engine.work(sum(outgoing) + sum(incoming), np.dtype(np.uint8))
-        starts = np.concatenate([[0], np.cumsum(outgoing + incoming)])
-        for peer in _others(engine):
-            blocks[peer].write(buffer[starts[peer] :])
-        lengths = outgoing + incoming
-        engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
-        received = [given[engine.rank].copy()] * engine.size
-        for peer in _others(engine):
-            received[peer] = _read(buffer[starts[engine.size + peer] :])
-        return [convert(block) for convert, block in zip(converts, received, strict=True)]
-
-    nbytes = sum(array.nbytes for array in given)
-    signature = Signature("all_to_all", detail=forced(algorithm), nbytes=nbytes)
-    return Operation(signature, perform)
-
-
-def _between_gpus(given: list[Array], arrays: Sequence[Any], algorithm: str | None) -> Operation:
-    """Like `all_to_all`, for device arrays: dtypes and shapes are exchanged through the host."""
-    if not all(map(is_device, given)):
+    parts = Parts(arrays, size, out)
+    signature = Signature("all_to_all", detail=forced(algorithm), nbytes=parts.nbytes)
+    devices = list(map(is_device, parts.arrays))
+    if any(devices) and not all(devices):
         raise TypeError(
             "arrays: some lie on a GPU, some on the CPU: must all lie in the same memory"
         )
-    converts = [like(array) for array in arrays]
+    between = _between_gpus if any(devices) else exchange
+
+    def perform(engine: Engine) -> Any:
+        return parts.deliver(between(engine, parts.arrays, algorithm))
+
+    return Operation(signature, perform, on_gpu=any(devices))
+
+
+def _between_gpus(engine: Engine, given: Sequence[Array], algorithm: str | None) -> list[Array]:
+    """As `exchange`, of device arrays: dtypes and shapes are exchanged through the host."""
     kinds = [(array.dtype, array.shape) for array in given]
-
-    def perform(engine: Engine) -> list[Any]:
-        table: list[list[tuple[np.dtype[Any], tuple[int, ...]]]]
-        table = gather_pickles(engine, pickle.dumps(kinds))
-        coming = [sent[engine.rank] for sent in table]
-        outgoing = [_aligned(array.nbytes) for array in given]
-        incoming = [_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in coming]
-        outgoing[engine.rank] = incoming[engine.rank] = 0
-        lengths = outgoing + incoming
-        buffer = empty(sum(lengths), np.dtype(np.uint8), given[0])
-        ends = np.cumsum(lengths).tolist()
-        for peer in _others(engine):
-            block = flat(given[peer]).view(np.uint8)
-            start = ends[peer] - outgoing[peer]
-            buffer[start : start + block.size] = block
-        engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
-        received = [given[engine.rank].copy()] * engine.size
-        for peer in _others(engine):
-            dtype, shape = coming[peer]
-            start = ends[engine.size + peer] - incoming[peer]
-            nbytes = math.prod(shape) * dtype.itemsize
-            received[peer] = buffer[start : start + nbytes].copy().view(dtype).reshape(shape)
-        return [convert(block) for convert, block in zip(converts, received, strict=True)]
-
-    nbytes = sum(array.nbytes for array in given)
-    signature = Signature("all_to_all", detail=forced(algorithm), nbytes=nbytes)
-    return Operation(signature, perform, on_gpu=True)
+    table: list[list[tuple[np.dtype[Any], tuple[int, ...]]]]
+    table = gather_pickles(engine, pickle.dumps(kinds))
+    coming = [sent[engine.rank] for sent in table]
+    outgoing = [_aligned(array.nbytes) for array in given]
+    incoming = [_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in coming]
+    outgoing[engine.rank] = incoming[engine.rank] = 0
+    lengths = outgoing + incoming
+    buffer = empty(sum(lengths), np.dtype(np.uint8), given[0])
+    ends = np.cumsum(lengths).tolist()
+    for peer in _others(engine):
+        block = flat(given[peer]).view(np.uint8)
+        start = ends[peer] - outgoing[peer]
+        buffer[start : start + block.size] = block
+    engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
+    received = [given[engine.rank].copy()] * engine.size
+    for peer in _others(engine):
+        dtype, shape = coming[peer]
+        start = ends[engine.size + peer] - incoming[peer]
+        nbytes = math.prod(shape) * dtype.itemsize
+        received[peer] = buffer[start : start + nbytes].copy().view(dtype).reshape(shape)
+    return received
 
 
 def _others(engine: Engine) -> list[int]:

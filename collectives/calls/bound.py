@@ -32,7 +32,7 @@ from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import PathSelector
 
 # Words between that of the arrival and the rank's data (`shm.layout`).
-_DATA = 2
+DATA = 2
 _BYTES = np.dtype(np.uint8)
 _LAST = CALLS_KEPT - 1
 
@@ -94,14 +94,14 @@ def _bind_on_node(
                 start, index = clock(), ARRIVALS[sequence & 1]
                 word = base | sequence & SEQUENCE_MASK
                 if publish is not None:
-                    publish(index + _DATA, source, target)
+                    publish(index + DATA, source, target)
                 if fence is not None:
                     fence()
                 check.sequence, own[index] = sequence, word
                 if not one_word or peer[index] != word:
                     arrive(signature, word, sequence)
                 engine.path = path
-                result = run(source, target, index + _DATA)
+                result = run(source, target, index + DATA)
                 ring, position = recorder.ring, recorder.position
                 ring[position & _LAST] = sequence, signature, engine.path, start, clock()
                 recorder.position, made = position + 1, True

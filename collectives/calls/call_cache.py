@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from collectives.arrays.tensor_memory import TensorMemory
 from collectives.arrays.tensors import refuse_lost_gradient, to_torch
 from collectives.caching import LRU
 from collectives.calls import PASS
+from collectives.calls.all_to_all import Parts, store
 from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.bound import (
     bind,
@@ -26,6 +28,7 @@ from collectives.calls.bound import (
     bind_broadcast,
     bind_reduce_scatter,
 )
+from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import broadcast_output, broadcast_signature, rows_of, signature_of
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
@@ -256,6 +259,39 @@ class CallCache:
 
         dtype = source.dtype if given is None else given.array.dtype
         self._call(("reduce_scatter", op, dtype, shape, axis), bind, source, target)
+
+    def all_to_all(self, arrays: Any, out: Any) -> Any:
+        """As `Communicator.all_to_all`."""
+        size, plain = self._engine.size, type(arrays) is np.ndarray
+        if not plain and (views := self._tensors.views(arrays, out)) is not None:
+            result = self.all_to_all(*views)
+            return to_torch(result) if out is None else out
+        divisible = plain and arrays.ndim and not len(arrays) % size
+        if divisible and _takes(out, arrays) and (out is None or len(out) == len(arrays)):
+            result = np.empty(arrays.shape, arrays.dtype) if out is None else out
+            target, shape = result.reshape(-1), (len(arrays) // size, *arrays.shape[1:])
+            differing = self._all_to_all(_apart(arrays, target), target, shape)
+            if differing is not None:
+                store(differing, list(result.reshape(size, *shape)))
+            return result
+        if on_gpu(arrays) or (not hasattr(arrays, "shape") and any(map(on_gpu, arrays))):
+            return PASS
+        return self._engine.whole(self._all_to_all_parts, Parts(arrays, size, out))
+
+    def _all_to_all_parts(self, parts: Parts) -> Any:
+        arrays, first = parts.arrays, parts.arrays[0]
+        if parts.alike:
+            source = np.concatenate([array.reshape(-1) for array in arrays])
+            target = np.empty((len(arrays), *first.shape), first.dtype)
+            differing = self._all_to_all(source, target.reshape(-1), first.shape)
+            return parts.deliver(differing or [target[peer, ...] for peer in range(len(arrays))])
+        bind = partial(bind_differing, self._engine, parts.nbytes)
+        return parts.deliver(self._call(("all_to_all", parts.nbytes), bind, arrays, None))
+
+    def _all_to_all(self, source: Array, target: Array, shape: tuple[int, ...]) -> Any:
+        """None, or the received arrays where the target does not hold them."""
+        bind = partial(bind_all_to_all, self._engine, shape, source.dtype)
+        return self._call(("all_to_all", source.dtype, shape), bind, source, target)
 
 
 def _nothing(source: None, target: None, index: int | None) -> None:

@@ -108,9 +108,11 @@ class Operations:
         """The reduction of the arrays of all ranks below this one."""
         return scans.exscan(array, op, out, algorithm)
 
-    def all_to_all(self, arrays: Sequence[Any], *, algorithm: str | None = None) -> Operation:
+    def all_to_all(
+        self, arrays: Any, *, out: Any = None, algorithm: str | None = None
+    ) -> Operation:
         """The arrays that each rank sends to this one."""
-        return all_to_all(arrays, self._size, algorithm)
+        return all_to_all(arrays, self._size, algorithm, out)
 
     def all_reduce_many(
         self,

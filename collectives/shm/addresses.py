@@ -23,6 +23,9 @@ from collectives.shm.progress import ProgressCounters
 _Row = tuple[int, ...]
 
 _LAYOUT = Struct("=7Q")
+FIRST_NUMBER = 4
+"""The word of a row that holds the first number of the collective."""
+
 # A row as it is published: source and target in the pool, their addresses, two numbers, the time.
 _without_time: Callable[[_Row], _Row] = itemgetter(slice(6))
 _time: Callable[[_Row], int] = itemgetter(6)

@@ -255,6 +255,25 @@ class CopyInCopyOut:
                 part[:] = stage[rank * most : rank * most + len(part)]
             steps.read()
 
+    def all_to_all_equal(
+        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
+    ) -> None:
+        """Like `all_to_all`, of parts of one length: the source holds those that are sent."""
+        assert source is not None
+        steps, rank, length = self._steps, self._rank, lengths[0]
+        outgoing, incoming = source.reshape(-1, length), target.reshape(-1, length)
+        most = max(1, self._capacity // self._size)
+        for piece in blocks_of(length, most):
+            stage, count = self._own_stage(), piece.stop - piece.start
+            for peer in others(rank, self._size):
+                stage[peer * most : peer * most + count] = outgoing[peer, piece]
+            steps.written()
+            incoming[rank, piece] = outgoing[rank, piece]
+            for peer in others(rank, self._size):
+                stage = self._stage_of(peer)
+                incoming[peer, piece] = stage[rank * most : rank * most + count]
+            steps.read()
+
 
 def others(rank: int, size: int) -> Iterator[int]:
     """The other ranks, the next one first, so that not all ranks read the same one at once."""

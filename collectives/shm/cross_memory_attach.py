@@ -180,3 +180,17 @@ class CrossMemoryAttach:
             address = addresses.target_addresses[root] + start
             self._peers.read(root, address, nbytes, address_of(target) + start)
         self._steps.together()
+
+    def all_to_all_equal(
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> None:
+        """Each rank reads its parts of the others' sources, which hold equal parts."""
+        assert source is not None
+        rank, into = self._rank, address_of(target)
+        own = slice(rank * lengths[0], (rank + 1) * lengths[0])
+        start, nbytes = self._span(own.start, own.stop)
+        target[own] = source[own]
+        for peer in others(rank, self._size):
+            at = addresses.source_addresses[peer] + start
+            self._peers.read(peer, at, nbytes, into + peer * nbytes)
+        self._steps.together()

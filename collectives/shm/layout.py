@@ -35,9 +35,11 @@ WITHDRAWN_AT = 160
 
 _CONTROL_BYTES = _PAGE_BYTES = 4096
 SMALL_BYTES = 64 << 10
-"""The most bytes that a rank can store beside its arrival word."""
+"""The most bytes that a rank can store beside its arrival word, behind a row of addresses too."""
+ROW_BYTES = 64
+"""The room of a row of addresses (`addresses`)."""
 _HEADER_BYTES = 16
-_SLOT_BYTES = SMALL_BYTES + 64
+_SLOT_BYTES = SMALL_BYTES + 2 * ROW_BYTES
 _SLOTS_AT = (_CONTROL_BYTES, _CONTROL_BYTES + _SLOT_BYTES)
 ARRIVALS = (_SLOTS_AT[0] // 8, _SLOTS_AT[1] // 8)
 
@@ -65,7 +67,8 @@ class NodeMemory:
             [_bytes(each, at, STAGE_BYTES) for at in _stage_places()] for each in segments
         ]
         self.slots = [
-            [_bytes(each, at + _HEADER_BYTES, SMALL_BYTES) for at in _SLOTS_AT] for each in segments
+            [_bytes(each, at + _HEADER_BYTES, ROW_BYTES + SMALL_BYTES) for at in _SLOTS_AT]
+            for each in segments
         ]
 
     def publish_process(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array
+from collectives.shm.free_blocks import FreeBlocks
 from collectives.transports.base import Transport
 
 Gather = Callable[[list[int]], list[list[int]]]
@@ -26,7 +27,7 @@ _OFFSET_BITS = 48
 
 
 class Window:
-    """One shared window, and its free blocks as (offset, nbytes)."""
+    """One shared window, and its free blocks."""
 
     def __init__(self, shared: list[memoryview], rank: int) -> None:
         self.shared = shared
@@ -36,31 +37,7 @@ class Window:
         self.nbytes = len(self.own)
         self.reserved = 0
         """End of the reserved memory; blocks are allocated from the start of the window."""
-        self._free = [(0, self.nbytes)]
-
-    def take(self, nbytes: int) -> int | None:
-        """The offset of the first free block that is large enough; None if there is none."""
-        for index, (start, length) in enumerate(self._free):
-            if length >= nbytes:
-                rest = [(start + nbytes, length - nbytes)] if length > nbytes else []
-                self._free[index : index + 1] = rest
-                return start
-        return None
-
-    def give_back(self, start: int, nbytes: int) -> None:
-        """Free a block, and merge it with its neighbours."""
-        merged: list[tuple[int, int]] = []
-        for each in sorted([*self._free, (start, nbytes)]):
-            if merged and sum(merged[-1]) == each[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + each[1])
-            else:
-                merged.append(each)
-        self._free = merged
-
-    @property
-    def empty(self) -> bool:
-        """Whether no block is allocated."""
-        return self._free == [(0, self.nbytes)]
+        self.blocks = FreeBlocks(self.nbytes)
 
 
 class Pool:
@@ -94,7 +71,7 @@ class Pool:
         if stop > window.reserved:
             # On all ranks or on none.
             if not self._reserve(window.shared[self._rank][window.reserved : stop]):
-                window.give_back(start, size)
+                window.blocks.give_back(start, size)
                 return None
             window.reserved = stop
         number = self._allocated = self._allocated + 1
@@ -106,7 +83,7 @@ class Pool:
 
     def _take(self, nbytes: int) -> tuple[Window, int] | None:
         for window in self._windows:
-            start = window.take(nbytes)
+            start = window.blocks.take(nbytes)
             if start is not None:
                 return window, start
         return None
@@ -123,7 +100,7 @@ class Pool:
         window = Window(segments, self._rank)
         self._windows.append(window)
         self._by_address = sorted((each.address, at) for at, each in enumerate(self._windows))
-        start = window.take(nbytes)
+        start = window.blocks.take(nbytes)
         assert start is not None
         return window, start
 
@@ -141,7 +118,7 @@ class Pool:
         released = self._gather(sorted(self._released.copy()))
         for number in set(released[0]).intersection(*released[1:]):
             window, start, nbytes = self._blocks.pop(number)
-            window.give_back(start, nbytes)
+            window.blocks.give_back(start, nbytes)
             self._released.discard(number)
 
     def close(self) -> None:
@@ -151,7 +128,7 @@ class Pool:
         """
         self._reclaim()
         for window in self._windows:
-            if window.empty:
+            if window.blocks.empty:
                 self._transport.free(window.shared)
         self._windows, self._by_address = [], []
 

@@ -183,6 +183,28 @@ class ZeroCopy:
         self._steps.together()
         return True
 
+    def all_to_all_equal(
+        self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
+    ) -> bool:
+        """Each rank reads its parts of the others' sources, or writes into the others' targets."""
+        assert source is not None
+        rank, length = self._rank, lengths[0]
+        outgoing, incoming = source.reshape(-1, length), target.reshape(-1, length)
+        reads = all(addresses.sources)
+        if not reads and not all(addresses.targets):
+            return False
+        places = addresses.sources if reads else addresses.targets
+        start = rank * length * self._dtype.itemsize
+        incoming[rank] = outgoing[rank]
+        for peer in others(rank, self._size):
+            theirs = self._pool.view(places[peer] + start, peer, length, self._dtype)
+            if reads:
+                incoming[peer] = theirs
+            else:
+                theirs[...] = outgoing[peer]
+        self._steps.together()
+        return True
+
     def _store(self, content: Array, places: list[Array]) -> None:
         """Copy into several places, block by block: the content is read from memory once."""
         for block in blocks_of(len(content), self._block):

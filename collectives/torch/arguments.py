@@ -43,3 +43,15 @@ def split(tensor: Any, lengths: Sequence[int], size: int) -> list[Any]:
     if not lengths and rows % size:
         raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
     return list(tensor.detach().split(list(lengths) if lengths else [rows // size] * size))
+
+
+def divides_alike(output: Any, tensor: Any, size: int) -> bool:
+    """Whether both tensors hold `size` equal parts, one behind the other, of the same length."""
+    return bool(
+        tensor.is_contiguous()
+        and output.is_contiguous()
+        and output.dtype == tensor.dtype
+        and output.shape == tensor.shape
+        and tensor.dim()
+        and len(tensor) % size == 0
+    )

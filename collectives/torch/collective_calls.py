@@ -162,8 +162,12 @@ class CollectiveCalls:
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
         """Send inputs[r] to rank r, and receive outputs[r] from it."""
-        received = self.comm.all_to_all([self._array(tensor) for tensor in inputs])
+        received = self.comm.all_to_all([self._flat(tensor) for tensor in inputs])
         self._deal(received, outputs)
+
+    def all_to_all_single(self, output: Any, tensor: Any) -> None:
+        """As `all_to_all`, of the equal parts of a contiguous tensor into another one."""
+        self.comm.all_to_all(self._flat(tensor), out=self._flat(output))
 
     def _deal(self, blocks: Sequence[Array], outputs: Tensors) -> None:
         """Copy each rank's block into its tensor."""

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
-from collectives.torch.arguments import as_list, as_lists, options_of, split
+from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, split
 from collectives.torch.call_queue import CallQueue
 from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
 from collectives.torch.messages import Messages
+from collectives.torch.names import Names
 from collectives.torch.untraced import untraced
 from collectives.torch.works import AllWorks, PendingWork, done
 
@@ -34,7 +35,7 @@ _SHUTDOWN_SECONDS = 5.0
 
 
 @untraced
-class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
     """A group of ranks whose tensors lie on the CPU."""
 
     def __init__(
@@ -48,11 +49,11 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """`backend` is the name under which torch knows this class."""
         # The constructor that takes a store does not work for subclasses.
         super().__init__(comm.rank, comm.size)
-        self._backend, self._comm, self._members = backend, comm, members
+        self._comm, self._members = comm, members
         self._messages, self._queue = messages, queue
         self._calls = CollectiveCalls(comm)
         self._coalesced: list[Any] | None = None
-        self._name = self._description = ""
+        self._backend = backend
         comm.at_end(self.complete)
 
     def _run(
@@ -175,10 +176,13 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
         """Send and receive the parts along the first dimension; of equal lengths if none given."""
-        outputs = split(output, output_splits, self._comm.size)
-        inputs = split(input, input_splits, self._comm.size)
-        opts, call = options_of(_c10d.AllToAllOptions, opts), self._calls.all_to_all
-        return self._run(opts, "all_to_all_single", [output], call, outputs, inputs)
+        opts, size = options_of(_c10d.AllToAllOptions, opts), self._comm.size
+        if not output_splits and not input_splits and divides_alike(output, input, size):
+            call = self._calls.all_to_all_single
+            return self._run(opts, "all_to_all_single", [output], call, output, input)
+        outputs, inputs = split(output, output_splits, size), split(input, input_splits, size)
+        call_all = self._calls.all_to_all
+        return self._run(opts, "all_to_all_single", [output], call_all, outputs, inputs)
 
     def barrier(self, opts: Any = None) -> Any:
         """Synchronize all ranks."""
@@ -245,26 +249,6 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # What torch reads and sets.
 
-    def getBackendName(self) -> str:  # noqa: N802
-        """The backend's name."""
-        return self._backend
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Store the name, which torch keeps in backends written in C++ alone."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """The group's name."""
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Store the description."""
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """The group's description."""
-        return self._description
-
     @property
     def _device_types(self) -> list[Any]:
         return [torch.device("cpu")]
@@ -272,6 +256,14 @@ class CollectivesProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of the calls that begin from now on."""
         self._comm.deadline = timeout.total_seconds()
+
+    def registered(self, nbytes: int) -> Any:
+        """So many bytes of registered memory, as `Communicator.empty`. Collective."""
+        made: list[Any] = []
+        opts = _c10d.BarrierOptions()
+        opts.asyncOp = False
+        self._run(opts, "empty", made, lambda: made.append(self._comm.empty(nbytes, "u1"))).wait()
+        return made[0]
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last calls of every rank to a file on rank 0, as `Communicator.trace`."""

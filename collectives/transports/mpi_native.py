@@ -179,6 +179,13 @@ def _all_to_all(comm: Comm, source: Given, target: Array, lengths: Lengths, root
         unit.Free()
 
 
+def _all_to_all_equal(
+    comm: Comm, source: Given, target: Array, lengths: Lengths, root: int
+) -> None:
+    assert source is not None
+    comm.Alltoall(_bytes(source), _bytes(target))
+
+
 _REDUCTIONS: dict[str, Callable[..., None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
@@ -190,4 +197,5 @@ _MOVEMENTS: dict[str, Callable[..., None]] = {
     "gather": _gather,
     "scatter": _scatter,
     "all_to_all": _all_to_all,
+    "all_to_all_equal": _all_to_all_equal,
 }

@@ -178,10 +178,10 @@ def test_fsdp1(torch, dist, comm):
         check(torch, comm, model.parameters(), trained_alone(torch, comm.size))
 
 
-def sharded(torch, dist, mesh=None):
+def sharded(torch, dist, mesh=None, make=network):
     from torch.distributed.fsdp import fully_shard
 
-    model = network(torch)
+    model = make(torch)
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -194,6 +194,52 @@ def test_fsdp2(torch, dist, comm):
     train(torch, comm, model, sgd(torch, model))
     parameters = [parameter.full_tensor() for parameter in model.parameters()]
     check(torch, comm, parameters, trained_alone(torch, comm.size))
+
+
+def wide(torch):
+    torch.manual_seed(1)
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(6, 4096), nn.Linear(4096, 9), nn.Linear(9, 4096))
+
+
+def paths_of(group, count):
+    """The paths of a group's last calls that move parameters or gradients, by collective."""
+    entries = group._comm._engine.recorder.entries()[-count:]
+    moved = [(call.collective, path) for _, call, path, *_ in entries if call.nbytes >= 16 << 10]
+    return {name: {path for each, path in moved if each == name} for name, _ in moved}
+
+
+def test_fsdp2_with_registered_buffers(torch, dist, comm):
+    """The same weights, bit for bit, by calls that copy nothing, at other offsets on each rank."""
+    from collectives.torch.fsdp import register_buffers
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (comm.size,))
+    models = [sharded(torch, dist, mesh, wide) for _ in range(2)]
+    register_buffers(models[1])
+    optimizers = [sgd(torch, model, 1e-4) for model in models]
+    held = []
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(torch, comm, model, optimizer)
+        # 3 steps of 3 modules, each of 2 all_gathers and a reduce_scatter; root has no parameter.
+        used = paths_of(mesh.get_group(), 6)
+        if comm.rank and not held:
+            group = models[1][0]._get_fsdp_state()._fsdp_param_groups[0]
+            for buffers in (group._all_gather_comm, group._reduce_scatter_comm):
+                held.append(buffers.allocate((5000,), dtype=torch.float32, device="cpu"))
+                buffers._has_input = False
+            pool = mesh.get_group()._comm._engine.node.pool
+            assert all(pool.locate(each.data_ptr(), each.nbytes) for each in held)
+    assert used == {"all_gather": {"direct"}, "reduce_scatter": {"direct"}}
+    expected, given = ([each.full_tensor() for each in model.parameters()] for model in models)
+    check(torch, comm, given, [each.detach() for each in expected], tolerance=0)
+
+
+def test_what_has_no_buffers_to_register(torch, dist, comm):
+    from collectives.torch.fsdp import register_buffers
+
+    with pytest.raises(ValueError, match="fully_shard was not applied to this Sequential"):
+        register_buffers(network(torch))
 
 
 def test_tensor_parallel(torch, dist, comm):
@@ -297,6 +343,31 @@ def test_join_with_uneven_inputs(torch, dist, comm):
     assert all(torch.equal(flat, each) for each in comm.all_gather(flat[None]))
 
 
+def check_functional(torch, dist, comm, backend):
+    """Functional collectives in one graph with what is computed between them."""
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+
+    def mixed(tensor):
+        total = functional.all_reduce(tensor * 2, "sum", group)
+        rows = functional.all_gather_tensor(tensor + total, 0, group)
+        part = functional.reduce_scatter_tensor(rows.square(), "avg", 0, group)
+        moved = functional.all_to_all_single(rows - 1, None, None, group)
+        first = functional.broadcast(moved.cos(), 1, group)
+        return rows, part + 1, moved, first.sum(0)
+
+    given = torch.arange(6.0).reshape(2, 3) + comm.rank
+    compiled = torch.compile(mixed, backend=backend, fullgraph=True)
+    rows = torch.cat([torch.arange(6.0).reshape(2, 3) + rank for rank in range(comm.size)])
+    total = 2 * sum(torch.arange(6.0).reshape(2, 3) + rank for rank in range(comm.size))
+    rows = rows + total.repeat(comm.size, 1)
+    for _ in range(2):
+        for result, wanted in zip(compiled(given), mixed(given), strict=True):
+            torch.testing.assert_close(result, wanted)
+        torch.testing.assert_close(compiled(given)[0], rows)
+
+
 @pytest.mark.parametrize(
     "backend",
     [
@@ -319,6 +390,7 @@ def test_compiled(torch, dist, comm, backend):
     total = comm.size * (comm.size + 1) / 2
     for _ in range(2):
         assert step(given).tolist() == [2 * total + 1] * 4
+    check_functional(torch, dist, comm, backend)
     model = torch.compile(
         torch.nn.parallel.DistributedDataParallel(network(torch)), backend=backend
     )

@@ -1,0 +1,32 @@
+"""A process group's names, which torch keeps in backends written in C++ alone."""
+
+from __future__ import annotations
+
+from collectives.torch.untraced import untraced
+
+
+@untraced
+class Names:
+    """The names that torch reads and sets."""
+
+    _backend = _name = _description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The backend's name."""
+        return self._backend
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Store the name."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The group's name."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Store the description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """The group's description."""
+        return self._description
