@@ -20,7 +20,7 @@ from collectives.arrays.tensors import refuse_lost_gradient, to_torch
 from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.all_to_all import Parts, store
-from collectives.calls.arguments import Rows, split_rows
+from collectives.calls.arguments import Rows, contiguous_apart, split_rows, stores_rows
 from collectives.calls.bound import (
     bind,
     bind_all_gather,
@@ -157,10 +157,10 @@ class CallCache:
     def all_gather(self, array: Any, axis: Any, out: Any) -> Any:
         """As `Communicator.all_gather`."""
         zero = type(axis) is int and axis == 0
-        if type(array) is np.ndarray and array.ndim and zero and _takes(out, array):
+        if type(array) is np.ndarray and array.ndim and zero and stores_rows(out, array):
             rest, room = array.shape[1:], ANY_ROOM if out is None else len(out)
             target = None if out is None else out.reshape(-1)
-            joined = self._all_gather(array, rest, room, _apart(array, target), target)
+            joined = self._all_gather(array, rest, room, contiguous_apart(array, target), target)
             return joined if out is None else out
         if (views := self._tensors.views(array, out)) is not None:
             result = self.all_gather(views[0], axis, views[1])
@@ -213,14 +213,14 @@ class CallCache:
         plain = type(array) is np.ndarray and array.ndim and zero and array.dtype.isnative
         if (
             plain
-            and _takes(out, array)
+            and stores_rows(out, array)
             and reduction_for(as_op(op), array.dtype).dtype == array.dtype
         ):
             counts, rest = split_rows(len(array), size), array.shape[1:]
             if out is None or len(out) == counts[rank]:
                 result = np.empty((counts[rank], *rest), array.dtype) if out is None else out
                 target = result.reshape(-1)
-                source = _apart(array, target)
+                source = contiguous_apart(array, target)
                 self._reduce_scatter(op, source, target, array.shape, 0, counts, math.prod(rest))
                 return result
         given = ReduceInput(array, op)
@@ -267,10 +267,10 @@ class CallCache:
             result = self.all_to_all(*views)
             return to_torch(result) if out is None else out
         divisible = plain and arrays.ndim and not len(arrays) % size
-        if divisible and _takes(out, arrays) and (out is None or len(out) == len(arrays)):
+        if divisible and stores_rows(out, arrays) and (out is None or len(out) == len(arrays)):
             result = np.empty(arrays.shape, arrays.dtype) if out is None else out
             target, shape = result.reshape(-1), (len(arrays) // size, *arrays.shape[1:])
-            differing = self._all_to_all(_apart(arrays, target), target, shape)
+            differing = self._all_to_all(contiguous_apart(arrays, target), target, shape)
             if differing is not None:
                 store(differing, list(result.reshape(size, *shape)))
             return result
@@ -296,24 +296,3 @@ class CallCache:
 
 def _nothing(source: None, target: None, index: int | None) -> None:
     """Move no data."""
-
-
-def _takes(out: Any, array: Array) -> bool:
-    """Whether rows like those of the array can be stored into `out` as they are."""
-    return out is None or (
-        type(out) is np.ndarray
-        and out.flags.carray
-        and out.dtype == array.dtype
-        and out.shape[1:] == array.shape[1:]
-        and out.ndim == array.ndim
-    )
-
-
-def _apart(array: Array, target: Array | None) -> Array:
-    """The elements in C order, in memory of their own where they may overlap with the target."""
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned):
-        return array.flatten()
-    if target is not None and np.may_share_memory(array, target):
-        return array.flatten()
-    return array.reshape(-1)
