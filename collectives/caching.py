@@ -14,15 +14,23 @@ _KEPT = 1024
 class LRU(OrderedDict[Key, Value]):
     """The entries that were stored or touched last, `kept` at most.
 
-    `get` doesn't count as use, so that a lookup costs no more than a dict's: `touch` does.
+    `get` doesn't count as use, so that a lookup costs no more than a dict's: `recall` does. Several
+    threads may use it.
     """
 
     def __init__(self, kept: int = _KEPT) -> None:
         super().__init__()
         self.kept = kept
 
-    touch = OrderedDict.move_to_end
-    """Count an entry as the last one used."""
+    def recall(self, key: Key) -> Value | None:
+        """The entry, from now on the last one used; None where there is none."""
+        value = self.get(key)
+        if value is not None:
+            try:
+                self.move_to_end(key)
+            except KeyError:  # another thread has evicted it
+                return self.put(key, value)
+        return value
 
     def put(self, key: Key, value: Value) -> Value:
         """Store an entry and return it; where there are too many, drop the least recently used."""

@@ -56,15 +56,10 @@ class CallCache:
     def _call(self, key: Any, bind: Callable[[], Bound], source: Any, target: Any) -> Any:
         """Make the call of that key, which is bound where it isn't yet."""
         for _ in range(2):
-            bound = self.known.get(key)
+            bound = self.known.recall(key)
             if bound is None:
                 self._check_open()
                 bound = self.known.put(key, bind())
-            else:
-                try:
-                    self.known.touch(key)
-                except KeyError:  # another thread has evicted it
-                    self.known.put(key, bound)
             result = bound(source, target)
             # Bound before another thread made the first registered array: once more.
             if result is not PASS:

@@ -86,11 +86,10 @@ class Parts:
             self._costs = self._engine.costs
             self.forget()
         key = (kinds, limit, op)
-        parts = self._kept.get(key)
+        parts = self._kept.recall(key)
         if parts is None:
             plan = make_plan(kinds, limit)
             return self._kept.put(key, [self._part(each, op) for each in plan.buckets])
-        self._kept.touch(key)
         return parts
 
     def _part(self, bucket: Bucket, op: ReduceOp) -> Part:

@@ -62,11 +62,10 @@ class DeviceBucket:
         itemsize = dtype.itemsize // reals(dtype)
         addresses = tuple(map(self._memory.cuda.address, arrays))
         key = (itemsize, *addresses)
-        table = self._tables.get(key)
+        table = self._tables.recall(key)
         if table is None:
             made = make_table(addresses, self._starts, self._lengths, itemsize)
             return self._tables.put(key, self._memory.upload(made))
-        self._tables.touch(key)
         return table
 
     def pack(self, table: Table) -> None:

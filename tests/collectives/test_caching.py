@@ -1,7 +1,6 @@
-"""A bound call that another thread evicts between its lookup and its use."""
+"""The cache of every lookup: what is kept, and what another thread evicts meanwhile."""
 
 from collectives.caching import LRU
-from collectives.calls.call_cache import CallCache
 
 
 class Evicting(LRU):
@@ -9,9 +8,18 @@ class Evicting(LRU):
         return self.pop(key, default)
 
 
-def test_a_bound_call_is_evicted_between_lookup_and_use():
-    calls = CallCache(None, lambda: None)
-    calls.known = Evicting()
-    calls.known.put("key", lambda source, target: source + target)
-    assert calls._call("key", None, 1, 2) == 3
-    assert list(calls.known) == ["key"]
+def test_an_entry_is_evicted_between_lookup_and_use():
+    cache = Evicting()
+    cache.put("key", 3)
+    assert cache.recall("key") == 3
+    assert list(cache) == ["key"]
+
+
+def test_what_was_recalled_last_is_kept():
+    cache = LRU(2)
+    cache.put("a", 1)
+    cache.put("b", 2)
+    assert cache.recall("a") == 1
+    cache.put("c", 3)
+    assert list(cache) == ["a", "c"]
+    assert cache.recall("b") is None
