@@ -17,6 +17,7 @@ from strategies.cluster_resolver import ClusterResolver
 from strategies.core import values
 from strategies.core.options import CommunicationOptions, ReduceOp, RunOptions
 from strategies.cross_device_ops.base import CrossDeviceOps, reduce_by
+from strategies.foreign.registry import trains_keras
 from strategies.input import (
     ArraysDataset,
     InputContext,
@@ -68,11 +69,20 @@ class Strategy(Replication):
     def scope(self) -> AbstractContextManager[None]:
         """A context in which the strategy is in force and variables are mirrored when created.
 
+        Keras models that are compiled in it train on all ranks in step, if the replicas take each
+        step together and Keras's backend is torch or JAX.
+
         Raises RuntimeError inside `run` and another strategy's scope. Where several ranks train,
-        leaving it raises TypeError for a trainable model of torch, Keras or TensorFlow made in it.
+        leaving it raises TypeError for any other trainable model of torch, Keras or TensorFlow made
+        in it.
         """
         contexts.require_cross_replica("Strategy.scope()", self)
-        return contexts.scope_of(self)
+        scope = contexts.scope_of(self)
+        if self.trains_alone or not self.steps_together or not trains_keras():
+            return scope
+        from strategies.keras.scope import scope_with_keras
+
+        return scope_with_keras(self, scope)
 
     def run(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from strategies.foreign.distributed import strategy_of
 from strategies.foreign.framework import Callback, Framework, Undo, call_with, replace_method
 
 # Layers of these modules have no weights, though they define `build`.
@@ -17,16 +18,41 @@ class Keras(Framework):
     name = "Keras"
     module = "keras"
     classes = ("layers.Layer", "Variable", "optimizers.Optimizer")
-    alternative = (
-        "outside of the strategy's scope and run, model.set_weights([comm.broadcast(each) for each"
-        " in model.get_weights()]) once, and gradients = comm.all_reduce_many(gradients, 'mean')"
-        " on NumPy arrays before optimizer.apply(gradients), in your own loop, with"
-        " comm = collectives.world()"
-    )
     inference_mark = "model.trainable = False"
 
+    @property
+    def adapted(self) -> bool:
+        """By `model.compile` in a scope. With TensorFlow the ranks train by `tf.distribute`."""
+        return self._backend() != "tensorflow"
+
+    @property
+    def alternative(self) -> str:
+        """`compile` and `fit`, or a strategy of `tf.distribute`."""
+        by_hand = (
+            "; or in a loop of your own, outside of the strategy's scope and run, reduce"
+            " gradients with collectives.world().all_reduce_many(gradients, 'mean')"
+        )
+        if not self.adapted:
+            return (
+                "with Keras's TensorFlow backend, make and compile the model in the scope of"
+                " strategies.tensorflow.MultiWorkerMirroredStrategy, then model.fit" + by_hand
+            )
+        return (
+            "make and compile the model in the scope of a strategy whose replicas take each step"
+            " together, such as MultiWorkerMirroredStrategy or MirroredStrategy: model = ...;"
+            " model.compile(optimizer, loss), then model.fit" + by_hand
+        )
+
+    def _backend(self) -> Any:
+        return self.find("config.backend")()
+
     def trains(self, thing: Any) -> bool:
-        """Trainable float variables, and layers that have such or will have when built."""
+        """Trainable float variables, and layers that have such or will have when built.
+
+        Those that a strategy trains in step don't count.
+        """
+        if strategy_of(thing) is not None:
+            return False
         if isinstance(thing, self.find("Variable")):
             is_float = self.find("backend.is_float_dtype")
             return bool(thing.trainable and is_float(thing.dtype))
@@ -35,8 +61,10 @@ class Keras(Framework):
         return True
 
     def _has_weights(self, layer: Any) -> bool:
+        if strategy_of(layer) is not None:
+            return False
         if layer.trainable_variables:
-            return True
+            return any(strategy_of(each) is None for each in layer.trainable_variables)
         return not layer.built and bool(layer.trainable) and self._builds_weights(type(layer))
 
     def _builds_weights(self, kind: type) -> bool:

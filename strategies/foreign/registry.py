@@ -28,6 +28,11 @@ def loaded() -> list[Framework]:
     return [framework for framework in FRAMEWORKS if framework.loaded]
 
 
+def trains_keras() -> bool:
+    """Whether the program has imported Keras, on a backend that strategies train."""
+    return FRAMEWORKS[0].loaded and FRAMEWORKS[0].adapted
+
+
 def framework_of(thing: Any) -> Framework | None:
     """The framework whose variable, model or optimizer the object is; None for other objects."""
     kind: type = type(thing)

@@ -14,13 +14,21 @@ class Torch(Framework):
     name = "torch"
     module = "torch"
     classes = ("nn.Module", "Tensor", "optim.Optimizer")
-    adapted = True
-    alternative = (
-        "once, model, optimizer = strategy.distribute(model, optimizer); gradients are reduced in"
-        " backward from then on"
-    )
     saved = "strategies.Variable, and modules, optimizers and schedulers of torch"
     inference_mark = "model.eval() or model.requires_grad_(False)"
+
+    @property
+    def adapted(self) -> bool:
+        """By `strategy.distribute`."""
+        return True
+
+    @property
+    def alternative(self) -> str:
+        """`strategy.distribute`."""
+        return (
+            "once, model, optimizer = strategy.distribute(model, optimizer); gradients are reduced"
+            " in backward from then on"
+        )
 
     def trains(self, thing: Any) -> bool:
         """Modules in training mode with parameters that require gradients; leaf tensors that do.
@@ -30,7 +38,9 @@ class Torch(Framework):
         if strategy_of(thing) is not None:
             return False
         if isinstance(thing, self.find("nn.Module")):
-            return thing.training and any(each.requires_grad for each in thing.parameters())
+            return thing.training and any(
+                each.requires_grad and strategy_of(each) is None for each in thing.parameters()
+            )
         if isinstance(thing, self.find("Tensor")):
             return bool(thing.requires_grad and thing.is_leaf)
         return True

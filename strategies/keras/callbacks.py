@@ -1,0 +1,133 @@
+"""Callbacks of `fit` on several ranks: which of them run where, and what the ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.utils import is_default
+
+from strategies.keras.state import average_statistics, broadcast_state, learning_rates
+from strategies.keras.training import Training
+
+_CHIEFS = tuple(
+    getattr(keras.callbacks, name)
+    for name in (
+        "BackupAndRestore",
+        "CSVLogger",
+        "ModelCheckpoint",
+        "OrbaxCheckpoint",
+        "ProgbarLogger",
+        "RemoteMonitor",
+        "TensorBoard",
+    )
+    if hasattr(keras.callbacks, name)
+)
+"""Callbacks that write what is written once."""
+
+_BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+def callbacks_of_rank(training: Training, callbacks: Any) -> list[Any]:
+    """The callbacks that this rank runs: those that write on the chief alone, others everywhere."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    every = keras.tree.flatten(callbacks) if callbacks else []
+    return [each for each in every if training.is_chief or not isinstance(each, _CHIEFS)]
+
+
+def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any) -> list[Any]:
+    """The same with those that keep the ranks in step around them. Collective."""
+    own = callbacks_of_rank(training, callbacks)
+    acts = any(_acts_on_batches(each) for each in own)
+    anywhere = training.communicator.all_reduce(np.array([acts], np.uint8), "max")
+    agreement = _BatchAgreement if anywhere[0] else _EpochAgreement
+    return [_Average(statistics), *own, agreement(training, statistics)]
+
+
+def _acts_on_batches(callback: Any) -> bool:
+    """Whether it may end training within an epoch, or communicate there."""
+    if isinstance(callback, (*_CHIEFS, keras.callbacks.History)):
+        return False
+    return any(not is_default(getattr(callback, name)) for name in _BATCHES)
+
+
+class Statistics:
+    """Whether a model's moving statistics are the ranks' mean, or each rank's own."""
+
+    def __init__(self, training: Training, model: Any) -> None:
+        self._training, self._model = training, model
+        self._differ = False
+
+    def train(self) -> None:
+        """Note that the ranks' statistics differ from now on."""
+        self._differ = True
+
+    def average(self) -> None:
+        """Average them, unless nothing was trained since. Collective."""
+        if self._differ:
+            average_statistics(self._training, self._model)
+        self._differ = False
+
+    def broadcast(self) -> None:
+        """Make the whole state the chief's. Collective."""
+        broadcast_state(self._training, self._model)
+        self._differ = False
+
+
+class _Average(keras.callbacks.Callback):  # type: ignore[misc]
+    """Precedes the callbacks that save the model."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        super().__init__()
+        self._statistics = statistics
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note that the epoch's steps change the statistics."""
+        self._statistics.train()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Average them, where validation has not done it."""
+        self._statistics.average()
+
+
+class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]
+    """Follows the other callbacks: what one of them decides on a rank holds on all ranks."""
+
+    def __init__(self, training: Training, statistics: Statistics) -> None:
+        super().__init__()
+        self._training, self._statistics = training, statistics
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Make state and first epoch the chief's, which may have restored them from a backup."""
+        self._statistics.broadcast()
+        first = self._training.communicator.broadcast_object(self.model._initial_epoch)
+        self.model._initial_epoch = first
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Use the chief's learning rates."""
+        rates: Sequence[Any] = learning_rates(self.model)
+        if rates:
+            values = [float(keras.ops.convert_to_numpy(each.value)) for each in rates]
+            chiefs = self._training.communicator.broadcast(np.array(values))
+            for variable, own, value in zip(rates, values, chiefs, strict=True):
+                if own != value:
+                    variable.assign(float(value))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stop where a callback on any rank stops."""
+        self._agree_to_stop()
+
+    def _agree_to_stop(self) -> None:
+        stops = np.array([bool(self.model.stop_training)], np.uint8)
+        self.model.stop_training = bool(self._training.communicator.all_reduce(stops, "max")[0])
+
+
+class _BatchAgreement(_EpochAgreement):
+    """The same after every step, for callbacks that may stop there."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stop where a callback on any rank stops."""
+        self._agree_to_stop()

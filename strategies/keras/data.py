@@ -1,0 +1,245 @@
+"""Global batches cut into one piece for each rank, for Keras's `fit`, `evaluate` and `predict`.
+
+Every rank reads the same global batches, and takes contiguous rows of each: ⌈n/W⌉ of n, fewer or
+none on the last ranks, as TensorFlow does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import ArrayDataAdapter, get_data_adapter
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
+from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from collectives import Communicator
+from strategies.core.same_error import compare
+from strategies.input import DistributedDataset
+from strategies.input.batches import digest_of
+from strategies.keras.training import Training
+
+log = logging.getLogger("strategies")
+
+# Not an error: each rank may augment the same examples differently.
+_DIFFERENT_BATCHES = (
+    "each rank takes its part of every global batch, but the ranks' first global batches differ."
+    " If their order differs, examples are lost or repeated: shuffle with the same seed on every"
+    " rank, for example after keras.utils.set_random_seed"
+)
+
+
+class Share(NamedTuple):
+    """Which rows of a global batch a rank gets."""
+
+    rank: int
+    size: int
+
+    def of(self, length: int) -> slice:
+        """The rows of a batch of that length."""
+        step = -(-length // self.size)
+        return slice(min(self.rank * step, length), min((self.rank + 1) * step, length))
+
+    def cut(self, batch: Any) -> Any:
+        """The rank's part of every array in a nest."""
+        rows = self.of(length_of(batch))
+        return keras.tree.map_structure(lambda each: None if each is None else each[rows], batch)
+
+
+def share_of(training: Training) -> Share:
+    """That of this rank."""
+    return Share(training.communicator.rank, training.communicator.size)
+
+
+def length_of(batch: Any) -> int:
+    """The number of rows of a nest of arrays."""
+    return int(next(each for each in keras.tree.flatten(batch) if each is not None).shape[0])
+
+
+class Pieces(DataAdapter):  # type: ignore[misc]
+    """This rank's piece of every batch of another adapter."""
+
+    def __init__(self, whole: DataAdapter, training: Training) -> None:
+        self._whole, self._training = whole, training
+        self._share = share_of(training)
+        self._compared = False
+        self.lengths: list[int] | None = None
+        """The lengths of the global batches in the order of reading, if it is a list."""
+
+    def _cut(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._compare(batch)
+            if self.lengths is not None:
+                self.lengths.append(length_of(batch))
+            piece = self._share.cut(batch)
+            self._training.rows_read = length_of(piece)
+            yield piece
+
+    def _compare(self, batch: Any) -> None:
+        """Log a warning where the ranks' first batches differ. Collective, once."""
+        if self._compared:
+            return
+        self._compared = True
+        digest = digest_of(keras.tree.flatten(batch))
+        differ = compare(self._training.communicator, "first batch: ", digest, digest)
+        if differ is not None and self._training.is_chief:
+            log.warning("%s", _DIFFERENT_BATCHES)
+
+    def get_numpy_iterator(self) -> Iterator[Any]:
+        """Pieces of NumPy arrays."""
+        return self._cut(self._whole.get_numpy_iterator())
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """Pieces of arrays for JAX."""
+        return self._cut(self._whole.get_jax_iterator())
+
+    def get_torch_dataloader(self) -> Iterator[Any]:
+        """Pieces of torch tensors; Keras only iterates over it."""
+        return self._cut(self._whole.get_torch_dataloader())
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches; None if it is unknown."""
+        number: int | None = self._whole.num_batches
+        return number
+
+    @property
+    def batch_size(self) -> int | None:
+        """Unknown, since pieces differ."""
+        return None
+
+    def on_epoch_begin(self) -> None:
+        """Notify the data."""
+        self._whole.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Notify the data."""
+        self._whole.on_epoch_end()
+
+
+class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
+    """This rank's piece of every batch of arrays, in an order that the seed determines."""
+
+    def __init__(self, training: Training, seed: int, *data: Any, **options: Any) -> None:
+        super().__init__(*data, **options)
+        self._training, self._share = training, share_of(training)
+        self._generator = np.random.default_rng(seed)
+        self.lengths: list[int] | None = None
+        """As of `Pieces`."""
+
+    def _get_iterator(self, slice_and_convert_fn: Any, inputs: Any) -> Iterator[Any]:
+        for rows in self._rows():
+            yield keras.tree.map_structure(
+                lambda each, rows=rows: slice_and_convert_fn(each, indices=rows),
+                inputs,
+                none_is_leaf=False,
+            )
+
+    def _rows(self) -> Iterator[Any]:
+        """The rows of each piece: slices, or arrays of indices."""
+        shuffle, total = self._shuffle, self._num_samples
+        if shuffle:
+            by_batch = shuffle == "batch"
+            order = np.arange(total) if by_batch else self._generator.permutation(total)
+        for start in range(0, total, self._batch_size):
+            length = min(self._batch_size, total - start)
+            if self.lengths is not None:
+                self.lengths.append(length)
+            part = self._share.of(length)
+            self._training.rows_read = part.stop - part.start
+            if not shuffle:
+                yield slice(start + part.start, start + part.stop)
+            elif by_batch:
+                yield self._generator.permutation(order[start : start + length])[part]
+            else:
+                yield order[start : start + length][part]
+
+    def get_torch_dataloader(self) -> Iterator[Any]:
+        """Pieces of torch tensors; Keras only iterates over it."""
+
+        def convert(sliceable: Any, indices: Any) -> Any:
+            part = sliceable.convert_to_torch_compatible(sliceable[indices])
+            return keras.ops.convert_to_tensor(part)
+
+        inputs = convert_to_sliceable(self._inputs, target_backend="torch")
+        return self._get_iterator(convert, inputs)
+
+
+class ShuffledPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
+    """The batches of a PyDataset in an order that the seed determines."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        self._dataset, self._generator = dataset, np.random.default_rng(seed)
+        self._order = self._generator.permutation(dataset.num_batches)
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches."""
+        number: int = self._dataset.num_batches
+        return number
+
+    def __getitem__(self, index: int) -> Any:
+        """A batch."""
+        return self._dataset[int(self._order[index])]
+
+    def on_epoch_begin(self) -> None:
+        """Notify the dataset."""
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Notify the dataset, and draw the next epoch's order."""
+        self._dataset.on_epoch_end()
+        self._order = self._generator.permutation(self._dataset.num_batches)
+
+
+def share_data(
+    training: Training,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    shuffle: Any = False,
+    **options: Any,
+) -> Any:
+    """An adapter that gives Keras this rank's pieces of the data that every rank was given.
+
+    options: `batch_size`, `class_weight` and `steps_per_epoch`, as of `fit`.
+
+    Collective with `shuffle`. Raises as Keras does for data that it doesn't support; TypeError for
+    a dataset that a strategy has distributed already.
+    """
+    if isinstance(x, DistributedDataset):
+        raise TypeError(
+            "x is a DistributedDataset: must be the dataset of global batches itself, since fit,"
+            " evaluate and predict take each rank's piece of every batch"
+        )
+    seed = _common_seed(training.communicator) if shuffle else 0
+    if not isinstance(x, DataAdapter) and can_convert_arrays((x, y, sample_weight)):
+        options["steps"] = options.pop("steps_per_epoch", None)
+        return ArrayPieces(training, seed, x, y, sample_weight, shuffle=shuffle, **options)
+    if isinstance(x, keras.utils.PyDataset) and shuffle and x.num_batches is not None:
+        x = ShuffledPyDataset(x, seed)
+    elif shuffle:
+        _share_order(x, seed)
+    whole = get_data_adapter(x, y, sample_weight, **options)
+    return Pieces(whole, training)
+
+
+def _common_seed(communicator: Communicator) -> int:
+    """The chief's next random number, which `keras.utils.set_random_seed` determines."""
+    seed: int = communicator.broadcast_object(int(np.random.randint(1 << 31)))
+    return seed
+
+
+def _share_order(loader: Any, seed: int) -> None:
+    """Have a torch DataLoader that shuffles without a generator draw the same order on all ranks."""
+    sampler = getattr(loader, "sampler", None)
+    if type(sampler).__name__ == "RandomSampler" and sampler.generator is None:
+        import torch
+
+        sampler.generator = torch.Generator().manual_seed(seed)

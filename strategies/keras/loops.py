@@ -1,0 +1,205 @@
+"""`fit`, `evaluate`, `predict` and the steps on single batches, on the ranks of a training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import array_slicing
+
+from strategies.core.same_error import PropagatedErrors, refuse_differences
+from strategies.keras.callbacks import Statistics, callbacks_of_fit, callbacks_of_rank
+from strategies.keras.data import length_of, share_data, share_of
+from strategies.keras.training import Training
+
+Method = Callable[..., Any]
+
+
+class Loops:
+    """The methods that replace a model's own."""
+
+    def __init__(self, model: Any, training: Training, statistics: Statistics) -> None:
+        self._model, self._training, self._statistics = model, training, statistics
+        self._kind = type(model)
+        self._shared = False
+
+    def methods(self) -> dict[str, Method]:
+        """The replacements by name."""
+        names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch")
+        return {name: getattr(self, name) for name in (*names, "_symbolic_build")}
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's `fit` on this rank's pieces of global batches. Collective."""
+        given = _bound(keras.Model.fit, self._model, args, kwargs)
+        training = self._training
+        with PropagatedErrors(training.communicator, "fit"):
+            _split_validation(given)
+        self._compare("fit", given)
+        with PropagatedErrors(training.communicator, "fit"):
+            batch_size = given["batch_size"]
+            given["validation_data"] = self._validation(given, batch_size)
+            data = _taken(given, "x", "y", "sample_weight")
+            options = _taken(given, "batch_size", "class_weight", "shuffle")
+            options["steps_per_epoch"] = given["steps_per_epoch"]
+            x = share_data(training, *data, **options)
+        callbacks = callbacks_of_fit(training, self._statistics, given["callbacks"])
+        given |= {"x": x, "callbacks": callbacks, "verbose": self._verbose(given)}
+        return self._kind.fit(self._model, **given)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's `evaluate`: the metrics over all ranks' pieces. Collective."""
+        self._statistics.average()
+        if kwargs.get("_use_cached_eval_dataset"):
+            return self._kind.evaluate(self._model, *args, **kwargs)
+        given = self._divided("evaluate", args, kwargs, "x", "y", "sample_weight")
+        return self._kind.evaluate(self._model, **given)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's `predict`: all rows, in their order, on every rank. Collective."""
+        self._statistics.average()
+        given = self._divided("predict", args, kwargs, "x")
+        given["x"].lengths = lengths = []
+        if not self._shared:
+            self._build(given["x"])
+        outputs = self._kind.predict(self._model, **given)
+        return keras.tree.map_structure(lambda each: self._joined(each, lengths), outputs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's `train_on_batch` on this rank's piece of a global batch. Collective."""
+        self._statistics.train()
+        return self._on_batch("train_on_batch", args, kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras's `test_on_batch` on this rank's piece of a global batch. Collective."""
+        self._statistics.average()
+        return self._on_batch("test_on_batch", args, kwargs)
+
+    def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
+        """Build the model, and make its first state the chief's. Collective, the first time."""
+        self._kind._symbolic_build(self._model, *args, **kwargs)
+        if not self._shared:
+            self._shared = True
+            self._statistics.broadcast()
+
+    def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
+        given = _bound(getattr(keras.Model, name), self._model, args, kwargs)
+        self._compare(name, given)
+        share = share_of(self._training)
+        data = _taken(given, "x", "y", "sample_weight")
+        x, y, sample_weight = share.cut(tuple(data))
+        self._training.rows_read = length_of(x)
+        as_dictionary = given.pop("return_dict")
+        given |= {"x": x, "y": y, "sample_weight": sample_weight, "return_dict": True}
+        logs = getattr(self._kind, name)(self._model, **given)
+        logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))
+        return logs if as_dictionary else self._model._flatten_metrics_in_order(logs)
+
+    def _divided(self, name: str, args: Any, kwargs: Any, *data: str) -> dict[str, Any]:
+        """The arguments of a loop without training, with this rank's pieces."""
+        given = _bound(getattr(keras.Model, name), self._model, args, kwargs)
+        self._compare(name, given)
+        with PropagatedErrors(self._training.communicator, name):
+            arrays = _taken(given, *data)
+            options = {
+                "batch_size": given.pop("batch_size"),
+                "steps_per_epoch": given["steps"],
+            }
+            x = share_data(self._training, *arrays, **options)
+        callbacks = callbacks_of_rank(self._training, given["callbacks"])
+        return given | {"x": x, "callbacks": callbacks, "verbose": self._verbose(given)}
+
+    def _validation(self, given: Mapping[str, Any], batch_size: Any) -> Any:
+        data = given["validation_data"]
+        if data is None:
+            return None
+        parts = keras.utils.unpack_x_y_sample_weight(data)
+        return share_data(
+            self._training,
+            *parts,
+            batch_size=given["validation_batch_size"] or batch_size,
+            steps_per_epoch=given["validation_steps"],
+        )
+
+    def _verbose(self, given: Mapping[str, Any]) -> Any:
+        return given["verbose"] if self._training.is_chief else 0
+
+    def _compare(self, name: str, given: Mapping[str, Any]) -> None:
+        """ValueError on every rank where their arguments differ."""
+        text = ", ".join(
+            f"{key}={_description(value)}"
+            for key, value in given.items()
+            if key not in ("callbacks", "verbose", "return_dict")
+        )
+        refuse_differences(self._training.communicator, f"{name}: the ranks' arguments differ", text)
+
+    def _build(self, pieces: Any) -> None:
+        """Make the state the chief's before the first prediction, of a model that isn't built."""
+        if not all(layer.built for layer in self._model._flatten_layers()):
+            batch = next(iter(pieces.get_numpy_iterator()))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            rows = keras.tree.map_structure(lambda each: np.zeros((1, *each.shape[1:])), x)
+            self._kind.predict_on_batch(self._model, rows)
+            pieces.lengths.clear()
+        self._shared = True
+        self._statistics.broadcast()
+
+    def _joined(self, rows: Any, lengths: list[int]) -> Any:
+        """All ranks' rows in the order of the global batches."""
+        rows = np.ascontiguousarray(rows)
+        communicator = self._training.communicator
+        gathered = communicator.all_gather(rows)
+        order: list[list[int]] = [[] for _ in range(communicator.size)]
+        end = 0
+        for length in lengths:
+            if end == len(gathered):
+                break  # Keras has read a batch more than it used.
+            for rank, own in enumerate(order):
+                part = share_of(self._training)._replace(rank=rank).of(length)
+                own.extend(range(end + part.start, end + part.stop))
+            end += length
+        joined = np.empty_like(gathered)
+        joined[np.concatenate([np.array(each, int) for each in order])] = gathered
+        return joined
+
+
+def _bound(method: Method, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = inspect.signature(method).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    given.pop("self")
+    given |= given.pop("kwargs", {})
+    return given
+
+
+def _taken(given: dict[str, Any], *names: str) -> Any:
+    """Arguments that are handed over in another way: a list of data, a dictionary of options."""
+    taken = {name: given.pop(name, None) for name in names}
+    return list(taken.values()) if names[0] == "x" else taken
+
+
+def _split_validation(given: dict[str, Any]) -> None:
+    """Take the last samples for validation, as `fit` does."""
+    fraction, given["validation_split"] = given["validation_split"], 0.0
+    if fraction and given["validation_data"] is None:
+        arrays = given["x"], given["y"], given["sample_weight"]
+        split = array_slicing.train_validation_split(arrays, validation_split=fraction)
+        (given["x"], given["y"], given["sample_weight"]), given["validation_data"] = split
+
+
+def _description(value: Any) -> str:
+    """What must be equal on all ranks: shapes and dtypes of arrays, and plain values."""
+    if isinstance(value, dict):
+        return str({key: _description(each) for key, each in value.items()})
+    if isinstance(value, list | tuple):
+        return str([_description(each) for each in value])
+    if hasattr(value, "shape"):
+        return f"{getattr(value, 'dtype', '')}{list(value.shape)}"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else type(value).__name__
+
+
+def _as_numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: float(keras.ops.convert_to_numpy(each)) for name, each in logs.items()}

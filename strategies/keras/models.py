@@ -1,0 +1,71 @@
+"""Preparation of a compiled model: methods of the instance that keep the ranks in step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from strategies.foreign.distributed import permit
+from strategies.keras.callbacks import Statistics
+from strategies.keras.loops import Loops
+from strategies.keras.optimizers import optimizers_of, outer_optimizers_of, reduce_first
+from strategies.keras.state import average_logs, sum_metrics
+from strategies.keras.steps import steps_of
+from strategies.keras.training import Training
+
+
+def prepare(model: Any, training: Training) -> None:
+    """Replace the methods by which Keras trains the model. Its class stays as it is.
+
+    ValueError for a loss that is a sum, since a mean over the ranks isn't the whole batch's sum.
+    """
+    for loss in keras.tree.flatten(model.loss) if model.loss is not None else ():
+        if getattr(loss, "reduction", None) == "sum":
+            raise ValueError(
+                f"loss {loss.name!r} has reduction='sum': must be 'sum_over_batch_size', since"
+                " gradients are averaged over the ranks"
+            )
+    kind = type(model)
+    loops = Loops(model, training, Statistics(training, model))
+
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        result = kind.compile(model, *args, **kwargs)
+        prepare(model, training)
+        return result
+
+    def results(logs: Any) -> Any:
+        sum_metrics(training, model)
+        found = kind._get_metrics_result_or_logs(model, logs)
+        return average_logs(training, logs) if found is logs and logs else found
+
+    def make_train_function(*args: Any, **kwargs: Any) -> Any:
+        # A model may get further optimizers after `compile`.
+        reduce_gradients_of(model, training)
+        return kind.make_train_function(model, *args, **kwargs)
+
+    replaced = {
+        "compile": compile,
+        "make_train_function": make_train_function,
+        "_get_metrics_result_or_logs": results,
+        **loops.methods(),
+        **steps_of(model, training),
+    }
+    for name, method in replaced.items():
+        object.__setattr__(model, name, method)
+    reduce_gradients_of(model, training)
+
+
+def reduce_gradients_of(model: Any, training: Training) -> None:
+    """Have the model's optimizers reduce gradients."""
+    for optimizer in outer_optimizers_of(model):
+        reduce_first(optimizer, training)
+    permit(optimizers_of(model), training.owner)
+
+
+def permit_training(model: Any, training: Training) -> None:
+    """Have the guards of the scope pass what the model consists of."""
+    layers = model._flatten_layers()
+    permit([*layers, *model.variables, *optimizers_of(model)], training.owner)
+    if keras.config.backend() == "torch":
+        permit([each.value for each in model.variables], training.owner)

@@ -1,0 +1,70 @@
+"""Optimizers of Keras that take the mean of the ranks' gradients first.
+
+Methods are replaced in the instance, so that its class, and what is saved, stay Keras's. Clipping,
+accumulation and moving averages follow the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from strategies.keras.training import Training
+
+
+def reduce_first(optimizer: Any, training: Training) -> None:
+    """Have the optimizer reduce gradients from now on, instead of any earlier `training`."""
+    kind = type(optimizer)
+
+    def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        variables = trainable_variables
+        if variables is None:
+            variables = optimizer._trainable_variables
+        return kind.apply(optimizer, _reduced(training, grads, variables), trainable_variables)
+
+    vars(optimizer)["apply"] = apply
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        # It chooses the step by whether gradients are finite, before it applies them.
+        def stateless_apply(
+            optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
+        ) -> Any:
+            reduced = _reduced(training, grads, optimizer._trainable_variables)
+            return kind.stateless_apply(
+                optimizer, optimizer_variables, reduced, trainable_variables
+            )
+
+        vars(optimizer)["stateless_apply"] = stateless_apply
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizers that are attributes of the model, such as those of a GAN, and within them."""
+    kind = keras.optimizers.Optimizer
+    found = {id(each): each for each in vars(model).values() if isinstance(each, kind)}
+    inner = [getattr(each, "inner_optimizer", None) for each in found.values()]
+    return [*found.values(), *(each for each in inner if each is not None)]
+
+
+def outer_optimizers_of(model: Any) -> list[Any]:
+    """The same without those within others, which get gradients that are reduced already."""
+    found = optimizers_of(model)
+    inner = {id(getattr(each, "inner_optimizer", None)) for each in found}
+    return [each for each in found if id(each) not in inner]
+
+
+Reduction = Callable[[Training, Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def _reduction() -> Reduction:
+    if keras.config.backend() == "torch":
+        from strategies.keras.torch_gradients import reduce_gradients
+
+        return reduce_gradients
+    from strategies.keras.jax_gradients import reduce_gradients as reduce_in_jax
+
+    return reduce_in_jax
+
+
+def _reduced(training: Training, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    return _reduction()(training, list(grads), list(variables))

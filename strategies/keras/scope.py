@@ -1,0 +1,60 @@
+"""The scope in which `compile` makes a model train on all ranks in step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any
+
+import keras
+
+from strategies.core.options import ReduceOp
+from strategies.foreign.framework import replace_method
+from strategies.keras.models import permit_training, prepare
+from strategies.keras.training import Training
+from strategies.replication.replication import Replication
+
+
+@contextmanager
+def scope_with_keras(strategy: Replication, scope: AbstractContextManager[None]) -> Iterator[None]:
+    """A strategy's scope, in which `compile` prepares models for its ranks."""
+
+    def mean(arrays: Sequence[Any]) -> Sequence[Any]:
+        return strategy.all_reduce_arrays(arrays, ReduceOp.MEAN)
+
+    training = Training(
+        strategy.communicator,
+        is_chief=strategy.is_chief,
+        owner=strategy,
+        mean=None if strategy.reduces_plainly else mean,
+    )
+    with scope, training_scope(training):
+        yield
+
+
+@contextmanager
+def training_scope(training: Training) -> Iterator[None]:
+    """A context in which this thread's `model.compile` prepares the model for the ranks."""
+    thread, compiled = threading.get_ident(), []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, *args, **kwargs)
+            if threading.get_ident() == thread:
+                prepare(model, training)
+                compiled.append(model)
+            return result
+
+        return compile
+
+    undo = replace_method(keras.Model, "compile", make)
+    try:
+        yield
+    finally:
+        undo()
+        # Now, since layers may have been added or built after `compile`.
+        for model in compiled:
+            permit_training(model, training)

@@ -1,0 +1,86 @@
+"""Steps of Keras's trainers on a rank's piece of a batch, which may have no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from strategies.keras.data import length_of
+from strategies.keras.training import Training
+
+Step = Callable[..., Any]
+
+
+def steps_of(model: Any, training: Training) -> dict[str, Step]:
+    """Replacements of the model's steps.
+
+    With no rows the step runs on a row of zeros, so that it takes part in the ranks' reductions,
+    and everything but the reduced gradients is discarded.
+    """
+    stateless = keras.config.backend() == "jax"
+    train, test = (_train_in_jax, _test_in_jax) if stateless else (_step, _step)
+    predict = _predict_in_jax if stateless else _predict
+    kind = type(model)
+    return {
+        "train_step": _counting(model, training, kind.train_step, train),
+        "test_step": _counting(model, training, kind.test_step, test),
+        "predict_step": _counting(model, training, kind.predict_step, predict),
+    }
+
+
+def _counting(model: Any, training: Training, step: Step, on_no_rows: Step) -> Step:
+    def counted(*arguments: Any) -> Any:
+        *state, data = arguments
+        before, training.rows = training.rows, length_of(data)
+        try:
+            if training.rows:
+                return step(model, *state, data)
+            return on_no_rows(model, step, *state, _row_of_zeros(data))
+        finally:
+            training.rows = before
+
+    return counted
+
+
+def _row_of_zeros(data: Any) -> Any:
+    def make(array: Any) -> Any:
+        if array is None:
+            return None
+        return keras.ops.zeros((1, *array.shape[1:]), keras.backend.standardize_dtype(array.dtype))
+
+    return keras.tree.map_structure(make, data)
+
+
+def _step(model: Any, step: Step, data: Any) -> Any:
+    """Metrics and statistics stay as they were."""
+    variables = [*model.metrics_variables, *model.non_trainable_variables]
+    values = [keras.ops.copy(each.value) for each in variables]
+    logs = step(model, data)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    return logs
+
+
+def _predict(model: Any, step: Step, data: Any) -> Any:
+    return _no_rows(step(model, data))
+
+
+def _train_in_jax(model: Any, step: Step, state: Any, data: Any) -> Any:
+    logs, (trainable, _, optimizer, _) = step(model, state, data)
+    return logs, (trainable, state[1], optimizer, state[3])
+
+
+def _test_in_jax(model: Any, step: Step, state: Any, data: Any) -> Any:
+    logs, _ = step(model, state, data)
+    return logs, state
+
+
+def _predict_in_jax(model: Any, step: Step, state: Any, data: Any) -> Any:
+    outputs, _ = step(model, state, data)
+    return _no_rows(outputs), state[1]
+
+
+def _no_rows(outputs: Any) -> Any:
+    return keras.tree.map_structure(lambda each: each[:0], outputs)

@@ -1,0 +1,47 @@
+"""The mean of torch gradients over the ranks, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.torch.untraced import untraced_function
+from strategies.keras.training import Training
+
+
+@untraced_function
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def reduce_gradients(
+    training: Training, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    """The gradients, which hold the mean. Collective.
+
+    A gradient that is None on some ranks counts as zeros there; one that is None on all stays None.
+    """
+    absent = sum(each is None for each in gradients)
+    factor, absent_anywhere = training.exchange(training.weight, absent)
+    if absent_anywhere:
+        gradients = _filled(training, gradients, variables)
+    present = [each for each in gradients if each is not None]
+    if factor == 0:
+        torch._foreach_zero_(present)  # a product with 0 would keep NaN
+    elif factor != 1 and present:
+        torch._foreach_mul_(present, factor)
+    if present:
+        training.mean_in_place(present)
+    return list(gradients)
+
+
+def _filled(
+    training: Training, gradients: Sequence[Any], variables: Sequence[Any]
+) -> Sequence[Any]:
+    """With zeros for gradients that another rank has."""
+    present = np.array([each is not None for each in gradients], np.uint8)
+    anywhere = training.communicator.all_reduce(present, "max")
+    return [
+        torch.zeros_like(variable.value) if gradient is None and needed else gradient
+        for gradient, variable, needed in zip(gradients, variables, anywhere, strict=True)
+    ]
