@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -47,7 +48,8 @@ class Loops:
             x = share_data(training, *data, **options)
         callbacks = callbacks_of_fit(training, self._statistics, given["callbacks"])
         given |= {"x": x, "callbacks": callbacks, "verbose": self._verbose(given)}
-        return self._kind.fit(self._model, **given)
+        with errors_as_raised():
+            return self._kind.fit(self._model, **given)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `evaluate`: the metrics over all ranks' pieces. Collective."""
@@ -93,7 +95,8 @@ class Loops:
         self._training.rows_read = length_of(x)
         as_dictionary = given.pop("return_dict")
         given |= {"x": x, "y": y, "sample_weight": sample_weight, "return_dict": True}
-        logs = getattr(self._kind, name)(self._model, **given)
+        with errors_as_raised():
+            logs = getattr(self._kind, name)(self._model, **given)
         logs = _as_numbers(self._model._get_metrics_result_or_logs(logs))
         return logs if as_dictionary else self._model._flatten_metrics_in_order(logs)
 
@@ -163,6 +166,15 @@ class Loops:
         joined = np.empty_like(gathered)
         joined[np.concatenate([np.array(each, int) for each in order])] = gathered
         return joined
+
+
+def errors_as_raised() -> AbstractContextManager[None]:
+    """A context in which errors of collective calls in compiled programs are raised as themselves."""
+    if keras.config.backend() != "jax":
+        return nullcontext()
+    from collectives.jax.host_calls import original_errors
+
+    return original_errors()
 
 
 def _bound(method: Method, model: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def reduce_gradients(
     elif factor != 1 and present:
         torch._foreach_mul_(present, factor)
     if present:
-        training.mean_in_place(present)
+        training.mean_into(present, present)
     return list(gradients)
 
 

@@ -34,6 +34,8 @@ class Training:
         """The number of rows that this rank's current step has; None outside of Keras's steps."""
         self.rows_read = 0
         """The number of rows of the piece that this rank's data gave last."""
+        self.host_function: Any = None
+        """The function that compiled programs call, made when it is first needed."""
         self._mean = mean
 
     @property
@@ -50,10 +52,13 @@ class Training:
         factor = weight * self.communicator.size / total if total else 0.0
         return factor, int(absent_anywhere)
 
-    def mean_in_place(self, arrays: Sequence[Any]) -> None:
-        """Overwrite NumPy arrays or torch tensors by their mean over the ranks. Collective."""
+    def mean_into(self, arrays: Sequence[Any], out: Sequence[Any]) -> None:
+        """Write the mean over the ranks of NumPy arrays or torch tensors. Collective.
+
+        `out` may be the arrays themselves.
+        """
         if self._mean is None:
-            self.communicator.all_reduce_many(arrays, "mean", out=arrays)
+            self.communicator.all_reduce_many(arrays, "mean", out=out)
             return
-        for array, mean in zip(arrays, self._mean(arrays), strict=True):
-            array[...] = mean
+        for target, mean in zip(out, self._mean(arrays), strict=True):
+            target[...] = mean

@@ -1,0 +1,157 @@
+"""Calls of Python functions from compiled JAX programs, with XLA's buffers as NumPy arrays.
+
+The handler of XLA's foreign function interface is a ctypes callback. Where JAX's version of the
+interface isn't known, `jax.pure_callback` takes its place, which copies every array.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from collectives.jax import ffi_structures as ffi
+
+HostFunction = Callable[[Sequence[Any], Sequence[Any]], None]
+"""Reads the first argument's arrays, and writes the second's."""
+
+_TARGET = "collectives_host_call"
+_functions: list[HostFunction] = []
+_registered = threading.Lock()
+
+
+class _Failure:
+    """The last exception of a function, on any of XLA's threads."""
+
+    error: BaseException | None = None
+
+
+@contextmanager
+def original_errors() -> Iterator[None]:
+    """A context in which an exception of a function in a compiled program is raised as itself.
+
+    JAX raises a JaxRuntimeError with its text otherwise.
+    """
+    _Failure.error = None
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        original, _Failure.error = _Failure.error, None
+        if original is None:
+            raise
+        raise original from None
+
+
+def host_call(function: HostFunction, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Call a function from a program; arrays of the shapes and dtypes of `results`.
+
+    Calls that don't depend on each other's results run in any order, another one on each rank:
+    make one call, or pass a result of the one to the other. A function is kept for the life of the
+    process, as compiled programs refer to it.
+    """
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results]
+    if uses_ffi():
+        call = jax.ffi.ffi_call(_TARGET, shapes)
+        return list(call(*arrays, function=np.int64(_number_of(function))))
+
+    def on_host(*given: Any) -> list[Any]:
+        written = [np.empty(each.shape, each.dtype) for each in shapes]
+        with _noted():
+            function([np.asarray(each) for each in given], written)
+        return written
+
+    return list(jax.pure_callback(on_host, shapes, *arrays))
+
+
+@lru_cache(maxsize=None)
+def _number_of(function: HostFunction) -> int:
+    _functions.append(function)
+    return len(_functions) - 1
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        _Failure.error = error
+        raise
+
+
+@lru_cache(maxsize=1)
+def uses_ffi() -> bool:
+    """Whether calls go through XLA's foreign function interface; registers the handler."""
+    # The address of the capsule's function must stay valid.
+    try:
+        address = ctypes.cast(_handler, ctypes.c_void_p).value
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(address), platform="cpu")
+    except Exception:
+        return False
+    return _Interface.known
+
+
+class _Interface:
+    """What XLA has declared when the handler was registered."""
+
+    known = False
+
+
+def _handle(pointer: Any) -> int | None:
+    frame = pointer.contents
+    if frame.extension and frame.extension.contents.type == ffi.METADATA_EXTENSION:
+        _declare(frame)
+        return None
+    try:
+        with _noted():
+            function = _functions[frame.attributes.values[0].contents.value[0]]
+            function(_arrays(frame.arguments), _arrays(frame.results))
+        return None
+    except BaseException as error:
+        text = "".join(traceback.format_exception_only(error)).strip().encode()
+        arguments = ffi.ErrorArguments(
+            ctypes.sizeof(ffi.ErrorArguments), None, text, ffi.INTERNAL_ERROR
+        )
+        create = ffi.CreateError(frame.api.contents.error_create)
+        created: int | None = create(ctypes.byref(arguments))
+        return created
+
+
+_handler = ffi.Handler(_handle)
+
+
+def _declare(frame: Any) -> None:
+    """Answer XLA's request for the version of the interface that the handler has."""
+    _Interface.known = frame.api.contents.version.major == ffi.MAJOR_VERSION
+    extension = ctypes.cast(frame.extension, ctypes.POINTER(ffi.MetadataExtension)).contents
+    version = extension.metadata.contents.version
+    version.major, version.minor = ffi.MAJOR_VERSION, ffi.MINOR_VERSION
+
+
+def _arrays(buffers: Any) -> list[Any]:
+    return [_array(buffers.buffers[index].contents) for index in range(buffers.size)]
+
+
+def _array(buffer: Any) -> Any:
+    """A view of the buffer's memory."""
+    shape = tuple(buffer.dims[: buffer.rank])
+    dtype = ffi.DTYPES.get(buffer.dtype)
+    if dtype is None:
+        raise TypeError(f"XLA's dtype {buffer.dtype}: must be a number or bool")
+    length = dtype.itemsize
+    for each in shape:
+        length *= each
+    if not length:
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, _bytes(length).from_address(buffer.data))
+
+
+@lru_cache(maxsize=4096)
+def _bytes(length: int) -> Any:
+    return ctypes.c_char * length

@@ -1,0 +1,571 @@
+"""What Keras users do on several ranks, checked against one process with the whole batches.
+
+Runs under mpirun, with the backend of KERAS_BACKEND, and prints for each check its error, or null:
+one start serves all checks, since importing the frameworks takes longest.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+if "--tensorflow" not in sys.argv:
+    sys.modules["tensorflow"] = None  # Keras would import it, which takes long
+
+import keras
+import numpy as np
+
+import collectives
+import strategies
+
+BACKEND = keras.config.backend()
+WORLD = collectives.world(deadline=60)
+RANK, SIZE = WORLD.rank, WORLD.size
+STRATEGY = strategies.MultiWorkerMirroredStrategy()
+BATCH, EPOCHS = 12, 4
+
+generator = np.random.default_rng(3)
+ROWS = 5 * BATCH + 1  # the last rank's piece of the last batch is empty
+X = generator.normal(size=(ROWS, 6)).astype("float32")
+Y = np.tanh(X @ generator.normal(size=(6, 1))).astype("float32")
+CLASSES = (Y[:, 0] > 0).astype("int32")
+WEIGHTS = generator.uniform(0.5, 2, ROWS).astype("float32")
+
+CHECKS, SLOW = {}, {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def slow(function):
+    SLOW[function.__name__] = function
+    return function
+
+
+def dense(outputs=1, seed=1, **how):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(outputs, **how)]
+    )
+
+
+def normalized(seed=1):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(4), layers.BatchNormalization(), layers.Dense(1)]
+    )
+
+
+def compiled(make=dense, optimizer=None, **how):
+    """A model on one process, or in the strategy's scope; each rank begins with other weights."""
+
+    def model_of(seed):
+        model = make(seed=seed)
+        model.compile(optimizer() if optimizer else "sgd", **({"loss": "mse"} | how))
+        return model
+
+    alone = model_of(1)
+    with STRATEGY.scope():
+        together = model_of(1 + RANK)
+    return alone, together
+
+
+def weights_of(model):
+    return np.concatenate([np.ravel(each) for each in model.get_weights()])
+
+
+def assert_same_everywhere(value):
+    every = WORLD.all_gather_object(value)
+    assert all(each == every[0] for each in every), every
+
+
+def assert_in_step(alone, together, tolerance=1e-5):
+    own = weights_of(together)
+    assert_same_everywhere(own.tobytes())
+    np.testing.assert_allclose(own, weights_of(alone), rtol=0, atol=tolerance)
+
+
+def assert_same_history(alone, together):
+    assert_same_everywhere(together.history)
+    assert together.history.keys() == alone.history.keys()
+    for name, values in alone.history.items():
+        np.testing.assert_allclose(together.history[name], values, rtol=2e-5, err_msg=name)
+
+
+def trained(alone, together, *data, **how):
+    """Fit both; how: as of `fit`."""
+    how = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0} | how
+    histories = [model.fit(*data, **how) for model in (alone, together)]
+    assert_in_step(alone, together)
+    assert_same_history(*histories)
+
+
+def directory():
+    """One directory for all ranks."""
+    made = tempfile.mkdtemp() if RANK == 0 else None
+    return Path(WORLD.broadcast_object(made))
+
+
+def raised_everywhere(kind, words, function):
+    text = None
+    try:
+        function()
+    except kind as error:
+        text = str(error)
+    texts = WORLD.all_gather_object(text)
+    assert all(each is not None and words in each for each in texts), texts
+
+
+@check
+def short_batches_and_validation():
+    alone, together = compiled(optimizer=lambda: keras.optimizers.Adam(0.01), metrics=["mae"])
+    trained(alone, together, X, Y, validation_split=0.3)
+    trained(alone, together, X, Y, validation_data=(X[:7], Y[:7]), validation_batch_size=3)
+    assert type(together.optimizer).__name__ == "Adam"
+
+
+@check
+def optimizers_act_after_the_reduction():
+    for how in (
+        {"clipnorm": 0.05},
+        {"global_clipnorm": 0.05, "gradient_accumulation_steps": 2},
+        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+    ):
+        trained(*compiled(optimizer=lambda how=how: keras.optimizers.SGD(0.1, 0.9, **how)), X, Y)
+
+
+@check
+def weights_of_samples_and_classes():
+    trained(*compiled(weighted_metrics=["mae"]), X, Y, sample_weight=WEIGHTS)
+
+    def classes(seed):
+        return dense(2, seed, activation="softmax")
+
+    how = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
+    trained(*compiled(classes, **how), X, CLASSES, class_weight={0: 1.0, 1: 3.0})
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return -(-ROWS // BATCH)
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return X[rows], Y[rows]
+
+
+def batches():
+    while True:
+        yield from (Batches()[index] for index in range(6))
+
+
+@check
+def batches_of_datasets_and_generators():
+    trained(*compiled(), Batches(), batch_size=None)
+    how = {"batch_size": None, "steps_per_epoch": 6, "epochs": 2}
+    alone, together = compiled()
+    histories = [model.fit(batches(), verbose=0, **how) for model in (alone, together)]
+    assert_in_step(alone, together)
+    assert_same_history(*histories)
+    if BACKEND == "torch":
+        import torch
+
+        data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+        loader = torch.utils.data.DataLoader(data, BATCH)
+        trained(*compiled(), loader, batch_size=None, validation_data=loader)
+        _, together = compiled()
+        keras.utils.set_random_seed(RANK)
+        shuffled = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
+        together.fit(shuffled, epochs=2, verbose=0)
+        assert_same_everywhere(weights_of(together).tobytes())
+
+
+@check
+def shuffled_pieces_are_every_row_once():
+    from strategies.keras.data import share_data
+    from strategies.keras.training import Training
+
+    np.random.seed(RANK)
+    training = Training(STRATEGY.communicator, is_chief=STRATEGY.is_chief)
+    orders = []
+    for shuffle in (True, "batch"):
+        pieces = share_data(training, np.arange(ROWS)[:, None], shuffle=shuffle, batch_size=BATCH)
+        for _ in range(2):
+            rows = [each.ravel().tolist() for each in pieces.get_numpy_iterator()]
+            parts = zip(*WORLD.all_gather_object(rows), strict=True)
+            batches = [sum(part, []) for part in parts]
+            assert [len(each) for each in batches] == [BATCH] * 5 + [1]
+            assert sorted(sum(batches, [])) == list(range(ROWS))
+            orders.append(sum(batches, []))
+    assert sorted(orders[2][:BATCH]) == list(range(BATCH))
+    assert len({tuple(each) for each in orders}) == 4
+    _, together = compiled()
+    together.fit(X, Y, epochs=2, verbose=0)
+    together.fit(Batches(), epochs=2, verbose=0)
+    assert_same_everywhere(weights_of(together).tobytes())
+
+
+@check
+def evaluation_and_prediction():
+    alone, together = compiled(metrics=["mae", keras.metrics.R2Score()])
+    alone.fit(X, Y, epochs=1, verbose=0, shuffle=False, batch_size=BATCH)
+    together.fit(X, Y, epochs=1, verbose=0, shuffle=False, batch_size=BATCH)
+    for data in ((X, Y), (Batches(),)):
+        how = {"batch_size": BATCH} if len(data) == 2 else {}
+        expected = alone.evaluate(*data, verbose=0, **how)
+        found = together.evaluate(*data, verbose=0, **how)
+        assert_same_everywhere(found)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        found = together.predict(data[0], verbose=0, **how)
+        np.testing.assert_allclose(found, alone.predict(data[0], verbose=0, **how), atol=1e-5)
+        assert_same_everywhere(found.tobytes())
+    found = together.predict(batches(), steps=3, verbose=0)
+    np.testing.assert_allclose(found, alone.predict(X[: 3 * BATCH], verbose=0), atol=1e-5)
+    one = together.predict(X[:1], verbose=0)
+    assert one.shape == (1, 1)
+    with STRATEGY.scope():
+        unbuilt = keras.Sequential([keras.layers.Dense(2)])
+        unbuilt.compile("sgd", "mse")
+    assert_same_everywhere(unbuilt.predict(X, verbose=0).tobytes())
+
+
+@check
+def single_batches():
+    alone, together = compiled(metrics=["mae"])
+    for rows in (slice(0, 12), slice(12, 19), slice(19, 20)):
+        expected = alone.train_on_batch(X[rows], Y[rows])
+        found = together.train_on_batch(X[rows], Y[rows])
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        assert_in_step(alone, together)
+    expected = alone.test_on_batch(X, Y, return_dict=True)
+    found = together.test_on_batch(X, Y, return_dict=True)
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+@check
+def moving_statistics_are_averaged():
+    _, together = compiled(normalized)
+    path = directory() / "model.keras"
+    seen = []
+
+    class Records(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append([each.numpy().tobytes() for each in self.model.variables[4:8]])
+
+    saves = keras.callbacks.ModelCheckpoint(path)
+    together.fit(X, Y, epochs=2, batch_size=BATCH, verbose=0, callbacks=[Records(), saves])
+    assert_same_everywhere(seen)
+    assert_same_everywhere(weights_of(together).tobytes())
+    WORLD.barrier()
+    loaded = keras.models.load_model(path)
+    assert type(loaded) is keras.Sequential and "fit" not in vars(loaded)
+    np.testing.assert_array_equal(weights_of(loaded), weights_of(together))
+    loaded.fit(X, Y, verbose=0)
+
+
+@check
+def callbacks_on_the_chief_and_everywhere():
+    path = directory()
+    _, together = compiled()
+    calls = []
+
+    class Counts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            calls.append(logs)
+
+    callbacks = keras.callbacks
+    history = together.fit(
+        X,
+        Y,
+        epochs=12,
+        verbose=0,
+        validation_data=(X[:9], Y[:9] + 5),
+        callbacks=[
+            Counts(),
+            callbacks.CSVLogger(path / f"{RANK}.csv"),
+            callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=0.05),
+            callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 / (1 + epoch + RANK)),
+            callbacks.ReduceLROnPlateau(monitor="val_loss", patience=0, min_delta=9),
+        ],
+    )
+    assert_same_everywhere([calls, history.history])
+    assert_same_everywhere(weights_of(together).tobytes())
+    WORLD.barrier()
+    assert [each.name for each in path.glob("*.csv")] == ["0.csv"]
+
+
+@check
+def a_stop_on_one_rank_within_an_epoch():
+    _, together = compiled()
+    batches_seen = []
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            batches_seen.append(batch)
+            if RANK == SIZE - 1 and batch == 2:
+                self.model.stop_training = True
+
+    together.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[Stops()])
+    assert batches_seen == [0, 1, 2], batches_seen
+    assert_same_everywhere(weights_of(together).tobytes())
+
+
+@check
+def a_backup_is_restored_on_all_ranks():
+    path = directory()
+    alone, together = compiled(optimizer=lambda: keras.optimizers.Adam(0.01))
+    how = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+
+    class Breaks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(path)
+
+    try:
+        together.fit(X, Y, epochs=4, callbacks=[backup(), Breaks()], **how)
+        raise AssertionError
+    except KeyboardInterrupt:
+        pass
+    _, again = compiled(optimizer=lambda: keras.optimizers.Adam(0.01))
+    history = again.fit(X, Y, epochs=4, callbacks=[backup()], **how)
+    assert history.epoch == [2, 3], history.epoch
+    alone.fit(X, Y, epochs=4, **how)
+    assert_in_step(alone, again)
+
+
+class Custom(keras.Model):
+    """A step of its own, with other logs than Keras's."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = keras.layers.Dense(4), keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.last(self.hidden(inputs))
+
+    def train_step(self, *arguments):
+        if BACKEND == "torch":
+            x, y = arguments[0]
+            self.zero_grad()
+            loss = keras.ops.mean(keras.ops.square(self(x) - y))
+            loss.backward()
+            variables = self.trainable_variables
+            self.optimizer.apply([each.value.grad for each in variables], variables)
+            return {"own": loss.detach()}
+        import jax
+
+        (trainable, others, optimizer, metrics), (x, y) = arguments
+
+        def loss_of(values):
+            predicted, _ = self.stateless_call(values, others, x)
+            return keras.ops.mean(keras.ops.square(predicted - y))
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"own": loss}, (trainable, others, optimizer, metrics)
+
+
+@check
+def a_custom_step():
+    def make(seed):
+        keras.utils.set_random_seed(seed)
+        return Custom()
+
+    alone, together = compiled(make)
+    trained(alone, together, X, Y)
+
+
+@check
+def compiling_again_and_elsewhere():
+    alone, together = compiled()
+    for model in (alone, together):
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.SGD(0.05), "mae")
+    trained(alone, together, X, Y)
+    outside = dense(seed=RANK)
+    with STRATEGY.scope():
+        outside.compile("sgd", "mse")
+    alone = dense(seed=0)
+    alone.compile("sgd", "mse")
+    trained(alone, outside, X, Y)
+    made = []
+
+    def compiled_outside():
+        with STRATEGY.scope():
+            made.append(dense())
+        made[0].compile("sgd", "mse")
+
+    raised_everywhere(TypeError, "model.compile(optimizer, loss), then model.fit", compiled_outside)
+
+
+@check
+def lists_of_communication_options():
+    options = strategies.CommunicationOptions(
+        implementation=strategies.CommunicationImplementation.RING
+    )
+    strategy = strategies.MultiWorkerMirroredStrategy(communication_options=options)
+    alone = dense()
+    alone.compile("sgd", "mse")
+    with strategy.scope():
+        together = dense(seed=1 + RANK)
+        together.compile("sgd", "mse")
+    trained(alone, together, X, Y, epochs=2)
+
+
+@check
+def errors_are_those_of_every_rank():
+    _, together = compiled()
+    rows = ROWS - RANK
+    raised_everywhere(
+        ValueError, "the ranks' arguments differ", lambda: together.fit(X[:rows], Y[:rows])
+    )
+    with STRATEGY.scope():
+        differs = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1 + RANK)])
+        differs.compile("sgd", "mse")
+    raised_everywhere(
+        ValueError, "the ranks' models differ", lambda: differs.fit(X, Y, verbose=0)
+    )
+    raised_everywhere(
+        ValueError,
+        "reduction='sum'",
+        lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum")),
+    )
+    data = STRATEGY.experimental_distribute_dataset([(X, Y)])
+    raised_everywhere(TypeError, "x is a DistributedDataset", lambda: together.fit(data))
+    together.fit(X, Y, verbose=0)
+
+
+@check
+def keras_is_as_it_was_outside():
+    kinds = {kind for model in (keras.Model, keras.optimizers.SGD) for kind in model.__mro__}
+    before = {kind: dict(vars(kind)) for kind in kinds}
+    _, together = compiled()
+    together.fit(X, Y, verbose=0)
+    assert {kind: dict(vars(kind)) for kind in kinds} == before
+    copied = keras.models.clone_model(together)
+    assert "fit" not in vars(copied)
+
+
+@check
+def a_loss_scale_that_one_rank_overflows():
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=4.0)
+
+    alone, together = compiled(optimizer=optimizer)
+    trained(alone, together, X, Y)
+    broken = X.copy()
+    broken[BATCH - 1] = np.inf  # of the last rank's piece
+    before = weights_of(together)
+    together.fit(broken[:BATCH], Y[:BATCH], batch_size=BATCH, shuffle=False, verbose=0)
+    np.testing.assert_array_equal(weights_of(together), before)
+    assert_same_everywhere(float(together.optimizer.dynamic_scale.numpy()))
+
+
+if BACKEND == "torch":
+
+    @check
+    def gradients_that_some_ranks_lack():
+        class Branches(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.used, self.mine = keras.layers.Dense(1), keras.layers.Dense(1)
+                self.never = keras.layers.Dense(1)
+
+            def build(self, shape):
+                for layer in (self.used, self.mine, self.never):
+                    layer.build(shape)
+
+            def call(self, x):
+                return self.used(x) + (self.mine(x) if RANK == 0 else 0)
+
+        with STRATEGY.scope():
+            model = Branches()
+            model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+        assert_same_everywhere(weights_of(model).tobytes())
+
+
+if BACKEND == "jax":
+
+    @check
+    def eager_steps():
+        trained(*compiled(run_eagerly=True), X, Y, epochs=1)
+        trained(*compiled(jit_compile=False), X, Y, epochs=1)
+        trained(*compiled(steps_per_execution=2), X[:-1], Y[:-1], epochs=1)
+
+    @check
+    def all_reduce_of_pytrees():
+        import jax
+        import jax.numpy as jnp
+
+        import collectives.jax as cj
+
+        tree = {"a": jnp.arange(5.0) + RANK, "b": (jnp.ones((2, 3), jnp.int32) * RANK, jnp.ones(0))}
+        ranks = sum(range(SIZE))
+        for call in (cj.all_reduce, jax.jit(cj.all_reduce)):
+            found = call(tree)
+            np.testing.assert_array_equal(found["a"], np.arange(5.0) * SIZE + ranks)
+            np.testing.assert_array_equal(found["b"][0], np.full((2, 3), ranks))
+        half = jax.jit(lambda value: cj.all_reduce(value, "mean"))(jnp.ones(3, jnp.bfloat16) * RANK)
+        np.testing.assert_array_equal(half.astype(float), np.full(3, ranks / SIZE))
+        gradient = jax.grad(lambda value: (cj.all_reduce(value, "mean") ** 2).sum())(tree["a"])
+        np.testing.assert_allclose(gradient, 2 * (np.arange(5) + ranks / SIZE) / SIZE)
+
+        @jax.jit
+        def chained(value):
+            first = cj.all_reduce(value)
+            return first, cj.all_reduce(value[:2], "max", after=first)
+
+        np.testing.assert_array_equal(chained(tree["a"])[1], np.arange(2.0) + SIZE - 1)
+        assert cj.uses_ffi()
+
+    @check
+    def errors_within_programs():
+        import jax
+        import jax.numpy as jnp
+
+        import collectives.jax as cj
+
+        reduce = jax.jit(cj.all_reduce)
+        value = jnp.ones(3 + RANK)
+
+        def raises():
+            with cj.original_errors():
+                jax.block_until_ready(reduce(value))
+
+        raised_everywhere(collectives.ShapeMismatchError, "differ", raises)
+        raised_everywhere(
+            jax.errors.JaxRuntimeError,
+            "ShapeMismatchError",
+            lambda: jax.block_until_ready(reduce(value)),
+        )
+        np.testing.assert_array_equal(reduce(jnp.ones(2)), np.full(2, SIZE))
+
+
+def main():
+    names = [each for each in sys.argv[1:] if not each.startswith("--")]
+    every = CHECKS | SLOW
+    for name in names or CHECKS:
+        text = None
+        try:
+            every[name]()
+        except Exception:
+            text = traceback.format_exc()
+        texts = WORLD.all_gather_object(text)
+        if RANK == 0:
+            failed = {rank: each for rank, each in enumerate(texts) if each}
+            print(json.dumps({name: failed}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
