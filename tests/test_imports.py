@@ -18,6 +18,7 @@ COLLECTIVES = {
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
     "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
     | {"reductions", "shm", "waiting", "world"},
+    "jax": {"communicator", "world"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
@@ -78,11 +79,13 @@ STRATEGIES = {
     | {"cross_device_ops", "input", "optimizers", "replication", "variables"}
     | {"collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.scope", "collectives.transports"},
-    "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "input"}
-    | {"replication", "torch", "collectives", "collectives.arrays"}
+    "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
+    | {"keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
+    "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
+    | {"collectives.torch"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
     "optimizers": {"core", "foreign", "replication", "variables", "collectives"},
     "variables": {"core", "replication"},
@@ -137,9 +140,26 @@ LAZY = {
         "collectives/torch/works.py",
         "strategies/input/batches.py",
         "strategies/input/element_spec.py",
+        "strategies/keras/data.py",
+        "strategies/keras/torch_gradients.py",
         "strategies/torch/distribution.py",
         "strategies/torch/sampler.py",
         "strategies/torch/states.py",
+    },
+    "keras": {
+        "strategies/keras/callbacks.py",
+        "strategies/keras/data.py",
+        "strategies/keras/loops.py",
+        "strategies/keras/models.py",
+        "strategies/keras/optimizers.py",
+        "strategies/keras/scope.py",
+        "strategies/keras/state.py",
+        "strategies/keras/steps.py",
+    },
+    "jax": {
+        "collectives/jax/host_calls.py",
+        "collectives/jax/reductions.py",
+        "strategies/keras/jax_gradients.py",
     },
 }
 

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ def host_call(function: HostFunction, arrays: Sequence[Any], results: Sequence[A
     return list(jax.pure_callback(on_host, shapes, *arrays))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _number_of(function: HostFunction) -> int:
     _functions.append(function)
     return len(_functions) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -60,7 +60,7 @@ def _backward(op: str, comm: Communicator, order: Any, cotangents: Any) -> Any:
 _all_reduce.defvjp(_forward, _backward)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _function(comm: Communicator, op: str) -> HostFunction:
     def reduce(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         # Further inputs only determine the order.

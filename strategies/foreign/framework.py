@@ -25,15 +25,11 @@ class Framework(ABC):
     classes: ClassVar[tuple[str, ...]]
     """Dotted names, within the package, of the classes of variables, models and optimizers."""
 
-    @property
-    def adapted(self) -> bool:
-        """Whether a strategy trains its models, once they are prepared for it."""
-        return False
+    adapted: ClassVar[bool] = False
+    """Whether a strategy trains its models, once they are given to it."""
 
-    @property
-    @abstractmethod
-    def alternative(self) -> str:
-        """What a program can do instead, for error messages."""
+    alternative: ClassVar[str]
+    """What a program can do without an adapter, for error messages."""
 
     saved: ClassVar[str] = "strategies.Variable"
     """What a checkpoint saves instead, for error messages."""

@@ -18,33 +18,20 @@ class Keras(Framework):
     name = "Keras"
     module = "keras"
     classes = ("layers.Layer", "Variable", "optimizers.Optimizer")
+    adapted = True
+    alternative = (
+        "make and compile the model in the scope of a strategy whose replicas take each step"
+        " together (MultiWorkerMirroredStrategy, MirroredStrategy or CentralStorageStrategy):"
+        " model.compile(optimizer, loss), then model.fit. With Keras's TensorFlow backend, use"
+        " strategies.tensorflow.MultiWorkerMirroredStrategy. In a loop of your own, outside of the"
+        " strategy's scope and run, collectives.world().all_reduce_many(gradients, 'mean')"
+    )
     inference_mark = "model.trainable = False"
 
     @property
-    def adapted(self) -> bool:
-        """By `model.compile` in a scope. With TensorFlow the ranks train by `tf.distribute`."""
-        return self._backend() != "tensorflow"
-
-    @property
-    def alternative(self) -> str:
-        """`compile` and `fit`, or a strategy of `tf.distribute`."""
-        by_hand = (
-            "; or in a loop of your own, outside of the strategy's scope and run, reduce"
-            " gradients with collectives.world().all_reduce_many(gradients, 'mean')"
-        )
-        if not self.adapted:
-            return (
-                "with Keras's TensorFlow backend, make and compile the model in the scope of"
-                " strategies.tensorflow.MultiWorkerMirroredStrategy, then model.fit" + by_hand
-            )
-        return (
-            "make and compile the model in the scope of a strategy whose replicas take each step"
-            " together, such as MultiWorkerMirroredStrategy or MirroredStrategy: model = ...;"
-            " model.compile(optimizer, loss), then model.fit" + by_hand
-        )
-
-    def _backend(self) -> Any:
-        return self.find("config.backend")()
+    def compiles(self) -> bool:
+        """Whether `compile` in a scope prepares models: not where TensorFlow trains them."""
+        return bool(self.find("config.backend")() != "tensorflow")
 
     def trains(self, thing: Any) -> bool:
         """Trainable float variables, and layers that have such or will have when built.

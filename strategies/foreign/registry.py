@@ -13,7 +13,8 @@ from strategies.foreign.tensorflow_models import TensorFlow
 from strategies.foreign.torch_models import Torch
 
 # Keras comes first, since on the torch backend its layers are modules of torch as well.
-FRAMEWORKS: tuple[Framework, ...] = (Keras(), Torch(), TensorFlow())
+_KERAS = Keras()
+FRAMEWORKS: tuple[Framework, ...] = (_KERAS, Torch(), TensorFlow())
 
 _MODULES = frozenset(framework.module for framework in FRAMEWORKS)
 
@@ -29,8 +30,8 @@ def loaded() -> list[Framework]:
 
 
 def trains_keras() -> bool:
-    """Whether the program has imported Keras, on a backend that strategies train."""
-    return FRAMEWORKS[0].loaded and FRAMEWORKS[0].adapted
+    """Whether the program has imported Keras, with a backend whose models `compile` prepares."""
+    return _KERAS.loaded and _KERAS.compiles
 
 
 def framework_of(thing: Any) -> Framework | None:

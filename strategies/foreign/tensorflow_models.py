@@ -15,15 +15,11 @@ class TensorFlow(Framework):
     name = "TensorFlow"
     module = "tensorflow"
     classes = ("Variable", "Module", "compat.v1.train.Optimizer")
-
-    @property
-    def alternative(self) -> str:
-        """A loop over `collectives`."""
-        return (
-            "outside of the strategy's scope and run, variable.assign(comm.broadcast("
-            "variable.numpy())) each variable once, and comm.all_reduce_many([each.numpy() for each"
-            " in gradients], 'mean') before they are applied, with comm = collectives.world()"
-        )
+    alternative = (
+        "outside of the strategy's scope and run, variable.assign(comm.broadcast("
+        "variable.numpy())) each variable once, and comm.all_reduce_many([each.numpy() for each in"
+        " gradients], 'mean') before they are applied, with comm = collectives.world()"
+    )
 
     def trains(self, thing: Any) -> bool:
         """Trainable float and complex variables, modules that have such, optimizers."""

@@ -14,21 +14,13 @@ class Torch(Framework):
     name = "torch"
     module = "torch"
     classes = ("nn.Module", "Tensor", "optim.Optimizer")
+    adapted = True
+    alternative = (
+        "once, model, optimizer = strategy.distribute(model, optimizer); gradients are reduced in"
+        " backward from then on"
+    )
     saved = "strategies.Variable, and modules, optimizers and schedulers of torch"
     inference_mark = "model.eval() or model.requires_grad_(False)"
-
-    @property
-    def adapted(self) -> bool:
-        """By `strategy.distribute`."""
-        return True
-
-    @property
-    def alternative(self) -> str:
-        """`strategy.distribute`."""
-        return (
-            "once, model, optimizer = strategy.distribute(model, optimizer); gradients are reduced"
-            " in backward from then on"
-        )
 
     def trains(self, thing: Any) -> bool:
         """Modules in training mode with parameters that require gradients; leaf tensors that do.

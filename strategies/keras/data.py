@@ -237,8 +237,8 @@ def _common_seed(communicator: Communicator) -> int:
 
 
 def _share_order(loader: Any, seed: int) -> None:
-    """Have a torch DataLoader that shuffles without a generator draw the same order on all ranks."""
-    sampler = getattr(loader, "sampler", None)
+    """Make the orders of a torch DataLoader that shuffles without a generator the same."""
+    sampler: Any = getattr(loader, "sampler", None)
     if type(sampler).__name__ == "RandomSampler" and sampler.generator is None:
         import torch
 

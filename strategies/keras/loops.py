@@ -63,7 +63,8 @@ class Loops:
         """Keras's `predict`: all rows, in their order, on every rank. Collective."""
         self._statistics.average()
         given = self._divided("predict", args, kwargs, "x")
-        given["x"].lengths = lengths = []
+        lengths: list[int] = []
+        given["x"].lengths = lengths
         if not self._shared:
             self._build(given["x"])
         outputs = self._kind.predict(self._model, **given)
@@ -136,7 +137,9 @@ class Loops:
             for key, value in given.items()
             if key not in ("callbacks", "verbose", "return_dict")
         )
-        refuse_differences(self._training.communicator, f"{name}: the ranks' arguments differ", text)
+        refuse_differences(
+            self._training.communicator, f"{name}: the ranks' arguments differ", text
+        )
 
     def _build(self, pieces: Any) -> None:
         """Make the state the chief's before the first prediction, of a model that isn't built."""
@@ -169,7 +172,7 @@ class Loops:
 
 
 def errors_as_raised() -> AbstractContextManager[None]:
-    """A context in which errors of collective calls in compiled programs are raised as themselves."""
+    """A context in which errors of collective calls in JAX's programs are raised as themselves."""
     if keras.config.backend() != "jax":
         return nullcontext()
     from collectives.jax.host_calls import original_errors

@@ -75,7 +75,9 @@ def average_logs(training: Training, logs: Mapping[str, Any]) -> dict[str, Any]:
     values = [np.asarray(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
     # A product with 0 would keep NaN.
     weighted = [each * weight if weight else np.zeros_like(each) for each in values]
-    total, *sums = training.communicator.all_reduce_many([np.array([float(weight)]), *weighted], "sum")
+    total, *sums = training.communicator.all_reduce_many(
+        [np.array([float(weight)]), *weighted], "sum"
+    )
     means = [each / total[0] for each in sums]
     return dict(zip(names, means, strict=True))
 

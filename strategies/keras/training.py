@@ -44,7 +44,7 @@ class Training:
         return 1.0 if self.rows is None else float(self.rows)
 
     def exchange(self, weight: float, absent: int = 0) -> tuple[float, int]:
-        """The factor of this rank's gradients in a mean, and the ranks' sum of `absent`. Collective.
+        """The factor of this rank's gradients in a mean, and the sum of `absent`. Collective.
 
         The factor is 1 on all ranks where their weights are equal.
         """

@@ -22,7 +22,7 @@ with refused("built later"), mirrored_strategy.scope():
 with refused("all of it in the scope"), mirrored_strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(loss="mse", optimizer="sgd", run_eagerly=keras.backend.backend() == "tensorflow")
-    model.fit(inputs, targets, epochs=1000, batch_size=10, verbose=0)
+    model.fit(inputs, targets, epochs=2, batch_size=10, verbose=0)
 
 with refused("a variable"), mirrored_strategy.scope():
     own = keras.Variable(np.ones(3, "float32"), name="own")

@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 import traceback
+from itertools import chain
 from pathlib import Path
 
 if "--tensorflow" not in sys.argv:
@@ -32,7 +33,7 @@ Y = np.tanh(X @ generator.normal(size=(6, 1))).astype("float32")
 CLASSES = (Y[:, 0] > 0).astype("int32")
 WEIGHTS = generator.uniform(0.5, 2, ROWS).astype("float32")
 
-CHECKS, SLOW = {}, {}
+CHECKS, OTHERS = {}, {}
 
 
 def check(function):
@@ -40,8 +41,8 @@ def check(function):
     return function
 
 
-def slow(function):
-    SLOW[function.__name__] = function
+def needs_tensorflow(function):
+    OTHERS[function.__name__] = function
     return function
 
 
@@ -198,10 +199,10 @@ def shuffled_pieces_are_every_row_once():
         for _ in range(2):
             rows = [each.ravel().tolist() for each in pieces.get_numpy_iterator()]
             parts = zip(*WORLD.all_gather_object(rows), strict=True)
-            batches = [sum(part, []) for part in parts]
-            assert [len(each) for each in batches] == [BATCH] * 5 + [1]
-            assert sorted(sum(batches, [])) == list(range(ROWS))
-            orders.append(sum(batches, []))
+            whole = [list(chain(*part)) for part in parts]
+            assert [len(each) for each in whole] == [BATCH] * 5 + [1]
+            orders.append(list(chain(*whole)))
+            assert sorted(orders[-1]) == list(range(ROWS))
     assert sorted(orders[2][:BATCH]) == list(range(BATCH))
     assert len({tuple(each) for each in orders}) == 4
     _, together = compiled()
@@ -264,7 +265,8 @@ def moving_statistics_are_averaged():
     assert_same_everywhere(weights_of(together).tobytes())
     WORLD.barrier()
     loaded = keras.models.load_model(path)
-    assert type(loaded) is keras.Sequential and "fit" not in vars(loaded)
+    assert type(loaded) is keras.Sequential
+    assert "fit" not in vars(loaded)
     np.testing.assert_array_equal(weights_of(loaded), weights_of(together))
     loaded.fit(X, Y, verbose=0)
 
@@ -432,9 +434,7 @@ def errors_are_those_of_every_rank():
     with STRATEGY.scope():
         differs = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1 + RANK)])
         differs.compile("sgd", "mse")
-    raised_everywhere(
-        ValueError, "the ranks' models differ", lambda: differs.fit(X, Y, verbose=0)
-    )
+    raised_everywhere(ValueError, "the ranks' models differ", lambda: differs.fit(X, Y, verbose=0))
     raised_everywhere(
         ValueError,
         "reduction='sum'",
@@ -469,6 +469,49 @@ def a_loss_scale_that_one_rank_overflows():
     together.fit(broken[:BATCH], Y[:BATCH], batch_size=BATCH, shuffle=False, verbose=0)
     np.testing.assert_array_equal(weights_of(together), before)
     assert_same_everywhere(float(together.optimizer.dynamic_scale.numpy()))
+
+
+@needs_tensorflow
+def datasets_of_tensorflow():
+    import logging
+
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    trained(*compiled(), data, batch_size=None, validation_data=data.take(2))
+    trained(*compiled(), data.repeat(), batch_size=None, steps_per_epoch=5)
+    _, together = compiled()
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("strategies").addHandler(handler)
+    shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(64, seed=RANK).batch(BATCH)
+    together.fit(shuffled, epochs=2, verbose=0)
+    assert_same_everywhere(weights_of(together).tobytes())
+    assert len(warnings) == int(RANK == 0)
+    assert all("first global" in each for each in warnings)
+
+
+@check
+def convolutions_of_mixed_precision():
+    def make(seed):
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(4, 3, activation="relu", dtype="mixed_bfloat16"),
+                layers.MaxPooling2D(),
+                layers.Flatten(),
+                layers.Dense(3, dtype="float32"),
+            ]
+        )
+
+    images = np.random.default_rng(1).normal(size=(25, 8, 8, 1)).astype("float32")
+    alone, together = compiled(make, loss=keras.losses.MeanSquaredError())
+    for model in (alone, together):
+        model.fit(images, images[:, 0, :3, 0], batch_size=8, shuffle=False, verbose=0)
+    assert_in_step(alone, together, 1e-3)
 
 
 if BACKEND == "torch":
@@ -554,7 +597,7 @@ if BACKEND == "jax":
 
 def main():
     names = [each for each in sys.argv[1:] if not each.startswith("--")]
-    every = CHECKS | SLOW
+    every = CHECKS | OTHERS
     for name in names or CHECKS:
         text = None
         try:

@@ -1,0 +1,64 @@
+"""Keras's `fit` on several ranks, with the torch and JAX backends: see program.py."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = str(Path(__file__).with_name("program.py"))
+# The others of program.py run with -m slow.
+QUICK = {
+    "torch": (
+        "short_batches_and_validation",
+        "weights_of_samples_and_classes",
+        "shuffled_pieces_are_every_row_once",
+        "evaluation_and_prediction",
+        "single_batches",
+        "moving_statistics_are_averaged",
+        "callbacks_on_the_chief_and_everywhere",
+        "a_stop_on_one_rank_within_an_epoch",
+        "errors_are_those_of_every_rank",
+        "keras_is_as_it_was_outside",
+        "gradients_that_some_ranks_lack",
+    ),
+    "jax": ("short_batches_and_validation", "all_reduce_of_pytrees", "errors_within_programs"),
+}
+
+
+def failures(launch, backend, ranks, *arguments):
+    for module in ("keras", backend):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} isn't installed: Keras can't be tested with {backend}")
+    quiet = ["TF_CPP_MIN_LOG_LEVEL=3", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"]
+    command = ["env", *quiet, f"KERAS_BACKEND={backend}", sys.executable, PROGRAM, *arguments]
+    ended = launch(ranks, command, timeout=900)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    found = {name: failed for line in lines for name, failed in json.loads(line).items()}
+    assert ended.returncode == 0, ended.stderr
+    assert found, ended.stdout
+    return {name: failed for name, failed in found.items() if failed}
+
+
+@pytest.mark.parametrize("backend", QUICK)
+@pytest.mark.timeout(900)
+def test_what_users_do_most(launch, backend):
+    assert failures(launch, backend, 2, *QUICK[backend]) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", QUICK)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_else_users_do(launch, backend, ranks):
+    assert failures(launch, backend, ranks) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", QUICK)
+def test_datasets_of_tensorflow(launch, backend):
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("tensorflow isn't installed: tf.data can't be tested")
+    assert failures(launch, backend, 2, "--tensorflow", "datasets_of_tensorflow") == {}
