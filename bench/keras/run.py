@@ -1,0 +1,79 @@
+"""A run under mpirun: a table of the ways to train the same network. Rank 0 prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.timing import Subject, interleave
+
+_WARMUP = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 without Keras or its backend."""
+    options = _parser().parse_args(arguments)
+    for module in ("keras", options.backend):
+        if find_spec(module) is None:
+            print(f"bench.keras: {module} isn't installed", file=sys.stderr)
+            return 2
+    os.environ["KERAS_BACKEND"] = options.backend
+    _measure(options)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m bench.keras", description=__doc__)
+    parser.add_argument("--backend", choices=("torch", "jax"), default="torch", help="of Keras")
+    parser.add_argument("--batch", type=int, default=16, help="images of each rank (default: 16)")
+    parser.add_argument("--steps", type=int, default=60, help="of an epoch (default: 60)")
+    parser.add_argument("--repeats", type=int, default=9, help="epochs of each (default: 9)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table there")
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> None:
+    import keras
+    from mpi4py import MPI
+
+    from bench.keras.training import apart, together
+
+    world = MPI.COMM_WORLD.Dup()
+    ways = {"apart": apart, "fit in the scope": together}
+    if options.backend == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    made = [make(options.batch, options.steps) for make in ways.values()]
+    subjects = [Subject([(epoch, None)]) for epoch in made]
+    seconds = interleave(subjects, world, batch=1, warmup=_WARMUP, repeats=options.repeats)
+    medians = np.median(seconds, axis=1) / options.steps
+    lines = [f"- {name}: {value}" for name, value in _header(keras, MPI, world, options).items()]
+    lines += ["", "| training | ms per step | speed |", "|---|---:|---:|"]
+    for name, median in zip(ways, medians, strict=True):
+        lines.append(f"| {name} | {1e3 * median:.2f} | {medians[0] / median:.2f} |")
+    if world.rank == 0:
+        text = "\n".join(["# Keras", "", *lines, ""])
+        print(text, flush=True)
+        if options.output:
+            options.output.write_text(text, encoding="utf-8")
+
+
+def _header(keras: Any, mpi: Any, world: Any, options: argparse.Namespace) -> dict[str, object]:
+    vendor, version = mpi.get_vendor()
+    return {
+        "command": f"mpirun -n {world.size} python -m bench.keras --backend {options.backend}",
+        "keras": f"{keras.__version__}, {options.batch} images of each rank per step",
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+        "python": platform.python_version(),
+        "ranks": world.size,
+        "cores": os.cpu_count(),
+    }
