@@ -31,8 +31,22 @@ NEEDS = {
         "bench.torch.operations",
         "bench.torch.training",
         "collectives.torch*",
+        "strategies.keras.torch_gradients",
         "strategies.torch.*",
         "torch_*",
+    },
+    "Keras": {
+        "bench.keras.training",
+        "keras_*",
+        *(
+            f"strategies.keras.{each}"
+            for each in ("callbacks", "data", "loops", "models", "optimizers", "scope", "state")
+        ),
+        "strategies.keras.steps",
+    },
+    "JAX": {
+        "collectives.jax*",
+        "strategies.keras.jax_gradients",
     },
     # They are what talks to CuPy.
     "CuPy": {
