@@ -67,7 +67,7 @@ class Statistics:
 
     def average(self) -> None:
         """Average them, unless nothing was trained since. Collective."""
-        if self._differ:
+        if self._differ and self._training.reduces:
             average_statistics(self._training, self._model)
         self._differ = False
 

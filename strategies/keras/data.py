@@ -51,7 +51,9 @@ class Share(NamedTuple):
 
 
 def share_of(training: Training) -> Share:
-    """That of this rank."""
+    """That of this rank: everything where batches are split elsewhere."""
+    if not training.reduces:
+        return Share(0, 1)
     return Share(training.communicator.rank, training.communicator.size)
 
 
@@ -101,6 +103,10 @@ class Pieces(DataAdapter):  # type: ignore[misc]
         """Pieces of torch tensors; Keras only iterates over it."""
         return self._cut(self._whole.get_torch_dataloader())
 
+    def get_tf_dataset(self) -> Any:
+        """The global batches, which a strategy of `tf.distribute` splits."""
+        return self._whole.get_tf_dataset()
+
     @property
     def num_batches(self) -> int | None:
         """The number of batches; None if it is unknown."""
@@ -127,7 +133,7 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
     def __init__(self, training: Training, seed: int, *data: Any, **options: Any) -> None:
         super().__init__(*data, **options)
         self._training, self._share = training, share_of(training)
-        self._generator = np.random.default_rng(seed)
+        self._seed, self._generator = seed, np.random.default_rng(seed)
         self.lengths: list[int] | None = None
         """As of `Pieces`."""
 
@@ -167,6 +173,23 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
 
         inputs = convert_to_sliceable(self._inputs, target_backend="torch")
         return self._get_iterator(convert, inputs)
+
+    def get_tf_dataset(self) -> Any:
+        """The global batches, in an order that the seed determines."""
+        if not self._shuffle:
+            return super().get_tf_dataset()
+        import tensorflow as tf
+
+        inputs = convert_to_sliceable(self._inputs, target_backend="tensorflow")
+        inputs = keras.tree.map_structure(lambda each: each.array, inputs, none_is_leaf=False)
+        order = tf.data.Dataset.range(self._num_samples)
+        order = order.shuffle(self._num_samples, self._seed, reshuffle_each_iteration=True)
+        batches = order.batch(self._batch_size).map(
+            lambda rows: keras.tree.map_structure(
+                lambda each: tf.gather(each, rows), inputs, none_is_leaf=False
+            )
+        )
+        return batches.prefetch(tf.data.AUTOTUNE)
 
 
 class ShuffledPyDataset(keras.utils.PyDataset):  # type: ignore[misc]

@@ -29,8 +29,10 @@ class Loops:
 
     def methods(self) -> dict[str, Method]:
         """The replacements by name."""
-        names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch")
-        return {name: getattr(self, name) for name in (*names, "_symbolic_build")}
+        names = ["fit", "evaluate", "predict"]
+        if self._training.reduces:
+            names += ["train_on_batch", "test_on_batch", "_symbolic_build"]
+        return {name: getattr(self, name) for name in names}
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
@@ -63,6 +65,8 @@ class Loops:
         """Keras's `predict`: all rows, in their order, on every rank. Collective."""
         self._statistics.average()
         given = self._divided("predict", args, kwargs, "x")
+        if not self._training.reduces:
+            return self._kind.predict(self._model, **given)
         lengths: list[int] = []
         given["x"].lengths = lengths
         if not self._shared:

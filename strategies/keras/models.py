@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,21 +19,33 @@ from strategies.keras.training import Training
 def prepare(model: Any, training: Training) -> None:
     """Replace the methods by which Keras trains the model. Its class stays as it is.
 
+    Where gradients are reduced elsewhere, only data, callbacks and output are the ranks'.
+
     ValueError for a loss that is a sum, since a mean over the ranks isn't the whole batch's sum.
     """
     for loss in keras.tree.flatten(model.loss) if model.loss is not None else ():
-        if getattr(loss, "reduction", None) == "sum":
+        if training.reduces and getattr(loss, "reduction", None) == "sum":
             raise ValueError(
                 f"loss {loss.name!r} has reduction='sum': must be 'sum_over_batch_size', since"
                 " gradients are averaged over the ranks"
             )
     kind = type(model)
-    loops = Loops(model, training, Statistics(training, model))
 
     def compile(*args: Any, **kwargs: Any) -> Any:
         result = kind.compile(model, *args, **kwargs)
         prepare(model, training)
         return result
+
+    replaced = Loops(model, training, Statistics(training, model)).methods()
+    if training.reduces:
+        replaced |= _reducing_methods(model, training) | steps_of(model, training)
+        reduce_gradients_of(model, training)
+    for name, method in {**replaced, "compile": compile}.items():
+        object.__setattr__(model, name, method)
+
+
+def _reducing_methods(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
+    kind = type(model)
 
     def results(logs: Any) -> Any:
         sum_metrics(training, model)
@@ -44,16 +57,7 @@ def prepare(model: Any, training: Training) -> None:
         reduce_gradients_of(model, training)
         return kind.make_train_function(model, *args, **kwargs)
 
-    replaced = {
-        "compile": compile,
-        "make_train_function": make_train_function,
-        "_get_metrics_result_or_logs": results,
-        **loops.methods(),
-        **steps_of(model, training),
-    }
-    for name, method in replaced.items():
-        object.__setattr__(model, name, method)
-    reduce_gradients_of(model, training)
+    return {"make_train_function": make_train_function, "_get_metrics_result_or_logs": results}
 
 
 def reduce_gradients_of(model: Any, training: Training) -> None:

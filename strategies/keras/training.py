@@ -22,12 +22,16 @@ class Training:
         is_chief: bool,
         owner: Any = None,
         mean: Reduce | None = None,
+        reduces: bool = True,
     ) -> None:
         """Take a communicator whose rank 0 is the chief.
 
         owner: the strategy, for those that look for the strategy of a model.
         mean: reduces arrays to their mean over the ranks, where `collectives` doesn't choose how.
+        reduces: whether gradients, metrics and statistics are reduced, and batches split, by this
+            package. Keras's TensorFlow backend has that done by the `tf.distribute` strategy.
         """
+        self.reduces = reduces
         self.communicator, self.owner = communicator, owner
         self.is_chief = is_chief
         self.rows: int | None = None
