@@ -1,7 +1,7 @@
-"""The structures of XLA's foreign function interface, as ctypes (xla/ffi/api/c_api.h, 0.1 to 0.3).
+"""The structures of XLA's foreign function interface, as ctypes (xla/ffi/api/c_api.h, version 0.1).
 
-XLA appends fields to structures, and raises the minor version; those used here keep their places
-within major version 0.
+XLA raises the minor version when it appends fields to structures, and the major version when it
+moves fields.
 """
 
 from __future__ import annotations

@@ -121,8 +121,10 @@ class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]
         self._agree_to_stop()
 
     def _agree_to_stop(self) -> None:
-        stops = np.array([bool(self.model.stop_training)], np.uint8)
-        self.model.stop_training = bool(self._training.communicator.all_reduce(stops, "max")[0])
+        # Not by the property, which copies the whole state in JAX.
+        model = self._model
+        stops = np.array([bool(model.stop_training)], np.uint8)
+        model.stop_training = bool(self._training.communicator.all_reduce(stops, "max")[0])
 
 
 class _BatchAgreement(_EpochAgreement):

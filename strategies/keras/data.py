@@ -181,7 +181,7 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
         import tensorflow as tf
 
         inputs = convert_to_sliceable(self._inputs, target_backend="tensorflow")
-        inputs = keras.tree.map_structure(lambda each: each.array, inputs, none_is_leaf=False)
+        inputs = keras.tree.lists_to_tuples(inputs)
         order = tf.data.Dataset.range(self._num_samples)
         order = order.shuffle(self._num_samples, self._seed, reshuffle_each_iteration=True)
         batches = order.batch(self._batch_size).map(

@@ -150,7 +150,9 @@ class Loops:
         if not all(layer.built for layer in self._model._flatten_layers()):
             batch = next(iter(pieces.get_numpy_iterator()))
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            rows = keras.tree.map_structure(lambda each: np.zeros((1, *each.shape[1:])), x)
+            rows = keras.tree.map_structure(
+                lambda each: np.zeros((1, *each.shape[1:]), each.dtype), x
+            )
             self._kind.predict_on_batch(self._model, rows)
             pieces.lengths.clear()
         self._shared = True

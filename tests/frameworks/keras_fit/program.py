@@ -269,6 +269,11 @@ def moving_statistics_are_averaged():
     assert "fit" not in vars(loaded)
     np.testing.assert_array_equal(weights_of(loaded), weights_of(together))
     loaded.fit(X, Y, verbose=0)
+    with STRATEGY.scope():
+        again = keras.models.load_model(path)
+    again.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert_same_everywhere(weights_of(again).tobytes())
+    WORLD.barrier()
 
 
 @check
@@ -611,21 +616,26 @@ if BACKEND == "jax":
         import jax.numpy as jnp
 
         import collectives.jax as cj
+        from collectives.jax import host_calls
 
-        reduce = jax.jit(cj.all_reduce)
         value = jnp.ones(3 + RANK)
+        uses_ffi = host_calls.uses_ffi
+        for used in (True, False):  # without, by pure_callback
+            host_calls.uses_ffi = lambda used=used: used and uses_ffi()
+            reduce = jax.jit(lambda value: cj.all_reduce(value))
 
-        def raises():
-            with cj.original_errors():
-                jax.block_until_ready(reduce(value))
+            def raises(reduce=reduce):
+                with cj.original_errors():
+                    jax.block_until_ready(reduce(value))
 
-        raised_everywhere(collectives.ShapeMismatchError, "differ", raises)
-        raised_everywhere(
-            jax.errors.JaxRuntimeError,
-            "ShapeMismatchError",
-            lambda: jax.block_until_ready(reduce(value)),
-        )
-        np.testing.assert_array_equal(reduce(jnp.ones(2)), np.full(2, SIZE))
+            raised_everywhere(collectives.ShapeMismatchError, "differ", raises)
+            raised_everywhere(
+                jax.errors.JaxRuntimeError,
+                "ShapeMismatchError",
+                lambda reduce=reduce: jax.block_until_ready(reduce(value)),
+            )
+            np.testing.assert_array_equal(reduce(jnp.ones(2)), np.full(2, SIZE))
+        host_calls.uses_ffi = uses_ffi
 
 
 def main():
