@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from collectives import Communicator
 from strategies.base.strategy import Strategy as ArrayStrategy
+from strategies.tensorflow import saving
 from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.seeds import agree_on_seed
 
@@ -19,6 +20,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
     def __init__(self, arrays: ArrayStrategy, device: str = "/cpu:0") -> None:
         """`arrays` is the strategy of NumPy arrays with the same ranks. Collective."""
         self._arrays = arrays
+        saving.install()
         agree_on_seed(arrays.communicator)
         super().__init__(self._make_extended(device))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils, values
+from tensorflow.python.distribute import distribute_lib, distribute_utils, values
 from tensorflow.python.trackable import base as trackable
 
 _KERAS = "keras.src.backend.tensorflow.core"
@@ -49,13 +49,11 @@ class LocalVariable(values.SyncOnReadVariable):  # type: ignore[misc]
 
     def value(self) -> Any:
         """The aggregate outside of run, and this rank's value inside."""
-        if self._reads_first():
-            return self._get_cross_replica()
+        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+                if tf.distribute.in_cross_replica_context():
+                    return self._get_cross_replica()
         return super().value()
-
-    def _reads_first(self) -> bool:
-        first = self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-        return first and tf.distribute.in_cross_replica_context()
 
     def _get_cross_replica(self) -> Any:
         if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
