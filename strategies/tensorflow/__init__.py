@@ -9,6 +9,8 @@ tf.data, `tf.function`, GradientTape, Keras on the TensorFlow backend, metrics a
 TensorFlow's own. Each rank is one replica.
 """
 
+from strategies.tensorflow import experimental
+from strategies.tensorflow.local_sgd import LocalSGDStrategy
 from strategies.tensorflow.mirrored import (
     CentralStorageStrategy,
     MirroredStrategy,
@@ -19,8 +21,10 @@ from strategies.tensorflow.strategy import Strategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "LocalSGDStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",
+    "experimental",
 ]

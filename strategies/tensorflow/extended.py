@@ -53,16 +53,19 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
 
     # Contexts.
 
-    def _scope(self, strategy: Any) -> Any:
-        return super()._scope(strategy)
-
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        context = ReplicaContext(self._container_strategy(), self._rank)
+        context = ReplicaContext(
+            self._container_strategy(), self._get_replica_id_in_sync_group(0)
+        )
         local_args = distribute_utils.select_replica(0, args)
         local_kwargs = distribute_utils.select_replica(0, kwargs)
         with tf.device(self._device), self.statistics.run():
             with context, replica_seeds(self._rank):
                 return fn(*local_args, **local_kwargs)
+
+    def statistic_changed(self, variable: Any) -> None:
+        """A replica assigned its own value to a running statistic."""
+        self.statistics.changed(variable)
 
     # Variables.
 
@@ -88,9 +91,9 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
                 f" {type(self._container_strategy()).__name__}, so that the ranks would change it"
                 " independently: create it, and the model that it belongs to, inside of the scope"
             )
-        return self._update_local(var._primary, fn, (var._primary, *args), kwargs, group)
+        return self._update_in_place(var._primary, fn, (var._primary, *args), kwargs, group)
 
-    def _update_local(
+    def _update_in_place(
         self, at: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
         with tf.device(at.device), distribute_lib.UpdateContext(0):
@@ -123,7 +126,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
     def _reduce_all(self, reduce_op: Any, leaves: Sequence[Any], options: Any) -> list[Any]:
         """The leaves reduced in one call, and with them the statistics that are due."""
         mean = reduce_op == reduce_util.ReduceOp.MEAN
-        local = [_local(each) for each in leaves]
+        local = [local_value(each) for each in leaves]
         if self._size == 1:
             return local
         due = [] if mean else self.statistics.due()
@@ -136,11 +139,11 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> Any:
         if self._size == 1:
-            return _local(value)
-        return self.operations.gather(_local(value), axis, _options(options))
+            return local_value(value)
+        return self.operations.gather(local_value(value), axis, _options(options))
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        return tensor if self._size == 1 else self.operations.broadcast(_local(tensor))
+        return tensor if self._size == 1 else self.operations.broadcast(local_value(tensor))
 
     # Data.
 
@@ -192,7 +195,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         return self._rank
 
 
-def _local(value: Any) -> Any:
+def local_value(value: Any) -> Any:
     """This process's component of a value: a tensor or slices."""
     if isinstance(value, values.DistributedVariable):
         return value._primary.read_value()

@@ -2,8 +2,8 @@
 
 TensorFlow keeps only the text of an exception that a Python operation raises, in an UnknownError or
 InvalidArgumentError. The original is kept here under a number that the text contains, and one
-function of TensorFlow, which turns a status into an exception, is replaced: for such a text it
-returns the original. All other statuses pass through it unchanged.
+function of TensorFlow, which executes a function's graph, is wrapped: it raises the original in
+place of an exception with such a text. Others pass unchanged.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
-from tensorflow.python.eager import core
+from tensorflow.python.eager import execute
+from tensorflow.python.framework import errors
 
 _KEPT = 16
 _MARK = re.compile(r"\[collective failure (\d+)\]")
@@ -50,20 +52,26 @@ def original(text: str) -> Exception | None:
     return None
 
 
-def _restoring(plain: Callable[[Any], Exception]) -> Callable[[Any], Exception]:
-    def to_exception(status: Any) -> Exception:
-        error = original(status.message)
-        return plain(status) if error is None else error
+def _restoring(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def execute_restoring(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except errors.OpError as failure:
+            error = original(failure.message)
+            if error is None:
+                raise
+            raise error from None
 
-    return to_exception
+    return execute_restoring
 
 
 _installed = False
 
 
 def install() -> None:
-    """Replace TensorFlow's function, once."""
+    """Wrap TensorFlow's function that executes operations, once."""
     global _installed
     if not _installed:
-        core._status_to_exception = _restoring(core._status_to_exception)
+        execute.execute = _restoring(execute.execute)
         _installed = True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import distribute as distribute_ops
 from tensorflow.python.distribute import input_util
 
-log = logging.getLogger("strategies")
+from collectives import Communicator
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
 
@@ -17,8 +18,8 @@ _POLICIES = tf.data.experimental.AutoShardPolicy
 def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     """This rank's part of each global batch, or of the files, by the dataset's policy. Collective.
 
-    A policy that one rank cannot follow raises the same error on every rank; AUTO follows DATA
-    then. Where the ranks can count the batches they need not agree on the end at each step.
+    A policy that one rank cannot follow raises an error on every rank. AUTO follows DATA where
+    there are fewer files than ranks. Where the ranks can count the batches they need not agree on the end at each step.
     """
     communicator = extended.operations.communicator
 
@@ -39,22 +40,33 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
             extended._container_strategy(),
             options=options,
         )
+    policy = _policy(dataset)
+    if policy is _POLICIES.AUTO and _fewest_elements(communicator, dataset) < communicator.size:
+        # FILE would fail during the iteration, on one rank, if these are files.
+        policy = _POLICIES.DATA
+        dataset = _with_policy(dataset, policy)
     made, failure = _attempt(make, dataset)
     failures = communicator.all_gather_object(failure and repr(failure))
-    if any(failures) and _policy(dataset) is _POLICIES.AUTO:
-        if communicator.rank == 0:
-            log.warning("AutoShardPolicy.AUTO follows DATA, since FILE fails: %s", failures)
-        made, failure = _attempt(make, _with_policy(dataset, _POLICIES.DATA))
-        failures = communicator.all_gather_object(failure and repr(failure))
     if failure is not None:
         raise failure
     if any(failures):
         raise ValueError(f"distributing the dataset failed on other ranks: {failures}")
     counts = communicator.all_gather_object(int(made.cardinality))
-    splits_batches = _policy(dataset) in (_POLICIES.AUTO, _POLICIES.DATA)
+    splits_batches = policy in (_POLICIES.AUTO, _POLICIES.DATA)
     if splits_batches and counts[0] >= 0 and len(set(counts)) == 1:
         made._enable_get_next_as_optional = False
     return made
+
+
+def joined(dataset: Any, count: int) -> Any:
+    """Batches of as many rows as `count` of the dataset's batches.
+
+    Raises ValueError for a dataset whose batches have no constant length.
+    """
+    length = int(distribute_ops.compute_batch_size(dataset))
+    if length < 1:
+        raise ValueError("LocalSGDStrategy distributes datasets whose last operation is batch()")
+    return dataset.rebatch(length * count)
 
 
 def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], options: Any) -> Any:
@@ -66,6 +78,24 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
         extended._container_strategy(),
         options=options,
     )
+
+
+def _fewest_elements(communicator: Communicator, dataset: Any) -> float:
+    """The least number of elements, such as files, of any source of any rank's dataset."""
+    fewest, left = math.inf, [dataset]
+    while left:
+        each = left.pop()
+        inputs = each._inputs() or _names_of_files(each)
+        left.extend(inputs)
+        count = int(each.cardinality()) if not inputs else -1
+        fewest = min(fewest, count if count >= 0 else math.inf)
+    return min(communicator.all_gather_object(fewest))
+
+
+def _names_of_files(reader: Any) -> list[Any]:
+    """The dataset of names that a reader of files keeps."""
+    names = getattr(reader, "_filenames", None)
+    return [names] if isinstance(names, tf.data.Dataset) else []
 
 
 def _attempt(make: Callable[[Any], Any], dataset: Any) -> tuple[Any, Exception | None]:

@@ -31,6 +31,11 @@ class Statistics(threading.local):
         # no Python: averaged at the end of every run.
         self._in_functions: dict[int, Any] = {}
 
+    @property
+    def running(self) -> bool:
+        """Whether this thread is in a `run`."""
+        return bool(self._changed)
+
     def changed(self, variable: Any) -> None:
         """Note that a replica assigned its own value."""
         self._changed[-1][id(variable)] = variable, _graph()

@@ -27,13 +27,17 @@ class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
     of_keras = False
     """Whether a variable of Keras 3 holds it."""
 
+    is_statistic = False
+    """Whether replicas have assigned values of their own, which are averaged."""
+
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         aggregation = self._aggregation
         none = aggregation == tf.VariableAggregation.NONE
         if self.of_keras and (none or aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA):
             updated = update_fn(self._primary, value, **kwargs)
             if none and self.dtype.is_floating and not self.trainable:
-                self._distribute_strategy.extended.statistics.changed(self)
+                self.is_statistic = True
+                self._distribute_strategy.extended.statistic_changed(self)
             return updated
         if none:
             raise ValueError(

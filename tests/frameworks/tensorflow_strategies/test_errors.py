@@ -5,7 +5,7 @@ import pytest
 
 import collectives
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3), pytest.mark.timeout_seconds(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(120)]
 
 
 def test_a_mismatch(tf, strategy, comm):
@@ -18,14 +18,19 @@ def test_a_mismatch(tf, strategy, comm):
         return tf.distribute.get_replica_context().all_reduce("SUM", own)
 
     in_run = tf.function(lambda: strategy.run(replica))
-    in_fit = tf.function(lambda: [strategy.run(replica) for _ in tf.range(2)])
+
+    @tf.function
+    def looped():
+        for _ in tf.range(2):
+            strategy.run(replica)
+
     for call in (reduced, tf.function(reduced), lambda: strategy.run(replica), in_run):
         with pytest.raises(collectives.ShapeMismatchError, match=r"\(1,\)"):
             call()
         total = tf.function(lambda: strategy.reduce("SUM", tf.ones([2]), axis=None))()
         np.testing.assert_array_equal(total, [comm.size] * 2)
     with pytest.raises(collectives.ShapeMismatchError):
-        in_fit()
+        looped()
 
 
 def test_a_deadline(tf, strategy, comm):

@@ -5,7 +5,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.ranks(2, 3),
+    pytest.mark.ranks(2),
     pytest.mark.timeout_seconds(200),
     # Of TensorFlow's own distributed datasets in a function.
     pytest.mark.filterwarnings("ignore:To make it possible to preserve tf.data options"),
