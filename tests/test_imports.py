@@ -81,6 +81,8 @@ STRATEGIES = {
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "input"}
     | {"replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
+    "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops"}
+    | {"replication", "synchronous", "collectives"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
@@ -139,6 +141,21 @@ LAZY = {
         "strategies/torch/distribution.py",
         "strategies/torch/sampler.py",
         "strategies/torch/states.py",
+    },
+    "tensorflow": {
+        "strategies/tensorflow/cluster.py",
+        "strategies/tensorflow/experimental.py",
+        "strategies/tensorflow/extended.py",
+        "strategies/tensorflow/failures.py",
+        "strategies/tensorflow/input.py",
+        "strategies/tensorflow/local_sgd.py",
+        "strategies/tensorflow/mirrored.py",
+        "strategies/tensorflow/operations.py",
+        "strategies/tensorflow/saving.py",
+        "strategies/tensorflow/seeds.py",
+        "strategies/tensorflow/statistics.py",
+        "strategies/tensorflow/strategy.py",
+        "strategies/tensorflow/variables.py",
     },
 }
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
+    collective_util,
     distribute_lib,
     distribute_utils,
     one_device_strategy,
     reduce_util,
     values,
 )
-from tensorflow.python.distribute import collective_util
 
 from strategies.core.options import CommunicationOptions
 from strategies.replication.replication import Replication
@@ -54,14 +54,12 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
     # Contexts.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        context = ReplicaContext(
-            self._container_strategy(), self._get_replica_id_in_sync_group(0)
-        )
+        context = ReplicaContext(self._container_strategy(), self._get_replica_id_in_sync_group(0))
         local_args = distribute_utils.select_replica(0, args)
         local_kwargs = distribute_utils.select_replica(0, kwargs)
-        with tf.device(self._device), self.statistics.run():
-            with context, replica_seeds(self._rank):
-                return fn(*local_args, **local_kwargs)
+        at = tf.device(self._device)
+        with at, self.statistics.run(), context, replica_seeds(self._rank):
+            return fn(*local_args, **local_kwargs)
 
     def statistic_changed(self, variable: Any) -> None:
         """A replica assigned its own value to a running statistic."""
@@ -75,16 +73,12 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         if isinstance(colocate_with, values.DistributedValues):
             device = colocate_with._devices[0]
         mirror = self.operations.mirror
-        return variables.create(
-            self._container_strategy(), device, mirror, next_creator, **kwargs
-        )
+        return variables.create(self._container_strategy(), device, mirror, next_creator, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         distribute_utils.validate_colocate_distributed_variable(colocate_with_variable, self)
 
-    def _update(
-        self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
-    ) -> Any:
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         if not isinstance(var, values.DistributedVariable):
             raise ValueError(
                 f"variable {getattr(var, 'name', var)!r} was created outside of the scope of"

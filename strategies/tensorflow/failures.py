@@ -26,11 +26,11 @@ _originals: OrderedDict[int, Exception] = OrderedDict()
 _count = 0
 
 
-class CollectiveFailure(Exception):
+class CollectiveFailureError(Exception):
     """Carries the number of an error through TensorFlow's runtime."""
 
 
-def carried(error: Exception) -> CollectiveFailure:
+def carried(error: Exception) -> CollectiveFailureError:
     """The exception to raise in a Python operation instead of the error."""
     global _count
     with _lock:
@@ -39,7 +39,7 @@ def carried(error: Exception) -> CollectiveFailure:
         _originals[number] = error
         while len(_originals) > _KEPT:
             _originals.popitem(last=False)
-    return CollectiveFailure(f"{type(error).__name__}: {error} [collective failure {number}]")
+    return CollectiveFailureError(f"{type(error).__name__}: {error} [collective failure {number}]")
 
 
 def original(text: str) -> Exception | None:

@@ -19,7 +19,8 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     """This rank's part of each global batch, or of the files, by the dataset's policy. Collective.
 
     A policy that one rank cannot follow raises an error on every rank. AUTO follows DATA where
-    there are fewer files than ranks. Where the ranks can count the batches they need not agree on the end at each step.
+    there are fewer files than ranks. Where the ranks can count the batches, they do not agree on
+    the end at each step.
     """
     communicator = extended.operations.communicator
 
@@ -89,7 +90,7 @@ def _fewest_elements(communicator: Communicator, dataset: Any) -> float:
         left.extend(inputs)
         count = int(each.cardinality()) if not inputs else -1
         fewest = min(fewest, count if count >= 0 else math.inf)
-    return min(communicator.all_gather_object(fewest))
+    return float(min(communicator.all_gather_object(fewest)))
 
 
 def _names_of_files(reader: Any) -> list[Any]:

@@ -30,9 +30,7 @@ class MirroredStrategy(Strategy):
         communicator: Communicator | None = None,
     ) -> None:
         reduced_by = _cross_device_ops(cross_device_ops)
-        super().__init__(
-            mirrored.MirroredStrategy(devices, reduced_by, communicator=communicator)
-        )
+        super().__init__(mirrored.MirroredStrategy(devices, reduced_by, communicator=communicator))
 
 
 class MultiWorkerMirroredStrategy(Strategy):

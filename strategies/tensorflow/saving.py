@@ -72,7 +72,7 @@ def _by_one_writer(plain: Callable[..., str]) -> Callable[..., str]:
         except Exception as error:
             failure = error
         raise_on_all(communicator, "writing a checkpoint", failure)
-        path = communicator.broadcast_object(path)
+        path = str(communicator.broadcast_object(path))
         if not chief:
             with _silent():
                 for callback in getattr(options, "experimental_write_callbacks", None) or ():

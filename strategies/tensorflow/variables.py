@@ -49,7 +49,7 @@ class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
 
 
 class LocalVariable(values.SyncOnReadVariable):  # type: ignore[misc]
-    """A variable of which each rank has its own value, aggregated when it is read outside of run."""
+    """A variable of which each rank has its own value, aggregated when read outside of run."""
 
     def value(self) -> Any:
         """The aggregate outside of run, and this rank's value inside."""

@@ -30,6 +30,8 @@ def clear(text, framework, thing, where):
     named = f"the {framework} {thing}" in first and where in first
     if framework == "torch":
         return named and "model, optimizer = strategy.distribute(model, optimizer)" in first
+    if framework == "TensorFlow":
+        return named and "strategies.tensorflow.MultiWorkerMirroredStrategy" in first
     return (
         named
         and f"there are no adapters for {framework} yet" in first

@@ -56,7 +56,8 @@ def test_a_manager(tf, strategy, comm, folder):
     for number in range(1, 5):
         assert manager.save() == str(folder / f"ckpt-{number}")
     kept = [str(folder / f"ckpt-{number}") for number in (3, 4)]
-    assert manager.checkpoints == kept and manager.latest_checkpoint == kept[1]
+    assert manager.checkpoints == kept
+    assert manager.latest_checkpoint == kept[1]
     comm.barrier()
     assert sorted(each.name for each in folder.glob("*.index")) == ["ckpt-3.index", "ckpt-4.index"]
     weights = model.get_weights()

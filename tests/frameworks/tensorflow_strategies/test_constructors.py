@@ -36,7 +36,9 @@ def test_each_strategy_trains(tf, ds, comm):
         assert strategy.num_replicas_in_sync == size
         with strategy.scope():
             weights = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
-        tf.function(lambda weights=weights, strategy=strategy: strategy.run(weights.assign, (2.0,)))()
+        tf.function(
+            lambda weights=weights, strategy=strategy: strategy.run(weights.assign, (2.0,))
+        )()
         assert float(weights.numpy()) == 2.0 * size
     alone = ds.OneDeviceStrategy("/cpu:0")
     assert alone.num_replicas_in_sync == 1

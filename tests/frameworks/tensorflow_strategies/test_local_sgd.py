@@ -1,5 +1,8 @@
 """LocalSGDStrategy on TensorFlow's variables."""
 
+import functools
+import operator
+
 import numpy as np
 import pytest
 
@@ -41,10 +44,14 @@ def test_rounds(tf, ds, comm, traced):
 def test_batches_and_arguments(tf, ds, comm):
     strategy = ds.LocalSGDStrategy(3, communicator=comm)
     dataset = tf.data.Dataset.range(10).batch(2)
-    steps = [each for each in strategy.experimental_distribute_dataset(dataset)]
+    steps = list(strategy.experimental_distribute_dataset(dataset))
     own = [strategy.experimental_local_results(each)[0].numpy().tolist() for each in steps]
     assert [len(each) for each in own] == [2, 2, 1]
-    assert sorted(sum(comm.all_gather_object(sum(own, [])), [])) == [*range(10)]
+    assert sorted(
+        functools.reduce(
+            operator.iadd, comm.all_gather_object(functools.reduce(operator.iadd, own, [])), []
+        )
+    ) == [*range(10)]
     with pytest.raises(ValueError, match="at least 1"):
         ds.LocalSGDStrategy(0, communicator=comm)
     with pytest.raises(ValueError, match="arguments differ"):

@@ -29,7 +29,8 @@ def test_reductions(tf, strategy, comm, call):
     *results, uneven, empty = [each.numpy() for each in reduced()]
     np.testing.assert_array_equal(results[0], [total, total])
     np.testing.assert_allclose(results[1], [total / size] * 2)
-    assert results[2] == total / size and results[2].dtype == np.float64
+    assert results[2] == total / size
+    assert results[2].dtype == np.float64
     np.testing.assert_array_equal(results[3], np.repeat(np.arange(1, size + 1), 2))
     assert uneven == sum(sum(range(rank + 2)) for rank in range(size))
     values = [value for rank in range(size) for value in range(rank)]
@@ -81,7 +82,9 @@ def test_slices_are_concatenated(tf, strategy, comm, call):
 
 def test_values_for_each_replica(tf, strategy, comm):
     values = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant([context.replica_id_in_sync_group, context.num_replicas_in_sync])
+        lambda context: tf.constant(
+            [context.replica_id_in_sync_group, context.num_replicas_in_sync]
+        )
     )
     assert isinstance(values, tf.distribute.DistributedValues)
     (local,) = strategy.experimental_local_results(values)
@@ -146,9 +149,7 @@ def test_variables_aggregated_when_read(tf, strategy, comm, call):
     modes = tf.VariableAggregation
     with strategy.scope():
         made = [
-            tf.Variable(
-                1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=mode
-            )
+            tf.Variable(1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=mode)
             for mode in (modes.SUM, modes.MEAN, modes.ONLY_FIRST_REPLICA)
         ]
 
