@@ -72,6 +72,6 @@ def test_a_chief_that_cannot_write(tf, strategy, comm, folder):
         checkpoint = tf.train.Checkpoint(weights=tf.Variable(1.0))
     (folder / "file").write_text("") if comm.rank == 0 else None
     comm.barrier()
-    with pytest.raises((tf.errors.OpError, RuntimeError), match="file|writing a checkpoint"):
+    with pytest.raises((tf.errors.OpError, RuntimeError), match=r"file|writing a checkpoint"):
         checkpoint.save(str(folder / "file" / "state"))
     assert checkpoint.save(str(folder / "state")).startswith(str(folder))

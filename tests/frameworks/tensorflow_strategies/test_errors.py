@@ -48,7 +48,7 @@ def test_a_deadline(tf, strategy, comm):
 
 
 def test_tensorflows_own_errors_are_unchanged(tf, strategy):
-    with pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes|must be equal"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"Incompatible shapes|must be equal"):
         tf.ones([2]) + tf.ones([3])
     failing = tf.function(lambda: tf.numpy_function(lambda: 1 / 0, [], tf.int64))
     with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError"):

@@ -175,7 +175,7 @@ def test_custom_training(tf, ds, comm, folder, equal_on_all):
     expected, weights_alone = custom_training(tf, alone, folder / f"alone{comm.rank}")
     np.testing.assert_allclose(printed, expected, rtol=1e-3)
     for one, other in zip(weights, weights_alone, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+        np.testing.assert_allclose(one, other, atol=1e-3)  # Adam enlarges rounding
     equal_on_all(weights)
 
 

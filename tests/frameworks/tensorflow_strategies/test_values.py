@@ -183,9 +183,9 @@ def test_contexts(tf, strategy, ds, comm):
     with strategy.scope():
         assert tf.distribute.get_strategy() is strategy
         assert tf.distribute.in_cross_replica_context()
-        with pytest.raises(RuntimeError, match="Mixing different"):
-            with ds.OneDeviceStrategy("/cpu:0").scope():
-                pass
+        other = ds.OneDeviceStrategy("/cpu:0").scope()
+        with pytest.raises(RuntimeError, match="Mixing different"), other:
+            pass
     with pytest.raises(RuntimeError, match="cross-replica context"):
         strategy.run(lambda: strategy.reduce("SUM", 1.0, axis=None))
     with pytest.raises(ValueError, match="positional args"):
