@@ -82,6 +82,8 @@ STRATEGIES = {
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
     | {"keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
+    "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops"}
+    | {"replication", "synchronous", "collectives"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
@@ -160,6 +162,22 @@ LAZY = {
         "collectives/jax/host_calls.py",
         "collectives/jax/reductions.py",
         "strategies/keras/jax_gradients.py",
+    },
+    "tensorflow": {
+        "strategies/keras/data.py",
+        "strategies/tensorflow/cluster.py",
+        "strategies/tensorflow/experimental.py",
+        "strategies/tensorflow/extended.py",
+        "strategies/tensorflow/failures.py",
+        "strategies/tensorflow/input.py",
+        "strategies/tensorflow/local_sgd.py",
+        "strategies/tensorflow/mirrored.py",
+        "strategies/tensorflow/operations.py",
+        "strategies/tensorflow/saving.py",
+        "strategies/tensorflow/seeds.py",
+        "strategies/tensorflow/statistics.py",
+        "strategies/tensorflow/strategy.py",
+        "strategies/tensorflow/variables.py",
     },
 }
 

@@ -15,10 +15,13 @@ class TensorFlow(Framework):
     name = "TensorFlow"
     module = "tensorflow"
     classes = ("Variable", "Module", "compat.v1.train.Optimizer")
+    adapted = True
     alternative = (
-        "outside of the strategy's scope and run, variable.assign(comm.broadcast("
-        "variable.numpy())) each variable once, and comm.all_reduce_many([each.numpy() for each in"
-        " gradients], 'mean') before they are applied, with comm = collectives.world()"
+        "import strategies.tensorflow, and create it in the scope of"
+        " strategies.tensorflow.MultiWorkerMirroredStrategy (MirroredStrategy,"
+        " CentralStorageStrategy), a tf.distribute.Strategy. In a loop of your own, outside of the"
+        " strategy's scope and run, collectives.world().all_reduce_many([each.numpy() for each in"
+        " gradients], 'mean')"
     )
 
     def trains(self, thing: Any) -> bool:

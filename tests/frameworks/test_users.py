@@ -36,12 +36,8 @@ def clear(text, framework, thing, where):
             and "model.compile(optimizer, loss), then model.fit" in first
             and "strategies.tensorflow.MultiWorkerMirroredStrategy" in first
         )
-    return (
-        named
-        and f"there are no adapters for {framework} yet" in first
-        and "Instead: outside of the strategy's scope and run, " in first
-        and "collectives.world()" in first
-    )
+    assert framework == "TensorFlow"
+    return named and "strategies.tensorflow.MultiWorkerMirroredStrategy" in first
 
 
 def test_a_torch_user(launch):

@@ -1,0 +1,209 @@
+"""The hooks of `tf.distribute.StrategyExtended` where each replica is a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    collective_util,
+    distribute_lib,
+    distribute_utils,
+    one_device_strategy,
+    reduce_util,
+    values,
+)
+
+from strategies.core.options import CommunicationOptions
+from strategies.replication.replication import Replication
+from strategies.tensorflow import variables
+from strategies.tensorflow.input import distribute, distribute_from_function
+from strategies.tensorflow.operations import Operations
+from strategies.tensorflow.seeds import replica_seeds
+from strategies.tensorflow.statistics import Statistics
+
+_DEFAULT = collective_util.Options()
+
+
+class ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc]
+    """The context of this process's replica."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The replica's device."""
+        return self._strategy.extended.worker_devices  # type: ignore[no-any-return]
+
+
+class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore[misc]
+    """One replica in this process, and the others in the other ranks.
+
+    `replication` is the strategy of NumPy arrays that does the communication.
+    """
+
+    def __init__(self, strategy: Any, replication: Replication, device: str) -> None:
+        super().__init__(strategy, device)
+        self._replication, self._rank = replication, replication.communicator.rank
+        self._size = replication.communicator.size
+        self.operations = Operations(replication)
+        self.statistics = Statistics(self.operations)
+        self._default_device = self._input_device
+        self.experimental_enable_get_next_as_optional = self._in_multi_worker_mode()
+        self._retrace_functions_for_each_device = False
+
+    # Contexts.
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context = ReplicaContext(self._container_strategy(), self._get_replica_id_in_sync_group(0))
+        local_args = distribute_utils.select_replica(0, args)
+        local_kwargs = distribute_utils.select_replica(0, kwargs)
+        at = tf.device(self._device)
+        with at, self.statistics.run(), context, replica_seeds(self._rank):
+            return fn(*local_args, **local_kwargs)
+
+    def statistic_changed(self, variable: Any) -> None:
+        """A replica assigned its own value to a running statistic."""
+        self.statistics.changed(variable)
+
+    # Variables.
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        colocate_with = kwargs.pop("colocate_with", None)
+        device = self._device
+        if isinstance(colocate_with, values.DistributedValues):
+            device = colocate_with._devices[0]
+        mirror = self.operations.mirror
+        return variables.create(self._container_strategy(), device, mirror, next_creator, **kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        distribute_utils.validate_colocate_distributed_variable(colocate_with_variable, self)
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        if not isinstance(var, values.DistributedVariable):
+            raise ValueError(
+                f"variable {getattr(var, 'name', var)!r} was created outside of the scope of"
+                f" {type(self._container_strategy()).__name__}, so that the ranks would change it"
+                " independently: create it, and the model that it belongs to, inside of the scope"
+            )
+        return self._update_in_place(var._primary, fn, (var._primary, *args), kwargs, group)
+
+    def _update_in_place(
+        self, at: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        with tf.device(at.device), distribute_lib.UpdateContext(0):
+            local_args = distribute_utils.select_replica(0, args)
+            updated = fn(*local_args, **distribute_utils.select_replica(0, kwargs))
+        return distribute_utils.update_regroup(self, (updated,), group)
+
+    def read_var(self, v: Any) -> Any:
+        """The value that is saved: the aggregate, if each replica has its own."""
+        if isinstance(v, values.SyncOnReadVariable):
+            return v._get_cross_replica()
+        return tf.identity(v._get() if isinstance(v, values.DistributedVariable) else v)
+
+    def value_container(self, value: Any) -> Any:
+        """The distributed variable of a replica's variable."""
+        return distribute_utils.value_container(value)
+
+    # Reductions.
+
+    def _local_results(self, value: Any) -> Any:
+        return distribute_lib.StrategyExtendedV2._local_results(self, value)
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        leaves = tf.nest.flatten(value)
+        return tf.nest.pack_sequence_as(value, self._reduce_all(reduce_op, leaves, options))
+
+    def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
+        return self._reduce_all(reduce_op, [value for value, _ in pairs], options)
+
+    def _reduce_all(self, reduce_op: Any, leaves: Sequence[Any], options: Any) -> list[Any]:
+        """The leaves reduced in one call, and with them the statistics that are due."""
+        mean = reduce_op == reduce_util.ReduceOp.MEAN
+        local = [local_value(each) for each in leaves]
+        if self._size == 1:
+            return local
+        due = [] if mean else self.statistics.due()
+        statistics = [each._primary.read_value() for each in due]
+        totals = self.operations.reduce([*local, *statistics], mean, _options(options))
+        self.statistics.averaged(due, totals[len(local) :])
+        return totals[: len(local)]
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> Any:
+        if self._size == 1:
+            return local_value(value)
+        return self.operations.gather(local_value(value), axis, _options(options))
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        return tensor if self._size == 1 else self.operations.broadcast(local_value(tensor))
+
+    # Data.
+
+    def _input_context(self) -> Any:
+        return tf.distribute.InputContext(self._size, self._rank, self._size)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return distribute(self, dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        return distribute_from_function(self, dataset_fn, options)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        context = distribute_lib.ValueContext(self._rank, self._size)
+        return distribute_utils.regroup((value_fn(context),), always_wrap=True)
+
+    # Properties that TensorFlow reads.
+
+    def _in_multi_worker_mode(self) -> bool:
+        return self._size > 1
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._size
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True: each process has its own graph."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process is the chief."""
+        return self._replication.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process is the chief."""
+        return self._replication.is_chief
+
+    @property
+    def _support_per_replica_values(self) -> bool:
+        return True
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> int:
+        return 0
+
+    def _get_replica_id_in_sync_group(self, replica_id: Any) -> int:
+        return self._rank
+
+
+def local_value(value: Any) -> Any:
+    """This process's component of a value: a tensor or slices."""
+    if isinstance(value, values.DistributedVariable):
+        return value._primary.read_value()
+    if isinstance(value, values.DistributedValues):
+        value = value.values[0]
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+
+
+def _options(options: Any) -> CommunicationOptions | None:
+    """TensorFlow's options as those of `strategies`; None where they say nothing."""
+    if options is None or options == _DEFAULT:
+        return None
+    return CommunicationOptions(
+        bytes_per_pack=options.bytes_per_pack,
+        timeout_seconds=options.timeout_seconds,
+        implementation=options.implementation.value,
+    )

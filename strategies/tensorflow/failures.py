@@ -1,0 +1,77 @@
+"""Errors of collectives inside of a `tf.function` reach the caller as themselves.
+
+TensorFlow keeps only the text of an exception that a Python operation raises, in an UnknownError or
+InvalidArgumentError. The original is kept here under a number that the text contains, and one
+function of TensorFlow, which executes a function's graph, is wrapped: it raises the original in
+place of an exception with such a text. Others pass unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from tensorflow.python.eager import execute
+from tensorflow.python.framework import errors
+
+_KEPT = 16
+_MARK = re.compile(r"\[collective failure (\d+)\]")
+
+_lock = threading.Lock()
+_originals: OrderedDict[int, Exception] = OrderedDict()
+_count = 0
+
+
+class CollectiveFailureError(Exception):
+    """Carries the number of an error through TensorFlow's runtime."""
+
+
+def carried(error: Exception) -> CollectiveFailureError:
+    """The exception to raise in a Python operation instead of the error."""
+    global _count
+    with _lock:
+        _count += 1
+        number = _count
+        _originals[number] = error
+        while len(_originals) > _KEPT:
+            _originals.popitem(last=False)
+    return CollectiveFailureError(f"{type(error).__name__}: {error} [collective failure {number}]")
+
+
+def original(text: str) -> Exception | None:
+    """The error whose number the text contains; None without one."""
+    for number in map(int, _MARK.findall(text)):
+        with _lock:
+            error = _originals.get(number)
+        if error is not None:
+            return error
+    return None
+
+
+def _restoring(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def execute_restoring(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except errors.OpError as failure:
+            error = original(failure.message)
+            if error is None:
+                raise
+            raise error from None
+
+    return execute_restoring
+
+
+_installed = False
+
+
+def install() -> None:
+    """Wrap TensorFlow's function that executes operations, once."""
+    global _installed
+    if not _installed:
+        execute.execute = _restoring(execute.execute)
+        _installed = True

@@ -1,0 +1,141 @@
+"""Collectives as TensorFlow operations, eagerly and in a `tf.function`.
+
+Eagerly a collective is called at once with the tensors' memory. In a graph it is one
+`tf.numpy_function`, whose arrays are the tensors' memory, too, and whose results become tensors
+without a copy. Every operation reads and assigns one variable, the token. TensorFlow executes the
+users of a resource in the order of the program, in branches, loops and called functions as well, so
+all ranks execute their collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from strategies.core.options import CommunicationOptions, ReduceOp
+from strategies.replication.replication import Replication
+from strategies.tensorflow.failures import carried, install
+
+
+class Operations:
+    """The collectives of a strategy's ranks on tensors."""
+
+    def __init__(self, replication: Replication) -> None:
+        install()
+        self.replication = replication
+        self.communicator = replication.communicator
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self._token = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_token")
+
+    def reduce(
+        self, values: Sequence[Any], mean: bool, options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """The values, tensors and IndexedSlices, reduced over the ranks in one call.
+
+        Tensors of equal dtypes are fused. Slices are concatenated in rank order. The mean of
+        integers is float64.
+        """
+        slices = [each for each in values if isinstance(each, tf.IndexedSlices)]
+        dense = [
+            tf.convert_to_tensor(each) for each in values if not isinstance(each, tf.IndexedSlices)
+        ]
+        dense_totals = iter(self._reduce_dense(dense, mean, options))
+        slices_totals = iter(self._reduce_slices(slices, mean))
+        return [
+            next(slices_totals if isinstance(each, tf.IndexedSlices) else dense_totals)
+            for each in values
+        ]
+
+    def _reduce_dense(
+        self, tensors: Sequence[Any], mean: bool, options: CommunicationOptions | None
+    ) -> list[Any]:
+        if not tensors:
+            return []
+
+        def call(*arrays: Any) -> list[Any]:
+            return self.replication.all_reduce_arrays(list(arrays), ReduceOp.SUM, options)
+
+        totals = self._execute(call, tensors, [each.shape for each in tensors])
+        return [_divided(each, self.communicator.size) for each in totals] if mean else totals
+
+    def _reduce_slices(self, slices: Sequence[Any], mean: bool) -> list[Any]:
+        if not slices:
+            return []
+        count = len(slices)
+
+        def call(*arrays: Any) -> list[Any]:
+            return [self.communicator.all_gather(each) for each in arrays]
+
+        inputs = [*(each.values for each in slices), *(each.indices for each in slices)]
+        shapes = [tf.TensorShape([None]).concatenate(each.shape[1:]) for each in inputs]
+        outputs = self._execute(call, inputs, shapes)
+        values = outputs[:count]
+        if mean:
+            values = [_divided(each, self.communicator.size) for each in values]
+        return [
+            tf.IndexedSlices(total, indices, each.dense_shape)
+            for total, indices, each in zip(values, outputs[count:], slices, strict=True)
+        ]
+
+    def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """The ranks' tensors, joined along the axis in rank order. Lengths there may differ."""
+        value = tf.convert_to_tensor(value)
+        shape = value.shape
+        if shape.rank is not None:
+            if not -shape.rank <= axis < shape.rank:
+                raise ValueError(f"gather: no axis {axis} in a tensor of shape {shape}")
+            place = axis % shape.rank
+            shape = tf.TensorShape([*shape[:place], None, *shape[place + 1 :]])
+
+        def call(array: Any) -> list[Any]:
+            return [self.replication.all_gather(array, axis, options)]
+
+        return self._execute(call, [value], [shape])[0]
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's tensor."""
+        value = tf.convert_to_tensor(value)
+
+        def call(array: Any) -> list[Any]:
+            return [self.replication.broadcast_first(np.asarray(array))]
+
+        return self._execute(call, [value], [value.shape])[0]
+
+    def mirror(self, value: Any) -> Any:
+        """The chief's value of a new variable; a MismatchError where shapes or dtypes differ."""
+
+        def call(array: Any) -> list[Any]:
+            return [self.replication.mirror(np.array(array), "a variable's initial value")]
+
+        return self._execute(call, [value], [value.shape])[0]
+
+    def _execute(
+        self, call: Callable[..., list[Any]], inputs: Sequence[Any], shapes: Sequence[Any]
+    ) -> list[Any]:
+        """Call a function of arrays with tensors; its results have the inputs' dtypes."""
+        if tf.executing_eagerly():
+            results = call(*[each.numpy() for each in inputs])
+            return [tf.convert_to_tensor(each) for each in results]
+
+        def operation(*arrays: Any) -> list[Any]:
+            try:
+                return [np.asarray(each) for each in call(*map(np.asarray, arrays))]
+            except Exception as error:
+                raise carried(error) from None
+
+        before = self._token.read_value()
+        with tf.control_dependencies([before]):
+            outputs = tf.numpy_function(operation, inputs, [each.dtype for each in inputs])
+        with tf.control_dependencies(outputs):
+            self._token.assign(before)
+        for output, shape in zip(outputs, shapes, strict=True):
+            output.set_shape(shape)
+        return list(outputs)
+
+
+def _divided(total: Any, count: int) -> Any:
+    """The mean; float64 for integers, as TensorFlow's is."""
+    return tf.math.truediv(total, tf.cast(count, total.dtype))

@@ -1,0 +1,55 @@
+"""What the strategies of this folder have in common, as `tf.distribute.Strategy`s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from collectives import Communicator
+from strategies.base.strategy import Strategy as ArrayStrategy
+from strategies.tensorflow import saving
+from strategies.tensorflow.extended import CollectiveExtended
+from strategies.tensorflow.seeds import agree_on_seed
+
+
+class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
+    """A `tf.distribute.Strategy` whose replicas are the ranks of a communicator."""
+
+    def __init__(self, arrays: ArrayStrategy, device: str = "/cpu:0") -> None:
+        """`arrays` is the strategy of NumPy arrays with the same ranks. Collective."""
+        self._arrays = arrays
+        saving.install()
+        agree_on_seed(arrays.communicator)
+        super().__init__(self._make_extended(device))
+
+    def _make_extended(self, device: str) -> CollectiveExtended:
+        return CollectiveExtended(self, self._arrays, device)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the ranks that train."""
+        return self._arrays.communicator
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self._arrays.is_chief
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver of the cluster and this process's task; None on a single worker."""
+        return self._arrays.cluster_resolver
+
+    def experimental_run_v2(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        """As `run`, of which it is the older name."""
+        return self.run(fn, args=args, kwargs=kwargs, options=options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+        """A dataset of the slices of nested arrays."""
+        return tf.data.Dataset.from_tensor_slices(numpy_input)
+
+    make_experimental_numpy_dataset = experimental_make_numpy_dataset

@@ -1,0 +1,77 @@
+"""`tf.train.Checkpoint`: one writer; restored in any world, and without a strategy."""
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(120)]
+
+
+def test_a_checkpoint(tf, ds, strategy, comm, folder):
+    def made(value):
+        return {
+            "weights": tf.Variable([value, value]),
+            "count": tf.Variable(
+                0.0,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            ),
+        }
+
+    with strategy.scope():
+        state = made(1.0)
+        checkpoint = tf.train.Checkpoint(**state)
+    strategy.run(lambda: state["count"].assign(comm.rank + 1.0))
+    total = comm.size * (comm.size + 1) / 2
+    path = checkpoint.save(str(folder / "state"))
+    assert path == tf.train.latest_checkpoint(str(folder)) == str(folder / "state-1")
+    assert sorted(each.name for each in folder.iterdir()) == [
+        "checkpoint",
+        "state-1.data-00000-of-00001",
+        "state-1.index",
+    ]
+    with strategy.scope():
+        other = made(0.0)
+        tf.train.Checkpoint(**other).restore(path).assert_consumed()
+    np.testing.assert_array_equal(other["weights"], [1.0, 1.0])
+    assert float(other["count"].numpy()) == total
+    assert float(strategy.run(other["count"].read_value)) == total / comm.size
+    plain = {"weights": tf.Variable([0.0, 0.0]), "count": tf.Variable(0.0)}
+    tf.train.Checkpoint(**plain).restore(path).assert_consumed()
+    assert float(plain["count"]) == total
+    alone = tf.train.Checkpoint(**plain).write(str(folder / f"of{comm.rank}"))
+    comm.barrier()
+    with strategy.scope():
+        third = made(0.0)
+        tf.train.Checkpoint(**third).read(alone).assert_existing_objects_matched()
+    assert float(third["count"].numpy()) == total
+
+
+def test_a_manager(tf, strategy, comm, folder):
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.layers.Input((2,)), tf.keras.layers.Dense(1)])
+        optimizer = tf.keras.optimizers.Adam(0.1)
+        optimizer.build(model.trainable_variables)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, str(folder), max_to_keep=2)
+    for number in range(1, 5):
+        assert manager.save() == str(folder / f"ckpt-{number}")
+    kept = [str(folder / f"ckpt-{number}") for number in (3, 4)]
+    assert manager.checkpoints == kept
+    assert manager.latest_checkpoint == kept[1]
+    comm.barrier()
+    assert sorted(each.name for each in folder.glob("*.index")) == ["ckpt-3.index", "ckpt-4.index"]
+    weights = model.get_weights()
+    model.set_weights([each + 1 for each in weights])
+    fresh = tf.train.CheckpointManager(checkpoint, str(folder), max_to_keep=2)
+    assert fresh.restore_or_initialize() == kept[1]
+    np.testing.assert_array_equal(model.get_weights()[0], weights[0])
+
+
+def test_a_chief_that_cannot_write(tf, strategy, comm, folder):
+    with strategy.scope():
+        checkpoint = tf.train.Checkpoint(weights=tf.Variable(1.0))
+    (folder / "file").write_text("") if comm.rank == 0 else None
+    comm.barrier()
+    with pytest.raises((tf.errors.OpError, RuntimeError), match=r"file|writing a checkpoint"):
+        checkpoint.save(str(folder / "file" / "state"))
+    assert checkpoint.save(str(folder / "state")).startswith(str(folder))

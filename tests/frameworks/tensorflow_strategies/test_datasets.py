@@ -1,0 +1,137 @@
+"""Datasets are split as TensorFlow splits them, and all ranks end together."""
+
+import functools
+import operator
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(2),
+    pytest.mark.timeout_seconds(120),
+    # Of TensorFlow's own distributed datasets in a function.
+    pytest.mark.filterwarnings("ignore:To make it possible to preserve tf.data options"),
+]
+
+
+def rows(strategy, distributed):
+    """This rank's rows of each step."""
+    steps = [strategy.experimental_local_results(each)[0] for each in distributed]
+    return [each.numpy().tolist() for each in steps]
+
+
+def with_policy(tf, dataset, policy):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+def test_global_batches_are_split(tf, strategy, comm):
+    dataset = tf.data.Dataset.range(14).batch(4)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(2):
+        steps = comm.all_gather_object(rows(strategy, distributed))
+        joined = [functools.reduce(operator.iadd, parts, []) for parts in zip(*steps, strict=True)]
+        assert joined == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]]
+        lengths = [len(each[0]) for each in steps]
+        assert lengths == ([2, 2] if comm.size == 2 else [2, 2, 0])
+    spec = distributed.element_spec
+
+    @tf.function(input_signature=[spec])
+    def total(batch):
+        value = strategy.run(lambda each: tf.reduce_sum(each), args=(batch,))
+        return strategy.reduce("SUM", value, axis=None)
+
+    assert [int(total(each)) for each in distributed] == [6, 22, 38, 25]
+
+
+def test_the_policies(tf, strategy, comm):
+    policies = tf.data.experimental.AutoShardPolicy
+    dataset = tf.data.Dataset.range(12).batch(6)
+    for policy, steps in ((policies.DATA, 2), (policies.OFF, 2 * comm.size)):
+        distributed = strategy.experimental_distribute_dataset(with_policy(tf, dataset, policy))
+        found = comm.all_gather_object(rows(strategy, distributed))
+        assert [len(each) for each in found] == [steps] * comm.size
+        whole = [row for parts in zip(*found, strict=True) for each in parts for row in each]
+        times = comm.size if policy is policies.OFF else 1
+        assert sorted(whole) == sorted([*range(12)] * times)
+    with pytest.raises((tf.errors.NotFoundError, ValueError)):
+        strategy.experimental_distribute_dataset(with_policy(tf, dataset, policies.FILE))
+
+
+def test_files(tf, strategy, comm, folder):
+    if comm.rank == 0:
+        for number in range(comm.size):
+            (folder / f"{number}.txt").write_text(f"{number}0\n{number}1\n")
+    comm.barrier()
+    names = sorted(map(str, folder.glob("*.txt")))
+
+    def numbers(names):
+        lines = tf.data.TextLineDataset(names)
+        return lines.map(lambda line: tf.strings.to_number(line, tf.int64)).batch(comm.size)
+
+    distributed = strategy.experimental_distribute_dataset(numbers(names))
+    found = functools.reduce(operator.iadd, rows(strategy, distributed), [])
+    assert found == [10 * comm.rank, 10 * comm.rank + 1]
+    # Fewer files than ranks: AUTO follows DATA.
+    distributed = strategy.experimental_distribute_dataset(numbers(names[:1]))
+    found = comm.all_gather_object(functools.reduce(operator.iadd, rows(strategy, distributed), []))
+    assert sorted(functools.reduce(operator.iadd, found, [])) == [0, 1]
+
+
+def test_from_a_function(tf, strategy, comm):
+    def make(context):
+        assert context.num_input_pipelines == context.num_replicas_in_sync == comm.size
+        assert context.input_pipeline_id == comm.rank
+        batch = context.get_per_replica_batch_size(6 * comm.size)
+        return tf.data.Dataset.range(30 + 6 * context.input_pipeline_id).batch(batch)
+
+    distributed = strategy.distribute_datasets_from_function(make)
+    steps = rows(strategy, distributed)
+    # The others' data ends earlier; they get empty batches until all have ended.
+    assert len(steps) == 5 + comm.size - 1
+    assert sum(map(len, steps)) == 30 + 6 * comm.rank
+
+    @tf.function
+    def count(batches):
+        steps, total = 0, tf.constant(0, tf.int64)
+        for batch in batches:
+            own = strategy.run(lambda each: tf.reduce_sum(each), args=(batch,))
+            total += strategy.reduce("SUM", own, axis=None)
+            steps += 1
+        return steps, total
+
+    steps, total = count(distributed)
+    assert int(steps) == 5 + comm.size - 1
+    assert int(total) == sum(sum(range(30 + 6 * rank)) for rank in range(comm.size))
+
+
+def test_known_lengths_need_no_agreement(tf, strategy, comm, monkeypatch):
+    distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4))
+
+    def refused(*_, **__):
+        raise AssertionError("a collective call")
+
+    monkeypatch.setattr(type(strategy._arrays), "all_reduce_arrays", refused)
+    assert len(rows(strategy, distributed)) == 2
+
+
+def test_iterators_and_optionals(tf, strategy, comm):
+    dataset = tf.data.Dataset.range(2 * comm.size).batch(comm.size)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    local = strategy.experimental_local_results(next(iterator))
+    assert [each.numpy().tolist() for each in local] == [[comm.rank]]
+    assert bool(iterator.get_next_as_optional().has_value())
+    assert not bool(iterator.get_next_as_optional().has_value())
+    with pytest.raises(StopIteration):
+        next(iterator)
+    endless = iter(strategy.experimental_distribute_dataset(dataset.repeat()))
+    total = 0
+    for _ in range(5):
+        total += int(strategy.reduce("SUM", next(endless), axis=0))
+    ranks = range(comm.size)
+    assert total == 3 * sum(ranks) + 2 * sum(comm.size + each for each in ranks)
+    array = np.arange(4.0)
+    made = strategy.experimental_make_numpy_dataset(array)
+    np.testing.assert_array_equal([each.numpy() for each in made], array)

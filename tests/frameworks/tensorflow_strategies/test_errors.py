@@ -1,0 +1,55 @@
+"""Errors of collectives reach the caller as themselves, from a `tf.function` too."""
+
+import numpy as np
+import pytest
+
+import collectives
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(120)]
+
+
+def test_a_mismatch(tf, strategy, comm):
+    own = tf.ones([comm.rank + 1])
+
+    def reduced():
+        return strategy.reduce("SUM", own, axis=None)
+
+    def replica():
+        return tf.distribute.get_replica_context().all_reduce("SUM", own)
+
+    in_run = tf.function(lambda: strategy.run(replica))
+
+    @tf.function
+    def looped():
+        for _ in tf.range(2):
+            strategy.run(replica)
+
+    for call in (reduced, tf.function(reduced), lambda: strategy.run(replica), in_run):
+        with pytest.raises(collectives.ShapeMismatchError, match=r"\(1,\)"):
+            call()
+        total = tf.function(lambda: strategy.reduce("SUM", tf.ones([2]), axis=None))()
+        np.testing.assert_array_equal(total, [comm.size] * 2)
+    with pytest.raises(collectives.ShapeMismatchError):
+        looped()
+
+
+def test_a_deadline(tf, strategy, comm):
+    before = comm.deadline
+    strategy.communicator.deadline = 1.0
+    function = tf.function(lambda: strategy.reduce("SUM", tf.ones([2]), axis=None))
+    function()
+    try:
+        if comm.rank == 0:
+            with pytest.raises(collectives.DeadlineExceededError):
+                function()
+    finally:
+        strategy.communicator.deadline = before
+    comm.barrier()
+
+
+def test_tensorflows_own_errors_are_unchanged(tf, strategy):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"Incompatible shapes|must be equal"):
+        tf.ones([2]) + tf.ones([3])
+    failing = tf.function(lambda: tf.numpy_function(lambda: 1 / 0, [], tf.int64))
+    with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError"):
+        failing()
