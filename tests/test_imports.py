@@ -82,7 +82,7 @@ STRATEGIES = {
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
     | {"keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
-    "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops"}
+    "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops", "keras"}
     | {"replication", "synchronous", "collectives"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},

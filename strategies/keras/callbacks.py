@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras.src.utils import is_default
 
-from strategies.keras.state import average_statistics, broadcast_state, learning_rates
+from strategies.keras.state import average_statistics, broadcast_state, copy_of, learning_rates
 from strategies.keras.training import Training
 
 _CHIEFS = tuple(
@@ -110,7 +110,7 @@ class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]
         """Use the chief's learning rates."""
         rates: Sequence[Any] = learning_rates(self.model)
         if rates:
-            values = [float(keras.ops.convert_to_numpy(each.value)) for each in rates]
+            values = [float(copy_of(each)) for each in rates]
             chiefs = self._training.communicator.broadcast(np.array(values))
             for variable, own, value in zip(rates, values, chiefs, strict=True):
                 if own != value:

@@ -26,7 +26,7 @@ def broadcast_state(training: Training, model: Any) -> None:
     what = "fit: the ranks' models differ"
     refuse_differences(training.communicator, what, kinds)
     for variable in variables:
-        array = _copy(variable)
+        array = copy_of(variable)
         training.communicator.broadcast(array)
         if not training.is_chief:
             variable.assign(array)
@@ -50,16 +50,16 @@ def average_statistics(training: Training, model: Any) -> None:
     }
     if found:
         # In float64, so that the mean of equal values is that value.
-        arrays = [_copy(each).astype(np.float64) for each in found.values()]
+        arrays = [copy_of(each).astype(np.float64) for each in found.values()]
         means = training.communicator.all_reduce_many(arrays, "mean")
         for variable, mean in zip(found.values(), means, strict=True):
-            variable.assign(mean.astype(_copy(variable).dtype))
+            variable.assign(mean.astype(copy_of(variable).dtype))
 
 
 def sum_metrics(training: Training, model: Any) -> None:
     """Replace the metrics' variables by what one process would have counted. Collective."""
     variables = [each for each in model.metrics_variables if each.aggregation in _ADDED]
-    sums = training.communicator.all_reduce_many([_copy(each) for each in variables], "sum")
+    sums = training.communicator.all_reduce_many([copy_of(each) for each in variables], "sum")
     for variable, total in zip(variables, sums, strict=True):
         mean = variable.aggregation == "mean"
         variable.assign(total / training.communicator.size if mean else total)
@@ -82,8 +82,12 @@ def average_logs(training: Training, logs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(names, means, strict=True))
 
 
-def _copy(variable: Any) -> Any:
-    return np.array(keras.ops.convert_to_numpy(variable.value))
+def copy_of(variable: Any) -> Any:
+    """A NumPy array with the variable's value."""
+    value = variable.value
+    if hasattr(value, "read_value"):
+        value = value.read_value()  # of TensorFlow's variables, NumPy reads only some kinds
+    return np.array(keras.ops.convert_to_numpy(value))
 
 
 def learning_rates(model: Any) -> Sequence[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +14,17 @@ from strategies.base.strategy import Strategy as ArrayStrategy
 from strategies.tensorflow import saving
 from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.seeds import agree_on_seed
+
+
+@contextmanager
+def _with_keras(scope: AbstractContextManager[Any], strategy: Strategy) -> Iterator[Any]:
+    from strategies.keras.scope import training_scope
+    from strategies.keras.training import Training
+
+    chief = strategy.is_chief
+    training = Training(strategy.communicator, is_chief=chief, owner=strategy, reduces=False)
+    with scope as entered, training_scope(training):
+        yield entered
 
 
 class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
@@ -26,6 +39,16 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
 
     def _make_extended(self, device: str) -> CollectiveExtended:
         return CollectiveExtended(self, self._arrays, device)
+
+    def scope(self) -> Any:
+        """As `tf.distribute.Strategy.scope`.
+
+        Of Keras models that are compiled in it, the chief alone prints and writes in `fit`, and all
+        ranks stop at the same step.
+        """
+        scope = super().scope()
+        together = self.communicator.size > 1 and self._arrays.steps_together
+        return _with_keras(scope, self) if together and "keras" in sys.modules else scope
 
     @property
     def communicator(self) -> Communicator:

@@ -138,7 +138,13 @@ def test_a_step_reduces_once(tf, strategy, comm, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_keras_fit(tf, ds, strategy, comm, equal_on_all):
+def test_keras_fit(tf, ds, strategy, comm, tmp_path, capsys, equal_on_all):
+    """As one process; the chief alone prints and writes, and all ranks stop at once."""
+
+    class Stop(tf.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1 and comm.rank == comm.size - 1
+
     def fitted(strategy):
         inputs, labels = data()
         with strategy.scope():
@@ -149,11 +155,15 @@ def test_keras_fit(tf, ds, strategy, comm, equal_on_all):
                 metrics=["accuracy"],
             )
         dataset = tf.data.Dataset.from_tensor_slices((inputs[:48], labels[:48])).batch(12)
-        history = model.fit(dataset, epochs=2, verbose=0, shuffle=False, validation_data=dataset)
+        callbacks = [tf.keras.callbacks.CSVLogger(tmp_path / "log.csv"), Stop()]
+        epochs = 3 if strategy.num_replicas_in_sync > 1 else 2
+        how = {"epochs": epochs, "verbose": 2, "shuffle": False, "validation_data": dataset}
+        history = model.fit(dataset, callbacks=callbacks, **how)
         evaluated = model.evaluate(inputs, labels, batch_size=10, verbose=0)
         return model.get_weights(), [*history.history.values()], evaluated
 
     weights, history, evaluated = fitted(strategy)
+    assert (capsys.readouterr().out != "") == (tmp_path / "log.csv").exists() == (comm.rank == 0)
     alone, history_alone, evaluated_alone = fitted(ds.OneDeviceStrategy("/cpu:0"))
     for one, other in zip(weights, alone, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
