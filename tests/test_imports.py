@@ -17,7 +17,7 @@ COLLECTIVES = {
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
     "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
-    | {"reductions", "shm", "waiting", "world"},
+    | {"reductions", "shm", "transports", "waiting", "world"},
     "jax": {"communicator", "world"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
