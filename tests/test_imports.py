@@ -127,6 +127,7 @@ LAZY = {
         "collectives/torch/fsdp.py",
         "collectives/torch/functions.py",
         "collectives/torch/gradients.py",
+        "collectives/torch/horovod/asynchronous.py",
         "collectives/torch/horovod/broadcasts.py",
         "collectives/torch/horovod/compression.py",
         "collectives/torch/horovod/joining.py",
