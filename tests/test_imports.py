@@ -73,8 +73,9 @@ STRATEGIES = {
     "coordinator": {"base", "core", "errors", "replication", "variables"}
     | {"collectives.errors", "collectives.messaging"},
     "parameter_server": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
-    | {"input", "optimizers", "variables", "collectives", "collectives.lifecycle"}
-    | {"collectives.messaging", "collectives.shm", "collectives.transports"},
+    | {"foreign", "input", "optimizers", "replication", "torch", "variables", "collectives"}
+    | {"collectives.arrays", "collectives.lifecycle", "collectives.messaging"}
+    | {"collectives.shm", "collectives.transports"},
     "synchronous": {"base", "cluster", "cluster_resolver", "communication", "core"}
     | {"cross_device_ops", "input", "optimizers", "replication", "variables"}
     | {"collectives", "collectives.arrays", "collectives.consistency"}
