@@ -12,7 +12,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from collectives.arrays.tensors import from_torch
-from strategies.core.storage import assign_add
+from strategies.core.storage import assign, assign_add
 from strategies.core.values import Array
 from strategies.foreign.distributed import permit
 from strategies.parameter_server.storage import ServedStorage
@@ -22,11 +22,14 @@ from strategies.torch.distribution import checked, unknown_parameter
 
 
 class _Served(NamedTuple):
-    """A parameter's memory, and its value on the servers."""
+    """A parameter, and its value on the servers."""
 
     parameter: Any
-    array: Array
     storage: ServedStorage
+
+    def array(self) -> Array:
+        """The parameter's memory, which may be another one than before."""
+        return from_torch(self.parameter, "parameter")
 
 
 class _Model(NamedTuple):
@@ -43,9 +46,8 @@ def distribute(
 ) -> None:
     """Put the parameters onto the servers, and install the hooks. The chief's values count.
 
-    `counts`: the servers count each step, and let it wait for the slowest worker. Not collective,
-    but all workers call it for the same models in the same order. A second call keeps the
-    parameters that are there.
+    `counts`: the servers count each step, and let it wait for the slowest worker. All workers call
+    it for the same models in the same order. A second call makes the chief's present values count.
     """
     optimizers = checked(strategy, model, optimizer)
     earlier = _models.pop(model, None)
@@ -56,7 +58,7 @@ def distribute(
         id(parameter): known.get(id(parameter)) or _serve(worker, name, parameter)
         for name, parameter in model.named_parameters()
     }
-    _copy_buffers(worker, model)
+    _begin_as_chief(worker, model, list(known.values()))
     _pull(worker, list(served.values()))
     hooks = [hook for each in optimizers for hook in _install(worker, served, each, counts=counts)]
     _models[model] = _Model(worker, served, hooks)
@@ -64,16 +66,24 @@ def distribute(
 
 
 def _serve(worker: Worker, name: str, parameter: Any) -> _Served:
-    array = from_torch(parameter, name)
-    return _Served(parameter, array, worker.store(array, f"distribute: {name}"))
+    what = f"distribute: {name}"
+    return _Served(parameter, worker.store(from_torch(parameter, name), what))
 
 
-def _copy_buffers(worker: Worker, model: Any) -> None:
-    """Buffers begin as the chief's, and are each worker's own from then on."""
+def _begin_as_chief(worker: Worker, model: Any, known: list[_Served]) -> None:
+    """Make the chief's values of served parameters count, and copy its buffers.
+
+    Buffers are each worker's own from then on.
+    """
     buffers = [from_torch(each, name) for name, each in model.named_buffers()]
-    if buffers:
-        for own, given in zip(buffers, worker.chief_first(lambda: buffers), strict=True):
-            own[...] = given
+
+    def values() -> list[Array]:
+        for each in known:
+            each.storage.change(assign, each.array().copy())
+        return buffers
+
+    for own, given in zip(buffers, worker.chief_first(values), strict=True):
+        own[...] = given
 
 
 def _pull(worker: Worker, served: list[_Served]) -> None:
@@ -81,8 +91,10 @@ def _pull(worker: Worker, served: list[_Served]) -> None:
     worker.client.pull(
         [
             (shard, part, None)
-            for _, array, storage in served
-            for shard, part in zip(storage.info.shards, storage.parts_of(array), strict=True)
+            for each in served
+            for shard, part in zip(
+                each.storage.info.shards, each.storage.parts_of(each.array()), strict=True
+            )
         ]
     )
 
@@ -99,13 +111,13 @@ def _install(
             if id(parameter) not in served:
                 raise unknown_parameter(parameter)
         found = [served[id(each)] for each in trained if each.requires_grad]
-        before[:] = [(each, each.array.copy()) for each in found]
+        before[:] = [(each, each.array().copy()) for each in found]
 
     def after_step(*_: Any) -> None:
         for each, old in before:
             # A parameter without a gradient has not changed.
             if each.parameter.grad is not None:
-                each.storage.change(assign_add, each.array - old)
+                each.storage.change(assign_add, each.array() - old)
         if counts:
             worker.client.end_step()
         _pull(worker, [each for each, _ in before])

@@ -91,7 +91,7 @@ def test_calls_again_and_refusals(torch, comm):
         with pytest.raises(TypeError, match="model is a object: must be a torch module"):
             strategy.distribute(object(), optimizer)
         for _ in range(2):
-            # The second call keeps the parameters, and does not step twice.
+            # The second call does not make steps count twice.
             strategy.distribute(model, optimizer)
         train(torch, model, optimizer, 0, steps=1)
         other = torch.nn.Parameter(torch.ones(7))
@@ -104,7 +104,14 @@ def test_calls_again_and_refusals(torch, comm):
         optimizer.param_groups.pop()
         optimizer.zero_grad()
         optimizer.step()
-        return len(strategy.roles.workers), values_of(model)
+        trained = values_of(model)
+        together(strategy)
+        if strategy.is_chief:
+            model.load_state_dict(network(torch, 3).state_dict())
+        strategy.distribute(model, optimizer)
+        for given, wanted in zip(values_of(model), values_of(network(torch, 3)), strict=True):
+            np.testing.assert_array_equal(given, wanted)
+        return len(strategy.roles.workers), trained
 
     start = network(torch, 1)
     for workers, values in run_workers(comm, 1, work):
