@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torch_digits import Report, datasets, network, options
 
-import collectives.torch  # noqa: F401 -- registers the backend
+from collectives.torch.fsdp import register_buffers  # its import registers the backend
 
 
 def main() -> None:
@@ -32,6 +32,7 @@ def main() -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    register_buffers(model)
     optimizer = torch.optim.Adam(model.parameters(), 0.003)
 
     report = Report(dist.get_rank(), model, test)

@@ -17,7 +17,7 @@ COLLECTIVES = {
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
     "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
-    | {"reductions", "shm", "waiting", "world"},
+    | {"reductions", "shm", "transports", "waiting", "world"},
     "jax": {"communicator", "world"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
@@ -73,8 +73,9 @@ STRATEGIES = {
     "coordinator": {"base", "core", "errors", "replication", "variables"}
     | {"collectives.errors", "collectives.messaging"},
     "parameter_server": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
-    | {"input", "optimizers", "variables", "collectives", "collectives.lifecycle"}
-    | {"collectives.messaging", "collectives.shm", "collectives.transports"},
+    | {"foreign", "input", "optimizers", "replication", "torch", "variables", "collectives"}
+    | {"collectives.arrays", "collectives.lifecycle", "collectives.messaging"}
+    | {"collectives.shm", "collectives.transports"},
     "synchronous": {"base", "cluster", "cluster_resolver", "communication", "core"}
     | {"cross_device_ops", "input", "optimizers", "replication", "variables"}
     | {"collectives", "collectives.arrays", "collectives.consistency"}
@@ -127,6 +128,7 @@ LAZY = {
         "collectives/torch/fsdp.py",
         "collectives/torch/functions.py",
         "collectives/torch/gradients.py",
+        "collectives/torch/horovod/asynchronous.py",
         "collectives/torch/horovod/broadcasts.py",
         "collectives/torch/horovod/compression.py",
         "collectives/torch/horovod/joining.py",

@@ -87,11 +87,6 @@ class TensorMemory:
         """The elements in C order as one dimension: a view if the tensor is contiguous."""
         return self.array(tensor).reshape(-1)
 
-    def fill(self, tensor: Any, elements: Array) -> None:
-        """Copy as many elements, in C order, into the tensor."""
-        array = self.array(tensor)
-        array[...] = elements.reshape(array.shape)
-
 
 def _array_over(tensor: Any) -> Array:
     array = from_torch(tensor, "tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from collectives.communicator import Communicator
 from collectives.errors import DtypeMismatchError, ShapeMismatchError
 from collectives.reductions.reduction import Array
 from collectives.torch.reduce_ops import name_of, reduction
+from collectives.transports.base import parts_by_rank
 
 Tensors = Sequence[Any]
 
@@ -24,12 +26,19 @@ class CollectiveCalls:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._memory = TensorMemory()
-        self._array, self._flat = self._memory.array, self._memory.flat
-        self._fill = self._memory.fill
 
     def bytes_of(self, tensor: Any) -> Array:
-        """The memory of a contiguous tensor."""
-        return self._flat(tensor).view(np.uint8)
+        """The memory of a contiguous tensor; TypeError for one that is not on the CPU."""
+        if stays_tensor(tensor):
+            raise TypeError(f"tensor lies on {tensor.device}: messages are sent from the CPU alone")
+        return self._memory.flat(tensor).view(np.uint8)
+
+    def _array(self, tensor: Any) -> Any:
+        """What the communicator is given: the memory, or a tensor on a GPU as such."""
+        return tensor.detach() if stays_tensor(tensor) else self._memory.array(tensor)
+
+    def _flat(self, tensor: Any) -> Any:
+        return self._array(tensor).reshape(-1)
 
     def all_reduce(self, tensors: Tensors, op: Any) -> None:
         """Reduce each tensor in place."""
@@ -67,8 +76,8 @@ class CollectiveCalls:
         part = tensor.detach().coalesce()
         # Kept until they are sent, as their arrays do not hold them.
         own_indices, own_values = part.indices().t().contiguous(), part.values().contiguous()
-        indices = to_torch(self.comm.all_gather(self._array(own_indices)))
-        values = to_torch(self.comm.all_gather(self._array(own_values)))
+        indices = _tensor(self.comm.all_gather(self._array(own_indices)))
+        values = _tensor(self.comm.all_gather(self._array(own_values)))
         total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
         with torch.no_grad():
             tensor.copy_(total.coalesce())
@@ -96,14 +105,16 @@ class CollectiveCalls:
                 # As a row, whose length the ranks compare.
                 self._deal(self.comm.all_gather(flat.reshape(1, -1)), parts)
                 continue
-            joined = np.empty(sum(lengths), flat.dtype)
+            # Kept, as its array does not hold it.
+            whole = tensor.new_empty(sum(lengths))
+            joined = self._array(whole)
             self.comm.all_gather(flat, out=joined)
-            if lengths[self.comm.rank] != flat.size:
+            if lengths[self.comm.rank] != len(flat):
                 raise ShapeMismatchError(
-                    f"all_gather: this rank sent {flat.size} elements: its output tensor holds"
+                    f"all_gather: this rank sent {len(flat)} elements: its output tensor holds"
                     f" {lengths[self.comm.rank]}"
                 )
-            self._deal(np.split(joined, np.cumsum(lengths)[:-1]), parts)
+            self._deal(parts_by_rank(joined, lengths), parts)
 
     def all_gather_single(self, outputs: Tensors, inputs: Tensors) -> None:
         """Gather the ranks' inputs[i], one after the other, in outputs[i]."""
@@ -141,7 +152,7 @@ class CollectiveCalls:
         if finish is None and output.is_contiguous():
             self.comm.reduce_scatter(array, name, out=self._flat(output))
             return
-        own = to_torch(self.comm.reduce_scatter(array, name))
+        own = _tensor(self.comm.reduce_scatter(array, name))
         own = own if finish is None else finish(own)
         output.detach().copy_(own.reshape(output.shape))
 
@@ -174,17 +185,32 @@ class CollectiveCalls:
         for peer, (output, block) in enumerate(zip(outputs, blocks, strict=True)):
             self._receive(output, block, peer)
 
-    def _receive(self, output: Any, block: Array, peer: int) -> None:
-        if block.size != output.numel():
+    def _receive(self, output: Any, block: Any, peer: int) -> None:
+        if (count := math.prod(block.shape)) != output.numel():
             raise ShapeMismatchError(
-                f"rank {peer} sent {block.size} elements: the output tensor holds {output.numel()}"
+                f"rank {peer} sent {count} elements: the output tensor holds {output.numel()}"
             )
-        if block.dtype != self._array(output).dtype:
+        target = self._array(output)
+        if stays_tensor(output):
+            block = _tensor(block)
+        if block.dtype != target.dtype:
             raise DtypeMismatchError(
                 f"rank {peer} sent {block.dtype}: the output tensor holds {output.dtype}"
             )
-        self._fill(output, block)
+        target[...] = block.reshape(target.shape)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.comm.barrier()
+
+
+def stays_tensor(tensor: Any) -> bool:
+    """Whether the communicator is given the tensor itself: it finds the path of a GPU's memory."""
+    return bool(tensor.is_cuda)
+
+
+def _tensor(array: Any) -> Any:
+    """A result as a tensor that shares its memory."""
+    if isinstance(array, torch.Tensor):
+        return array
+    return to_torch(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)

@@ -25,7 +25,7 @@ def register() -> None:
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     handlers = dist.rendezvous.__globals__["_rendezvous_handlers"]
     if SCHEME not in handlers:
         dist.register_rendezvous_handler(SCHEME, _rendezvous)

@@ -201,9 +201,9 @@ class Strategy(Replication):
         weighted: ranks count by `gradients_of(model).weight`, to be set before each backward.
         wire_dtype: torch.float16 or torch.bfloat16 for smaller messages; None keeps the dtype.
 
-        Raises TypeError for other objects, for wrappers such as DistributedDataParallel, and under
-        ParameterServerStrategy; ValueError for an optimizer with parameters that aren't the
-        model's, and on every rank where the ranks' models differ; RuntimeError inside `run`.
+        Raises TypeError for other objects, and for wrappers such as DistributedDataParallel;
+        ValueError for an optimizer with parameters that aren't the model's, and on every rank where
+        the ranks' models differ; RuntimeError inside `run`.
         """
         contexts.require_cross_replica("Strategy.distribute", self)
         from strategies.torch.distribution import distribute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from collectives import Communicator, RankFailedError
 from collectives.lifecycle.shutdown import leave_at_exit, survive_deaths
@@ -26,6 +26,7 @@ from strategies.parameter_server.requests import Roles
 from strategies.parameter_server.server import Server
 from strategies.parameter_server.storage import ServedStorage, ShardedVariable, SplitStorage
 from strategies.parameter_server.worker import Worker
+from strategies.replication.contexts import require_cross_replica
 from strategies.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class ParameterServerStrategy(Strategy):
             self._serve_chief()
             return
         self._server.serve()
-        # Whoever has died needs no answer.
+        # A dead worker needs no answer.
         with contextlib.suppress(RankFailedError):
             self._mailbox.flush()
 
@@ -140,9 +141,8 @@ class ParameterServerStrategy(Strategy):
     def shutdown(self) -> None:
         """As a worker: wait until all that was pushed is applied, and leave. The others go on.
 
-        A chief first ends the service of its workers. Raises what went wrong with the last
-        pushes. On a server, and a second time, it does nothing. A worker that ends without it
-        leaves, too.
+        A chief first ends the service of its workers. Raises errors of the last pushes. On a
+        server, and a second time, it does nothing. A worker that ends without it leaves, too.
         """
         if self.link is not None and self.link.is_chief:
             self.link.end()
@@ -214,13 +214,23 @@ class ParameterServerStrategy(Strategy):
         if self.staleness is not None:
             self.worker.client.end_step()
 
-    def distribute(self, model: Any, optimizer: Any, **options: Any) -> NoReturn:
-        """TypeError: servers store only `Variable`."""
-        raise TypeError(
-            "ParameterServerStrategy.distribute: parameter servers store only strategies.Variable;"
-            " torch models train under MultiWorkerMirroredStrategy, or with few messages under"
-            " LocalSGDStrategy"
-        )
+    def distribute(self, model: Any, optimizer: Any, **options: Any) -> tuple[Any, Any]:
+        """Train a torch module on this worker, with its parameters on the servers.
+
+        All workers call it for the same models in one order; the chief's values count. Each
+        `optimizer.step()` pushes what it has added to the parameters, and pulls the sums of all
+        workers' steps. Raises as `Strategy.distribute`; TypeError for its options, and where the
+        cluster has a job chief; RuntimeError on a server.
+        """
+        require_cross_replica("ParameterServerStrategy.distribute", self)
+        worker, counts = self.worker, self.staleness is not None
+        if options or self.link is not None:
+            what = f"takes no {', '.join(options)}" if options else "needs a cluster without chief"
+            raise TypeError(f"ParameterServerStrategy.distribute {what}")
+        from strategies.parameter_server.torch_models import distribute
+
+        distribute(self, worker, model, optimizer, counts=counts)
+        return model, optimizer
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """What the chief gets from the action, on every worker that calls this; small, picklable.

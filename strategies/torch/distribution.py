@@ -42,7 +42,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     together = strategy.num_replicas_in_sync > 1
     communicator = strategy.communicator if together else Communicator(alone())
     with PropagatedErrors(strategy.communicator, "distribute"):
-        optimizers = _checked(strategy, model, optimizer)
+        optimizers = checked(strategy, model, optimizer)
     _close_earlier(model)
     sparse = _sparse_parameters(model)
     reducer = GradientReducer(communicator, model.named_parameters(), sparse=sparse, **options)
@@ -53,7 +53,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         for group in stepping.param_groups:
             for parameter in group["params"]:
                 if parameter not in reducer:
-                    raise _unknown_parameter(parameter)
+                    raise unknown_parameter(parameter)
         # Backward runs in a closure later.
         closes = any(map(callable, [*arguments[1:], named.get("closure")]))
         reducer.wait(None if closes else stepping)
@@ -83,7 +83,7 @@ def gradients_of(strategy: Replication, model: Any) -> GradientReducer:
     return training.reducer
 
 
-def _checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
+def checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
     """The optimizers; TypeError or ValueError for this rank's arguments."""
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     framework = framework_of(model)
@@ -110,11 +110,12 @@ def _checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]
         for group in each.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in known:
-                    raise _unknown_parameter(parameter)
+                    raise unknown_parameter(parameter)
     return optimizers
 
 
-def _unknown_parameter(parameter: Any) -> ValueError:
+def unknown_parameter(parameter: Any) -> ValueError:
+    """The error for an optimizer's parameter that the model does not have."""
     return ValueError(
         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model did not"
         " have in distribute: call distribute after the model is complete, or again"

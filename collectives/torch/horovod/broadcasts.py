@@ -9,30 +9,34 @@ from typing import Any
 import torch
 
 from collectives.torch.horovod.joining import Request, with_joined
+from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.torch.horovod.state import ranks
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet | None = None,
 ) -> None:
     """Copy the root's tensors into the other ranks', of equal shapes and dtypes.
 
     Args:
         params: `model.state_dict()`, or `model.named_parameters()`. Entries other than tensors are
             left alone.
-        root_rank: the rank whose tensors are sent.
+        root_rank: the rank whose tensors are sent, its number among all ranks.
+        process_set: the ranks that take part; all by default.
 
     Raises:
         MismatchError: the ranks' tensors differ in number, shape or dtype; on every rank.
 
     """
-    comm = ranks()
+    comm, root = ranks_of(process_set), root_of(process_set, root_rank)
     pairs = params.items() if isinstance(params, Mapping) else params
     tensors = [each for _, each in pairs if isinstance(each, torch.Tensor)]
     request = Request("broadcast_parameters")
     with torch.no_grad():
         for tensor in tensors:
-            with_joined(comm, request, partial(comm.broadcast, tensor, root=root_rank))
+            with_joined(comm, request, partial(comm.broadcast, tensor, root=root))
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int) -> None:
@@ -47,14 +51,20 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int) -> None:
         optimizer.load_state_dict(state)
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:
     """A copy of the root's object, pickled."""
-    comm = ranks()
-    request = Request("broadcast_object")
-    return with_joined(comm, request, lambda: comm.broadcast_object(obj, root_rank))
+    comm, root = ranks_of(process_set), root_of(process_set, root_rank)
+    return with_joined(comm, Request("broadcast_object"), lambda: comm.broadcast_object(obj, root))
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet | None = None
+) -> list[Any]:
     """Copies of every rank's object in rank order, pickled."""
-    comm = ranks()
+    comm = ranks_of(process_set)
     return with_joined(comm, Request("allgather_object"), lambda: comm.all_gather_object(obj))

@@ -52,8 +52,13 @@ _numbers = itertools.count()
 _gradients: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
 
 
-def number_gradients(gradients: Gradients) -> Request:
-    """The request of a reduction of these gradients; the same on all ranks. Collective."""
+def number_gradients(comm: Communicator, gradients: Gradients) -> Request:
+    """The request of a reduction of these gradients; the same on all ranks. Collective.
+
+    Among the ranks of a process set no rank can join.
+    """
+    if comm is not ranks():
+        return Request("gradients of a process set")
     number = next(_numbers)
     _gradients[number] = gradients
     return Request("gradients", optimizer=number)
@@ -82,10 +87,11 @@ def with_joined(comm: Communicator, request: Request, call: Callable[[], Result]
 def join(device: int = -1) -> int:
     """Wait until every rank has joined, and return the last one that did. Collective.
 
-    For ranks with fewer batches than others: `DistributedOptimizer`, `allreduce`, `allreduce_`,
-    `allreduce_async`, `grouped_allreduce` and their in-place forms get zeros from the ranks that
-    have joined. "Average" still divides by the number of all ranks, as Horovod's. The parameters of
-    a rank that has joined stay as they are: broadcast them from the returned rank.
+    For ranks with fewer batches than others: `DistributedOptimizer`, `allreduce`,
+    `grouped_allreduce`, and their asynchronous and in-place forms get zeros from the ranks that
+    have joined, unless they are given a process set. "Average" still divides by the number of all
+    ranks, as Horovod's. The parameters of a rank that has joined stay as they are: broadcast them
+    from the returned rank.
 
     Every reduction of `DistributedOptimizer`, and every asynchronous call, begins with a barrier,
     in which this is noticed. Other calls cost nothing, unless a rank has joined: then each costs
@@ -163,6 +169,11 @@ def _reduce_later(comm: Communicator, request: Request) -> None:
     comm.all_reduce_async(_zeros(request)[0], request.op)
 
 
+def _reduce_many_later(comm: Communicator, request: Request) -> None:
+    comm.barrier(str(request))
+    comm.all_reduce_many_async(_zeros(request), request.op)
+
+
 def _reduce_gradients(comm: Communicator, request: Request) -> None:
     comm.barrier(str(request))
     _gradients[request.optimizer].add_zeros()
@@ -172,5 +183,6 @@ _SERVED: dict[str, Callable[[Communicator, Request], None]] = {
     "allreduce": _reduce,
     "grouped_allreduce": _reduce_many,
     "allreduce_async": _reduce_later,
+    "grouped_allreduce_async": _reduce_many_later,
     "gradients": _reduce_gradients,
 }

@@ -12,7 +12,7 @@ from collectives.reductions.reduction import ReduceOp, as_op
 from collectives.torch.gradients import GradientReducer
 from collectives.torch.horovod.compression import Compression, Compressor
 from collectives.torch.horovod.joining import number_gradients, with_joined
-from collectives.torch.horovod.state import ranks
+from collectives.torch.horovod.process_sets import ProcessSet, ranks_of
 
 
 class _Gradients(GradientReducer):
@@ -22,7 +22,7 @@ class _Gradients(GradientReducer):
         super().__init__(comm, named, unused="zeros", **options)
         self.passes = passes
         self._made: Counter[int] = Counter()
-        self._request = number_gradients(self)
+        self._request = number_gradients(comm, self)
         self._text = str(self._request)
 
     def zeroed(self) -> None:
@@ -138,6 +138,8 @@ def DistributedOptimizer(  # noqa: N802
     backward_passes_per_step: int = 1,
     op: ReduceOp | str = ReduceOp.MEAN,
     gradient_predivide_factor: float = 1.0,
+    *,
+    process_set: ProcessSet | None = None,
 ) -> Any:
     """An optimizer that steps by the ranks' gradients, reduced by `loss.backward()`. Collective.
 
@@ -155,6 +157,7 @@ def DistributedOptimizer(  # noqa: N802
         op: Average or Sum.
         gradient_predivide_factor: without effect, because gradients are divided before they are
             added in a narrower dtype, and otherwise once.
+        process_set: the ranks that train together, all by default. Its ranks can't join.
 
     Raises:
         ValueError: another op; `gradient_predivide_factor` with Sum; names that are missing or
@@ -173,7 +176,7 @@ def DistributedOptimizer(  # noqa: N802
     # A scheduler that was made before replaced the `step` of its optimizer.
     made.__dict__.update((key, kept) for key, kept in vars(optimizer).items() if key != "step")
     made._gradients = _Gradients(
-        ranks(),
+        ranks_of(process_set),
         _named(optimizer, named_parameters),
         _checked_passes(backward_passes_per_step),
         op="mean" if op is ReduceOp.MEAN else "sum",

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from collectives.communicator import Communicator
 from collectives.world import world
 
 _comm: Communicator | None = None
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Start MPI, if it is not started yet.
-
-    Raises NotImplementedError for a communicator or process sets, LaunchError like
-    `collectives.world`.
-    """
+def begin() -> None:
+    """Start MPI, if it is not started yet."""
     global _comm
-    if comm is not None or process_sets is not None:
-        raise NotImplementedError(
-            "init with a communicator or process sets: Horovod's calls use all ranks here. For"
-            " groups of ranks use `collectives.world().split(color)`"
-        )
     _comm = world()
 
 
-def shutdown() -> None:
-    """End the use of Horovod's calls; MPI and `collectives.world()` go on until the exit."""
+def end() -> None:
+    """Forget the ranks."""
     global _comm
     _comm = None
 

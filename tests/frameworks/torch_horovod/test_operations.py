@@ -19,7 +19,7 @@ def test_ranks(hvd, comm):
     assert not hvd.is_initialized()
     hvd.init()
     assert hvd.rank() == comm.rank
-    with pytest.raises(NotImplementedError, match="split"):
+    with pytest.raises(NotImplementedError, match="add_process_set"):
         hvd.init(comm=[0, 1])
     for name in hvd.__all__:
         assert getattr(hvd, name) is not None
@@ -82,6 +82,81 @@ def test_asynchronous_calls(torch, hvd, comm):
     assert all(hvd.poll(handle) for handle in handles)
     # A second time, without a second scaling.
     assert hvd.synchronize(handles[1]).tolist() == [2 * mean] * 2
+
+
+def test_every_asynchronous_form(torch, hvd, comm):
+    """The results of the blocking forms, by handles that are waited for in another order."""
+    tensor = torch.arange(2.0 * comm.size) + comm.rank
+    splits = [2] * comm.size
+    pairs = [
+        (hvd.allgather, hvd.allgather_async, (tensor,)),
+        (hvd.broadcast, hvd.broadcast_async, (tensor, 1)),
+        (hvd.alltoall, hvd.alltoall_async, (tensor,)),
+        (hvd.alltoall, hvd.alltoall_async, (tensor, splits)),
+        (hvd.reducescatter, hvd.reducescatter_async, (tensor,)),
+        (hvd.grouped_allreduce, hvd.grouped_allreduce_async, ([tensor, tensor[1:]],)),
+    ]
+    handles = [later(*given) for _, later, given in pairs]
+    for (now, _, given), handle in reversed(list(zip(pairs, handles, strict=True))):
+        torch.testing.assert_close(hvd.synchronize(handle), now(*given))
+    assert tensor[0] == comm.rank
+    given = [tensor.clone(), tensor.clone()]
+    results = hvd.synchronize(hvd.grouped_allreduce_async_(given, op=hvd.Sum, prescale_factor=2.0))
+    assert results[0] is given[0]
+    torch.testing.assert_close(given[1], 2 * hvd.allreduce(tensor, op=hvd.Sum))
+    assert hvd.synchronize(hvd.broadcast_async_(tensor, 1)) is tensor
+    assert tensor[0] == 1
+
+
+def test_process_sets(torch, hvd, comm):
+    """Ranks 1 and higher, in every call; `root_rank` is a number among all ranks."""
+    members = hvd.add_process_set(hvd.ProcessSet(range(1, comm.size)))
+    assert members.process_set_id
+    assert members.size() == comm.size - 1
+    assert members.included() == (comm.rank > 0)
+    one = torch.full((comm.size - 1,), float(comm.rank))
+    if comm.rank:
+        assert members.rank() == comm.rank - 1
+        inside = range(1, comm.size)
+        last, options = comm.size - 1, {"process_set": members}
+        total = [float(sum(inside))] * last
+        mean = [each / last for each in total]
+        assert hvd.allreduce(one, **options).tolist() == mean
+        assert hvd.allreduce_(one.clone(), op=hvd.Sum, **options).tolist() == total
+        assert hvd.synchronize(hvd.allreduce_async(one, **options)).tolist() == mean
+        assert hvd.grouped_allreduce([one], **options)[0].tolist() == mean
+        later = hvd.grouped_allreduce_async([one], **options)
+        assert hvd.synchronize(later)[0].tolist() == mean
+        rows = [float(rank) for rank in inside for _ in inside]
+        assert hvd.allgather(one, **options).tolist() == rows
+        assert hvd.alltoall(one, **options).tolist() == [float(rank) for rank in inside]
+        assert hvd.reducescatter(one, **options).tolist() == mean[:1]
+        assert hvd.broadcast(one, last, **options).tolist() == [last] * last
+        assert hvd.broadcast_object(comm.rank, last, process_set=members) == last
+        assert hvd.allgather_object(comm.rank, **options) == list(inside)
+        hvd.barrier(process_set=members)
+        with pytest.raises(ValueError, match=r"root_rank=0: must be one of ProcessSet\(\[1"):
+            hvd.broadcast(one, 0, **options)
+    else:
+        with pytest.raises(ValueError, match=r"ProcessSet\(\[1.*rank 0 is not in it"):
+            hvd.allreduce(one, process_set=members)
+    everyone = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd.global_process_set)
+    assert everyone.item() == comm.size
+    with pytest.raises(ValueError, match="a set of these ranks exists"):
+        hvd.add_process_set(list(range(1, comm.size)))
+    with pytest.raises(ValueError, match=f"must have ranks from 0 to {comm.size - 1}"):
+        hvd.add_process_set([comm.size])
+    assert hvd.remove_process_set(members)
+    assert not hvd.remove_process_set(members)
+    with pytest.raises(ValueError, match=r"give it to hvd\.add_process_set"):
+        members.size()
+    again = hvd.ProcessSet([0])
+    hvd.init(process_sets=[again])
+    assert again.included() == (comm.rank == 0)
+    hvd.shutdown()
+    hvd.init()
+    with pytest.raises(ValueError, match=r"give it to hvd\.add_process_set"):
+        again.included()
 
 
 def test_groups_and_movements(torch, hvd, comm):

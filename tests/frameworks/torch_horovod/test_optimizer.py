@@ -156,7 +156,10 @@ def test_joined_ranks_add_zeros(torch, hvd, comm):
         assert hvd.allreduce(ones, op=hvd.Sum).tolist() == [active] * 3
         assert hvd.allreduce(ones).tolist() == pytest.approx([active / comm.size] * 3)
         assert hvd.synchronize(hvd.allreduce_async(ones, op=hvd.Sum)).tolist() == [active] * 3
-        grouped = hvd.grouped_allreduce([ones, torch.ones(2, dtype=torch.int64)], op=hvd.Sum)
+        tensors = [ones, torch.ones(2, dtype=torch.int64)]
+        later = hvd.grouped_allreduce_async(tensors, op=hvd.Sum)
+        assert [each.tolist() for each in hvd.synchronize(later)] == [[active] * 3, [active] * 2]
+        grouped = hvd.grouped_allreduce(tensors, op=hvd.Sum)
         assert [each.tolist() for each in grouped] == [[active] * 3, [active] * 2]
     # That of the last layer's bias is 1 for each example, of a rank that has not joined.
     assert gradients[-1].tolist() == pytest.approx([2 * 2 * active / comm.size] * 2)
@@ -165,6 +168,49 @@ def test_joined_ranks_add_zeros(torch, hvd, comm):
     for model, _ in pairs:
         hvd.broadcast_parameters(model.state_dict(), comm.size - 1)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == comm.size
+
+
+def test_two_optimizers_of_one_model(torch, hvd, comm):
+    """Each of its own parameters, as for two parts that learn at different rates."""
+    model, alone = network(torch), network(torch)
+
+    def optimizers(model):
+        halves = model[0].parameters(), model[2].parameters()
+        return [torch.optim.SGD(half, rate) for half, rate in zip(halves, (0.1, 0.3), strict=True)]
+
+    both = [hvd.DistributedOptimizer(each) for each in optimizers(model)]
+    for given, pair, part in (
+        (model, both, lambda batch: own(comm, batch)),
+        (alone, optimizers(alone), lambda batch: batch),
+    ):
+        for step, (batch,) in enumerate(batches(torch, comm.size)):
+            for optimizer in pair:
+                optimizer.zero_grad()
+            loss = given(part(batch)).square().mean()
+            if step == 2:
+                # Only the second one's parameters have a gradient, on every rank.
+                loss = given[2](given[1](given[0](part(batch))).detach()).square().mean()
+            loss.backward()
+            for optimizer in pair[step == 2 :]:
+                optimizer.step()
+    check(torch, hvd, model, alone.parameters())
+    with pytest.raises(ValueError, match="another"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_process_set_trains_apart(torch, hvd, comm):
+    members = hvd.add_process_set(range(1, comm.size))
+    if comm.rank:
+        model, optimizer = distributed(torch, hvd, process_set=members)
+        steps = batches(torch, comm.size - 1)
+        for (batch,) in steps:
+            optimizer.zero_grad()
+            model(batch.chunk(comm.size - 1)[members.rank()]).square().mean().backward()
+            optimizer.step()
+        flat = [torch.cat([each.detach().reshape(-1) for each in model.parameters()])]
+        flat.append(torch.cat([each.reshape(-1) for each in trained(torch, steps)]).detach())
+        torch.testing.assert_close(*flat, rtol=1e-5, atol=1e-5)
+    hvd.remove_process_set(members)
 
 
 def test_the_last_rank_that_joined_may_be_any(torch, hvd, comm):

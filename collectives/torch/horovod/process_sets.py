@@ -1,0 +1,152 @@
+"""The start and the end, and sets of ranks that make calls among themselves."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from collectives.communicator import Communicator
+from collectives.torch.horovod import state
+
+
+class ProcessSet:
+    """Some of the ranks; usable once it was given to `init` or `add_process_set`."""
+
+    process_set_id: int | None = None
+    """The same number on every rank, from 1; None before the set was added."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """`ranks` are numbers of ranks among all; TypeError for an MPI communicator."""
+        self.ranks = sorted({operator.index(each) for each in ranks})
+        self._comm: Communicator | None = None
+
+    def included(self) -> bool:
+        """Whether this rank is in the set. ValueError before it was added."""
+        self._check_added()
+        return state.rank() in self.ranks
+
+    def rank(self) -> int:
+        """This rank's number within the set. ValueError if it is not in it."""
+        return self.comm().rank
+
+    def size(self) -> int:
+        """The number of ranks in it. ValueError before it was added."""
+        self._check_added()
+        return len(self.ranks)
+
+    def comm(self) -> Communicator:
+        """The communicator of its ranks. ValueError if this rank is not one of them."""
+        self._check_added()
+        if self._comm is None:
+            raise ValueError(
+                f"process_set={self}: rank {state.rank()} is not in it, and makes no call there"
+            )
+        return self._comm
+
+    def index(self, rank: int) -> int:
+        """The number within the set of a rank among all. ValueError if it is not in it."""
+        if rank not in self.ranks:
+            raise ValueError(f"root_rank={rank}: must be one of {self}")
+        return self.ranks.index(rank)
+
+    def _check_added(self) -> None:
+        state.ranks()
+        if self.process_set_id is None:
+            raise ValueError(f"process_set={self}: give it to hvd.add_process_set, on every rank")
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({self.ranks})"
+
+
+class _All(ProcessSet):
+    """Every rank."""
+
+    process_set_id = 0
+
+    def __init__(self) -> None:
+        """The ranks are those of `init`."""
+
+    def comm(self) -> Communicator:
+        return state.ranks()
+
+    def index(self, rank: int) -> int:
+        return rank
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "ranks":
+            return list(range(state.size()))
+        raise AttributeError(f"ProcessSet has no {name}")
+
+
+global_process_set: ProcessSet = _All()
+_added: list[ProcessSet] = []
+_next_number = 1
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Start MPI, if it is not started yet, and add the process sets. Collective.
+
+    `process_sets="dynamic"` does nothing, because sets may be added at any time. Raises
+    NotImplementedError for a communicator, LaunchError like `collectives.world`.
+    """
+    if comm is not None:
+        raise NotImplementedError(
+            "init with a communicator: Horovod's calls use all ranks here, or a process set:"
+            " hvd.add_process_set(ranks)"
+        )
+    state.begin()
+    if process_sets is not None and process_sets != "dynamic":
+        for each in process_sets:
+            add_process_set(each)  # type: ignore[arg-type]
+
+
+def shutdown() -> None:
+    """End the use of Horovod's calls; MPI and `collectives.world()` go on until the exit."""
+    for each in _added:
+        each.process_set_id = None
+    _added.clear()
+    state.end()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set of ranks usable. Collective: every rank calls it with the same set.
+
+    Raises ValueError for ranks that do not exist, or a set of ranks that was added before, and a
+    MismatchError on every rank if the sets differ.
+    """
+    global _next_number
+    given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    comm = state.ranks()
+    if not given.ranks or not set(given.ranks) <= set(range(comm.size)):
+        raise ValueError(f"process_set={given}: must have ranks from 0 to {comm.size - 1}")
+    if any(each.ranks == given.ranks for each in (global_process_set, *_added)):
+        raise ValueError(f"process_set={given}: a set of these ranks exists")
+    comm.barrier(f"hvd.add_process_set({given.ranks})")
+    given._comm = comm.split(0 if comm.rank in given.ranks else None)
+    given.process_set_id, _next_number = _next_number, _next_number + 1
+    _added.append(given)
+    return given
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Release a set's communicator, and return whether there was one. Collective."""
+    if process_set not in _added:
+        return False
+    state.ranks().barrier(f"hvd.remove_process_set({process_set.ranks})")
+    _added.remove(process_set)
+    process_set.process_set_id = None
+    comm, process_set._comm = process_set._comm, None
+    if comm is not None:
+        comm.close()
+    return True
+
+
+def ranks_of(process_set: ProcessSet | None) -> Communicator:
+    """The communicator of a set's ranks, of all where it is None."""
+    return state.ranks() if process_set is None else process_set.comm()
+
+
+def root_of(process_set: ProcessSet | None, root_rank: int) -> int:
+    """The number within the set of a rank among all."""
+    return root_rank if process_set is None else process_set.index(root_rank)

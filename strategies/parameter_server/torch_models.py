@@ -1,0 +1,129 @@
+"""A torch model whose parameters lie on parameter servers.
+
+A worker steps with its own optimizer, which keeps its own state. It pushes what the step has added
+to each parameter, which the servers add to theirs in the order of arrival, and pulls the sums of
+all workers' steps. So any optimizer, scheduler and gradient scaler works. For SGD without momentum
+it is the same as pushing gradients (Downpour SGD; Dean et al., NIPS 2012).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from collectives.arrays.tensors import from_torch
+from strategies.core.storage import assign, assign_add
+from strategies.core.values import Array
+from strategies.foreign.distributed import permit
+from strategies.parameter_server.storage import ServedStorage
+from strategies.parameter_server.worker import Worker
+from strategies.replication.replication import Replication
+from strategies.torch.distribution import checked, unknown_parameter
+
+
+class _Served(NamedTuple):
+    """A parameter, and its value on the servers."""
+
+    parameter: Any
+    storage: ServedStorage
+
+    def array(self) -> Array:
+        """The parameter's memory, which may be another one than before."""
+        return from_torch(self.parameter, "parameter")
+
+
+class _Model(NamedTuple):
+    worker: Worker
+    served: dict[int, _Served]
+    hooks: list[Any]
+
+
+_models: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
+
+
+def distribute(
+    strategy: Replication, worker: Worker, model: Any, optimizer: Any, *, counts: bool
+) -> None:
+    """Put the parameters onto the servers, and install the hooks. The chief's values count.
+
+    `counts`: the servers count each step, and let it wait for the slowest worker. All workers call
+    it for the same models in the same order. A second call makes the chief's present values count.
+    """
+    optimizers = checked(strategy, model, optimizer)
+    earlier = _models.pop(model, None)
+    known = {} if earlier is None or earlier.worker is not worker else earlier.served
+    for hook in [] if earlier is None else earlier.hooks:
+        hook.remove()
+    served = {
+        id(parameter): known.get(id(parameter)) or _serve(worker, name, parameter)
+        for name, parameter in model.named_parameters()
+    }
+    _begin_as_chief(worker, model, list(known.values()))
+    _pull(worker, list(served.values()))
+    hooks = [hook for each in optimizers for hook in _install(worker, served, each, counts=counts)]
+    _models[model] = _Model(worker, served, hooks)
+    permit([*model.modules(), *model.parameters(), *optimizers], strategy)
+
+
+def _serve(worker: Worker, name: str, parameter: Any) -> _Served:
+    what = f"distribute: {name}"
+    return _Served(parameter, worker.store(from_torch(parameter, name), what))
+
+
+def _begin_as_chief(worker: Worker, model: Any, known: list[_Served]) -> None:
+    """Make the chief's values of served parameters count, and copy its buffers.
+
+    Buffers are each worker's own from then on.
+    """
+    buffers = [from_torch(each, name) for name, each in model.named_buffers()]
+
+    def values() -> list[Array]:
+        for each in known:
+            each.storage.change(assign, each.array().copy())
+        return buffers
+
+    for own, given in zip(buffers, worker.chief_first(values), strict=True):
+        own[...] = given
+
+
+def _pull(worker: Worker, served: list[_Served]) -> None:
+    """Replace the parameters by the servers' values."""
+    worker.client.pull(
+        [
+            (shard, part, None)
+            for each in served
+            for shard, part in zip(
+                each.storage.info.shards, each.storage.parts_of(each.array()), strict=True
+            )
+        ]
+    )
+
+
+def _install(
+    worker: Worker, served: dict[int, _Served], optimizer: Any, *, counts: bool
+) -> list[Any]:
+    """The hooks of an optimizer's steps."""
+    before: list[tuple[_Served, Array]] = []
+
+    def before_step(stepping: Any, *_: Any) -> None:
+        trained = [each for group in stepping.param_groups for each in group["params"]]
+        for parameter in trained:
+            if id(parameter) not in served:
+                raise unknown_parameter(parameter)
+        found = [served[id(each)] for each in trained if each.requires_grad]
+        before[:] = [(each, each.array().copy()) for each in found]
+
+    def after_step(*_: Any) -> None:
+        for each, old in before:
+            # A parameter without a gradient has not changed.
+            if each.parameter.grad is not None:
+                each.storage.change(assign_add, each.array() - old)
+        if counts:
+            worker.client.end_step()
+        _pull(worker, [each for each, _ in before])
+        before.clear()
+
+    return [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(after_step),
+    ]

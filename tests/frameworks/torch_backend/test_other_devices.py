@@ -1,0 +1,58 @@
+"""Groups of several backends, and what a tensor on a GPU would go through, without a GPU."""
+
+import pytest
+
+from tests.frameworks.torch_backend import test_operations as operations
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(2, 3),
+    pytest.mark.filterwarnings("ignore:.*deprecated"),
+]
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Give tensors to the communicator as they are, which finds the path of their memory."""
+    from collectives.torch import collective_calls
+
+    monkeypatch.setattr(collective_calls, "stays_tensor", lambda tensor: True)
+    # No tensor is taken for memory that NumPy can read.
+    monkeypatch.setattr(collective_calls, "name_of", lambda kind, dtype: None)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        operations.test_all_reduce,
+        operations.test_sparse_all_reduce,
+        operations.test_broadcast_and_reduce,
+        operations.test_all_gather,
+        operations.test_reduce_scatter,
+        operations.test_gather_and_scatter,
+        operations.test_all_to_all,
+        operations.test_coalesced_calls,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_calls_without_access_to_the_memory(torch, dist, comm, as_on_gpu, test):
+    test(torch, dist, comm, later=False)
+
+
+def test_messages_are_refused(torch, dist, as_on_gpu):
+    with pytest.raises(TypeError, match="lies on cpu: messages are sent from the CPU alone"):
+        dist.send(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size())
+
+
+def test_a_group_of_two_backends(torch, dist, comm):
+    """torch gives every device to the first backend that is written in Python."""
+    size = comm.size
+    group = dist.new_group(backend="cpu:collectives,cuda:nccl")
+    assert type(group) is type(dist.group.WORLD)
+    tensor = torch.full((3,), comm.rank + 1.0)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [size * (size + 1) / 2] * 3
+    rows = torch.empty(size)
+    dist.all_gather_single(rows, torch.tensor([comm.rank + 0.0]), group=group)
+    assert rows.tolist() == list(range(size))
+    dist.destroy_process_group(group)

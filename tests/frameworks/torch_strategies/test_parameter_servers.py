@@ -1,0 +1,141 @@
+"""Torch models whose parameters lie on parameter servers."""
+
+import copy
+
+import numpy as np
+import pytest
+
+import strategies
+from strategies.parameter_server import FixedShardsPartitioner
+from tests.strategies.parameter_servers import number_of, run_workers, strategy_on, together
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3), pytest.mark.timeout_seconds(60)]
+
+STEPS = 5
+
+
+def network(torch, seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model.register_buffer("seed", torch.tensor([float(seed)]))
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def optimizer_of(torch, model, kind):
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if kind == "SGD":
+        return torch.optim.SGD(trained, 0.1, momentum=0.9)
+    return torch.optim.Adam(trained, 0.05)
+
+
+def train(torch, model, optimizer, worker, steps=STEPS):
+    """The gradients depend on the worker and the step, and not on the parameters."""
+    for number in range(steps):
+        optimizer.zero_grad()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        sum((each * (worker + 1.5) * (number - 1)).sum() for each in trained).backward()
+        optimizer.step()
+
+
+def values_of(model):
+    return [each.detach().numpy().copy() for each in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"staleness": 1}),
+        ("Adam", {"variable_partitioner": FixedShardsPartitioner(2)}),
+    ],
+)
+def test_servers_add_the_steps_of_all_workers(torch, comm, kind, options):
+    def work(strategy):
+        # The chief's parameters and buffers count.
+        model = network(torch, 1 if strategy.is_chief else 2)
+        optimizer = optimizer_of(torch, model, kind)
+        assert strategy.distribute(model, optimizer) == (model, optimizer)
+        together(strategy)
+        begun = values_of(model), model.seed.item()
+        together(strategy)
+        train(torch, model, optimizer, number_of(strategy))
+        together(strategy)
+        # A step that changes nothing pulls what the other workers have pushed.
+        optimizer.zero_grad()
+        optimizer.step()
+        return begun, values_of(model)
+
+    results = run_workers(comm, 1, work, **options)
+    start = network(torch, 1)
+    wanted = values_of(start)
+    for worker in range(len(results)):
+        alone = copy.deepcopy(start)
+        train(torch, alone, optimizer_of(torch, alone, kind), worker)
+        for total, last, first in zip(wanted, values_of(alone), values_of(start), strict=True):
+            total += last - first
+    assert not np.allclose(wanted[0], values_of(start)[0])
+    for (begun, seed), last in results:
+        assert seed == 1
+        for given, first in zip(begun, values_of(start), strict=True):
+            np.testing.assert_array_equal(given, first)
+        for given, total in zip(last, wanted, strict=True):
+            np.testing.assert_allclose(given, total, atol=1e-5)
+
+
+def test_calls_again_and_refusals(torch, comm):
+    def work(strategy):
+        model = network(torch, 1)
+        optimizer = optimizer_of(torch, model, "SGD")
+        with pytest.raises(TypeError, match="takes no weighted"):
+            strategy.distribute(model, optimizer, weighted=True)
+        with pytest.raises(TypeError, match="model is a object: must be a torch module"):
+            strategy.distribute(object(), optimizer)
+        for _ in range(2):
+            # The second call does not make steps count twice.
+            strategy.distribute(model, optimizer)
+        train(torch, model, optimizer, 0, steps=1)
+        other = torch.nn.Parameter(torch.ones(7))
+        optimizer.add_param_group({"params": [other]})
+        with pytest.raises(ValueError, match=r"parameter of shape \(7,\) that the model did not"):
+            optimizer.step()
+        # A model that is trained so passes the guard of `run`.
+        strategy.run(lambda: model(torch.ones(1, 3)).sum().item())
+        together(strategy)
+        optimizer.param_groups.pop()
+        optimizer.zero_grad()
+        optimizer.step()
+        trained = values_of(model)
+        together(strategy)
+        if strategy.is_chief:
+            model.load_state_dict(network(torch, 3).state_dict())
+        strategy.distribute(model, optimizer)
+        for given, wanted in zip(values_of(model), values_of(network(torch, 3)), strict=True):
+            np.testing.assert_array_equal(given, wanted)
+        return len(strategy.roles.workers), trained
+
+    start = network(torch, 1)
+    for workers, values in run_workers(comm, 1, work):
+        for given, first, each in zip(values, values_of(start), start.parameters(), strict=True):
+            step = 0.1 * 1.5 * each.requires_grad
+            np.testing.assert_allclose(given, first + workers * step, atol=1e-5)
+
+
+def test_other_ranks(torch, comm):
+    model = network(torch, 1)
+    optimizer = optimizer_of(torch, model, "SGD")
+    with strategy_on(comm, 1) as strategy:
+        if comm.rank in strategy.roles.servers:
+            with pytest.raises(RuntimeError, match="is not a worker"):
+                strategy.distribute(model, optimizer)
+            strategy.serve()
+        else:
+            strategy.shutdown()
+    if comm.size > 2:
+        with strategy_on(comm, 1, chief=True) as strategy:
+            if comm.rank in strategy.roles.servers:
+                strategy.serve()
+                return
+            with pytest.raises(TypeError, match="needs a cluster without chief"):
+                strategy.distribute(model, optimizer)
+            strategy.shutdown()
+    assert strategies.has_strategy() is False
