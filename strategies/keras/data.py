@@ -133,7 +133,7 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
     def __init__(self, training: Training, seed: int, *data: Any, **options: Any) -> None:
         super().__init__(*data, **options)
         self._training, self._share = training, share_of(training)
-        self._seed, self._generator = seed, np.random.default_rng(seed)
+        self._generator = np.random.default_rng(seed)
         self.lengths: list[int] | None = None
         """As of `Pieces`."""
 
@@ -182,14 +182,19 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
 
         inputs = convert_to_sliceable(self._inputs, target_backend="tensorflow")
         inputs = keras.tree.lists_to_tuples(inputs)
-        order = tf.data.Dataset.range(self._num_samples)
-        order = order.shuffle(self._num_samples, self._seed, reshuffle_each_iteration=True)
-        batches = order.batch(self._batch_size).map(
+        # Not by TensorFlow's shuffle: its seeds depend on the rank's global seed.
+        kind = tf.TensorSpec((self._num_samples,), tf.int64)
+        orders = tf.data.Dataset.from_generator(self._orders, output_signature=kind)
+        rows = orders.flat_map(tf.data.Dataset.from_tensor_slices).batch(self._batch_size)
+        batches = rows.map(
             lambda rows: keras.tree.map_structure(
                 lambda each: tf.gather(each, rows), inputs, none_is_leaf=False
             )
         )
         return batches.prefetch(tf.data.AUTOTUNE)
+
+    def _orders(self) -> Iterator[Any]:
+        yield self._generator.permutation(self._num_samples)
 
 
 class ShuffledPyDataset(keras.utils.PyDataset):  # type: ignore[misc]

@@ -4,6 +4,7 @@ Runs under mpirun, with the backend of KERAS_BACKEND, and prints for each check 
 one start serves all checks, since importing the frameworks takes longest.
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -82,7 +83,7 @@ def weights_of(model):
 
 def assert_same_everywhere(value):
     every = WORLD.all_gather_object(value)
-    assert all(each == every[0] for each in every), every
+    assert all(each == every[0] for each in every), str(every)[:2000]
 
 
 def assert_in_step(alone, together, tolerance=1e-5):
@@ -414,6 +415,13 @@ def compiling_again_and_elsewhere():
 
     raised_everywhere(TypeError, "model.compile(optimizer, loss), then model.fit", compiled_outside)
 
+    def apart():
+        with strategies.LocalSGDStrategy(sync_every=2).scope():
+            made.append(dense())
+            made[1].compile("sgd", "mse")
+
+    raised_everywhere(TypeError, "a strategy whose replicas take each step together", apart)
+
 
 @check
 def lists_of_communication_options():
@@ -457,8 +465,9 @@ def keras_is_as_it_was_outside():
     _, together = compiled()
     together.fit(X, Y, verbose=0)
     assert {kind: dict(vars(kind)) for kind in kinds} == before
-    copied = keras.models.clone_model(together)
-    assert "fit" not in vars(copied)
+    for copied in (keras.models.clone_model(together), copy.deepcopy(together)):
+        assert "fit" not in vars(copied)
+        assert "apply" not in vars(getattr(copied, "optimizer", None) or copied)
 
 
 @check
