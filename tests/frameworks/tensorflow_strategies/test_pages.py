@@ -12,7 +12,7 @@ import pytest
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.ranks(2),
-    pytest.mark.timeout_seconds(240),
+    pytest.mark.timeout_seconds(300),
     pytest.mark.filterwarnings("ignore:To make it possible to preserve tf.data options"),
     pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`"),
     pytest.mark.filterwarnings("ignore:.shuffle=True. was passed"),
