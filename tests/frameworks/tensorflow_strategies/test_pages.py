@@ -166,6 +166,7 @@ def custom_training(tf, strategy, folder, epochs=2):
     return [float(each) for each in printed], model.get_weights()
 
 
+@pytest.mark.slow
 def test_custom_training(tf, ds, comm, folder, equal_on_all):
     tf.random.set_seed(3)
     strategy = ds.MirroredStrategy(communicator=comm)
