@@ -46,7 +46,7 @@ def original(text: str) -> Exception | None:
     """The error whose number the text contains; None without one."""
     for number in map(int, _MARK.findall(text)):
         with _lock:
-            error = _originals.get(number)
+            error = _originals.pop(number, None)
         if error is not None:
             return error
     return None

@@ -41,6 +41,8 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
             extended._container_strategy(),
             options=options,
         )
+    if not tf.executing_eagerly():
+        return make(dataset)
     policy = _policy(dataset)
     if policy is _POLICIES.AUTO and _fewest_elements(communicator, dataset) < communicator.size:
         # FILE would fail during the iteration, on one rank, if these are files.

@@ -110,6 +110,8 @@ class Operations:
         def call(array: Any) -> list[Any]:
             return [self.replication.mirror(np.array(array), "a variable's initial value")]
 
+        if self.communicator.size == 1:
+            return value
         return self._execute(call, [value], [value.shape])[0]
 
     def _execute(

@@ -22,6 +22,8 @@ def agree_on_seed(communicator: Communicator) -> None:
 
     Collective. A seed that the program has set on every rank stays.
     """
+    if communicator.size == 1:
+        return
     own = context.global_seed()
     seeds = communicator.all_gather_object(own)
     if None in seeds:
@@ -34,7 +36,7 @@ def replica_seeds(rank: int) -> Iterator[None]:
     """A context in which the random operations of this rank differ from those of rank 0."""
     eager = tf.executing_eagerly()
     owner = context.context() if eager else tf.compat.v1.get_default_graph()
-    name = "_seed" if eager else "_seed" if hasattr(owner, "_seed") else "seed"
+    name = "_seed" if eager else "seed"
     seed = getattr(owner, name)
     if seed is None or rank == 0:
         yield

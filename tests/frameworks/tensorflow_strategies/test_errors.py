@@ -5,7 +5,7 @@ import pytest
 
 import collectives
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
 
 def test_a_mismatch(tf, strategy, comm):

@@ -6,7 +6,7 @@ import operator
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
 
 @pytest.mark.parametrize("traced", ["not", "around run", "within run"])

@@ -12,7 +12,7 @@ import pytest
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.ranks(2),
-    pytest.mark.timeout_seconds(240),
+    pytest.mark.timeout_seconds(300),
     pytest.mark.filterwarnings("ignore:To make it possible to preserve tf.data options"),
     pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`"),
     pytest.mark.filterwarnings("ignore:.shuffle=True. was passed"),
@@ -166,6 +166,7 @@ def custom_training(tf, strategy, folder, epochs=2):
     return [float(each) for each in printed], model.get_weights()
 
 
+@pytest.mark.slow
 def test_custom_training(tf, ds, comm, folder, equal_on_all):
     tf.random.set_seed(3)
     strategy = ds.MirroredStrategy(communicator=comm)

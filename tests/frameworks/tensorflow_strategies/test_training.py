@@ -6,7 +6,7 @@ import pytest
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.ranks(2),
-    pytest.mark.timeout_seconds(200),
+    pytest.mark.timeout_seconds(300),
     # Of TensorFlow's own distributed datasets in a function.
     pytest.mark.filterwarnings("ignore:To make it possible to preserve tf.data options"),
 ]
