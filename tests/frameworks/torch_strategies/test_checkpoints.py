@@ -267,7 +267,9 @@ def test_local_sgd_goes_on_from_a_restored_part_or_whole(torch, comm, folder):
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_every_rank_trains_apart_is_not_saved(torch, comm, folder):
+def test_what_every_rank_trains_apart_is_not_saved(torch, comm, folder, monkeypatch):
+    # Other tests of this world may have a process group.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
 
     def made():
@@ -300,5 +302,8 @@ def test_what_every_rank_trains_apart_is_not_saved(torch, comm, folder):
     )
     save(model=model, optimizer=optimizer)
     reducer.close()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    save(model=model, optimizer=optimizer)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     strategy.distribute(model, [])
     save(model=model, optimizer=optimizer)
