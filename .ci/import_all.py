@@ -32,6 +32,7 @@ NEEDS = {
         "bench.torch.training",
         "collectives.torch*",
         "strategies.keras.torch_gradients",
+        "strategies.parameter_server.torch_models",
         "strategies.torch.*",
         "torch_*",
     },
@@ -48,6 +49,7 @@ NEEDS = {
         "collectives.jax*",
         "strategies.keras.jax_gradients",
     },
+    "TensorFlow": {"strategies.tensorflow*", "tensorflow_*"},
     # They are what talks to CuPy.
     "CuPy": {
         "bench.gpu.cupy_device",
