@@ -156,6 +156,7 @@ LAZY = {
         "strategies/keras/loops.py",
         "strategies/keras/models.py",
         "strategies/keras/optimizers.py",
+        "strategies/keras/orders.py",
         "strategies/keras/scope.py",
         "strategies/keras/state.py",
         "strategies/keras/steps.py",
