@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -30,6 +31,12 @@ def reduce_gradients(
     training.last_reduction = results[0]
     reduced = iter(results)
     return [None if each is None else next(reduced) for each in gradients]
+
+
+def outside_of_programs() -> AbstractContextManager[Any]:
+    """A context in which a traced function computes numbers instead of parts of its program."""
+    context: AbstractContextManager[Any] = jax.ensure_compile_time_eval()
+    return context
 
 
 def wait_for(arrays: Sequence[Any]) -> None:

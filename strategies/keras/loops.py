@@ -45,6 +45,7 @@ class Loops:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
         given = _bound(keras.Model.fit, self._model, args, kwargs)
         training = self._training
+        self._statistics.average()  # of earlier calls of train_on_batch
         with PropagatedErrors(training.communicator, "fit"):
             _split_validation(given)
         self._compare("fit", given)

@@ -10,6 +10,7 @@ import keras
 from strategies.foreign.distributed import permit
 from strategies.keras.callbacks import Statistics
 from strategies.keras.loops import Loops
+from strategies.keras.losses import checked_loss, refuse_sums
 from strategies.keras.optimizers import optimizers_of, outer_optimizers_of, reduce_first
 from strategies.keras.state import average_logs, refuse_different_weights, sum_metrics
 from strategies.keras.steps import finish_steps, steps_of
@@ -23,12 +24,8 @@ def prepare(model: Any, training: Training) -> None:
 
     ValueError for a loss that is a sum, since a mean over the ranks isn't the whole batch's sum.
     """
-    for loss in keras.tree.flatten(model.loss) if model.loss is not None else ():
-        if training.reduces and getattr(loss, "reduction", None) == "sum":
-            raise ValueError(
-                f"loss {loss.name!r} has reduction='sum': must be 'sum_over_batch_size', since"
-                " gradients are averaged over the ranks"
-            )
+    if training.reduces:
+        refuse_sums(model)
     kind = type(model)
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -39,6 +36,7 @@ def prepare(model: Any, training: Training) -> None:
     replaced = Loops(model, training, Statistics(training, model)).methods()
     if training.reduces:
         replaced |= _reducing_methods(model, training) | steps_of(model, training)
+        replaced |= checked_loss(model, training)
         reduce_gradients_of(model, training)
     for name, method in {**replaced, "compile": compile}.items():
         object.__setattr__(model, name, method)

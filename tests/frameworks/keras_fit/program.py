@@ -493,7 +493,8 @@ def variables_of_layers_by_their_aggregation():
         for model in (alone, together):
             model.fit(X, Y, epochs=2, **how)
             model.train_on_batch(X[:BATCH], Y[:BATCH])
-            model.test_on_batch(X[:BATCH], Y[:BATCH])
+    for model in (alone, together):
+        model.test_on_batch(X[:BATCH], Y[:BATCH])
     found = {each.name: float(each) for each in together.layers[0].counts}
     assert_same_everywhere(found)
     expected = {each.name: float(each) for each in alone.layers[0].counts}
