@@ -530,7 +530,7 @@ def data_that_ends_early_on_one_rank():
         _, together = compiled(**steps)
         raised_everywhere(
             ValueError,
-            "ranks [0] have a further batch, ranks [1",
+            f"have a further batch, ranks [{SIZE - 1}] have none",
             lambda together=together: together.fit(some(), verbose=0),
         )
 
