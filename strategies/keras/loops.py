@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 
-from strategies.core.same_error import PropagatedErrors, call_on_all, refuse_differences
+from strategies.core.same_error import call_on_all, refuse_differences
 from strategies.keras.callbacks import Statistics, callbacks_of_fit, callbacks_of_rank
 from strategies.keras.data import (
     length_of,
@@ -46,12 +46,11 @@ class Loops:
         given = _bound(keras.Model.fit, self._model, args, kwargs)
         training = self._training
         self._statistics.average()  # of earlier calls of train_on_batch
-        with PropagatedErrors(training.communicator, "fit"):
-            _split_validation(given)
         self._compare("fit", given)
         seed = common_seed(training.communicator)
 
         def shared() -> tuple[Any, Any]:
+            _split_validation(given)
             validation = self._validation(given, given["batch_size"])
             data = _taken(given, "x", "y", "sample_weight")
             options = _taken(given, "batch_size", "class_weight", "shuffle")

@@ -91,8 +91,9 @@ class Training:
         numbers = self.communicator.all_gather_object(number)
         ended = [rank for rank, each in enumerate(numbers) if each == _ENDED]
         if not ended:
-            calls = tuple(f"gradients of optimizer {each}" for each in numbers)
-            return CollectiveMismatchError("the ranks reduced different optimizers'", calls)
+            calls = tuple(f"optimizer {each} of the scope" for each in numbers)
+            text = "the ranks reduced the gradients of different optimizers"
+            return CollectiveMismatchError(text, calls)
         others = [rank for rank in range(len(numbers)) if rank not in ended]
         return ValueError(
             f"fit: the ranks' data have different numbers of batches: ranks {others} have a further"
