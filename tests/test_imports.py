@@ -88,7 +88,7 @@ STRATEGIES = {
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
-    | {"collectives.torch"},
+    | {"collectives.consistency", "collectives.torch"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
     "optimizers": {"core", "foreign", "replication", "variables", "collectives"},
     "variables": {"core", "replication"},
@@ -144,7 +144,7 @@ LAZY = {
         "collectives/torch/works.py",
         "strategies/input/batches.py",
         "strategies/input/element_spec.py",
-        "strategies/keras/data.py",
+        "strategies/keras/orders.py",
         "strategies/keras/torch_gradients.py",
         "strategies/torch/distribution.py",
         "strategies/torch/sampler.py",
@@ -154,8 +154,10 @@ LAZY = {
         "strategies/keras/callbacks.py",
         "strategies/keras/data.py",
         "strategies/keras/loops.py",
+        "strategies/keras/losses.py",
         "strategies/keras/models.py",
         "strategies/keras/optimizers.py",
+        "strategies/keras/orders.py",
         "strategies/keras/scope.py",
         "strategies/keras/state.py",
         "strategies/keras/steps.py",

@@ -9,7 +9,15 @@ import keras
 import numpy as np
 from keras.src.utils import is_default
 
-from strategies.keras.state import average_statistics, broadcast_state, copy_of, learning_rates
+from strategies.keras.state import (
+    Starts,
+    average_statistics,
+    broadcast_state,
+    copy_of,
+    learning_rates,
+    refuse_different_weights,
+    starts_of,
+)
 from strategies.keras.training import Training
 
 _CHIEFS = tuple(
@@ -44,7 +52,7 @@ def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any)
     acts = any(_acts_on_batches(each) for each in own)
     anywhere = training.communicator.all_reduce(np.array([acts], np.uint8), "max")
     agreement = _BatchAgreement if anywhere[0] else _EpochAgreement
-    return [_Average(statistics), *own, agreement(training, statistics)]
+    return [_Average(training, statistics), *own, agreement(training, statistics)]
 
 
 def _acts_on_batches(callback: Any) -> bool:
@@ -60,37 +68,45 @@ class Statistics:
     def __init__(self, training: Training, model: Any) -> None:
         self._training, self._model = training, model
         self._differ = False
+        self._starts: Starts = {}
 
     def train(self) -> None:
         """Note that the ranks' statistics differ from now on."""
+        if not self._differ and self._training.reduces:
+            self._starts = starts_of(self._model)
         self._differ = True
 
     def average(self) -> None:
-        """Average them, unless nothing was trained since. Collective."""
+        """Make them equal, unless nothing was trained since. Collective."""
         if self._differ and self._training.reduces:
-            average_statistics(self._training, self._model)
+            average_statistics(self._training, self._model, self._starts)
         self._differ = False
 
     def broadcast(self) -> None:
         """Make the whole state the chief's. Collective."""
         broadcast_state(self._training, self._model)
-        self._differ = False
+        if self._differ and self._training.reduces:
+            self._starts = starts_of(self._model)  # of a model that has just been built
 
 
 class _Average(keras.callbacks.Callback):  # type: ignore[misc]
     """Precedes the callbacks that save the model."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, training: Training, statistics: Statistics) -> None:
         super().__init__()
-        self._statistics = statistics
+        self._training, self._statistics = training, statistics
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note that the epoch's steps change the statistics."""
         self._statistics.train()
+        self._training.in_epoch = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average them, where validation has not done it."""
+        """Average them, where validation has not done it, and compare the weights."""
         self._statistics.average()
+        if self._training.reduces:
+            when = f"at the end of epoch {epoch}"
+            refuse_different_weights(self._training, self._model, when)
 
 
 class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import keras
@@ -18,9 +19,11 @@ from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from collectives import Communicator
+from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import compare
 from strategies.input import DistributedDataset
 from strategies.input.batches import digest_of
+from strategies.keras.orders import ShuffledPyDataset, share_order
 from strategies.keras.training import Training
 
 log = logging.getLogger("strategies")
@@ -31,6 +34,10 @@ _DIFFERENT_BATCHES = (
     " If their order differs, examples are lost or repeated: shuffle with the same seed on every"
     " rank, for example after keras.utils.set_random_seed"
 )
+
+
+_COMPARED = 16
+"""The number of rows that the ranks compare of arrays."""
 
 
 class Share(NamedTuple):
@@ -71,6 +78,16 @@ class Pieces(DataAdapter):  # type: ignore[misc]
         self._compared = False
         self.lengths: list[int] | None = None
         """The lengths of the global batches in the order of reading, if it is a list."""
+        self._begun: Iterator[Any] | None = None
+
+    def peek(self) -> Any:
+        """The first piece, which the next iterator of Keras's backend gives again."""
+        in_torch = keras.config.backend() == "torch"
+        pieces = self.get_torch_dataloader() if in_torch else self.get_jax_iterator()
+        first = next(pieces)
+        # Not read a second time: some data, such as that of worker threads, can't begin again.
+        self._begun = chain([first], pieces)
+        return first
 
     def _cut(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -97,11 +114,13 @@ class Pieces(DataAdapter):  # type: ignore[misc]
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Pieces of arrays for JAX."""
-        return self._cut(self._whole.get_jax_iterator())
+        begun, self._begun = self._begun, None
+        return begun or self._cut(self._whole.get_jax_iterator())
 
     def get_torch_dataloader(self) -> Iterator[Any]:
         """Pieces of torch tensors; Keras only iterates over it."""
-        return self._cut(self._whole.get_torch_dataloader())
+        begun, self._begun = self._begun, None
+        return begun or self._cut(self._whole.get_torch_dataloader())
 
     def get_tf_dataset(self) -> Any:
         """The global batches, which a strategy of `tf.distribute` splits."""
@@ -144,6 +163,23 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
                 inputs,
                 none_is_leaf=False,
             )
+
+    def peek(self) -> Any:
+        """The first piece, in NumPy."""
+        lengths, self.lengths = self.lengths, None
+        first = next(self.get_numpy_iterator())
+        self.lengths = lengths
+        return first
+
+    def sample(self) -> Any:
+        """Some rows of all arrays, from the first to the last, to compare."""
+        rows = np.unique(np.linspace(0, self._num_samples - 1, _COMPARED).astype(int))
+        inputs = convert_to_sliceable(self._inputs, target_backend="numpy")
+        return [
+            each.convert_to_numpy(each[rows])
+            for each in keras.tree.flatten(inputs)
+            if each is not None
+        ]
 
     def _rows(self) -> Iterator[Any]:
         """The rows of each piece: slices, or arrays of indices."""
@@ -197,34 +233,6 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
         yield self._generator.permutation(self._num_samples)
 
 
-class ShuffledPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
-    """The batches of a PyDataset in an order that the seed determines."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
-        self._dataset, self._generator = dataset, np.random.default_rng(seed)
-        self._order = self._generator.permutation(dataset.num_batches)
-
-    @property
-    def num_batches(self) -> int:
-        """The number of batches."""
-        number: int = self._dataset.num_batches
-        return number
-
-    def __getitem__(self, index: int) -> Any:
-        """A batch."""
-        return self._dataset[int(self._order[index])]
-
-    def on_epoch_begin(self) -> None:
-        """Notify the dataset."""
-        self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        """Notify the dataset, and draw the next epoch's order."""
-        self._dataset.on_epoch_end()
-        self._order = self._generator.permutation(self._dataset.num_batches)
-
-
 def share_data(
     training: Training,
     x: Any,
@@ -232,13 +240,15 @@ def share_data(
     sample_weight: Any = None,
     *,
     shuffle: Any = False,
+    seed: int = 0,
     **options: Any,
 ) -> Any:
     """An adapter that gives Keras this rank's pieces of the data that every rank was given.
 
+    seed: `common_seed`, which determines the order with `shuffle`.
     options: `batch_size`, `class_weight` and `steps_per_epoch`, as of `fit`.
 
-    Collective with `shuffle`. Raises as Keras does for data that it doesn't support; TypeError for
+    Not collective. Raises as Keras does for data that it doesn't support; TypeError for
     a dataset that a strategy has distributed already.
     """
     if isinstance(x, DistributedDataset):
@@ -246,28 +256,26 @@ def share_data(
             "x is a DistributedDataset: must be the dataset of global batches itself, since fit,"
             " evaluate and predict take each rank's piece of every batch"
         )
-    seed = _common_seed(training.communicator) if shuffle else 0
     if not isinstance(x, DataAdapter) and can_convert_arrays((x, y, sample_weight)):
         options["steps"] = options.pop("steps_per_epoch", None)
         return ArrayPieces(training, seed, x, y, sample_weight, shuffle=shuffle, **options)
     if isinstance(x, keras.utils.PyDataset) and shuffle and x.num_batches is not None:
         x = ShuffledPyDataset(x, seed)
     elif shuffle:
-        _share_order(x, seed)
+        share_order(x, seed)
     whole = get_data_adapter(x, y, sample_weight, **options)
     return Pieces(whole, training)
 
 
-def _common_seed(communicator: Communicator) -> int:
-    """The chief's next random number, which `keras.utils.set_random_seed` determines."""
-    seed: int = communicator.broadcast_object(int(np.random.randint(1 << 31)))
-    return seed
-
-
-def _share_order(loader: Any, seed: int) -> None:
-    """Make the orders of a torch DataLoader that shuffles without a generator the same."""
-    sampler: Any = getattr(loader, "sampler", None)
-    if type(sampler).__name__ == "RandomSampler" and sampler.generator is None:
-        import torch
-
-        sampler.generator = torch.Generator().manual_seed(seed)
+def refuse_different_arrays(communicator: Communicator, name: str, *adapters: Any) -> None:
+    """Raise ValueError on every rank where they were given different arrays. Collective."""
+    samples = [each.sample() for each in adapters if isinstance(each, ArrayPieces)]
+    digest = digest_of(samples)
+    if samples and compare(communicator, f"{name}'s arrays: ", digest, digest) is not None:
+        error = ValueError(
+            f"{name}: the ranks' arrays have different contents: every rank must be given the same"
+            " whole arrays, from which it takes its part of each batch. For parts such as"
+            " x[rank::size], or for data that each rank augments, use a PyDataset or generator of"
+            " global batches"
+        )
+        raise raised_on_all(error, communicator.rank)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,27 +15,52 @@ from strategies.keras.training import Training
 
 
 def reduce_gradients(
-    training: Training, gradients: Sequence[Any], variables: Sequence[Any]
+    training: Training, number: int, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """The mean of the gradients, in one call. Collective when it runs.
+    """The mean of an optimizer's gradients, in one call. Collective when it runs.
 
-    None stays None: it stands for a variable without influence, on all ranks that trace the same
-    program.
+    Calls of one program run in the order of the trace: each depends on the one before. None stays
+    None: it stands for a variable without influence, on all ranks that trace the same program.
     """
     present = [each for each in gradients if each is not None]
     if not present:
         return list(gradients)
     weight = jnp.asarray(training.weight, jnp.float32)
-    reduced = iter(host_call(_mean_function(training), [weight, *present], present))
+    inputs = [weight, *present, *_order(training)]
+    results = host_call(_mean_function(training, number), inputs, present)
+    training.last_reduction = results[0]
+    reduced = iter(results)
     return [None if each is None else next(reduced) for each in gradients]
 
 
-def _mean_function(training: Training) -> HostFunction:
-    if training.host_function is None:
+def outside_of_programs() -> AbstractContextManager[Any]:
+    """A context in which a traced function computes numbers instead of parts of its program."""
+    context: AbstractContextManager[Any] = jax.ensure_compile_time_eval()
+    return context
+
+
+def wait_for(arrays: Sequence[Any]) -> None:
+    """Return when the programs that compute the arrays have run, and so their collective calls."""
+    jax.block_until_ready(arrays)
+
+
+def _order(training: Training) -> list[Any]:
+    """An array of the program's last reduction, if this one is in the same program."""
+    last = training.last_reduction
+    # In a program, this is an array of it; arrays outside of programs have no trace.
+    current = jnp.zeros(())
+    if last is None or getattr(last, "_trace", None) is not getattr(current, "_trace", None):
+        return []
+    return [jnp.ravel(last)[:1]]
+
+
+def _mean_function(training: Training, number: int) -> HostFunction:
+    if number not in training.host_functions:
 
         def mean(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            weight, *given = inputs
-            factor, _ = training.exchange(float(weight))
+            # A further input only determines the order.
+            weight, given = inputs[0], inputs[1 : 1 + len(outputs)]
+            factor, _ = training.exchange(number, float(weight))
             if factor == 1:
                 training.mean_into(given, outputs)
                 return
@@ -44,6 +71,6 @@ def _mean_function(training: Training) -> HostFunction:
                     np.multiply(source, source.dtype.type(factor), out=target)
             training.mean_into(outputs, outputs)
 
-        training.host_function = mean
-    function: HostFunction = training.host_function
+        training.host_functions[number] = mean
+    function: HostFunction = training.host_functions[number]
     return function

@@ -11,9 +11,16 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 
-from strategies.core.same_error import PropagatedErrors, refuse_differences
+from strategies.core.same_error import call_on_all, refuse_differences
 from strategies.keras.callbacks import Statistics, callbacks_of_fit, callbacks_of_rank
-from strategies.keras.data import length_of, share_data, share_of
+from strategies.keras.data import (
+    length_of,
+    refuse_different_arrays,
+    share_data,
+    share_of,
+)
+from strategies.keras.orders import common_seed
+from strategies.keras.steps import row_of_zeros
 from strategies.keras.training import Training
 
 Method = Callable[..., Any]
@@ -38,20 +45,28 @@ class Loops:
         """Keras's `fit` on this rank's pieces of global batches. Collective."""
         given = _bound(keras.Model.fit, self._model, args, kwargs)
         training = self._training
-        with PropagatedErrors(training.communicator, "fit"):
-            _split_validation(given)
+        self._statistics.average()  # of earlier calls of train_on_batch
         self._compare("fit", given)
-        with PropagatedErrors(training.communicator, "fit"):
-            batch_size = given["batch_size"]
-            given["validation_data"] = self._validation(given, batch_size)
+        seed = common_seed(training.communicator)
+
+        def shared() -> tuple[Any, Any]:
+            _split_validation(given)
+            validation = self._validation(given, given["batch_size"])
             data = _taken(given, "x", "y", "sample_weight")
             options = _taken(given, "batch_size", "class_weight", "shuffle")
             options["steps_per_epoch"] = given["steps_per_epoch"]
-            x = share_data(training, *data, **options)
+            return share_data(training, *data, seed=seed, **options), validation
+
+        x, validation = call_on_all(training.communicator, "fit's data", shared)
+        refuse_different_arrays(training.communicator, "fit", x, validation)
         callbacks = callbacks_of_fit(training, self._statistics, given["callbacks"])
-        given |= {"x": x, "callbacks": callbacks, "verbose": self._verbose(given)}
-        with errors_as_raised():
-            return self._kind.fit(self._model, **given)
+        given |= {"x": x, "validation_data": validation, "callbacks": callbacks}
+        given["verbose"] = self._verbose(given)
+        try:
+            with errors_as_raised():
+                return self._kind.fit(self._model, **given)
+        finally:
+            training.in_epoch = False
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `evaluate`: the metrics over all ranks' pieces. Collective."""
@@ -109,13 +124,15 @@ class Loops:
         """The arguments of a loop without training, with this rank's pieces."""
         given = _bound(getattr(keras.Model, name), self._model, args, kwargs)
         self._compare(name, given)
-        with PropagatedErrors(self._training.communicator, name):
-            arrays = _taken(given, *data)
-            options = {
-                "batch_size": given.pop("batch_size"),
-                "steps_per_epoch": given["steps"],
-            }
-            x = share_data(self._training, *arrays, **options)
+        arrays = _taken(given, *data)
+        options = {"batch_size": given.pop("batch_size"), "steps_per_epoch": given["steps"]}
+        communicator = self._training.communicator
+        x = call_on_all(
+            communicator,
+            f"{name}'s data",
+            lambda: share_data(self._training, *arrays, **options),
+        )
+        refuse_different_arrays(communicator, name, x)
         callbacks = callbacks_of_rank(self._training, given["callbacks"])
         return given | {"x": x, "callbacks": callbacks, "verbose": self._verbose(given)}
 
@@ -148,13 +165,8 @@ class Loops:
     def _build(self, pieces: Any) -> None:
         """Make the state the chief's before the first prediction, of a model that isn't built."""
         if not all(layer.built for layer in self._model._flatten_layers()):
-            batch = next(iter(pieces.get_numpy_iterator()))
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            rows = keras.tree.map_structure(
-                lambda each: np.zeros((1, *each.shape[1:]), each.dtype), x
-            )
-            self._kind.predict_on_batch(self._model, rows)
-            pieces.lengths.clear()
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(pieces.peek())
+            self._kind.predict_on_batch(self._model, row_of_zeros(x))
         self._shared = True
         self._statistics.broadcast()
 

@@ -10,9 +10,10 @@ import keras
 from strategies.foreign.distributed import permit
 from strategies.keras.callbacks import Statistics
 from strategies.keras.loops import Loops
+from strategies.keras.losses import checked_loss, refuse_sums
 from strategies.keras.optimizers import optimizers_of, outer_optimizers_of, reduce_first
-from strategies.keras.state import average_logs, sum_metrics
-from strategies.keras.steps import steps_of
+from strategies.keras.state import average_logs, refuse_different_weights, sum_metrics
+from strategies.keras.steps import finish_steps, steps_of
 from strategies.keras.training import Training
 
 
@@ -23,12 +24,8 @@ def prepare(model: Any, training: Training) -> None:
 
     ValueError for a loss that is a sum, since a mean over the ranks isn't the whole batch's sum.
     """
-    for loss in keras.tree.flatten(model.loss) if model.loss is not None else ():
-        if training.reduces and getattr(loss, "reduction", None) == "sum":
-            raise ValueError(
-                f"loss {loss.name!r} has reduction='sum': must be 'sum_over_batch_size', since"
-                " gradients are averaged over the ranks"
-            )
+    if training.reduces:
+        refuse_sums(model)
     kind = type(model)
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -39,6 +36,7 @@ def prepare(model: Any, training: Training) -> None:
     replaced = Loops(model, training, Statistics(training, model)).methods()
     if training.reduces:
         replaced |= _reducing_methods(model, training) | steps_of(model, training)
+        replaced |= checked_loss(model, training)
         reduce_gradients_of(model, training)
     for name, method in {**replaced, "compile": compile}.items():
         object.__setattr__(model, name, method)
@@ -48,6 +46,9 @@ def _reducing_methods(model: Any, training: Training) -> dict[str, Callable[...,
     kind = type(model)
 
     def results(logs: Any) -> Any:
+        if training.in_epoch:
+            finish_steps(model)
+            training.end_epoch()
         sum_metrics(training, model)
         found = kind._get_metrics_result_or_logs(model, logs)
         return average_logs(training, logs) if found is logs and logs else found
@@ -55,9 +56,26 @@ def _reducing_methods(model: Any, training: Training) -> dict[str, Callable[...,
     def make_train_function(*args: Any, **kwargs: Any) -> Any:
         # A model may get further optimizers after `compile`.
         reduce_gradients_of(model, training)
-        return kind.make_train_function(model, *args, **kwargs)
+        existing = model.train_function
+        kind.make_train_function(model, *args, **kwargs)
+        if model.train_function is not existing:
+            model.train_function = _compared_once(model, training, model.train_function)
 
     return {"make_train_function": make_train_function, "_get_metrics_result_or_logs": results}
+
+
+def _compared_once(model: Any, training: Training, function: Callable[..., Any]) -> Any:
+    """The function of a training step; the first call also compares the ranks' weights."""
+
+    def compared(*arguments: Any) -> Any:
+        result = function(*arguments)
+        # JAX's weights are a part of the state that it returns.
+        weights = result[1][0] if keras.config.backend() == "jax" else None
+        refuse_different_weights(training, model, "after the first training step", weights)
+        model.train_function = function
+        return result
+
+    return compared
 
 
 def reduce_gradients_of(model: Any, training: Training) -> None:

@@ -6,7 +6,7 @@ accumulation and moving averages follow the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,13 +16,14 @@ from strategies.keras.training import Training
 
 def reduce_first(optimizer: Any, training: Training) -> None:
     """Have the optimizer reduce gradients from now on, instead of any earlier `training`."""
-    kind = type(optimizer)
+    kind, number = type(optimizer), training.number_of(optimizer)
 
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         variables = trainable_variables
         if variables is None:
             variables = optimizer._trainable_variables
-        return kind.apply(optimizer, _reduced(training, grads, variables), trainable_variables)
+        reduced = _reduced(training, number, grads, variables)
+        return kind.apply(optimizer, reduced, trainable_variables)
 
     vars(optimizer)["apply"] = apply
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -30,7 +31,7 @@ def reduce_first(optimizer: Any, training: Training) -> None:
         def stateless_apply(
             optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
         ) -> Any:
-            reduced = _reduced(training, grads, optimizer._trainable_variables)
+            reduced = _reduced(training, number, grads, optimizer._trainable_variables)
             return kind.stateless_apply(
                 optimizer, optimizer_variables, reduced, trainable_variables
             )
@@ -39,11 +40,26 @@ def reduce_first(optimizer: Any, training: Training) -> None:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The optimizers that are attributes of the model, such as those of a GAN, and within them."""
-    kind = keras.optimizers.Optimizer
-    found = {id(each): each for each in vars(model).values() if isinstance(each, kind)}
+    """The optimizers in attributes of the model and its layers, and the optimizers within them.
+
+    An attribute may also be a list, tuple, set or dictionary with optimizers, such as a GAN's.
+    """
+    found = {
+        id(each): each
+        for layer in model._flatten_layers()
+        for attribute in vars(layer).values()
+        for each in _within(attribute)
+    }
     inner = [getattr(each, "inner_optimizer", None) for each in found.values()]
     return [*found.values(), *(each for each in inner if each is not None)]
+
+
+def _within(value: Any) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, dict | list | tuple | set):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _within(each)
 
 
 def outer_optimizers_of(model: Any) -> list[Any]:
@@ -53,7 +69,7 @@ def outer_optimizers_of(model: Any) -> list[Any]:
     return [each for each in found if id(each) not in inner]
 
 
-Reduction = Callable[[Training, Sequence[Any], Sequence[Any]], list[Any]]
+Reduction = Callable[[Training, int, Sequence[Any], Sequence[Any]], list[Any]]
 
 
 def _reduction() -> Reduction:
@@ -66,5 +82,7 @@ def _reduction() -> Reduction:
     return reduce_in_jax
 
 
-def _reduced(training: Training, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    return _reduction()(training, list(grads), list(variables))
+def _reduced(
+    training: Training, number: int, grads: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    return _reduction()(training, number, list(grads), list(variables))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from strategies.core.same_error import refuse_differences
+from collectives import Communicator
+from collectives.consistency.uncaught import raised_on_all
+from strategies.core.same_error import compare, refuse_differences
 from strategies.keras.optimizers import optimizers_of
 from strategies.keras.training import Training
 
@@ -37,23 +40,92 @@ def _seed_generators(model: Any) -> Iterable[Any]:
         yield from getattr(layer, "_seed_generators", ())
 
 
-def average_statistics(training: Training, model: Any) -> None:
-    """Make the moving statistics of layers such as BatchNormalization the ranks' mean. Collective.
+def refuse_different_weights(
+    training: Training, model: Any, when: str, values: Sequence[Any] | None = None
+) -> None:
+    """Raise ValueError on every rank where their trainable weights differ. Collective.
 
-    Frozen weights are not statistics: they are equal already.
+    values: those of the weights, where the variables don't hold them.
     """
+    variables = model.trainable_variables
+    values = [each.value for each in variables] if values is None else values
+    digests = [_digest_of(each) for each in values]
+    text = _hash(b"".join(digests)).hex()
+    reports = compare(training.communicator, "weights: ", text, digests)
+    if reports is None:
+        return
+    differ = [len(set(each)) > 1 for each in zip(*reports, strict=True)]
+    error = ValueError(
+        f"fit: the ranks' weights differ {when}: {variables[differ.index(True)].path!r} is the"
+        f" first of {sum(differ)}. Gradients are averaged by the optimizers of Keras that are"
+        " attributes of the model or of its layers, also in lists and dictionaries. For other"
+        " updates, average with collectives.all_reduce(…, 'mean')"
+    )
+    raise raised_on_all(error, training.communicator.rank)
+
+
+def _digest_of(value: Any) -> bytes:
+    array = np.ascontiguousarray(keras.ops.convert_to_numpy(value))
+    return _hash(array.reshape(-1).view(np.uint8).data)
+
+
+def _hash(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def statistics_of(model: Any) -> list[Any]:
+    """The variables of layers that no gradient changes, such as those of BatchNormalization."""
     found = {
         id(variable): variable
         for layer in model._flatten_layers()
         for variable in layer._non_trainable_variables
-        if keras.backend.is_float_dtype(variable.dtype)
     }
-    if found:
-        # In float64, so that the mean of equal values is that value.
-        arrays = [copy_of(each).astype(np.float64) for each in found.values()]
-        means = training.communicator.all_reduce_many(arrays, "mean")
-        for variable, mean in zip(found.values(), means, strict=True):
-            variable.assign(mean.astype(copy_of(variable).dtype))
+    return list(found.values())
+
+
+Starts = Mapping[int, Any]
+"""The values that were equal on all ranks, by the variable's id."""
+
+
+def starts_of(model: Any) -> Starts:
+    """The values from which each rank adds to those variables that are sums."""
+    return {id(each): copy_of(each) for each in statistics_of(model) if each.aggregation == "sum"}
+
+
+def average_statistics(training: Training, model: Any, starts: Starts) -> None:
+    """Make the layers' statistics equal on all ranks, by their `aggregation`. Collective.
+
+    "sum": what all ranks have added. "mean", and "none" for floats: the mean, rounded for integers.
+    "only_first_replica", and "none" for other dtypes: the chief's. Frozen weights are equal.
+    """
+    sums, means, chiefs = [], [], []
+    for each in statistics_of(model):
+        number = keras.backend.is_float_dtype(each.dtype)
+        kind = each.aggregation
+        if kind == "sum" and id(each) in starts:
+            sums.append(each)
+        elif kind == "mean" or (number and kind != "only_first_replica"):
+            means.append(each)
+        else:
+            chiefs.append(each)
+    communicator = training.communicator
+    # In float64, so that the mean of equal values is that value.
+    own = [copy_of(each).astype(np.float64) for each in means]
+    for variable, mean in _reduced(communicator, means, own, "mean"):
+        number = keras.backend.is_float_dtype(variable.dtype)
+        variable.assign((mean if number else np.rint(mean)).astype(copy_of(variable).dtype))
+    added = [copy_of(each) - starts[id(each)] for each in sums]
+    for variable, total in _reduced(communicator, sums, added, "sum"):
+        variable.assign(starts[id(variable)] + total)
+    for variable in chiefs:
+        variable.assign(communicator.broadcast(copy_of(variable)))
+
+
+def _reduced(
+    communicator: Communicator, variables: Sequence[Any], arrays: Sequence[Any], op: str
+) -> Iterable[tuple[Any, Any]]:
+    results = communicator.all_reduce_many(arrays, op) if arrays else []
+    return zip(variables, results, strict=True)
 
 
 def sum_metrics(training: Training, model: Any) -> None:

@@ -13,6 +13,14 @@ from strategies.keras.training import Training
 Step = Callable[..., Any]
 
 
+def finish_steps(model: Any) -> None:
+    """Return when the collective calls of the steps so far are over, which JAX only enqueues."""
+    if keras.config.backend() == "jax":
+        from strategies.keras.jax_gradients import wait_for
+
+        wait_for([each.value for each in model.variables])
+
+
 def steps_of(model: Any, training: Training) -> dict[str, Step]:
     """Replacements of the model's steps.
 
@@ -37,14 +45,17 @@ def _counting(model: Any, training: Training, step: Step, on_no_rows: Step) -> S
         try:
             if training.rows:
                 return step(model, *state, data)
-            return on_no_rows(model, step, *state, _row_of_zeros(data))
+            return on_no_rows(model, step, *state, row_of_zeros(data))
         finally:
             training.rows = before
+            training.last_reduction = None
 
     return counted
 
 
-def _row_of_zeros(data: Any) -> Any:
+def row_of_zeros(data: Any) -> Any:
+    """One row of zeros for every array of a nest, whose dtype it has."""
+
     def make(array: Any) -> Any:
         if array is None:
             return None

@@ -15,14 +15,14 @@ from strategies.keras.training import Training
 @untraced_function
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def reduce_gradients(
-    training: Training, gradients: Sequence[Any], variables: Sequence[Any]
+    training: Training, number: int, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """The gradients, which hold the mean. Collective.
+    """The gradients of the optimizer of that number, which hold the mean. Collective.
 
     A gradient that is None on some ranks counts as zeros there; one that is None on all stays None.
     """
     absent = sum(each is None for each in gradients)
-    factor, absent_anywhere = training.exchange(training.weight, absent)
+    factor, absent_anywhere = training.exchange(number, training.weight, absent)
     if absent_anywhere:
         gradients = _filled(training, gradients, variables)
     present = [each for each in gradients if each is not None]

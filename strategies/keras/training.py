@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from collectives import Communicator
+from collectives import CollectiveMismatchError, Communicator
+from collectives.consistency.uncaught import raised_on_all
 
 Reduce = Callable[[Sequence[Any]], Sequence[Any]]
+
+_ENDED = 0
+"""The number of ranks that have no further batch; optimizers have numbers from 1."""
 
 
 class Training:
@@ -38,23 +44,61 @@ class Training:
         """The number of rows that this rank's current step has; None outside of Keras's steps."""
         self.rows_read = 0
         """The number of rows of the piece that this rank's data gave last."""
-        self.host_function: Any = None
-        """The function that compiled programs call, made when it is first needed."""
+        self.in_epoch = False
+        """Whether the ranks take the steps of an epoch of `fit`."""
+        self.host_functions: dict[int, Any] = {}
+        """The functions that compiled programs call, by the optimizer's number."""
+        self.last_reduction: Any = None
+        """A result of the last reduction in a JAX program, on which the next one depends."""
         self._mean = mean
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._next_numbers = count(1)
 
     @property
     def weight(self) -> float:
         """How much this rank's gradients count: by the rows of its batch."""
         return 1.0 if self.rows is None else float(self.rows)
 
-    def exchange(self, weight: float, absent: int = 0) -> tuple[float, int]:
+    def number_of(self, optimizer: Any) -> int:
+        """The optimizer's number, from 1, in the order in which the program names them."""
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = next(self._next_numbers)
+        return self._numbers[optimizer]
+
+    def exchange(self, number: int, weight: float, absent: int = 0) -> tuple[float, int]:
         """The factor of this rank's gradients in a mean, and the sum of `absent`. Collective.
 
-        The factor is 1 on all ranks where their weights are equal.
+        number: of the optimizer. The factor is 1 on all ranks where their weights are equal. Raises
+        CollectiveMismatchError on every rank where their optimizers differ, and ValueError where
+        the data of some ranks have ended.
         """
-        total, absent_anywhere = self.communicator.all_reduce(np.array([weight, absent], float))
-        factor = weight * self.communicator.size / total if total else 0.0
+        given = np.array([weight, absent, number, number * number], float)
+        total, absent_anywhere, numbers, squares = self.communicator.all_reduce(given)
+        size = self.communicator.size
+        if numbers * numbers != squares * size:  # Equal only where all numbers are equal.
+            raise raised_on_all(self._difference(number), self.communicator.rank)
+        factor = weight * size / total if total else 0.0
         return factor, int(absent_anywhere)
+
+    def end_epoch(self) -> None:
+        """Raise ValueError on every rank where others have further batches. Collective."""
+        if self.in_epoch:
+            self.in_epoch = False
+            self.exchange(_ENDED, 0.0)
+
+    def _difference(self, number: int) -> Exception:
+        """The error of ranks whose numbers differ. Collective."""
+        numbers = self.communicator.all_gather_object(number)
+        ended = [rank for rank, each in enumerate(numbers) if each == _ENDED]
+        if not ended:
+            calls = tuple(f"optimizer {each} of the scope" for each in numbers)
+            text = "the ranks reduced the gradients of different optimizers"
+            return CollectiveMismatchError(text, calls)
+        others = [rank for rank in range(len(numbers)) if rank not in ended]
+        return ValueError(
+            f"fit: the ranks' data have different numbers of batches: ranks {others} have a further"
+            f" batch, ranks {ended} have none. Every rank must be given the same global batches"
+        )
 
     def mean_into(self, arrays: Sequence[Any], out: Sequence[Any]) -> None:
         """Write the mean over the ranks of NumPy arrays or torch tensors. Collective.

@@ -190,13 +190,15 @@ def batches_of_datasets_and_generators():
 @check
 def shuffled_pieces_are_every_row_once():
     from strategies.keras.data import share_data
+    from strategies.keras.orders import common_seed
     from strategies.keras.training import Training
 
     np.random.seed(RANK)
     training = Training(STRATEGY.communicator, is_chief=STRATEGY.is_chief)
     orders = []
     for shuffle in (True, "batch"):
-        pieces = share_data(training, np.arange(ROWS)[:, None], shuffle=shuffle, batch_size=BATCH)
+        how = {"batch_size": BATCH, "seed": common_seed(WORLD)}
+        pieces = share_data(training, np.arange(ROWS)[:, None], shuffle=shuffle, **how)
         for _ in range(2):
             rows = [each.ravel().tolist() for each in pieces.get_numpy_iterator()]
             parts = zip(*WORLD.all_gather_object(rows), strict=True)
@@ -234,6 +236,11 @@ def evaluation_and_prediction():
         unbuilt = keras.Sequential([keras.layers.Dense(2)])
         unbuilt.compile("sgd", "mse")
     assert_same_everywhere(unbuilt.predict(X, verbose=0).tobytes())
+    with STRATEGY.scope():
+        unbuilt = keras.Sequential([keras.layers.Dense(2)])
+        unbuilt.compile("sgd", "mse")
+    found = unbuilt.predict(Batches(workers=2), verbose=0)
+    np.testing.assert_allclose(found, unbuilt.predict(X, verbose=0), atol=1e-5)
 
 
 @check
@@ -393,6 +400,158 @@ def a_custom_step():
 
 
 @check
+def weights_that_no_reduction_keeps_equal():
+    class Descends(Custom):
+        """Changes its weights without an optimizer of Keras."""
+
+        def train_step(self, *arguments):
+            if BACKEND == "torch":
+                import torch
+
+                x, y = arguments[0]
+                self.zero_grad()
+                loss = keras.ops.mean(keras.ops.square(self(x) - y))
+                loss.backward()
+                torch.optim.SGD([each.value for each in self.trainable_variables], 0.05).step()
+                return {"own": loss.detach()}
+            (trainable, *others), (x, _) = arguments
+            return {"own": x[0, 0]}, ([each + x[0, 0] for each in trainable], *others)
+
+    with STRATEGY.scope():
+        together = Descends()
+        together.compile()
+    steps = []
+    counts = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
+    raised_everywhere(
+        ValueError,
+        "weights differ after the first training step: 'descends",
+        lambda: together.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[counts]),
+    )
+    assert not steps
+
+    class Assigns(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                bias = self.model.layers[1].bias
+                bias.assign(bias + RANK)
+
+    _, together = compiled()
+    raised_everywhere(
+        ValueError,
+        "weights differ at the end of epoch 1: 'sequential",
+        lambda: together.fit(X, Y, epochs=3, verbose=0, callbacks=[Assigns()]),
+    )
+
+
+@check
+def arrays_that_each_rank_has_divided():
+    _, together = compiled()
+    own = slice(RANK, SIZE * (ROWS // SIZE), SIZE)
+    words = "must be given the same whole arrays"
+    raised_everywhere(ValueError, words, lambda: together.fit(X[own], Y[own], verbose=0))
+    raised_everywhere(ValueError, words, lambda: together.predict(X[own], verbose=0))
+    validation = (X[own], Y[own])
+    raised_everywhere(
+        ValueError, words, lambda: together.fit(X, Y, validation_data=validation, verbose=0)
+    )
+    later = X.copy()
+    later[-1] += RANK
+    raised_everywhere(ValueError, words, lambda: together.evaluate(later, Y, verbose=0))
+
+
+class Counters(keras.layers.Layer):
+    """Variables that no gradient changes, of every kind of aggregation."""
+
+    def build(self, shape):
+        kinds = [(kind, dtype) for kind in KINDS for dtype in ("int32", "float32")]
+        self.counts = [
+            self.add_weight(
+                (), "ones", dtype, trainable=False, aggregation=kind, name=f"{kind}_{dtype}"
+            )
+            for kind, dtype in kinds
+        ]
+
+    def call(self, x, training=False):
+        if training:
+            for each in self.counts:
+                each.assign(each + keras.ops.cast(keras.ops.shape(x)[0], each.dtype))
+        return x
+
+
+KINDS = ("none", "sum", "mean", "only_first_replica")
+
+
+@check
+def variables_of_layers_by_their_aggregation():
+    def counting(seed):
+        keras.utils.set_random_seed(seed)
+        return keras.Sequential([keras.Input((6,)), Counters(), keras.layers.Dense(1)])
+
+    alone, together = compiled(counting)
+    how = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    for _ in range(2):
+        for model in (alone, together):
+            model.fit(X, Y, epochs=2, **how)
+            model.train_on_batch(X[:BATCH], Y[:BATCH])
+    for model in (alone, together):
+        model.test_on_batch(X[:BATCH], Y[:BATCH])
+    found = {each.name: float(each) for each in together.layers[0].counts}
+    assert_same_everywhere(found)
+    expected = {each.name: float(each) for each in alone.layers[0].counts}
+    assert found["sum_int32"] == expected["sum_int32"] == 1 + 2 * (2 * ROWS + BATCH)
+    assert found["sum_float32"] == expected["sum_float32"]
+    # The chief has the longest piece of each batch, the only one of the last.
+    chiefs = 1 + 2 * (2 * (5 * -(-BATCH // SIZE) + 1) + -(-BATCH // SIZE))
+    assert found["none_int32"] == found["only_first_replica_float32"] == chiefs, found
+    mean = (expected["sum_int32"] - 1) / SIZE + 1
+    assert abs(found["mean_float32"] - mean) < 1e-3, found
+    assert abs(found["mean_int32"] - mean) <= 5, found  # rounded at each epoch's end
+
+
+@check
+def data_that_fails_on_one_rank():
+    def fails():
+        if RANK == SIZE - 1:
+            raise OSError("no such data")
+        yield from batches()
+
+    _, together = compiled()
+    how = {"validation_data": fails(), "validation_steps": 2, "verbose": 0}
+    raised_everywhere(OSError, "no such data", lambda: together.fit(X, Y, **how))
+    together.evaluate(X, Y, verbose=0)
+
+
+@check
+def data_that_ends_early_on_one_rank():
+    def some():
+        yield from (Batches()[index] for index in range(5 - RANK))
+
+    for steps in ({}, {"metrics": ["mae"], "run_eagerly": True}):
+        _, together = compiled(**steps)
+        raised_everywhere(
+            ValueError,
+            f"have a further batch, ranks [{SIZE - 1}] have none",
+            lambda together=together: together.fit(some(), verbose=0),
+        )
+
+
+@check
+def losses_that_are_sums():
+    def of_all_rows(targets, predicted):
+        return keras.ops.sum(keras.ops.square(predicted - targets))
+
+    _, together = compiled(loss=of_all_rows)
+    raised_everywhere(
+        ValueError, "'of_all_rows' is a sum", lambda: together.fit(X, Y, batch_size=BATCH)
+    )
+
+    def of_each_row(targets, predicted):
+        return keras.ops.mean(keras.ops.square(predicted - targets))
+
+    trained(*compiled(loss=of_each_row), X[:48], Y[:48], epochs=1)
+
+
+@check
 def compiling_again_and_elsewhere():
     alone, together = compiled()
     for model in (alone, together):
@@ -532,7 +691,7 @@ def datasets_of_tensorflow():
     from strategies.keras.training import Training
 
     training = Training(STRATEGY.communicator, is_chief=STRATEGY.is_chief, reduces=False)
-    data = share_data(training, X, Y, shuffle=True, batch_size=BATCH).get_tf_dataset()
+    data = share_data(training, X, Y, shuffle=True, seed=1, batch_size=BATCH).get_tf_dataset()
     epochs = [[x.numpy().tobytes() for x, _ in data] for _ in range(2)]
     assert_same_everywhere(epochs)
     assert epochs[0] != epochs[1]
@@ -564,6 +723,28 @@ def convolutions_of_mixed_precision():
 if BACKEND == "torch":
 
     @check
+    def optimizers_in_containers():
+        class Contains(Custom):
+            def compile(self, *args, **kwargs):
+                super().compile(*args, **kwargs)
+                self.kept = {"every": [keras.optimizers.SGD(0.05)]}
+
+            def train_step(self, data):
+                x, y = data
+                self.zero_grad()
+                loss = keras.ops.mean(keras.ops.square(self(x) - y))
+                loss.backward()
+                variables = self.trainable_variables
+                self.kept["every"][0].apply([each.value.grad for each in variables], variables)
+                return {"own": loss.detach()}
+
+        def make(seed):
+            keras.utils.set_random_seed(seed)
+            return Contains()
+
+        trained(*compiled(make), X, Y)
+
+    @check
     def gradients_that_some_ranks_lack():
         class Branches(keras.Model):
             def __init__(self):
@@ -586,6 +767,48 @@ if BACKEND == "torch":
 
 
 if BACKEND == "jax":
+
+    @check
+    def two_optimizers_in_one_program():
+        import jax
+        import jax.numpy as jnp
+
+        with STRATEGY.scope():
+            models = [dense(seed=1 + number) for number in range(2)]
+            for model in models:
+                model.compile(keras.optimizers.SGD(1.0), "mse")
+        optimizers = [model.optimizer for model in models]
+        values = [[each.value for each in model.trainable_variables] for model in models]
+        for model in models:
+            model.optimizer.build(model.trainable_variables)
+        states = [[each.value for each in optimizer.variables] for optimizer in optimizers]
+        big = jnp.ones((300, 300))
+
+        @jax.jit
+        def step(values, states, cost):
+            slow = jax.lax.fori_loop(0, cost, lambda _, each: jnp.tanh(each @ big), big).sum()
+            results = []
+            for number in range(2):
+                # Ready later for the one model on rank 0, and for the other on the other ranks.
+                later = slow * 0 if number == (RANK > 0) else 0.0
+                gradients = [jnp.full_like(each, 1 + 99 * number) + later for each in values[0]]
+                optimizer = optimizers[number]
+                results.append(
+                    optimizer.stateless_apply(states[number], gradients, values[number])[0]
+                )
+            return results
+
+        for _ in range(3):
+            for number, found in enumerate(step(values, states, 40)):
+                change = np.asarray(values[number][0]) - np.asarray(found[0])
+                np.testing.assert_allclose(change, 1 + 99 * number, rtol=1e-5)
+
+        def exchanged():
+            optimizer = optimizers[RANK > 0]
+            with collectives.jax.original_errors():
+                jax.block_until_ready(optimizer.stateless_apply(states[0], values[0], values[0])[0])
+
+        raised_everywhere(collectives.MismatchError, "optimizer ", exchanged)
 
     @check
     def eager_steps():

@@ -22,8 +22,20 @@ QUICK = {
         "errors_are_those_of_every_rank",
         "keras_is_as_it_was_outside",
         "gradients_that_some_ranks_lack",
+        "optimizers_in_containers",
+        "weights_that_no_reduction_keeps_equal",
+        "arrays_that_each_rank_has_divided",
+        "variables_of_layers_by_their_aggregation",
+        "losses_that_are_sums",
+        "data_that_fails_on_one_rank",
+        "data_that_ends_early_on_one_rank",
     ),
-    "jax": ("short_batches_and_validation", "all_reduce_of_pytrees", "errors_within_programs"),
+    "jax": (
+        "short_batches_and_validation",
+        "two_optimizers_in_one_program",
+        "all_reduce_of_pytrees",
+        "errors_within_programs",
+    ),
 }
 
 
