@@ -10,7 +10,12 @@ import keras
 from strategies.foreign.distributed import permit
 from strategies.keras.callbacks import Statistics
 from strategies.keras.loops import Loops
-from strategies.keras.optimizers import optimizers_of, outer_optimizers_of, reduce_first
+from strategies.keras.optimizers import (
+    optimizers_of,
+    outer_optimizers_of,
+    reduce_first,
+    reduce_no_more,
+)
 from strategies.keras.state import average_logs, sum_metrics
 from strategies.keras.steps import steps_of
 from strategies.keras.training import Training
@@ -19,16 +24,12 @@ from strategies.keras.training import Training
 def prepare(model: Any, training: Training) -> None:
     """Replace the methods by which Keras trains the model. Its class stays as it is.
 
-    Where gradients are reduced elsewhere, only data, callbacks and output are the ranks'.
+    Where `tf.distribute` creates variables and splits data, only steps, gradients, callbacks and
+    output are the ranks'.
 
-    ValueError for a loss that is a sum, since a mean over the ranks isn't the whole batch's sum.
+    ValueError for a loss whose mean over the ranks isn't the whole batch's.
     """
-    for loss in keras.tree.flatten(model.loss) if model.loss is not None else ():
-        if training.reduces and getattr(loss, "reduction", None) == "sum":
-            raise ValueError(
-                f"loss {loss.name!r} has reduction='sum': must be 'sum_over_batch_size', since"
-                " gradients are averaged over the ranks"
-            )
+    _check_losses(model, training)
     kind = type(model)
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -36,34 +37,63 @@ def prepare(model: Any, training: Training) -> None:
         prepare(model, training)
         return result
 
-    replaced = Loops(model, training, Statistics(training, model)).methods()
+    loops = Loops(model, training, Statistics(training, model))
+    replaced = loops.methods() | _training_methods(model, training)
     if training.reduces:
-        replaced |= _reducing_methods(model, training) | steps_of(model, training)
-        reduce_gradients_of(model, training)
+        replaced |= _results(model, training) | steps_of(model, training)
+    else:
+        from strategies.keras.tensorflow_steps import Steps
+
+        replaced |= Steps(model, training, loops.predict).methods()
+    reduce_gradients_of(model, training)
     for name, method in {**replaced, "compile": compile}.items():
         object.__setattr__(model, name, method)
 
 
-def _reducing_methods(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
-    kind = type(model)
+def _check_losses(model: Any, training: Training) -> None:
+    for loss in keras.tree.flatten(model.loss) if model.loss is not None else ():
+        reduction = getattr(loss, "reduction", None)
+        if reduction == "mean_with_sample_weight" and training.communicator.size > 1:
+            raise ValueError(
+                f"loss {loss.name!r} has reduction='mean_with_sample_weight': must be"
+                " 'sum_over_batch_size', since each rank would divide by its own samples' weights"
+            )
+        if training.reduces and reduction == "sum":
+            raise ValueError(
+                f"loss {loss.name!r} has reduction='sum': must be 'sum_over_batch_size', since"
+                " gradients are averaged over the ranks"
+            )
+    if not training.reduces:
+        from strategies.keras.tensorflow_steps import has_sums
 
-    def results(logs: Any) -> Any:
-        sum_metrics(training, model)
-        found = kind._get_metrics_result_or_logs(model, logs)
-        return average_logs(training, logs) if found is logs and logs else found
+        has_sums(model)
 
+
+def _training_methods(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
     def make_train_function(*args: Any, **kwargs: Any) -> Any:
         # A model may get further optimizers after `compile`.
         reduce_gradients_of(model, training)
-        return kind.make_train_function(model, *args, **kwargs)
+        return type(model).make_train_function(model, *args, **kwargs)
 
-    return {"make_train_function": make_train_function, "_get_metrics_result_or_logs": results}
+    return {"make_train_function": make_train_function}
+
+
+def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
+    def results(logs: Any) -> Any:
+        sum_metrics(training, model)
+        found = type(model)._get_metrics_result_or_logs(model, logs)
+        return average_logs(training, logs) if found is logs and logs else found
+
+    return {"_get_metrics_result_or_logs": results}
 
 
 def reduce_gradients_of(model: Any, training: Training) -> None:
     """Have the model's optimizers reduce gradients."""
     for optimizer in outer_optimizers_of(model):
         reduce_first(optimizer, training)
+    if not training.reduces:
+        for optimizer in optimizers_of(model):
+            reduce_no_more(optimizer)
     permit(optimizers_of(model), training.owner)
 
 

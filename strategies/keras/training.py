@@ -38,6 +38,8 @@ class Training:
         """The number of rows that this rank's current step has; None outside of Keras's steps."""
         self.rows_read = 0
         """The number of rows of the piece that this rank's data gave last."""
+        self.step: Any = None
+        """Of Keras's TensorFlow backend, what gradients' reduction needs of the current step."""
         self.host_function: Any = None
         """The function that compiled programs call, made when it is first needed."""
         self._mean = mean
