@@ -6,7 +6,7 @@ The number of rows is a tensor: it may differ at each execution of the same grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,14 +44,16 @@ class Steps:
             step.statistics = [(each, tf.identity(each)) for each in self._statistics()]
         before, self._training.step = self._training.step, step
         try:
-            return self._counted(self._kind.train_step, empty, filled)
+            return self._counted(self._kind.train_step, rows, empty, filled)
         finally:
             self._training.step = before
 
     def test_step(self, data: Any) -> Any:
         """The model's step."""
-        _, empty, filled = _filled(data)
-        return self._counted(self._kind.test_step, empty, filled)
+        rows, empty, filled = _filled(data)
+        if rows is None:
+            return self._kind.test_step(self._model, data)
+        return self._counted(self._kind.test_step, rows, empty, filled)
 
     def predict_step(self, data: Any) -> Any:
         """The model's step; within `predict`, the rows of all replicas in their order."""
@@ -88,17 +90,15 @@ class Steps:
         with strategy.scope():
             self._model._symbolic_build(data_batch=data_batch)
 
-    def _counted(self, method: Method, empty: Any, data: Any) -> Any:
+    def _counted(self, method: Method, rows: Any, empty: Any, data: Any) -> Any:
         """The step's logs. Metrics stay as they were where there are no rows."""
-        if empty is None:
-            return method(self._model, data)
-        variables = self._model.metrics_variables
+        variables = self._model.metrics_variables if empty is not None else []
         values = [tf.identity(each.value) for each in variables]
         logs = method(self._model, data)
         for variable, value in zip(variables, values, strict=True):
             variable.assign(tf.where(empty, value, tf.identity(variable.value)))
         found = self._model.get_metrics_result()
-        return found if found.keys() == logs.keys() else logs
+        return found if found.keys() == logs.keys() else _averaged(logs, rows)
 
     def _statistics(self) -> list[Any]:
         """The variables that layers keep besides their weights."""
@@ -167,6 +167,15 @@ def _filled(data: Any) -> tuple[Any, Any, Any]:
         empty,
         keras.tree.map_structure(lambda each: next(rest) if _is_batch(each) else each, data),
     )
+
+
+def _averaged(logs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
+    """The mean over the replicas of logs that are not Keras's metrics, weighted by rows."""
+    weight = tf.cast(rows, tf.float32)
+    values = [tf.math.multiply_no_nan(tf.cast(each, tf.float32), weight) for each in logs.values()]
+    replica = tf.distribute.get_replica_context()
+    *sums, total = replica.all_reduce("SUM", [*values, weight])
+    return {name: each / total for name, each in zip(logs, sums, strict=True)}
 
 
 def _is_batch(leaf: Any) -> bool:

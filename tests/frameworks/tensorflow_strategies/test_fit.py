@@ -176,3 +176,30 @@ def test_the_order_of_a_py_dataset(tf, strategy, comm):
     orders = comm.all_gather_object(seen)
     assert all(each == orders[0] for each in orders)
     assert sorted(seen) == sorted([*range(6)] * 2) != seen
+
+
+def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
+    """Gradients of its own loss are summed, and its logs are averaged by rows."""
+
+    class Model(tf.keras.Sequential):
+        def train_step(self, data):
+            inputs, wanted = data
+            with tf.GradientTape() as tape:
+                errors = (self(inputs, training=True) - wanted) ** 2
+                loss = tf.nn.compute_average_loss(errors[:, 0], global_batch_size=5)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"error": tf.reduce_mean(errors)}
+
+    def trained(strategy):
+        tf.keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = Model([tf.keras.layers.Dense(1)])
+            model.compile(tf.keras.optimizers.SGD(0.05))
+        history = model.fit(*data(), batch_size=5, epochs=2, shuffle=False, verbose=0)
+        return [*model.get_weights(), history.history["error"]]
+
+    found = trained(strategy)
+    for one, other in zip(found, trained(ds.OneDeviceStrategy("/cpu:0")), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    equal_on_all(found)
