@@ -161,6 +161,7 @@ LAZY = {
         "strategies/keras/scope.py",
         "strategies/keras/state.py",
         "strategies/keras/steps.py",
+        "strategies/keras/tensorflow_steps.py",
     },
     "jax": {
         "collectives/jax/host_calls.py",
@@ -169,6 +170,8 @@ LAZY = {
     },
     "tensorflow": {
         "strategies/keras/data.py",
+        "strategies/keras/tensorflow_gradients.py",
+        "strategies/keras/tensorflow_steps.py",
         "strategies/tensorflow/cluster.py",
         "strategies/tensorflow/experimental.py",
         "strategies/tensorflow/extended.py",

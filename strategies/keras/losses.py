@@ -16,14 +16,24 @@ from strategies.keras.training import Training
 log = logging.getLogger("strategies")
 
 
-def refuse_sums(model: Any) -> None:
-    """Raise ValueError for a loss of Keras that says it is a sum."""
+def check_losses(model: Any, training: Training) -> None:
+    """Raise ValueError for a loss of Keras whose mean over the ranks isn't the whole batch's."""
     for loss in keras.tree.flatten(model.loss) if model.loss is not None else ():
-        if getattr(loss, "reduction", None) == "sum":
+        reduction = getattr(loss, "reduction", None)
+        if reduction == "mean_with_sample_weight" and training.communicator.size > 1:
+            raise ValueError(
+                f"loss {loss.name!r} has reduction='mean_with_sample_weight': must be"
+                " 'sum_over_batch_size', since each rank would divide by its own samples' weights"
+            )
+        if training.reduces and reduction == "sum":
             raise ValueError(
                 f"loss {loss.name!r} has reduction='sum': must be 'sum_over_batch_size', since"
                 " gradients are averaged over the ranks"
             )
+    if not training.reduces:
+        from strategies.keras.tensorflow_steps import has_sums
+
+        has_sums(model)
 
 
 def checked_loss(model: Any, training: Training) -> dict[str, Callable[..., Any]]:

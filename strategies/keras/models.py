@@ -10,8 +10,13 @@ import keras
 from strategies.foreign.distributed import permit
 from strategies.keras.callbacks import Statistics
 from strategies.keras.loops import Loops
-from strategies.keras.losses import checked_loss, refuse_sums
-from strategies.keras.optimizers import optimizers_of, outer_optimizers_of, reduce_first
+from strategies.keras.losses import check_losses, checked_loss
+from strategies.keras.optimizers import (
+    optimizers_of,
+    outer_optimizers_of,
+    reduce_first,
+    reduce_no_more,
+)
 from strategies.keras.state import average_logs, refuse_different_weights, sum_metrics
 from strategies.keras.steps import finish_steps, steps_of
 from strategies.keras.training import Training
@@ -20,12 +25,12 @@ from strategies.keras.training import Training
 def prepare(model: Any, training: Training) -> None:
     """Replace the methods by which Keras trains the model. Its class stays as it is.
 
-    Where gradients are reduced elsewhere, only data, callbacks and output are the ranks'.
+    Where `tf.distribute` creates variables and splits data, only steps, gradients, callbacks and
+    output are the ranks'.
 
-    ValueError for a loss that is a sum, since a mean over the ranks isn't the whole batch's sum.
+    ValueError for a loss whose mean over the ranks isn't the whole batch's.
     """
-    if training.reduces:
-        refuse_sums(model)
+    check_losses(model, training)
     kind = type(model)
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -33,35 +38,43 @@ def prepare(model: Any, training: Training) -> None:
         prepare(model, training)
         return result
 
-    replaced = Loops(model, training, Statistics(training, model)).methods()
+    loops = Loops(model, training, Statistics(training, model))
+    replaced = loops.methods() | _training_methods(model, training)
     if training.reduces:
-        replaced |= _reducing_methods(model, training) | steps_of(model, training)
+        replaced |= _results(model, training) | steps_of(model, training)
         replaced |= checked_loss(model, training)
-        reduce_gradients_of(model, training)
+    else:
+        from strategies.keras.tensorflow_steps import Steps
+
+        replaced |= Steps(model, training, loops.predict).methods()
+    reduce_gradients_of(model, training)
     for name, method in {**replaced, "compile": compile}.items():
         object.__setattr__(model, name, method)
 
 
-def _reducing_methods(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
-    kind = type(model)
+def _training_methods(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
+    def make_train_function(*args: Any, **kwargs: Any) -> Any:
+        # A model may get further optimizers after `compile`.
+        reduce_gradients_of(model, training)
+        existing = model.train_function
+        result = type(model).make_train_function(model, *args, **kwargs)
+        if training.reduces and model.train_function is not existing:
+            model.train_function = _compared_once(model, training, model.train_function)
+        return result
 
+    return {"make_train_function": make_train_function}
+
+
+def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
     def results(logs: Any) -> Any:
         if training.in_epoch:
             finish_steps(model)
             training.end_epoch()
         sum_metrics(training, model)
-        found = kind._get_metrics_result_or_logs(model, logs)
+        found = type(model)._get_metrics_result_or_logs(model, logs)
         return average_logs(training, logs) if found is logs and logs else found
 
-    def make_train_function(*args: Any, **kwargs: Any) -> Any:
-        # A model may get further optimizers after `compile`.
-        reduce_gradients_of(model, training)
-        existing = model.train_function
-        kind.make_train_function(model, *args, **kwargs)
-        if model.train_function is not existing:
-            model.train_function = _compared_once(model, training, model.train_function)
-
-    return {"make_train_function": make_train_function, "_get_metrics_result_or_logs": results}
+    return {"_get_metrics_result_or_logs": results}
 
 
 def _compared_once(model: Any, training: Training, function: Callable[..., Any]) -> Any:
@@ -82,6 +95,9 @@ def reduce_gradients_of(model: Any, training: Training) -> None:
     """Have the model's optimizers reduce gradients."""
     for optimizer in outer_optimizers_of(model):
         reduce_first(optimizer, training)
+    if not training.reduces:
+        for optimizer in optimizers_of(model):
+            reduce_no_more(optimizer)
     permit(optimizers_of(model), training.owner)
 
 

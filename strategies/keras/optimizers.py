@@ -1,4 +1,4 @@
-"""Optimizers of Keras that take the mean of the ranks' gradients first.
+"""Optimizers of Keras that reduce the ranks' gradients first.
 
 Methods are replaced in the instance, so that its class, and what is saved, stay Keras's. Clipping,
 accumulation and moving averages follow the reduction.
@@ -39,6 +39,11 @@ def reduce_first(optimizer: Any, training: Training) -> None:
         vars(optimizer)["stateless_apply"] = stateless_apply
 
 
+def reduce_no_more(optimizer: Any) -> None:
+    """Have an optimizer of the TensorFlow backend apply gradients that are reduced already."""
+    vars(optimizer)["_all_reduce_sum_gradients"] = list
+
+
 def optimizers_of(model: Any) -> list[Any]:
     """The optimizers in attributes of the model and its layers, and the optimizers within them.
 
@@ -77,6 +82,10 @@ def _reduction() -> Reduction:
         from strategies.keras.torch_gradients import reduce_gradients
 
         return reduce_gradients
+    if keras.config.backend() == "tensorflow":
+        from strategies.keras.tensorflow_gradients import reduce_gradients as reduce_in_tensorflow
+
+        return reduce_in_tensorflow
     from strategies.keras.jax_gradients import reduce_gradients as reduce_in_jax
 
     return reduce_in_jax

@@ -50,6 +50,8 @@ class Training:
         """The functions that compiled programs call, by the optimizer's number."""
         self.last_reduction: Any = None
         """A result of the last reduction in a JAX program, on which the next one depends."""
+        self.step: Any = None
+        """Of Keras's TensorFlow backend, what gradients' reduction needs of the current step."""
         self._mean = mean
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._next_numbers = count(1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import cardinality
 from tensorflow.python.data.experimental.ops import distribute as distribute_ops
 from tensorflow.python.distribute import input_util
 
 from collectives import Communicator
+from strategies.core.same_error import call_on_all
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
 
@@ -21,6 +23,8 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     A policy that one rank cannot follow raises an error on every rank. AUTO follows DATA where
     there are fewer files than ranks. Where the ranks can count the batches, they do not agree on
     the end at each step.
+
+    ValueError for FILE with fewer files than ranks.
     """
     communicator = extended.operations.communicator
 
@@ -44,19 +48,25 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     if not tf.executing_eagerly():
         return make(dataset)
     policy = _policy(dataset)
-    if policy is _POLICIES.AUTO and _fewest_elements(communicator, dataset) < communicator.size:
-        # FILE would fail during the iteration, on one rank, if these are files.
-        policy = _POLICIES.DATA
-        dataset = _with_policy(dataset, policy)
-    made, failure = _attempt(make, dataset)
-    failures = communicator.all_gather_object(failure and repr(failure))
-    if failure is not None:
-        raise failure
-    if any(failures):
-        raise ValueError(f"distributing the dataset failed on other ranks: {failures}")
-    counts = communicator.all_gather_object(int(made.cardinality))
-    splits_batches = policy in (_POLICIES.AUTO, _POLICIES.DATA)
-    if splits_batches and counts[0] >= 0 and len(set(counts)) == 1:
+    if policy in (_POLICIES.AUTO, _POLICIES.FILE):
+        fewest = _fewest_elements(communicator, dataset)
+        if fewest < communicator.size:
+            if policy is _POLICIES.FILE:
+                raise ValueError(
+                    f"the dataset has {fewest:.0f} files: must have at least {communicator.size}"
+                    " with AutoShardPolicy.FILE, one for each rank; AutoShardPolicy.DATA splits"
+                    " batches instead"
+                )
+            # FILE would fail during the iteration, on one rank, if these are files.
+            policy = _POLICIES.DATA
+            dataset = _with_policy(dataset, policy)
+    made = call_on_all(communicator, "distributing the dataset", lambda: make(dataset))
+    # The cardinality of files is unknown unless the program asserts it, and AUTO may split files.
+    trusted = policy is _POLICIES.DATA or (
+        policy is _POLICIES.AUTO and not any(_asserts(each) for each in _chain(dataset))
+    )
+    counts = communicator.all_gather_object(int(made.cardinality) if trusted else -1)
+    if counts[0] >= 0 and len(set(counts)) == 1:
         made._enable_get_next_as_optional = False
     return made
 
@@ -73,25 +83,44 @@ def joined(dataset: Any, count: int) -> Any:
 
 
 def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], options: Any) -> Any:
-    """The dataset that the function makes for this rank, whose batches are not split."""
-    return input_util.get_distributed_datasets_from_function(
-        dataset_fn,
-        extended._input_workers_with_options(options),
-        [extended._input_context()],
-        extended._container_strategy(),
-        options=options,
-    )
+    """The dataset that the function makes for this rank, whose batches are not split. Collective.
+
+    An error of the function on one rank is raised on every rank.
+    """
+
+    def make() -> Any:
+        return input_util.get_distributed_datasets_from_function(
+            dataset_fn,
+            extended._input_workers_with_options(options),
+            [extended._input_context()],
+            extended._container_strategy(),
+            options=options,
+        )
+
+    communicator = extended.operations.communicator
+    if communicator.size == 1 or not tf.executing_eagerly():
+        return make()
+    return call_on_all(communicator, "distribute_datasets_from_function", make)
+
+
+def _chain(dataset: Any) -> Iterator[Any]:
+    """The dataset and those that it reads from."""
+    left = [dataset]
+    while left:
+        each = left.pop()
+        left.extend(each._inputs() or _names_of_files(each))
+        yield each
+
+
+def _asserts(dataset: Any) -> bool:
+    return isinstance(dataset, cardinality._AssertCardinalityDataset)
 
 
 def _fewest_elements(communicator: Communicator, dataset: Any) -> float:
     """The least number of elements, such as files, of any source of any rank's dataset."""
-    fewest, left = math.inf, [dataset]
-    while left:
-        each = left.pop()
-        inputs = each._inputs() or _names_of_files(each)
-        left.extend(inputs)
-        count = int(each.cardinality()) if not inputs else -1
-        fewest = min(fewest, count if count >= 0 else math.inf)
+    sources = [each for each in _chain(dataset) if not (each._inputs() or _names_of_files(each))]
+    counts = [int(each.cardinality()) for each in sources]
+    fewest = min((each for each in counts if each >= 0), default=math.inf)
     return float(min(communicator.all_gather_object(fewest)))
 
 
@@ -99,13 +128,6 @@ def _names_of_files(reader: Any) -> list[Any]:
     """The dataset of names that a reader of files keeps."""
     names = getattr(reader, "_filenames", None)
     return [names] if isinstance(names, tf.data.Dataset) else []
-
-
-def _attempt(make: Callable[[Any], Any], dataset: Any) -> tuple[Any, Exception | None]:
-    try:
-        return make(dataset), None
-    except Exception as error:
-        return None, error
 
 
 def _policy(dataset: Any) -> Any:

@@ -43,8 +43,14 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
     def scope(self) -> Any:
         """As `tf.distribute.Strategy.scope`.
 
-        Of Keras models that are compiled in it, the chief alone prints and writes in `fit`, and all
-        ranks stop at the same step.
+        Keras models that are compiled in it train as in one process, whatever the length of
+        batches: gradients and metrics count by the rows of each replica, gradients are clipped
+        after their reduction, and `predict` returns all rows on every rank. The chief alone prints
+        and writes in `fit`, and all ranks stop at the same step.
+
+        Batch normalization in `fit` is per replica, as in TensorFlow: the moving variance is the
+        mean of the replicas' variances. `keras.layers.BatchNormalization(synchronized=True)`
+        normalizes over the rows of all replicas.
         """
         scope = super().scope()
         together = self.communicator.size > 1 and self._arrays.steps_together

@@ -135,3 +135,43 @@ def test_iterators_and_optionals(tf, strategy, comm):
     array = np.arange(4.0)
     made = strategy.experimental_make_numpy_dataset(array)
     np.testing.assert_array_equal([each.numpy() for each in made], array)
+
+
+def test_files_of_an_asserted_cardinality(tf, strategy, comm, folder):
+    """AUTO splits files, so that ranks have different numbers of batches; all end together."""
+    names = [str(folder / f"{number}.records") for number in range(comm.size)]
+    if comm.rank == 0:
+        for number, name in enumerate(names):
+            with tf.io.TFRecordWriter(name) as file:
+                for row in range(2 + 4 * number):
+                    file.write(str(10 * number + row))
+    comm.barrier()
+    rows_in_all = 2 * comm.size * comm.size
+    records = tf.data.TFRecordDataset(names).map(lambda each: tf.strings.to_number(each, tf.int64))
+    asserted = records.apply(tf.data.experimental.assert_cardinality(rows_in_all))
+    distributed = strategy.experimental_distribute_dataset(asserted.batch(2 * comm.size))
+    found = comm.all_gather_object(rows(strategy, distributed))
+    assert len({len(each) for each in found}) == 1
+    whole = sorted(row for steps in found for step in steps for row in step)
+    assert whole == [10 * n + row for n in range(comm.size) for row in range(2 + 4 * n)]
+
+
+def test_errors_of_one_rank(tf, strategy, comm, folder):
+    """Too few files for FILE, and a function that fails on one rank: the same error on all."""
+    name = str(folder / "only.txt")
+    if comm.rank == 0:
+        (folder / "only.txt").write_text("1\n2\n")
+    comm.barrier()
+    file = tf.data.experimental.AutoShardPolicy.FILE
+    lines = with_policy(tf, tf.data.TextLineDataset([name]).batch(2), file)
+    with pytest.raises(ValueError, match=f"has 1 files: must have at least {comm.size}"):
+        strategy.experimental_distribute_dataset(lines)
+
+    def make(context):
+        if comm.rank == comm.size - 1:
+            raise FileNotFoundError("of the last rank")
+        return tf.data.Dataset.range(3)
+
+    with pytest.raises(FileNotFoundError, match="of the last rank"):
+        strategy.distribute_datasets_from_function(make)
+    assert float(strategy.reduce("SUM", tf.constant(1.0), axis=None)) == comm.size

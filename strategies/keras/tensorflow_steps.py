@@ -1,0 +1,190 @@
+"""Steps of Keras's TensorFlow backend on a replica's piece of a batch, which may have no rows.
+
+With no rows a step runs on a row of zeros, whose gradients, metrics and statistics are discarded.
+The number of rows is a tensor: it may differ at each execution of the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from strategies.keras.tensorflow_gradients import Step
+from strategies.keras.training import Training
+
+Method = Callable[..., Any]
+
+
+class Steps:
+    """Replacements of the model's steps, and of what Keras computes from their results."""
+
+    def __init__(self, model: Any, training: Training, predict: Method) -> None:
+        """`predict` is the model's method that returns what its steps return."""
+        self._model, self._training, self._predict = model, training, predict
+        self._kind = type(model)
+        self._joins = False
+        self._joining_function: Any = None
+
+    def methods(self) -> dict[str, Method]:
+        """The replacements by name."""
+        names = ["train_step", "test_step", "predict_step", "compute_loss", "predict"]
+        return {name: getattr(self, name) for name in [*names, "_maybe_symbolic_build"]}
+
+    def train_step(self, data: Any) -> Any:
+        """The model's step, of which gradients are weighted by rows."""
+        rows, empty, filled = _filled(data)
+        if rows is None:
+            return self._kind.train_step(self._model, data)
+        step = Step(rows)
+        if empty is not None:
+            step.statistics = [(each, tf.identity(each)) for each in self._statistics()]
+        before, self._training.step = self._training.step, step
+        try:
+            return self._counted(self._kind.train_step, rows, empty, filled)
+        finally:
+            self._training.step = before
+
+    def test_step(self, data: Any) -> Any:
+        """The model's step."""
+        rows, empty, filled = _filled(data)
+        if rows is None:
+            return self._kind.test_step(self._model, data)
+        return self._counted(self._kind.test_step, rows, empty, filled)
+
+    def predict_step(self, data: Any) -> Any:
+        """The model's step; within `predict`, the rows of all replicas in their order."""
+        rows, empty, filled = _filled(data)
+        outputs = self._kind.predict_step(self._model, filled)
+        if empty is not None:
+            outputs = keras.tree.map_structure(lambda each: each[:rows], outputs)
+        if not self._joins:
+            return outputs
+        replica = tf.distribute.get_replica_context()
+        return keras.tree.map_structure(lambda each: replica.all_gather(each, axis=0), outputs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """All rows, in their order, on every rank. Collective."""
+        with self._joined():
+            return self._predict(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's loss."""
+        if self._training.step is not None:
+            self._training.step.by_rows = not has_sums(self._model)
+        return self._kind.compute_loss(self._model, *args, **kwargs)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Build the model by the shapes of this replica's first piece, or of a row without rows."""
+        strategy = self._model._distribute_strategy
+        if strategy is None:
+            return
+        if iterator is not None:
+            _, _, batches = next(iter(iterator))
+            data_batch = keras.tree.map_structure(
+                lambda each: _symbol(strategy.experimental_local_results(each)[0]), next(batches)
+            )
+        with strategy.scope():
+            self._model._symbolic_build(data_batch=data_batch)
+
+    def _counted(self, method: Method, rows: Any, empty: Any, data: Any) -> Any:
+        """The step's logs. Metrics stay as they were where there are no rows."""
+        variables = self._model.metrics_variables if empty is not None else []
+        values = [tf.identity(each.value) for each in variables]
+        logs = method(self._model, data)
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(tf.where(empty, value, tf.identity(variable.value)))
+        found = self._model.get_metrics_result()
+        return found if found.keys() == logs.keys() else _averaged(logs, rows)
+
+    def _statistics(self) -> list[Any]:
+        """The variables that layers keep besides their weights."""
+        found = {
+            id(variable): variable.value
+            for layer in self._model._flatten_layers()
+            for variable in layer._non_trainable_variables
+            if keras.backend.is_float_dtype(variable.dtype)
+        }
+        return list(found.values())
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """A context with a function of its own, since `predict_on_batch` takes a rank's own rows.
+
+        It is kept, so that it is traced once.
+        """
+        model = self._model
+        own, model.predict_function = model.predict_function, self._joining_function
+        self._joins = True
+        try:
+            yield
+        finally:
+            self._joins = False
+            self._joining_function, model.predict_function = model.predict_function, own
+
+
+def has_sums(model: Any) -> bool:
+    """Whether losses are sums over rows. ValueError where some are, and others are means."""
+    losses = keras.tree.flatten(model.loss) if model.loss is not None else []
+    reductions = [getattr(each, "reduction", "sum_over_batch_size") for each in losses if each]
+    sums = [each in ("sum", "none", None) for each in reductions]
+    if any(sums) and not all(sums):
+        raise ValueError(
+            f"losses have reductions {reductions}: must all be sums or all be means, since"
+            " gradients of means count by the rows of each replica"
+        )
+    return any(sums)
+
+
+def _filled(data: Any) -> tuple[Any, Any, Any]:
+    """The number of rows, whether there are none, and data with a row of zeros in that case.
+
+    The second is None where the graph has a constant number of rows, and the first where data
+    contain no tensor.
+    """
+    leaves = [each for each in keras.tree.flatten(data) if _is_batch(each)]
+    if not leaves:
+        return None, None, data
+    rows = tf.shape(leaves[0])[0]
+    if leaves[0].shape[0]:
+        return rows, None, data
+    empty = tf.equal(rows, 0)
+
+    def zeros() -> list[Any]:
+        shapes = [tf.concat([[1], tf.shape(each)[1:]], 0) for each in leaves]
+        return [tf.zeros(shape, each.dtype) for shape, each in zip(shapes, leaves, strict=True)]
+
+    filled = tf.cond(empty, zeros, lambda: [tf.identity(each) for each in leaves])
+    for new, old in zip(filled, leaves, strict=True):
+        if not tf.executing_eagerly():
+            new.set_shape([None, *old.shape[1:]])
+    rest = iter(filled)
+    return (
+        rows,
+        empty,
+        keras.tree.map_structure(lambda each: next(rest) if _is_batch(each) else each, data),
+    )
+
+
+def _averaged(logs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
+    """The mean over the replicas of logs that are not Keras's metrics, weighted by rows."""
+    weight = tf.cast(rows, tf.float32)
+    values = [tf.math.multiply_no_nan(tf.cast(each, tf.float32), weight) for each in logs.values()]
+    replica = tf.distribute.get_replica_context()
+    *sums, total = replica.all_reduce("SUM", [*values, weight])
+    return {name: each / total for name, each in zip(logs, sums, strict=True)}
+
+
+def _is_batch(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank)
+
+
+def _symbol(leaf: Any) -> Any:
+    """The symbolic tensor of a piece; of one row if it has none."""
+    if leaf is None or not hasattr(leaf, "shape") or not leaf.shape:
+        return leaf
+    rows = None if leaf.shape[0] is None else max(leaf.shape[0], 1)
+    return keras.KerasTensor((rows, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))

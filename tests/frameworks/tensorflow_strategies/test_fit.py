@@ -1,0 +1,205 @@
+"""Keras's `fit`, `evaluate` and `predict` equal one process where batches do not divide."""
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(2),
+    pytest.mark.timeout_seconds(200),
+    # Of TensorFlow's own distributed datasets in a function.
+    pytest.mark.filterwarnings("ignore:To make it possible to preserve tf.data options"),
+]
+
+ROWS = 21
+
+
+def data():
+    random = np.random.default_rng(3)
+    inputs = random.normal(size=(ROWS, 3)).astype(np.float32)
+    return inputs, inputs @ np.array([[1.0], [-2.0], [0.5]], np.float32) + inputs[:, :1] ** 2
+
+
+def fitted(tf, strategy, optimizer=None, loss="mse", batch_size=5, **options):
+    """Weights, history and what `evaluate` returns; the last batch has a single row."""
+    keras = tf.keras
+    layers, inputs = keras.layers, data()
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential(
+            [layers.Dense(4, "tanh", kernel_regularizer="l2"), layers.Dense(1)]
+        )
+        optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.05)
+        model.compile(optimizer, loss, metrics=["mae"], **options)
+    how = {"batch_size": batch_size, "verbose": 0}
+    history = model.fit(*inputs, epochs=3, shuffle=False, validation_data=inputs, **how)
+    return [*model.get_weights(), *history.history.values(), model.evaluate(*inputs, **how)]
+
+
+def assert_as_alone(tf, ds, strategy, equal_on_all, **how):
+    found = fitted(tf, strategy, **how)
+    alone = fitted(tf, ds.OneDeviceStrategy("/cpu:0"), **how)
+    for one, other in zip(found, alone, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    equal_on_all(found)
+
+
+def test_uneven_batches(tf, ds, strategy, equal_on_all):
+    assert_as_alone(tf, ds, strategy, equal_on_all)
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        {"clipnorm": 0.3},
+        pytest.param({"global_clipnorm": 0.3}, marks=pytest.mark.slow),
+        pytest.param({"clipvalue": 0.1}, marks=pytest.mark.slow),
+    ],
+    ids=lambda clip: next(iter(clip)),
+)
+def test_clipping_follows_the_reduction(tf, ds, strategy, equal_on_all, clip):
+    optimizer = lambda: tf.keras.optimizers.SGD(0.5, **clip)  # noqa: E731
+    assert_as_alone(tf, ds, strategy, equal_on_all, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_accumulation_and_loss_scales(tf, ds, strategy, equal_on_all):
+    def optimizer():
+        inner = tf.keras.optimizers.Adam(0.05, clipnorm=0.3, gradient_accumulation_steps=2)
+        return tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+
+    assert_as_alone(tf, ds, strategy, equal_on_all, optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_steps_of_one_execution(tf, ds, strategy, equal_on_all):
+    assert_as_alone(tf, ds, strategy, equal_on_all, steps_per_execution=2)
+    assert_as_alone(tf, ds, strategy, equal_on_all, run_eagerly=True)
+
+
+def test_losses_that_are_sums(tf, ds, strategy, equal_on_all):
+    how = {
+        "loss": tf.keras.losses.MeanSquaredError(reduction="sum"),
+        "optimizer": lambda: tf.keras.optimizers.SGD(0.01),
+        "batch_size": 6,
+    }
+    found = fitted(tf, strategy, **how)[:4]
+    alone = fitted(tf, ds.OneDeviceStrategy("/cpu:0"), **how)[:4]
+    for one, other in zip(found, alone, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    equal_on_all(found)
+
+
+def test_losses_that_cannot_be_as_one_process(tf, strategy):
+    losses, layers = tf.keras.losses, tf.keras.layers
+    with strategy.scope():
+        entry = tf.keras.Input((3,))
+        model = tf.keras.Model(entry, [layers.Dense(1)(entry), layers.Dense(1)(entry)])
+    weighted = losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    with strategy.scope():
+        with pytest.raises(ValueError, match="reduction='mean_with_sample_weight'"):
+            model.compile("sgd", [weighted, "mse"])
+        with pytest.raises(ValueError, match="must all be sums or all be means"):
+            model.compile("sgd", [losses.MeanSquaredError(reduction="sum"), "mse"])
+
+
+def test_predictions(tf, strategy, comm, equal_on_all):
+    """All rows in their order, whatever the form of data and outputs; a rank may have none."""
+    layers = tf.keras.layers
+    with strategy.scope():
+        entry = tf.keras.Input((3,))
+        hidden = layers.Reshape((-1, 1))(layers.Dense(2)(entry))
+        outputs = {"sum": layers.Dense(1)(entry), "pair": hidden}
+        model = tf.keras.Model(entry, outputs)
+        model.compile("sgd", "mse")
+    inputs, _ = data()
+    expected = {name: each.numpy() for name, each in model(inputs).items()}
+    dataset = tf.data.Dataset.from_tensor_slices(inputs).batch(5)
+    for given, how in ((inputs, {"batch_size": 5}), (dataset, {}), (inputs, {"steps": 1})):
+        found = model.predict(given, verbose=0, **how)
+        assert found.keys() == expected.keys()
+        for name, each in found.items():
+            rows = expected[name] if "steps" not in how else expected[name][: len(each)]
+            np.testing.assert_allclose(each, rows, atol=1e-6)
+        equal_on_all(found.values())
+    # That of a rank's own rows is not collective.
+    if comm.rank == 0:
+        assert len(model.predict_on_batch(inputs[:4])["sum"]) == 4
+
+
+def test_batch_normalization(tf, ds, strategy, equal_on_all):
+    """Synchronized, it is as one process; else statistics are finite though a rank has no rows."""
+    layers = tf.keras.layers
+
+    def trained(strategy, rows, synchronized):
+        tf.keras.utils.set_random_seed(5)
+        with strategy.scope():
+            layer = layers.BatchNormalization(momentum=0.5, synchronized=synchronized)
+            model = tf.keras.Sequential([layer, layers.Dense(1)])
+            model.compile(tf.keras.optimizers.SGD(0.05), "mse")
+        inputs, wanted = (each[:rows] for each in data())
+        model.fit(inputs, wanted, batch_size=4, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    found = trained(strategy, ROWS - 1, synchronized=True)
+    alone = trained(ds.OneDeviceStrategy("/cpu:0"), ROWS - 1, synchronized=False)
+    for one, other in zip(found, alone, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    equal_on_all(found)
+    own = trained(strategy, ROWS, synchronized=False)
+    assert all(np.isfinite(each).all() for each in own)
+    equal_on_all(own)
+
+
+def test_the_order_of_a_py_dataset(tf, strategy, comm):
+    """The same on all ranks, though only the chief's is random."""
+
+    class Numbers(tf.keras.utils.PyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return np.full((comm.size, 2), index, np.float32), np.zeros((comm.size, 1), np.float32)
+
+    seen = []
+
+    class Model(tf.keras.Sequential):
+        def train_step(self, data):
+            seen.append(float(data[0].numpy()[0, 0]))
+            return super().train_step(data)
+
+    np.random.seed(comm.rank)
+    with strategy.scope():
+        model = Model([tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(Numbers(), epochs=2, verbose=0, shuffle=True)
+    orders = comm.all_gather_object(seen)
+    assert all(each == orders[0] for each in orders)
+    assert sorted(seen) == sorted([*range(6)] * 2) != seen
+
+
+def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
+    """Gradients of its own loss are summed, and its logs are averaged by rows."""
+
+    class Model(tf.keras.Sequential):
+        def train_step(self, data):
+            inputs, wanted = data
+            with tf.GradientTape() as tape:
+                errors = (self(inputs, training=True) - wanted) ** 2
+                loss = tf.nn.compute_average_loss(errors[:, 0], global_batch_size=5)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"error": tf.reduce_mean(errors)}
+
+    def trained(strategy):
+        tf.keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = Model([tf.keras.layers.Dense(1)])
+            model.compile(tf.keras.optimizers.SGD(0.05))
+        history = model.fit(*data(), batch_size=5, epochs=2, shuffle=False, verbose=0)
+        return [*model.get_weights(), history.history["error"]]
+
+    found = trained(strategy)
+    for one, other in zip(found, trained(ds.OneDeviceStrategy("/cpu:0")), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    equal_on_all(found)
