@@ -32,7 +32,8 @@ def reduce_gradients(
 ) -> list[Any]:
     """The sums over the replicas. None stays None. Collective when it runs.
 
-    The optimizer's number isn't compared, since TensorFlow keeps the program's order. A replica without rows counts as zeros, and its running statistics are as before the step.
+    The optimizer's number isn't compared, since TensorFlow keeps the program's order. A replica
+    without rows counts as zeros, and its running statistics are as before the step.
     """
     replica = tf.distribute.get_replica_context()
     present = [each for each in gradients if each is not None]
