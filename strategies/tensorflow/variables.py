@@ -6,6 +6,9 @@ value on every rank. Keras marks none of its variables, so these are treated by 
 them: what Keras itself assigns is equal on all ranks, as counters, seeds and constrained weights,
 or is a running statistic. Statistics, of Keras and of a program's own layers, are variables of
 floats that are not trained. They are averaged (`statistics`).
+
+A `tf.Variable` that was created outside of the scope is not of these classes. An optimizer's update
+of it raises; a direct assignment inside of `run` is each rank's own, and is not detected.
 """
 
 from __future__ import annotations
@@ -66,9 +69,7 @@ class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
         return bool(self.trainable if holder is None else holder.trainable)
 
     def _refusal(self) -> ValueError:
-        remedy = (
-            "create it with aggregation=tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
-        )
+        remedy = "create it with aggregation=tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
         if self.keras_variable is not None:
             remedy = (
                 "change a weight by an optimizer's apply, which sums the ranks' gradients; create a"

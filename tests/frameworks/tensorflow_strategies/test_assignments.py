@@ -1,5 +1,8 @@
 """Variables that a replica assigns without an optimizer: equal on all ranks, or refused."""
 
+import gc
+import threading
+
 import numpy as np
 import pytest
 
@@ -56,3 +59,48 @@ def test_by_one_replica(tf, ds):
     strategy.run(step)
     tf.function(lambda: strategy.run(step))()
     assert (float(variable.numpy()), int(count.numpy())) == (5.0, 2)
+
+
+def test_statistics_of_a_function_that_another_thread_traced(tf, strategy, comm):
+    with strategy.scope():
+        statistic = tf.keras.Variable([0.0], trainable=False)
+
+    @tf.function
+    def step(value):
+        statistic.assign(statistic + value)
+
+    own = tf.constant([comm.rank + 1.0])
+    tracing = threading.Thread(target=lambda: strategy.run(step, args=(own,)))
+    tracing.start()
+    tracing.join()
+    mean = (comm.size + 1) / 2
+    np.testing.assert_allclose(statistic.numpy(), [mean])
+    strategy.run(lambda: step(own))
+    np.testing.assert_allclose(statistic.numpy(), [2 * mean])
+    tf.function(lambda: strategy.run(step, args=(own,)))()
+    np.testing.assert_allclose(statistic.numpy(), [3 * mean])
+    functions = strategy.extended.statistics._functions
+    assert len(functions)
+    del step, tracing
+    gc.collect()
+    assert not len(functions)
+
+
+def test_a_step_that_one_rank_scales_to_infinity(tf, strategy, comm):
+    with strategy.scope():
+        weight = tf.keras.Variable([1.0])
+        inner = tf.keras.optimizers.SGD(1.0)
+        optimizer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+        optimizer.build([weight])
+
+    def step(factor):
+        optimizer.apply([factor * weight.value], [weight])
+
+    infinite = tf.constant([np.inf if comm.rank else 1.0])
+    for run in (strategy.run, tf.function(strategy.run)):
+        before, scale = weight.numpy(), float(optimizer.dynamic_scale.numpy())
+        run(step, args=(infinite,))
+        np.testing.assert_array_equal(weight.numpy(), before)
+        assert float(optimizer.dynamic_scale.numpy()) == scale / 2
+        run(step, args=(tf.constant([1.0]),))
+        np.testing.assert_allclose(weight.numpy(), before * (1 - comm.size / (scale / 2)))
