@@ -81,7 +81,7 @@ def test_statistics_of_a_function_that_another_thread_traced(tf, strategy, comm)
     np.testing.assert_allclose(statistic.numpy(), [3 * mean])
     functions = strategy.extended.statistics._functions
     assert len(functions)
-    del step, tracing
+    step = tracing = None
     gc.collect()
     assert not len(functions)
 
