@@ -4,8 +4,8 @@ All ranks call `save`, since variables with a value of each rank's own are aggre
 chief writes; the others write to a temporary folder that is deleted at once. Every rank returns the
 chief's path, when the file is complete. A failure of the chief's is raised on all ranks.
 
-Keras's `save`, `save_weights` and `export`, and `tf.saved_model.save`, are called by all ranks, too,
-and write once. Callbacks of `fit` that Keras runs on the chief alone write there as they are.
+Keras's `save`, `save_weights` and `export`, and `tf.saved_model.save`, are called by all ranks,
+too, and write once. Callbacks of `fit` that Keras runs on the chief alone write there as they are.
 
 Checkpoints and models that contain no variable of such a strategy are saved as before.
 """

@@ -2,8 +2,8 @@
 
 The classes are TensorFlow's. What differs from them follows `strategies.variables`: a variable
 without aggregation cannot be assigned in a replica, and ONLY_FIRST_REPLICA is the first rank's
-value on every rank. Keras marks none of its variables, so these are treated by the code that assigns
-them: what Keras itself assigns is equal on all ranks, as counters, seeds and constrained weights,
+value on every rank. Keras marks none of its variables, so these are treated by the code that
+assigns them: what Keras itself assigns is equal on all ranks, as counters, seeds and constrained weights,
 or is a running statistic. Statistics, of Keras and of a program's own layers, are variables of
 floats that are not trained. They are averaged (`statistics`).
 
@@ -74,13 +74,14 @@ class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
             remedy = (
                 "change a weight by an optimizer's apply, which sums the ranks' gradients; create a"
                 " counter as keras.Variable(..., synchronization='on_read', aggregation='sum'), or"
-                " with 'only_first_replica' where the replicas' values are equal; freeze a weight (trainable=False) whose values"
-                " are to be averaged"
+                " with 'only_first_replica' where the replicas' values are equal; freeze a"
+                " weight (trainable=False) whose values are to be averaged"
             )
         name = self.name if self.keras_variable is None else self._keras_name()
         return ValueError(
-            f"variable {name!r} has aggregation {self._aggregation.name} and cannot be assigned inside of run,"
-            f" where replicas could assign different values: {remedy}, or assign it outside of run"
+            f"variable {name!r} has aggregation {self._aggregation.name} and cannot be assigned"
+            " inside of run, where replicas could assign different values:"
+            f" {remedy}, or assign it outside of run"
         )
 
     def _keras_name(self) -> str:

@@ -23,11 +23,11 @@ def test_of_keras(tf, strategy, comm):
         seeds = tf.keras.random.SeedGenerator(3)
 
     def refused():
-        with pytest.raises(ValueError, match="'weight' has aggregation NONE.*optimizer's apply"):
+        with pytest.raises(ValueError, match=r"'weight' has aggregation NONE.*optimizer's apply"):
             weight.assign_sub([0.1 * comm.rank])
-        with pytest.raises(ValueError, match="'rows' has aggregation NONE.*aggregation='sum'"):
+        with pytest.raises(ValueError, match=r"'rows' has aggregation NONE.*aggregation='sum'"):
             rows.assign_add(comm.rank + 1)
-        with pytest.raises(ValueError, match="aggregation SUM.*synchronization='on_read'"):
+        with pytest.raises(ValueError, match=r"aggregation SUM.*synchronization='on_read'"):
             twice.assign_add(comm.rank + 1)
 
     def step():
@@ -81,7 +81,7 @@ def test_statistics_of_a_function_that_another_thread_traced(tf, strategy, comm)
     np.testing.assert_allclose(statistic.numpy(), [3 * mean])
     functions = strategy.extended.statistics._functions
     assert len(functions)
-    step = tracing = None
+    step = tracing = None  # noqa: F811
     gc.collect()
     assert not len(functions)
 
