@@ -3,9 +3,9 @@
 The classes are TensorFlow's. What differs from them follows `strategies.variables`: a variable
 without aggregation cannot be assigned in a replica, and ONLY_FIRST_REPLICA is the first rank's
 value on every rank. Keras marks none of its variables, so these are treated by the code that
-assigns them: what Keras itself assigns is equal on all ranks, as counters, seeds and constrained weights,
-or is a running statistic. Statistics, of Keras and of a program's own layers, are variables of
-floats that are not trained. They are averaged (`statistics`).
+assigns them: what Keras itself assigns is equal on all ranks, as counters, seeds and constrained
+weights, or is a running statistic. Statistics, of Keras and of a program's own layers, are
+variables of floats that are not trained. They are averaged (`statistics`).
 
 A `tf.Variable` that was created outside of the scope is not of these classes. An optimizer's update
 of it raises; a direct assignment inside of `run` is each rank's own, and is not detected.
