@@ -83,8 +83,8 @@ STRATEGIES = {
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
     | {"keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
-    "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops", "keras"}
-    | {"replication", "synchronous", "collectives"},
+    "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops", "foreign"}
+    | {"keras", "replication", "synchronous", "collectives"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
@@ -162,6 +162,8 @@ LAZY = {
         "strategies/keras/state.py",
         "strategies/keras/steps.py",
         "strategies/keras/tensorflow_steps.py",
+        "strategies/tensorflow/loss_scaling.py",
+        "strategies/tensorflow/saving.py",
     },
     "jax": {
         "collectives/jax/host_calls.py",
@@ -178,6 +180,7 @@ LAZY = {
         "strategies/tensorflow/failures.py",
         "strategies/tensorflow/input.py",
         "strategies/tensorflow/local_sgd.py",
+        "strategies/tensorflow/loss_scaling.py",
         "strategies/tensorflow/mirrored.py",
         "strategies/tensorflow/operations.py",
         "strategies/tensorflow/saving.py",

@@ -35,6 +35,12 @@ _CHIEFS = tuple(
 )
 """Callbacks that write what is written once."""
 
+
+def runs_on_chief(thing: Any) -> bool:
+    """Whether it is a callback that `fit` runs on the chief alone."""
+    return isinstance(thing, _CHIEFS)
+
+
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 

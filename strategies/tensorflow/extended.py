@@ -61,6 +61,11 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         with at, self.statistics.run(), context, replica_seeds(self._rank):
             return fn(*local_args, **local_kwargs)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one replica, whose values cannot differ."""
+        return self._size == 1
+
     def statistic_changed(self, variable: Any) -> None:
         """A replica assigned its own value to a running statistic."""
         if self._size > 1:

@@ -3,7 +3,8 @@
 TensorFlow keeps only the text of an exception that a Python operation raises, in an UnknownError or
 InvalidArgumentError. The original is kept here under a number that the text contains, and one
 function of TensorFlow, which executes a function's graph, is wrapped: it raises the original in
-place of an exception with such a text. Others pass unchanged.
+place of an exception with such a text. XLA's error for a collective in a function that it compiles
+is raised as a ValueError that names `jit_compile`. Others pass unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 from tensorflow.python.eager import execute
 from tensorflow.python.framework import errors
+
+OPERATION = "strategies_collective"
+"""The name of the Python operations that collectives are in a graph."""
 
 _KEPT = 16
 _MARK = re.compile(r"\[collective failure (\d+)\]")
@@ -52,6 +56,18 @@ def original(text: str) -> Exception | None:
     return None
 
 
+def _of_compilation(text: str) -> Exception | None:
+    """The error of XLA's refusal to compile a collective; None for other texts."""
+    if OPERATION not in text:
+        return None
+    return ValueError(
+        "a function with jit_compile=True contains a collective of strategies.tensorflow (reduce,"
+        " gather, all_reduce, an optimizer's apply), which XLA cannot compile: remove jit_compile"
+        " there (Keras: compile(..., jit_compile=False)), or set it on an inner function that only"
+        " computes the loss and its gradients"
+    )
+
+
 def _restoring(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def execute_restoring(*args: Any, **kwargs: Any) -> Any:
@@ -59,6 +75,8 @@ def _restoring(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         except errors.OpError as failure:
             error = original(failure.message)
+            if error is None and "unsupported operations" in failure.message:
+                error = _of_compilation(failure.message)
             if error is None:
                 raise
             raise error from None

@@ -16,6 +16,7 @@ from strategies.synchronous import mirrored
 from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.extended import CollectiveExtended, local_value
 from strategies.tensorflow.input import distribute, joined
+from strategies.tensorflow.statistics import enclosing_function
 from strategies.tensorflow.strategy import Strategy
 
 
@@ -57,7 +58,7 @@ class LocalSGDStrategy(Strategy):
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None
     ) -> Any:
         """Call the function as this rank's replica; average where a round of steps ends."""
-        with self.scope(), self.extended.step_of(fn):
+        with self.scope(), self.extended.step():
             return super().run(fn, args, kwargs, options)
 
     def _make_extended(self, device: str) -> CollectiveExtended:
@@ -75,11 +76,10 @@ class LocalExtended(CollectiveExtended):
         super().__init__(strategy, arrays, device)
         self._every = strategy.sync_every
         self._variables: list[weakref.ref[Any]] = []
-        self._stepped = False
-        # Functions whose steps are in a traced graph, which later runs execute without Python.
-        self._stepping: weakref.WeakSet[Any] = weakref.WeakSet()
         with tf.init_scope(), tf.device(device):
             self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
+            # Of TensorFlow, since calls of a traced function execute no Python.
+            self._stepped = tf.Variable(False, trainable=False, name="local_stepped")
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -95,14 +95,19 @@ class LocalExtended(CollectiveExtended):
         return variable
 
     @contextmanager
-    def step_of(self, fn: Callable[..., Any]) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
         """The body of a `run`, after which the step is counted if there was one."""
-        self._stepped = False
         yield
-        if self._stepped:
-            self._stepping.add(fn)
-        if self._stepped or fn in self._stepping:
+
+        def end() -> Any:
+            self._stepped.assign(False)
             self._end_step()
+            return tf.constant(0)
+
+        if not tf.executing_eagerly():
+            tf.cond(self._stepped, end, lambda: tf.constant(0))
+        elif self._stepped:
+            end()
 
     def statistic_changed(self, variable: Any) -> None:
         """Nothing: statistics are averaged with the weights."""
@@ -110,8 +115,16 @@ class LocalExtended(CollectiveExtended):
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
         if not self.statistics.running:
             return super()._batch_reduce_to(reduce_op, pairs, options)
-        self._stepped = True
+        self._note_step()
         return [local_value(value) for value, _ in pairs]
+
+    def _note_step(self) -> None:
+        if tf.executing_eagerly():
+            self._stepped.assign(True)
+            return
+        # A branch that one rank does not execute is a step there, too: the ranks count the same.
+        with enclosing_function(tf.compat.v1.get_default_graph()).as_default():
+            self._stepped.assign(True)
 
     def _end_step(self) -> None:
         steps = self._steps.assign_add(1)

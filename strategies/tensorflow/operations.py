@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
-from strategies.tensorflow.failures import carried, install
+from strategies.tensorflow.failures import OPERATION, carried, install
 
 
 class Operations:
@@ -54,6 +54,8 @@ class Operations:
     ) -> list[Any]:
         if not tensors:
             return []
+        for each in tensors:
+            _refuse_strings("reduce", each)
 
         def call(*arrays: Any) -> list[Any]:
             return self.replication.all_reduce_arrays(list(arrays), ReduceOp.SUM, options)
@@ -83,6 +85,7 @@ class Operations:
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """The ranks' tensors, joined along the axis in rank order. Lengths there may differ."""
         value = tf.convert_to_tensor(value)
+        _refuse_strings("gather", value)
         shape = value.shape
         if shape.rank is not None:
             if not -shape.rank <= axis < shape.rank:
@@ -130,12 +133,22 @@ class Operations:
 
         before = self._token.read_value()
         with tf.control_dependencies([before]):
-            outputs = tf.numpy_function(operation, inputs, [each.dtype for each in inputs])
+            dtypes = [each.dtype for each in inputs]
+            outputs = tf.numpy_function(operation, inputs, dtypes, name=OPERATION)
         with tf.control_dependencies(outputs):
             self._token.assign(before)
         for output, shape in zip(outputs, shapes, strict=True):
             output.set_shape(shape)
         return list(outputs)
+
+
+def _refuse_strings(call: str, tensor: Any) -> None:
+    if tensor.dtype in (tf.string, tf.resource, tf.variant):
+        raise TypeError(
+            f"{call}: a tensor of dtype {tensor.dtype.name}: must be of numbers or bool. For"
+            " strings, communicator.all_gather_object(tensor.numpy().tolist()) outside of a"
+            " tf.function"
+        )
 
 
 def _divided(total: Any, count: int) -> Any:

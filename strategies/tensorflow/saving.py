@@ -4,13 +4,18 @@ All ranks call `save`, since variables with a value of each rank's own are aggre
 chief writes; the others write to a temporary folder that is deleted at once. Every rank returns the
 chief's path, when the file is complete. A failure of the chief's is raised on all ranks.
 
-Checkpoints that contain no variable of such a strategy are saved as before.
+Keras's `save`, `save_weights` and `export`, and `tf.saved_model.save`, are called by all ranks,
+too, and write once. Callbacks of `fit` that Keras runs on the chief alone write there as they are.
+
+Checkpoints and models that contain no variable of such a strategy are saved as before.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +26,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint as checkpoint_lib
 from tensorflow.python.checkpoint import checkpoint_management, trackable_view
+from tensorflow.python.saved_model import save as saved_model
 
 from collectives import Communicator
 from strategies.core.same_error import raise_on_all
@@ -30,6 +36,8 @@ class _State(threading.local):
     """Whether this thread records a checkpoint that another rank has written."""
 
     silent = False
+    saves = False
+    """Whether a model is being saved, by functions that call each other."""
 
 
 _state = _State()
@@ -63,6 +71,7 @@ def _by_one_writer(plain: Callable[..., str]) -> Callable[..., str]:
         communicator = _communicator_of(self) if tf.executing_eagerly() else None
         if communicator is None:
             return plain(self, file_prefix, options)
+        communicator.barrier("Checkpoint.save, write or CheckpointManager.save: all ranks call it")
         chief, path, failure = communicator.rank == 0, "", None
         try:
             if chief:
@@ -90,6 +99,67 @@ def _write_aside(plain: Callable[..., str], checkpoint: Any, options: Any) -> No
         plain(checkpoint, os.path.join(folder, "aside"), without)
 
 
+def _once(plain: Callable[..., Any], path_name: str, what: str) -> Callable[..., Any]:
+    """A function of Keras or TensorFlow that writes a model, on all ranks: the chief's is kept."""
+    signature = inspect.signature(plain)
+
+    @wraps(plain)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        model = next(iter(given.arguments.values()))
+        communicator = None
+        if not _state.saves and tf.executing_eagerly() and not _on_chief_alone():
+            communicator = _communicator_of(model)
+        if communicator is None:
+            return plain(*args, **kwargs)
+        communicator.barrier(f"{what}: all ranks call it")
+        result, failure = None, None
+        _state.saves = True
+        try:
+            if communicator.rank == 0:
+                result = plain(*args, **kwargs)
+            else:
+                name = os.path.basename(os.path.normpath(os.fspath(given.arguments[path_name])))
+                with tempfile.TemporaryDirectory() as folder:
+                    given.arguments[path_name] = os.path.join(folder, name)
+                    plain(*given.args, **given.kwargs)
+        except Exception as error:
+            failure = error
+        finally:
+            _state.saves = False
+        raise_on_all(communicator, what, failure)
+        return result
+
+    return save
+
+
+def _on_chief_alone() -> bool:
+    """Whether a callback that `fit` runs on the chief alone is on the stack of calls."""
+    from strategies.keras.callbacks import runs_on_chief
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        if runs_on_chief(frame.f_locals.get("self")):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def install_for_keras() -> None:
+    """Wrap the functions that write models of Keras, once."""
+    import keras
+
+    global _installed_for_keras
+    if _installed_for_keras:
+        return
+    _installed_for_keras = True
+    for name in ("save", "save_weights", "export"):
+        setattr(keras.Model, name, _once(getattr(keras.Model, name), "filepath", f"Model.{name}"))
+
+
+_installed_for_keras = False
+
+
 def _unless_silent(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def act(*args: Any, **kwargs: Any) -> Any:
@@ -107,6 +177,8 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    plain = saved_model.save_and_return_nodes
+    saved_model.save_and_return_nodes = _once(plain, "export_dir", "tf.saved_model.save")
     kind = checkpoint_lib.Checkpoint
     kind._write = _by_one_writer(kind._write)
     for name in ("update_checkpoint_state_internal", "_delete_file_if_exists"):

@@ -8,11 +8,14 @@ read or saved by one rank alone.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_v2_func_graphs
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from strategies.tensorflow.operations import Operations
 
@@ -21,55 +24,136 @@ def _graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-class Statistics(threading.local):
-    """The variables that the current `run` of this thread has changed and not averaged yet."""
+def enclosing_function(graph: Any) -> Any:
+    """The graph of the function in which a graph is a branch, or the body of a loop."""
+    while isinstance(graph, _BRANCHES):
+        graph = graph.outer_graph
+    return graph
+
+
+_BRANCHES = (
+    control_flow_v2_func_graphs.CondBranchFuncGraph,
+    control_flow_v2_func_graphs.WhileBodyFuncGraph,
+    control_flow_v2_func_graphs.WhileCondFuncGraph,
+)
+
+
+class _Function:
+    """The variables that a traced function changes, and whether it was executed since."""
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("/cpu:0"):
+            # Of no strategy, whose scope surrounds this.
+            self.executed = ResourceVariable(False, trainable=False, name="statistics_changed")
+        self._variables: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, variable: Any) -> None:
+        """Note that the function changes the variable."""
+        self._variables[id(variable)] = weakref.ref(variable)
+
+    def remove(self, variable: Any) -> None:
+        """Note that the function averages the variable itself."""
+        self._variables.pop(id(variable), None)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those that exist. While a function can be executed, all of them do, on all ranks."""
+        found = [reference() for reference in self._variables.values()]
+        return [each for each in found if each is not None]
+
+
+class _Changed(threading.local):
+    """The variables that the current runs of this thread have changed and not averaged yet."""
+
+    def __init__(self) -> None:
+        self.runs: list[dict[int, tuple[Any, Any]]] = []
+
+
+class Statistics:
+    """The running statistics of a strategy's variables."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        self._changed: list[dict[int, tuple[Any, Any]]] = []
-        # Changed in a function that was traced within an eager run, and whose later calls execute
-        # no Python: averaged at the end of every run.
-        self._in_functions: dict[int, Any] = {}
+        self._changed = _Changed()
+        # Later calls of traced functions execute no Python, and may be those of other threads.
+        self._functions: weakref.WeakKeyDictionary[Any, _Function] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     @property
     def running(self) -> bool:
         """Whether this thread is in a `run`."""
-        return bool(self._changed)
+        return bool(self._changed.runs)
 
     def changed(self, variable: Any) -> None:
         """Note that a replica assigned its own value."""
-        self._changed[-1][id(variable)] = variable, _graph()
+        graph = _graph()
+        self._changed.runs[-1][id(variable)] = variable, graph
+        if graph is not None:
+            function = self._function(graph)
+            function.add(variable)
+            function.executed.assign(True)
 
     @contextmanager
     def run(self) -> Iterator[None]:
         """The body of a `run`, at whose end the variables are averaged."""
         graph = _graph()
-        self._changed.append({})
+        self._changed.runs.append({})
         try:
             yield
-            for key, (variable, where) in self._changed[-1].items():
-                if where is not graph:
-                    self._in_functions[key] = variable
-            kept = {key: variable for key, (variable, _) in self._changed[-1].items()}
+            changed = self._changed.runs[-1]
         finally:
-            self._changed.pop()
-        left = list((kept | self._in_functions).values())
-        if left:
-            values = [each._primary.read_value() for each in left]
-            self._assign(left, self._operations.reduce(values, mean=True))
+            self._changed.runs.pop()
+        here = [variable for variable, where in changed.values() if where is graph]
+        if graph is not None:
+            for variable in here:
+                self._function(graph).remove(variable)
+        self._average(here)
+        with self._lock:
+            functions = list(self._functions.items())
+        for each, function in functions:
+            if each is not enclosing_function(graph) and function.variables:
+                self._average_after(function)
+
+    def _function(self, graph: Any) -> _Function:
+        graph = enclosing_function(graph)
+        with self._lock:
+            if graph not in self._functions:
+                self._functions[graph] = _Function()
+            return self._functions[graph]
+
+    def _average_after(self, function: _Function) -> None:
+        """Average what the function has changed, if it was executed in this run."""
+
+        def average() -> Any:
+            function.executed.assign(False)
+            self._average(function.variables)
+            return tf.constant(0)
+
+        if not tf.executing_eagerly():
+            tf.cond(function.executed, average, lambda: tf.constant(0))
+        elif function.executed:
+            average()
+
+    def _average(self, variables: list[Any]) -> None:
+        if variables:
+            values = [each._primary.read_value() for each in variables]
+            self._assign(variables, self._operations.reduce(values, mean=True))
 
     def due(self) -> list[Any]:
         """The variables that a reduction at this place of the program can average."""
         graph = _graph()
-        changed = self._changed[-1] if self._changed else {}
+        changed = self._changed.runs[-1] if self._changed.runs else {}
         return [variable for variable, where in changed.values() if where is graph]
 
     def averaged(self, variables: list[Any], totals: list[Any]) -> None:
         """Assign averages from the sums over the ranks to variables that were due."""
         count = self._operations.communicator.size
         self._assign(variables, [each / tf.cast(count, each.dtype) for each in totals])
+        graph = _graph()
         for variable in variables:
-            del self._changed[-1][id(variable)]
+            del self._changed.runs[-1][id(variable)]
+            if graph is not None:
+                self._function(graph).remove(variable)
 
     def _assign(self, variables: list[Any], means: list[Any]) -> None:
         for variable, mean in zip(variables, means, strict=True):

@@ -20,11 +20,17 @@ from strategies.tensorflow.seeds import agree_on_seed
 def _with_keras(scope: AbstractContextManager[Any], strategy: Strategy) -> Iterator[Any]:
     from strategies.keras.scope import training_scope
     from strategies.keras.training import Training
+    from strategies.tensorflow.loss_scaling import agree_on_overflows
 
     chief = strategy.is_chief
     training = Training(strategy.communicator, is_chief=chief, owner=strategy, reduces=False)
-    with scope as entered, training_scope(training):
-        yield entered
+    saving.install_for_keras()
+    undo = agree_on_overflows(strategy)
+    try:
+        with scope as entered, training_scope(training):
+            yield entered
+    finally:
+        undo()
 
 
 class Strategy(tf.distribute.Strategy):  # type: ignore[misc]

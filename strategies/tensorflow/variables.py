@@ -2,15 +2,21 @@
 
 The classes are TensorFlow's. What differs from them follows `strategies.variables`: a variable
 without aggregation cannot be assigned in a replica, and ONLY_FIRST_REPLICA is the first rank's
-value on every rank. Keras marks none of its variables, so these are treated by what Keras assigns
-in a replica: counters, seeds and constrained weights, which are equal on all ranks by themselves,
-and running statistics, which are averaged (`statistics`).
+value on every rank. Keras marks none of its variables, so these are treated by the code that
+assigns them: what Keras itself assigns is equal on all ranks, as counters, seeds and constrained
+weights, or is a running statistic. Statistics, of Keras and of a program's own layers, are
+variables of floats that are not trained. They are averaged (`statistics`).
+
+A `tf.Variable` that was created outside of the scope is not of these classes. An optimizer's update
+of it raises; a direct assignment inside of `run` is each rank's own, and is not detected.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -19,33 +25,67 @@ from tensorflow.python.trackable import base as trackable
 
 _KERAS = "keras.src.backend.tensorflow.core"
 _FRAMES = 24
+_BETWEEN = ("tensorflow.", "strategies.tensorflow.", "keras.src.backend.", "keras.src.layers.layer")
+"""Modules that assign what another caller has computed."""
 
 
 class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
     """A variable that has the same value on every rank."""
 
-    of_keras = False
-    """Whether a variable of Keras 3 holds it."""
+    keras_variable: Any = None
+    """A weak reference to the variable of Keras 3 that holds it; None for other variables."""
 
     is_statistic = False
     """Whether replicas have assigned values of their own, which are averaged."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        aggregation = self._aggregation
-        none = aggregation == tf.VariableAggregation.NONE
-        if self.of_keras and (none or aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA):
-            updated = update_fn(self._primary, value, **kwargs)
-            if none and self.dtype.is_floating and not self.trainable:
+        extended = self._distribute_strategy.extended
+        if extended.is_alone:
+            return update_fn(self._primary, value, **kwargs)
+        none = self._aggregation == tf.VariableAggregation.NONE
+        first = self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if self.keras_variable is not None and (none or first):
+            caller = _assigning_module()
+            if caller.startswith("keras.src.optimizers") or (first and _is_keras(caller)):
+                return update_fn(self._primary, value, **kwargs)
+            if none and self.dtype.is_floating and not self._trained():
+                updated = update_fn(self._primary, value, **kwargs)
                 self.is_statistic = True
-                self._distribute_strategy.extended.statistic_changed(self)
-            return updated
-        if none:
-            raise ValueError(
-                f"variable {self.name!r} has aggregation NONE and cannot be assigned inside of run,"
-                " where replicas could assign different values: create it with aggregation=tf."
-                "VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign it outside of run"
-            )
+                extended.statistic_changed(self)
+                return updated
+            if none and _is_keras(caller):
+                return update_fn(self._primary, value, **kwargs)
+        # Keras's assign_add is an assignment of the sum, which would be added up once more.
+        keras_sum = self.keras_variable is not None and (
+            self._aggregation == tf.VariableAggregation.SUM
+        )
+        if none or keras_sum:
+            raise self._refusal()
         return super()._update_replica(update_fn, value, **kwargs)
+
+    def _trained(self) -> bool:
+        """Whether it is trainable; layers of Keras may be frozen after their variables are made."""
+        holder = self.keras_variable()
+        return bool(self.trainable if holder is None else holder.trainable)
+
+    def _refusal(self) -> ValueError:
+        remedy = "create it with aggregation=tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+        if self.keras_variable is not None:
+            remedy = (
+                "change a weight by an optimizer's apply, which sums the ranks' gradients; create a"
+                " counter as keras.Variable(..., synchronization='on_read', aggregation='sum'), or"
+                " with 'only_first_replica' where the replicas' values are equal; freeze a"
+                " weight (trainable=False) whose values are to be averaged"
+            )
+        name = self.name if self.keras_variable is None else self._keras_name()
+        return ValueError(
+            f"variable {name!r} has aggregation {self._aggregation.name} and cannot be assigned"
+            " inside of run, where replicas could assign different values:"
+            f" {remedy}, or assign it outside of run"
+        )
+
+    def _keras_name(self) -> str:
+        return str(getattr(self.keras_variable(), "path", self.name))
 
 
 class LocalVariable(values.SyncOnReadVariable):  # type: ignore[misc]
@@ -90,7 +130,7 @@ def create(
     variable = distribute_utils.create_mirrored_variable(
         strategy, create_one, _CLASSES, distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
     )
-    variable.of_keras = _called_by_keras()
+    variable.keras_variable = _keras_variable()
     return variable
 
 
@@ -101,13 +141,28 @@ def _evaluated(initial: Any, dtype: Any) -> Any:
     return tf.convert_to_tensor(value, dtype=dtype)
 
 
-def _called_by_keras() -> bool:
-    """Whether a variable of Keras 3 is being created, on the stack of calls."""
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame.f_globals.get("__name__") == _KERAS:
-            return True
-        if frame.f_back is None:
+def _keras_variable() -> weakref.ref[Any] | None:
+    """A reference to the variable of Keras 3 that is being created, on the stack of calls."""
+    for count, frame in enumerate(_callers()):
+        if frame.f_globals.get("__name__") == _KERAS and "self" in frame.f_locals:
+            return weakref.ref(frame.f_locals["self"])
+        if count == _FRAMES:
             break
+    return None
+
+
+def _assigning_module() -> str:
+    """The name of the module whose code assigns a variable, on the stack of calls."""
+    names = (str(frame.f_globals.get("__name__")) for frame in _callers())
+    return next((name for name in names if not name.startswith(_BETWEEN)), "")
+
+
+def _is_keras(module: str) -> bool:
+    return module.startswith("keras.")
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return False

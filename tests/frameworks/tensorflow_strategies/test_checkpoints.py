@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+import collectives
+
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
 
@@ -75,3 +77,29 @@ def test_a_chief_that_cannot_write(tf, strategy, comm, folder):
     with pytest.raises((tf.errors.OpError, RuntimeError), match=r"file|writing a checkpoint"):
         checkpoint.save(str(folder / "file" / "state"))
     assert checkpoint.save(str(folder / "state")).startswith(str(folder))
+
+
+# Of Keras, which reads every distributed variable of TensorFlow in this way when it saves.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+def test_models_have_one_writer(tf, strategy, comm, folder):
+    with strategy.scope():
+        layers = [tf.keras.layers.Input((20,)), tf.keras.layers.Dense(400)]
+        model = tf.keras.Sequential(layers)
+    rows = np.full((1, 20), comm.rank + 1.0, np.float32)
+    expected = model(rows).numpy()
+    for number in range(4):
+        model.save(folder / f"{number}.keras")
+        model.save_weights(filepath=str(folder / f"{number}.weights.h5"))
+        loaded = tf.keras.models.load_model(folder / f"{number}.keras", compile=False)
+        np.testing.assert_allclose(loaded(rows), expected, rtol=1e-5)
+    tf.saved_model.save(model, str(folder / "saved"))
+    assert sorted(each.name for each in folder.iterdir()) == sorted(
+        ["saved", *(f"{n}{end}" for n in range(4) for end in (".keras", ".weights.h5"))]
+    )
+    with pytest.raises(Exception, match=r"filepath|missing"):
+        model.save(folder / "missing" / "model.keras")
+    with pytest.raises(collectives.MismatchError, match=r"Model\.save: all ranks call it"):
+        model.save(folder / "own.keras") if comm.rank == 0 else strategy.communicator.barrier()
+    checkpoint = tf.train.Checkpoint(model=model)
+    with pytest.raises(collectives.MismatchError, match=r"Checkpoint\.save.*all ranks call it"):
+        checkpoint.save(str(folder / "own")) if comm.rank == 0 else strategy.communicator.barrier()

@@ -53,3 +53,15 @@ def test_tensorflows_own_errors_are_unchanged(tf, strategy):
     failing = tf.function(lambda: tf.numpy_function(lambda: 1 / 0, [], tf.int64))
     with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError"):
         failing()
+
+
+def test_what_cannot_be_communicated(tf, strategy):
+    @tf.function(jit_compile=True)
+    def compiled():
+        return strategy.reduce("SUM", tf.ones([2]), axis=None)
+
+    with pytest.raises(ValueError, match="jit_compile=True contains a collective"):
+        compiled()
+    for call in (strategy.gather, lambda each, axis: strategy.reduce("SUM", each, axis=None)):
+        with pytest.raises(TypeError, match="dtype string: must be of numbers or bool"):
+            call(tf.constant(["a"]), axis=0)

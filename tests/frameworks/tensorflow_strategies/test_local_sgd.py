@@ -9,7 +9,7 @@ import pytest
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
 
-@pytest.mark.parametrize("traced", ["not", "around run", "within run"])
+@pytest.mark.parametrize("traced", ["not", "around run", "within run", "in a method"])
 def test_rounds(tf, ds, comm, traced):
     strategy = ds.LocalSGDStrategy(2, communicator=comm)
     assert strategy.num_replicas_in_sync == 1
@@ -21,10 +21,16 @@ def test_rounds(tf, ds, comm, traced):
     def step():
         optimizer.apply_gradients([(tf.fill([2], -1.0 - comm.rank), weights)])
 
-    fn = tf.function(step) if traced == "within run" else step
+    fn = step if traced in ("not", "around run") else tf.function(step)
+
+    class Trainer:
+        def step(self):
+            fn()
+
+    trainer = Trainer()
 
     def run():
-        strategy.run(fn)
+        strategy.run(trainer.step if traced == "in a method" else fn)
 
     call = tf.function(run) if traced == "around run" else run
     mean = (comm.size + 1) / 2
