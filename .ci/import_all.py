@@ -41,15 +41,19 @@ NEEDS = {
         "keras_*",
         *(
             f"strategies.keras.{each}"
-            for each in ("callbacks", "data", "loops", "models", "optimizers", "scope", "state")
+            for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
-        "strategies.keras.steps",
+        *(f"strategies.keras.{each}" for each in ("scope", "state", "steps", "tensorflow_steps")),
     },
     "JAX": {
         "collectives.jax*",
         "strategies.keras.jax_gradients",
     },
-    "TensorFlow": {"strategies.tensorflow*", "tensorflow_*"},
+    "TensorFlow": {
+        "strategies.keras.tensorflow_gradients",
+        "strategies.tensorflow*",
+        "tensorflow_*",
+    },
     # They are what talks to CuPy.
     "CuPy": {
         "bench.gpu.cupy_device",
