@@ -20,6 +20,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 import numpy as np
+from digits_plot import plot_training
 from sklearn.datasets import load_digits
 
 import strategies
@@ -55,7 +56,7 @@ def main() -> None:
         accuracy = history.history["val_accuracy"][-1]
         print(f"test accuracy {accuracy:.2%}, {max(speed.speeds):.0f} images/s", flush=True)
         if given.plot:
-            _plot(given.plot, history.history["loss"], speed.speeds)
+            plot_training(given.plot, history.history["loss"], speed.speeds)
 
 
 def _network() -> Any:
@@ -96,18 +97,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="images over all ranks")
     parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
     return parser.parse_args()
-
-
-def _plot(path: str, losses: list[float], speeds: list[float]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    for axes, values, label in zip(
-        figure.subplots(1, 2), (losses, speeds), ("training loss", "images per second"), strict=True
-    ):
-        axes.plot(range(1, len(values) + 1), values, marker="o")
-        axes.set(xlabel="epoch", ylabel=label, ylim=(0, 1.1 * max(values)))
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

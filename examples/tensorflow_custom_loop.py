@@ -20,6 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
 import tensorflow as tf
+from digits_plot import plot_training
 from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
@@ -85,7 +86,7 @@ def main() -> None:
             line = f"epoch {epoch:2d}  loss {losses[-1]:.4f}  test accuracy {result:7.2%}"
             print(f"{line}  {speeds[-1]:8.0f} images/s", flush=True)
     if strategy.is_chief and given.plot:
-        _plot(given.plot, losses, speeds)
+        plot_training(given.plot, losses, speeds)
 
 
 def _step(model: Any, optimizer: Any, loss_of: Any, batch_size: int) -> Callable[[Any], Any]:
@@ -138,18 +139,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--checkpoints", metavar="FOLDER", help="write checkpoints, and continue")
     parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
     return parser.parse_args()
-
-
-def _plot(path: str, losses: list[float], speeds: list[float]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    for axes, values, label in zip(
-        figure.subplots(1, 2), (losses, speeds), ("training loss", "images per second"), strict=True
-    ):
-        axes.plot(range(1, len(values) + 1), values, marker="o")
-        axes.set(xlabel="epoch", ylabel=label, ylim=(0, 1.1 * max(values)))
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from digits_plot import plot_training
 from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
@@ -82,17 +83,5 @@ class Report:
 
     def plot(self, path: str | None) -> None:
         """Write the plot, if a path is given."""
-        if path is None or not self._prints:
-            return
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 3), layout="constrained")
-        for axes, values, label in zip(
-            figure.subplots(1, 2),
-            (self._losses, self._speeds),
-            ("training loss", "images per second"),
-            strict=True,
-        ):
-            axes.plot(range(1, len(values) + 1), values, marker="o")
-            axes.set(xlabel="epoch", ylabel=label, ylim=(0, 1.1 * max(values)))
-        figure.savefig(path)
+        if path is not None and self._prints:
+            plot_training(path, self._losses, self._speeds)
