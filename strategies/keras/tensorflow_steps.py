@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from strategies.keras.state import statistics_of
 from strategies.keras.tensorflow_gradients import Step
 from strategies.keras.training import Training
 
@@ -41,7 +42,8 @@ class Steps:
             return self._kind.train_step(self._model, data)
         step = Step(rows)
         if empty is not None:
-            step.statistics = [(each, tf.identity(each)) for each in self._statistics()]
+            kept = [each for each in statistics_of(self._model) if _is_float(each)]
+            step.statistics = [(each.value, tf.identity(each.value)) for each in kept]
         before, self._training.step = self._training.step, step
         try:
             return self._counted(self._kind.train_step, rows, empty, filled)
@@ -99,16 +101,6 @@ class Steps:
             variable.assign(tf.where(empty, value, tf.identity(variable.value)))
         found = self._model.get_metrics_result()
         return found if found.keys() == logs.keys() else _averaged(logs, rows)
-
-    def _statistics(self) -> list[Any]:
-        """The variables that layers keep besides their weights."""
-        found = {
-            id(variable): variable.value
-            for layer in self._model._flatten_layers()
-            for variable in layer._non_trainable_variables
-            if keras.backend.is_float_dtype(variable.dtype)
-        }
-        return list(found.values())
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
@@ -176,6 +168,10 @@ def _averaged(logs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
     replica = tf.distribute.get_replica_context()
     *sums, total = replica.all_reduce("SUM", [*values, weight])
     return {name: each / total for name, each in zip(logs, sums, strict=True)}
+
+
+def _is_float(variable: Any) -> bool:
+    return bool(keras.backend.is_float_dtype(variable.dtype))
 
 
 def _is_batch(leaf: Any) -> bool:

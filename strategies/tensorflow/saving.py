@@ -29,7 +29,7 @@ from tensorflow.python.checkpoint import checkpoint_management, trackable_view
 from tensorflow.python.saved_model import save as saved_model
 
 from collectives import Communicator
-from strategies.core.same_error import raise_on_all
+from strategies.core.same_error import call_on_all
 
 
 class _State(threading.local):
@@ -72,16 +72,16 @@ def _by_one_writer(plain: Callable[..., str]) -> Callable[..., str]:
         if communicator is None:
             return plain(self, file_prefix, options)
         communicator.barrier("Checkpoint.save, write or CheckpointManager.save: all ranks call it")
-        chief, path, failure = communicator.rank == 0, "", None
-        try:
+        chief = communicator.rank == 0
+
+        def write_one() -> str:
             if chief:
-                path = plain(self, file_prefix, options)
-            else:
-                _write_aside(plain, self, options)
-        except Exception as error:
-            failure = error
-        raise_on_all(communicator, "writing a checkpoint", failure)
-        path = str(communicator.broadcast_object(path))
+                return plain(self, file_prefix, options)
+            _write_aside(plain, self, options)
+            return ""
+
+        written = call_on_all(communicator, "writing a checkpoint", write_one)
+        path = str(communicator.broadcast_object(written))
         if not chief:
             with _silent():
                 for callback in getattr(options, "experimental_write_callbacks", None) or ():
@@ -113,22 +113,21 @@ def _once(plain: Callable[..., Any], path_name: str, what: str) -> Callable[...,
         if communicator is None:
             return plain(*args, **kwargs)
         communicator.barrier(f"{what}: all ranks call it")
-        result, failure = None, None
+
+        def save_one() -> Any:
+            if communicator.rank == 0:
+                return plain(*args, **kwargs)
+            name = os.path.basename(os.path.normpath(os.fspath(given.arguments[path_name])))
+            with tempfile.TemporaryDirectory() as folder:
+                given.arguments[path_name] = os.path.join(folder, name)
+                plain(*given.args, **given.kwargs)
+            return None
+
         _state.saves = True
         try:
-            if communicator.rank == 0:
-                result = plain(*args, **kwargs)
-            else:
-                name = os.path.basename(os.path.normpath(os.fspath(given.arguments[path_name])))
-                with tempfile.TemporaryDirectory() as folder:
-                    given.arguments[path_name] = os.path.join(folder, name)
-                    plain(*given.args, **given.kwargs)
-        except Exception as error:
-            failure = error
+            return call_on_all(communicator, what, save_one)
         finally:
             _state.saves = False
-        raise_on_all(communicator, what, failure)
-        return result
 
     return save
 
