@@ -16,6 +16,14 @@ from strategies.core.same_error import call_on_all
 
 _POLICIES = tf.data.experimental.AutoShardPolicy
 
+# An iterator of one device, in host memory. TensorFlow's default is MultiDeviceIterator, which
+# frees its dataset before its thread has ended, so that a process may end by SIGSEGV where an
+# iterator is dropped (TensorFlow 2.21, core/kernels/data/multi_device_iterator_ops.cc).
+_HOST = tf.distribute.InputOptions(
+    experimental_fetch_to_device=False,
+    experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+)
+
 
 def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     """This rank's part of each global batch, or of the files, by the dataset's policy. Collective.
@@ -26,7 +34,7 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
 
     ValueError for FILE with fewer files than ranks.
     """
-    communicator = extended.operations.communicator
+    communicator, options = extended.operations.communicator, _on_host(options)
 
     def make(source: Any) -> Any:
         return input_util.get_distributed_dataset(
@@ -87,6 +95,7 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
 
     An error of the function on one rank is raised on every rank.
     """
+    options = _on_host(options)
 
     def make() -> Any:
         return input_util.get_distributed_datasets_from_function(
@@ -101,6 +110,15 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
     if communicator.size == 1 or not tf.executing_eagerly():
         return make()
     return call_on_all(communicator, "distribute_datasets_from_function", make)
+
+
+def _on_host(options: Any) -> Any:
+    if options is None:
+        return _HOST
+    return options._replace(
+        experimental_fetch_to_device=False,
+        experimental_replication_mode=_HOST.experimental_replication_mode,
+    )
 
 
 def _chain(dataset: Any) -> Iterator[Any]:

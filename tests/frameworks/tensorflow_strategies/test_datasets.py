@@ -46,6 +46,19 @@ def test_global_batches_are_split(tf, strategy, comm):
     assert [int(total(each)) for each in distributed] == [6, 22, 38, 25]
 
 
+def test_iterators_are_of_the_host(tf, strategy):
+    """MultiDeviceIterator's thread may use a dataset that is freed: SIGSEGV."""
+    dataset = tf.data.Dataset.range(8).batch(4)
+    placed = tf.distribute.InputOptions(experimental_fetch_to_device=True)
+    for distributed in (
+        strategy.experimental_distribute_dataset(dataset),
+        strategy.experimental_distribute_dataset(dataset, placed),
+        strategy.distribute_datasets_from_function(lambda context: dataset),
+    ):
+        (of_this_worker,) = iter(distributed)._iterators
+        assert type(of_this_worker._iterator).__name__ == "OwnedIterator"
+
+
 def test_the_policies(tf, strategy, comm):
     policies = tf.data.experimental.AutoShardPolicy
     dataset = tf.data.Dataset.range(12).batch(6)

@@ -4,9 +4,6 @@ import numpy as np
 import pytest
 
 pytestmark = [
-    # Once, a rank of this file ended with a segmentation fault, in a process that had loaded torch
-    # as well; it could not be repeated. Until the cause is known, only with --slow.
-    pytest.mark.slow,
     pytest.mark.mpi,
     pytest.mark.ranks(2),
     pytest.mark.timeout_seconds(200),

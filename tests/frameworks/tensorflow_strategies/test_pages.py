@@ -180,7 +180,6 @@ def test_custom_training(tf, ds, comm, folder, equal_on_all):
     equal_on_all(weights)
 
 
-@pytest.mark.slow  # as test_fit, and for the same reason
 def test_the_guide(tf, ds, comm, equal_on_all):
     """Of "Distributed Training in TensorFlow": Keras, and its custom loop."""
     mirrored_strategy = ds.MirroredStrategy(communicator=comm)

@@ -138,7 +138,6 @@ def test_a_step_reduces_once(tf, strategy, comm, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.slow  # as test_fit, and for the same reason
 def test_keras_fit(tf, ds, strategy, comm, tmp_path, capsys, equal_on_all):
     """As one process; the chief alone prints and writes, and all ranks stop at once."""
 
