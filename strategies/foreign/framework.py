@@ -6,10 +6,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import Any, ClassVar
 
-Undo = Callable[[], None]
+from strategies.foreign.methods import Undo
+
 Callback = Callable[[Any], None]
 
 
@@ -92,29 +92,3 @@ class Framework(ABC):
     def creation_context(self, record: Callback) -> AbstractContextManager[Any]:
         """A context in which `record` is called with each object that this thread creates."""
         return nullcontext()
-
-
-def replace_method(owner: Any, method: str, make: Callable[[Any], Any]) -> Undo:
-    """Replace a method by `make(original)` in the class or base class that defines it."""
-    defining = next(kind for kind in owner.__mro__ if method in vars(kind))
-    original = vars(defining)[method]
-    setattr(defining, method, make(original))
-    return lambda: setattr(defining, method, original)
-
-
-def call_with(owner: Any, method: str, callback: Callback, *, after: bool = False) -> Undo:
-    """Have `callback` called with the object before, or after, each call of a method."""
-
-    def make(original: Any) -> Callable[..., Any]:
-        @wraps(original)
-        def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
-            if not after:
-                callback(thing)
-            result = original(thing, *args, **kwargs)
-            if after:
-                callback(thing)
-            return result
-
-        return call
-
-    return replace_method(owner, method, make)

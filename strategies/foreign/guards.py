@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from strategies.foreign.distributed import strategy_of
-from strategies.foreign.framework import Framework, Undo
+from strategies.foreign.framework import Framework
+from strategies.foreign.methods import Undo
 from strategies.foreign.reach import find_trainable
 from strategies.foreign.registry import framework_of, loaded, refused_on_all
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from strategies.foreign.distributed import strategy_of
-from strategies.foreign.framework import Callback, Framework, Undo, call_with, replace_method
+from strategies.foreign.framework import Callback, Framework
+from strategies.foreign.methods import Undo, call_with, replace_method
 
 # Layers of these modules have no weights, though they define `build`.
 _WEIGHTLESS = ("keras.src.layers.preprocessing.", "keras.src.layers.merging.")

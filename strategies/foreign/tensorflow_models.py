@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from strategies.foreign.framework import Callback, Framework, Undo, call_with
+from strategies.foreign.framework import Callback, Framework
+from strategies.foreign.methods import Undo, call_with
 
 
 class TensorFlow(Framework):

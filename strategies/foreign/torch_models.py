@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from strategies.foreign.distributed import strategy_of
-from strategies.foreign.framework import Callback, Framework, Undo
+from strategies.foreign.framework import Callback, Framework
+from strategies.foreign.methods import Undo
 
 
 class Torch(Framework):

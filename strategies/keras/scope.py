@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from strategies.core.options import ReduceOp
-from strategies.foreign.framework import replace_method
+from strategies.foreign.methods import replace_method
 from strategies.keras.models import permit_training, prepare
 from strategies.keras.training import Training
 from strategies.replication.replication import Replication

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from strategies.foreign.framework import Undo, replace_method
+from strategies.foreign.methods import Undo, replace_method
 
 
 def agree_on_overflows(strategy: Any) -> Undo:

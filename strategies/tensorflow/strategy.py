@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -14,23 +15,6 @@ from strategies.base.strategy import Strategy as ArrayStrategy
 from strategies.tensorflow import saving
 from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.seeds import agree_on_seed
-
-
-@contextmanager
-def _with_keras(scope: AbstractContextManager[Any], strategy: Strategy) -> Iterator[Any]:
-    from strategies.keras.scope import training_scope
-    from strategies.keras.training import Training
-    from strategies.tensorflow.loss_scaling import agree_on_overflows
-
-    chief = strategy.is_chief
-    training = Training(strategy.communicator, is_chief=chief, owner=strategy, reduces=False)
-    saving.install_for_keras()
-    undo = agree_on_overflows(strategy)
-    try:
-        with scope as entered, training_scope(training):
-            yield entered
-    finally:
-        undo()
 
 
 class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
@@ -60,7 +44,27 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         """
         scope = super().scope()
         together = self.communicator.size > 1 and self._arrays.steps_together
-        return _with_keras(scope, self) if together and "keras" in sys.modules else scope
+        return self._with_keras(scope) if together and "keras" in sys.modules else scope
+
+    @contextmanager
+    def _with_keras(self, scope: AbstractContextManager[Any]) -> Iterator[Any]:
+        from strategies.keras.scope import training_scope
+        from strategies.tensorflow.loss_scaling import agree_on_overflows
+
+        undo = agree_on_overflows(self)
+        try:
+            with scope as entered, training_scope(self._training):
+                yield entered
+        finally:
+            undo()
+
+    @cached_property
+    def _training(self) -> Any:
+        """Kept, since TensorFlow enters the scope for each `run` and each batch."""
+        from strategies.keras.training import Training
+
+        saving.install_for_keras()
+        return Training(self.communicator, is_chief=self.is_chief, owner=self, reduces=False)
 
     @property
     def communicator(self) -> Communicator:
