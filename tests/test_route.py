@@ -17,6 +17,7 @@ TARGETS = {
     "all_reduce, 1 MiB, ordinary": (25, 8),
     "all_reduce, 1 MiB, registered, in place": (20, 8),
     "all_reduce_many, 20 arrays, out=": (25, 8),
+    "all_reduce_many, 20 new arrays": (25, 8),
     "all_reduce, 1 MiB, non-contiguous": (40, 10),
     "all_gather, 1 MiB, without out": (35, 10),
     "all_to_all, 8 B": (12, 7),
@@ -64,6 +65,10 @@ def rows(comm):
     yield "all_reduce, 8 B", lambda: comm.all_reduce(number)
     yield "all_reduce, 1 MiB, ordinary", lambda: comm.all_reduce(array, out=out)
     yield "all_reduce_many, 20 arrays, out=", lambda: comm.all_reduce_many(gradients, out=reduced)
+    yield (
+        "all_reduce_many, 20 new arrays",
+        lambda: comm.all_reduce_many(list(map(np.ndarray.copy, gradients))),
+    )
     yield "all_reduce, 1 MiB, non-contiguous", lambda: comm.all_reduce(strided)
     yield "all_gather, 1 MiB, without out", lambda: comm.all_gather(part)
     yield "all_to_all, 8 B", lambda: comm.all_to_all(pair)

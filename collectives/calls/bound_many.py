@@ -1,9 +1,9 @@
-"""Bound calls of all_reduce_many, for lists of arrays that were reduced before.
+"""Bound calls of all_reduce_many, for lists of arrays like those that were reduced before.
 
-A program reduces the same gradients at every step. The arrays are recognized by identity, and all
-that is done for each of them is done in loops of C. What the ranks agree on, and so the path of
-their data, is what it was when the list was bound. A list that has changed since is reduced
-unbound, through the same memory in the same steps.
+A program reduces gradients of the same shapes and dtypes at every step, in the same arrays or in
+new ones. What is done for each array is done in loops of C. What the ranks agree on, and so the
+path of their data, is what it was when the list was bound. Other lists are reduced unbound, through
+the same memory in the same steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, itemgetter, setitem
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +24,33 @@ from collectives.calls.many import Many, Part, SharedBucket, overlapping
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp
 
-Key: TypeAlias = tuple[Any, ...]
-Outs: TypeAlias = list[Any] | None
-
 _dtypes: Callable[[Any], Any] = attrgetter("dtype")
 _writeable: Callable[[Any], Any] = attrgetter("flags.writeable")
 _shapes: Callable[[Any], Any] = attrgetter("shape")
 _copy: Callable[[Array], Array] = np.ndarray.copy
+_ARRAYS = {np.ndarray}
+_LISTS = 64
+
+
+class Key:
+    """By what a call is looked for. Its hash, for which all shapes are read, is computed once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._parts == other._parts
 
 
 class Same:
     """Arrays to be recognized, by weak references, which keep no array alive.
 
-    NumPy doesn't resize an array that has one, so that their sizes stay what they were.
+    NumPy doesn't resize an array that has one, so that their memory stays what it was.
     """
 
     def __init__(self, arrays: list[Array]) -> None:
@@ -44,44 +58,48 @@ class Same:
         # Another array may get the number of one that was freed, which is noted before that.
         self._references = [weakref.ref(array, self._freed.append) for array in arrays]
         self._numbers = list(map(id, arrays))
-        self._dtypes, self._shapes = list(map(_dtypes, arrays)), list(map(_shapes, arrays))
 
     def fits(self, arrays: list[Any]) -> bool:
-        """Whether these are the same objects, of the same dtypes and shapes as then."""
-        return (
-            not self._freed
-            and list(map(id, arrays)) == self._numbers
-            and list(map(_dtypes, arrays)) == self._dtypes
-            and list(map(_shapes, arrays)) == self._shapes
-        )
+        """Whether these are the same objects."""
+        return not self._freed and list(map(id, arrays)) == self._numbers
+
+
+class Apart:
+    """The lists of which no input lies in another array's output, as was found before."""
+
+    def __init__(self) -> None:
+        self._found: LRU[tuple[int, int], Same] = LRU(_LISTS)
+
+    def holds(self, arrays: list[Array], out: list[Array]) -> bool:
+        """Whether no output is written before another array's input in it is read."""
+        key, both = (id(arrays[0]), id(out[0])), [*arrays, *out]
+        found = self._found.recall(key)
+        if found is not None and found.fits(both):
+            return True
+        if overlapping(arrays, out):
+            return False
+        self._found.put(key, Same(both))
+        return True
 
 
 class Known:
     """A bound call, all of whose buckets go through the node's memory."""
 
     def __init__(
-        self,
-        engine: Engine,
-        parts: list[SharedBucket],
-        operation: Operation,
-        arrays: list[Array],
-        out: list[Array] | None,
+        self, engine: Engine, parts: list[SharedBucket], operation: Operation, apart: Apart
     ) -> None:
         self._parts, self._call = parts, bind(engine, operation.signature, self._run)
-        self._errstate = engine.errstate.run
-        self._arrays = Same(arrays)
-        self._outs = None if out is None or out is arrays else Same(out)
-        self._in_place = out is arrays
+        self._errstate, self._apart = engine.errstate.run, apart
         places = [index for part in parts for index in part.indices]
         self._in_order = None if places == sorted(places) else itemgetter(*np.argsort(places))
 
-    def fits(self, arrays: list[Any], out: list[Any] | None) -> bool:
-        """Whether the call is the same again, and its results can be stored."""
-        if not self._arrays.fits(arrays) or not all(map(_writeable, out or ())):
-            return False
-        if out is None or out is arrays:
-            return self._outs is None and self._in_place == (out is arrays)
-        return self._outs is not None and self._outs.fits(out)
+    def can_store(self, arrays: list[Array], out: list[Array] | None) -> bool:
+        """Whether results can be stored there as the buckets are reduced, one after the other."""
+        if out is None:
+            return True
+        return all(map(_writeable, out)) and (
+            len(self._parts) == 1 or self._apart.holds(arrays, out)
+        )
 
     def make(self, arrays: list[Array], out: list[Array] | None) -> Any:
         """Make the call; PASS where a first registered array has been made since."""
@@ -113,6 +131,7 @@ class ManyReducer:
         self._engine, self._many = engine, many
         self._known: LRU[Key, Known] = LRU()
         self._seen: LRU[Key, None] = LRU()
+        self._apart = Apart()
 
     def forget(self) -> None:
         """Cut lists into buckets anew, and select their paths anew."""
@@ -127,8 +146,8 @@ class ManyReducer:
     def reduce_known(self, arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Any:
         """Make the call where it is bound; PASS elsewhere."""
         key = _key(arrays, op, out, bucket_bytes)
-        known = None if key is None else self._known.get(key)
-        if known is None or not known.fits(arrays, out):
+        known = None if key is None else self._known.recall(key)
+        if known is None or not known.can_store(arrays, out):
             return PASS
         return known.make(arrays, out)
 
@@ -149,39 +168,38 @@ class ManyReducer:
         operation, parts = self._many.operation(arrays, op, out, bucket_bytes)
         reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
         if key is not None:
-            self._remember(key, parts, operation, arrays, out)
+            self._remember(key, parts, operation, arrays)
         return reduced
 
-    def _remember(
-        self, key: Key, parts: list[Part], operation: Operation, arrays: Any, out: Any
-    ) -> None:
+    def _remember(self, key: Key, parts: list[Part], operation: Operation, arrays: Any) -> None:
         """Prepare for the call's return, once it has come twice: to prepare takes time."""
         if key not in self._seen:
             self._seen.put(key, None)
             return
         staged = [part for part in parts if isinstance(part, SharedBucket)]
-        if len(staged) < len(parts) or not _plain(arrays, out, staged):
-            return
-        self._known.put(key, Known(self._engine, staged, operation, arrays, out))
+        if len(staged) == len(parts) and _plain(arrays, staged):
+            self._known.put(key, Known(self._engine, staged, operation, self._apart))
 
 
 def _key(arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Key | None:
-    """By what a call is looked for; None for one that isn't kept."""
-    if type(arrays) is not list or not arrays or not isinstance(op, str | ReduceOp):
+    """Of the call's arrays the shapes and dtypes. None for a call that isn't kept."""
+    if type(arrays) is not list or set(map(type, arrays)) != _ARRAYS:
+        return None
+    if not isinstance(op, str | ReduceOp):
         return None
     if bucket_bytes is not None and type(bucket_bytes) is not int:
         return None
+    shapes, dtypes = tuple(map(_shapes, arrays)), tuple(map(_dtypes, arrays))
     if out is None:
-        return (op, bucket_bytes, len(arrays), id(arrays[0]), 0)
-    if type(out) is not list or len(out) != len(arrays):
-        return None
-    return (op, bucket_bytes, len(arrays), id(arrays[0]), id(out[0]))
+        return Key(op, bucket_bytes, shapes, dtypes)
+    if out is not arrays:
+        if type(out) is not list or set(map(type, out)) != _ARRAYS:
+            return None
+        if tuple(map(_shapes, out)) != shapes or tuple(map(_dtypes, out)) != dtypes:
+            return None
+    return Key(op, bucket_bytes, shapes, dtypes, "out")
 
 
-def _plain(arrays: list[Any], out: list[Any] | None, parts: list[SharedBucket]) -> bool:
+def _plain(arrays: list[Any], parts: list[SharedBucket]) -> bool:
     """Whether these can go as they are: the parts hold all arrays, in the dtypes of the folds."""
-    if any(type(array) is not np.ndarray for array in [*arrays, *(out or ())]):
-        return False
-    if any(array.dtype != part.dtype for part in parts for array in part.pick(arrays)):
-        return False
-    return out is None or len(parts) == 1 or not overlapping(arrays, out)
+    return all(array.dtype == part.dtype for part in parts for array in part.pick(arrays))

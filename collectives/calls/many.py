@@ -187,7 +187,8 @@ def outputs_of(given: list[ReduceInput], out: Sequence[Any] | None) -> list[Outp
 
 def overlapping(inputs: list[Array], outputs: list[Array]) -> list[int]:
     """The inputs that lie in another array's output, which may be written before they are read."""
-    return reached(list(map(_bounds, inputs)), list(map(_bounds, outputs)))
+    bounds = list(map(_bounds, outputs))
+    return reached(bounds if inputs is outputs else list(map(_bounds, inputs)), bounds)
 
 
 def reached(inputs: list[tuple[int, int]], outputs: list[tuple[int, int]]) -> list[int]:
