@@ -37,13 +37,15 @@ NEEDS = {
         "torch_*",
     },
     "Keras": {
+        "bench.keras.loops",
         "bench.keras.training",
         "keras_*",
         *(
             f"strategies.keras.{each}"
             for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
-        *(f"strategies.keras.{each}" for each in ("scope", "state", "steps", "tensorflow_steps")),
+        *(f"strategies.keras.{each}" for each in ("scope", "state", "steps")),
+        *(f"strategies.keras.tensorflow_{each}" for each in ("data", "steps")),
     },
     "JAX": {
         "collectives.jax*",

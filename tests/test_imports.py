@@ -161,6 +161,7 @@ LAZY = {
         "strategies/keras/scope.py",
         "strategies/keras/state.py",
         "strategies/keras/steps.py",
+        "strategies/keras/tensorflow_data.py",
         "strategies/keras/tensorflow_steps.py",
         "strategies/tensorflow/loss_scaling.py",
         "strategies/tensorflow/saving.py",
@@ -171,7 +172,7 @@ LAZY = {
         "strategies/keras/jax_gradients.py",
     },
     "tensorflow": {
-        "strategies/keras/data.py",
+        "strategies/keras/tensorflow_data.py",
         "strategies/keras/tensorflow_gradients.py",
         "strategies/keras/tensorflow_steps.py",
         "strategies/tensorflow/cluster.py",

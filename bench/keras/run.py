@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ import numpy as np
 from bench.timing import Subject, interleave
 
 _WARMUP = 1
+_APART = "apart"
+
+Epoch = Callable[[], Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m bench.keras", description=__doc__)
-    parser.add_argument("--backend", choices=("torch", "jax"), default="torch", help="of Keras")
+    parser.add_argument(
+        "--backend", choices=("torch", "jax", "tensorflow"), default="torch", help="of Keras"
+    )
     parser.add_argument("--batch", type=int, default=16, help="images of each rank (default: 16)")
     parser.add_argument("--steps", type=int, default=60, help="of an epoch (default: 60)")
     parser.add_argument("--repeats", type=int, default=9, help="epochs of each (default: 9)")
@@ -44,27 +49,55 @@ def _measure(options: argparse.Namespace) -> None:
     import keras
     from mpi4py import MPI
 
-    from bench.keras.training import apart, together
+    from bench.keras import training
 
     world = MPI.COMM_WORLD.Dup()
-    ways = {"apart": apart, "fit in the scope": together}
+    tables: dict[str, dict[str, Epoch]] = {}
+    size = options.batch, options.steps
+    if options.backend == "tensorflow":
+        tables["A custom loop in a tf.function"] = _loops(world, *size)
     if options.backend == "torch":
         import torch
 
         torch.set_num_threads(1)
-    made = [make(options.batch, options.steps) for make in ways.values()]
-    subjects = [Subject([(epoch, None)]) for epoch in made]
-    seconds = interleave(subjects, world, batch=1, warmup=_WARMUP, repeats=options.repeats)
-    medians = np.median(seconds, axis=1) / options.steps
+    tables["fit"] = {
+        _APART: training.apart(*size),
+        "compile in the scope": training.together(*size),
+    }
     lines = [f"- {name}: {value}" for name, value in _header(keras, MPI, world, options).items()]
-    lines += ["", "| training | ms per step | speed |", "|---|---:|---:|"]
-    for name, median in zip(ways, medians, strict=True):
-        lines.append(f"| {name} | {1e3 * median:.2f} | {medians[0] / median:.2f} |")
+    for title, epochs in tables.items():
+        lines += ["", f"## {title}", "", "| training | ms per step | speed |", "|---|---:|---:|"]
+        lines += _rows(epochs, options, world)
     if world.rank == 0:
         text = "\n".join(["# Keras", "", *lines, ""])
         print(text, flush=True)
         if options.output:
             options.output.write_text(text, encoding="utf-8")
+
+
+def _loops(world: Any, batch: int, steps: int) -> dict[str, Epoch]:
+    """Custom loops. TensorFlow's own strategy is made before anything else uses TensorFlow."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    from bench.keras import loops
+
+    own = loops.tensorflows_own(world)
+    ways = {
+        _APART: loops.apart(world),
+        "strategies.tensorflow": loops.together(world),
+        "TensorFlow's own": own,
+    }
+    return {name: loops.epoch_of(strategy, batch, steps) for name, strategy in ways.items()}
+
+
+def _rows(epochs: dict[str, Epoch], options: argparse.Namespace, world: Any) -> Iterator[str]:
+    """The first is what the others are compared with."""
+    subjects = [Subject([(epoch, None)]) for epoch in epochs.values()]
+    seconds = interleave(subjects, world, batch=1, warmup=_WARMUP, repeats=options.repeats)
+    medians = np.median(seconds, axis=1) / options.steps
+    for name, median in zip(epochs, medians, strict=True):
+        yield f"| {name} | {1e3 * median:.2f} | {medians[0] / median:.2f} |"
 
 
 def _header(keras: Any, mpi: Any, world: Any, options: argparse.Namespace) -> dict[str, object]:

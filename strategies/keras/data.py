@@ -183,22 +183,27 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
 
     def _rows(self) -> Iterator[Any]:
         """The rows of each piece: slices, or arrays of indices."""
-        shuffle, total = self._shuffle, self._num_samples
-        if shuffle:
-            by_batch = shuffle == "batch"
-            order = np.arange(total) if by_batch else self._generator.permutation(total)
-        for start in range(0, total, self._batch_size):
-            length = min(self._batch_size, total - start)
+        order = next(self._orders()) if self._shuffle else None
+        for start, length in self._batches():
             if self.lengths is not None:
                 self.lengths.append(length)
             part = self._share.of(length)
             self._training.rows_read = part.stop - part.start
-            if not shuffle:
-                yield slice(start + part.start, start + part.stop)
-            elif by_batch:
-                yield self._generator.permutation(order[start : start + length])[part]
-            else:
-                yield order[start : start + length][part]
+            rows = slice(start + part.start, start + part.stop)
+            yield rows if order is None else order[rows]
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        """The first row and the length of each global batch."""
+        for start in range(0, self._num_samples, self._batch_size):
+            yield start, min(self._batch_size, self._num_samples - start)
+
+    def _orders(self) -> Iterator[Any]:
+        """One order of all rows, as `shuffle` asks for it."""
+        if self._shuffle == "batch":
+            batches = [start + np.arange(length) for start, length in self._batches()]
+            yield np.concatenate([self._generator.permutation(each) for each in batches])
+        else:
+            yield self._generator.permutation(self._num_samples)
 
     def get_torch_dataloader(self) -> Iterator[Any]:
         """Pieces of torch tensors; Keras only iterates over it."""
@@ -211,26 +216,17 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
         return self._get_iterator(convert, inputs)
 
     def get_tf_dataset(self) -> Any:
-        """The global batches, in an order that the seed determines."""
-        if not self._shuffle:
-            return super().get_tf_dataset()
-        import tensorflow as tf
+        """This rank's pieces, distributed. Collective."""
+        from strategies.keras.tensorflow_data import distributed_pieces
 
-        inputs = convert_to_sliceable(self._inputs, target_backend="tensorflow")
-        inputs = keras.tree.lists_to_tuples(inputs)
-        # Not by TensorFlow's shuffle: its seeds depend on the rank's global seed.
-        kind = tf.TensorSpec((self._num_samples,), tf.int64)
-        orders = tf.data.Dataset.from_generator(self._orders, output_signature=kind)
-        rows = orders.flat_map(tf.data.Dataset.from_tensor_slices).batch(self._batch_size)
-        batches = rows.map(
-            lambda rows: keras.tree.map_structure(
-                lambda each: tf.gather(each, rows), inputs, none_is_leaf=False
-            )
-        )
-        return batches.prefetch(tf.data.AUTOTUNE)
-
-    def _orders(self) -> Iterator[Any]:
-        yield self._generator.permutation(self._num_samples)
+        communicator = self._training.communicator
+        share = Share(communicator.rank, communicator.size)
+        parts = [(start, share.of(length)) for start, length in self._batches()]
+        starts, stops = np.array(
+            [(start + part.start, start + part.stop) for start, part in parts], np.int64
+        ).T
+        orders = self._orders if self._shuffle else None
+        return distributed_pieces(self._training.owner, self._inputs, starts, stops, orders)
 
 
 def share_data(

@@ -1,0 +1,67 @@
+"""This rank's pieces of arrays, for Keras's TensorFlow backend.
+
+A `tf.data` dataset of global batches would be split by rewriting its graph, with the arrays in it,
+and every rank would gather the rows of all. Arrays can be indexed, so that here each rank gathers
+its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters.array_slicing import (
+    TensorflowSparseWrapper,
+    convert_to_sliceable,
+    slice_tensorflow_sparse_wrapper,
+)
+
+Orders = Callable[[], Iterator[Any]]
+
+
+def distributed_pieces(
+    strategy: Any, arrays: Any, starts: Any, stops: Any, orders: Orders | None
+) -> Any:
+    """A distributed dataset of the rows from `starts[i]` to `stops[i]`, in every epoch. Collective.
+
+    arrays: a nest of what Keras's `fit` takes, of which None stays None.
+    starts, stops: int64 arrays with an element for each global batch. A piece may have no rows.
+    orders: gives the rows' order in an epoch once for each iteration; None for their own order.
+    """
+    inputs = keras.tree.lists_to_tuples(convert_to_sliceable(arrays, target_backend="tensorflow"))
+    inputs = keras.tree.map_structure(_tensor, inputs, none_is_leaf=False)
+    bounds = tf.data.Dataset.from_tensor_slices((starts, stops))
+    if orders is None:
+        rows = bounds.map(tf.range)
+    else:
+        order = tf.TensorSpec((None,), tf.int64)
+        rows = tf.data.Dataset.from_generator(orders, output_signature=order).flat_map(
+            lambda order: bounds.map(lambda start, stop: order[start:stop])
+        )
+    pieces = rows.map(
+        lambda rows: keras.tree.map_structure(
+            lambda each: _rows_of(each, rows), inputs, none_is_leaf=False
+        ),
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
+    options = tf.data.Options()
+    # Optimizations would rewrite the graph, with the arrays in it.
+    options.experimental_optimization.apply_default_optimizations = False
+    pieces = pieces.with_options(options).prefetch(tf.data.AUTOTUNE)
+    distributed = strategy.distribute_datasets_from_function(lambda context: pieces)
+    # All ranks have as many pieces: they need not agree on the end at each step.
+    distributed._enable_get_next_as_optional = False
+    return distributed
+
+
+def _tensor(array: Any) -> Any:
+    """Now, since an array that a traced function uses becomes a constant of its graph."""
+    return array if isinstance(array, TensorflowSparseWrapper) else tf.convert_to_tensor(array)
+
+
+def _rows_of(array: Any, rows: Any) -> Any:
+    if isinstance(array, TensorflowSparseWrapper):
+        return slice_tensorflow_sparse_wrapper(array, rows)
+    return tf.gather(array, rows)
