@@ -8,31 +8,30 @@ library, are made contiguous first (`call_cache`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.caching import LRU
 from collectives.calls import PASS
-from collectives.calls.bound_small import bind_small, small_reduction
-from collectives.calls.counts import check_room
-from collectives.calls.objects import numbers_of_all
+from collectives.calls.bound_small import (
+    DATA,
+    bind_small,
+    small_reduce_scatter,
+    small_reduction,
+)
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.schedules.paths import SHARED
-from collectives.shm.addresses import NOWHERE, Publish
+from collectives.shm.addresses import Publish
 from collectives.shm.layout import ARRIVALS
-from collectives.shm.node import Node, Path
+from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import PathSelector
 
-# Words between that of the arrival and the rank's data (`shm.layout`).
-DATA = 2
 _BYTES = np.dtype(np.uint8)
 _LAST = CALLS_KEPT - 1
 
@@ -171,67 +170,10 @@ def bind_reduce_scatter(
 ) -> Callable[[Array, Array], Any]:
     """The function (source, target): `target` is this rank's part, `lengths` those of all."""
     nbytes = sum(lengths) * dtype.itemsize
+    small = small_reduction(engine, op, dtype, nbytes)
+    if small is not None:
+        return bind(engine, signature, *small_reduce_scatter(engine, small, lengths))
     run, publish = _component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
-    return bind(engine, signature, run, publish)
-
-
-def bind_all_gather(
-    engine: Engine,
-    signature: Signature,
-    count: int,
-    room: int,
-    rest: tuple[int, ...],
-    dtype: np.dtype[Any],
-) -> Callable[[Array, Array | None], Array]:
-    """The function (source, target) → the joined rows, each of shape `rest`.
-
-    This rank sends `count` rows. A given target is flat, and returned; `room` is the number of rows
-    that it holds (`check_room` raises ValueError on every rank if that is not the sum). The result
-    has its final shape before the call ends, as of `bound_many`.
-    """
-    exchange = None if engine.node is None else engine.node.addresses
-    paths = engine.paths("all_gather", None, _BYTES)
-    row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run
-    chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
-
-    def choose(total: int) -> tuple[str, Path | None, bool]:
-        """The path of so many bytes, and whether it uses the exchanged addresses."""
-        name = engine.choose("all_gather", total, paths) if engine.size > 1 else ""
-        path = paths.get(name)
-        return name, path, isinstance(path, PathSelector) and path.exchanges(total)
-
-    last: tuple[Any, ...] = (None,)
-
-    def joined_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What follows from the exchanged numbers; calls often repeat with the same buffers."""
-        nonlocal last
-        addresses, counts, rooms = given
-        check_room(counts, rooms)
-        rows, lengths = sum(counts), [each * row_bytes for each in counts]
-        total = rows * row_bytes
-        choice = chosen.get(total) or chosen.put(total, choose(total))
-        last = given, addresses, (rows, *rest), lengths, total, *choice
-        return last
-
-    def run(source: Array, target: Array | None, index: int | None) -> Array:
-        if index is None or exchange is None:
-            counts, rooms = zip(*numbers_of_all(engine, count, room), strict=True)
-            given = NOWHERE, counts, rooms
-        else:
-            given = exchange.read(index)
-        known = last if given is last[0] else joined_of(given)
-        _, addresses, shape, lengths, total, name, path, addressed = known
-        joined = np.empty(shape, dtype) if target is None else target
-        sent, filled = source.view(_BYTES), joined.reshape(-1).view(_BYTES)
-        if path is None:
-            engine.run("all_gather", sent, filled, lengths=lengths)
-        elif addressed and index is not None:
-            engine.path = errstate(path.run, addresses, total, sent, filled, lengths, 0)
-        else:
-            engine.path = errstate(path, sent, filled, lengths, 0) or name
-        return joined
-
-    publish = None if exchange is None else exchange.publisher(count, room)
     return bind(engine, signature, run, publish)
 
 

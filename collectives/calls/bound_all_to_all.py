@@ -14,7 +14,8 @@ import numpy as np
 
 from collectives.arrays.kinds import to_array
 from collectives.calls.all_to_all import exchange, exchange_bytes
-from collectives.calls.bound import DATA, Call, Run, bind
+from collectives.calls.bound import Call, Run, bind
+from collectives.calls.bound_small import DATA
 from collectives.calls.objects import numbers_of_all
 from collectives.consistency.signature import Signature, dtype_name, fingerprint
 from collectives.execution.engine import Engine

@@ -1,11 +1,12 @@
-"""The bound all_reduce of small arrays between the ranks of a node, in one step.
+"""Bound calls of small arrays between the ranks of a node, in one step.
 
-Each rank stores its elements beside its arrival, and folds those of all ranks by itself.
+Each rank stores its elements beside its arrival, and folds or copies those of all ranks by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import SHARED
-from collectives.shm.layout import ARRIVALS, SMALL_BYTES
+from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
+from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import LEAST_BYTES
+
+# Words between that of the arrival and the rank's data (`shm.layout`).
+DATA = 2
 
 # All ranks read all elements of small arrays: with more than this in all, stages are better.
 _SMALL_BYTES_OF_ALL = 128 << 10
@@ -35,6 +40,83 @@ def small_reduction(
     registered = node.pool.in_use and nbytes >= LEAST_BYTES
     reduction = reduction_for(op, dtype)
     return reduction if small and not registered and reduction.plain_fold else None
+
+
+def small_reduce_scatter(
+    engine: Engine, reduction: Reduction, lengths: Sequence[int]
+) -> tuple[Callable[[Any, Any, Any], None], Callable[[int, Any, Any], None]]:
+    """What folds the target, this rank's part, and what publishes the source, for `bound.bind`.
+
+    `lengths` are the elements of every rank's part.
+    """
+    assert engine.node is not None
+    assert reduction.plain_fold is not None
+    memory, rank, size, dtype = engine.node.steps.memory, engine.rank, engine.size, reduction.dtype
+    nbytes, stop = sum(lengths) * dtype.itemsize, sum(lengths[: rank + 1])
+    places = {
+        at + DATA: [memory.slots[peer][parity][:nbytes].view(dtype) for peer in range(size)]
+        for parity, at in enumerate(ARRIVALS)
+    }
+    stores = {index: each[rank] for index, each in places.items()}
+    parts = {
+        index: [elements[stop - lengths[rank] : stop] for elements in each]
+        for index, each in places.items()
+    }
+    fold, errstate, finish = reduction.plain_fold, engine.errstate.run, reduction.finish
+
+    def publish(index: int, source: Any, target: Any) -> None:
+        stores[index][...] = source
+
+    def run(source: Array, target: Array, index: Any) -> None:
+        first, second, *rest = parts[index]
+        errstate(fold, first, second, target)
+        for each in rest:
+            errstate(fold, target, each, target)
+        if reduction.divides:
+            errstate(finish, target, size)
+
+    return run, publish
+
+
+class SmallRows:
+    """The rows of all ranks, each of which stores its own beside its arrival if they are few."""
+
+    def __init__(self, node: Node) -> None:
+        memory, rank = node.steps.memory, node.steps.rank
+        # Registered arrays of more bytes are read where they are.
+        self.most = LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
+        self._slots = {
+            at + DATA: [slots[parity][ROW_BYTES:] for slots in memory.slots]
+            for parity, at in enumerate(ARRIVALS)
+        }
+        self._own = {index: slots[rank] for index, slots in self._slots.items()}
+
+    def store(self, index: int, content: Array) -> None:
+        """Publish this rank's bytes, `most` or fewer."""
+        self._own[index][: content.nbytes] = content
+
+    def reader(self, lengths: Sequence[int]) -> Callable[[int, Array], None] | None:
+        """The function (index, target) that joins so many bytes of each rank.
+
+        None where they aren't few.
+        """
+        if max(lengths) > self.most or sum(lengths) > _SMALL_BYTES_OF_ALL:
+            return None
+        ends = list(accumulate(lengths))
+        places = list(map(slice, [0, *ends], ends))
+        reads = {
+            index: [
+                (place, slot[:length])
+                for place, slot, length in zip(places, slots, lengths, strict=True)
+            ]
+            for index, slots in self._slots.items()
+        }
+
+        def read(index: int, target: Array) -> None:
+            for place, content in reads[index]:
+                target[place] = content
+
+        return read
 
 
 def bind_small(

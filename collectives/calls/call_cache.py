@@ -23,11 +23,11 @@ from collectives.calls.all_to_all import Parts, store
 from collectives.calls.arguments import Rows, contiguous_apart, split_rows, stores_rows
 from collectives.calls.bound import (
     bind,
-    bind_all_gather,
     bind_all_reduce,
     bind_broadcast,
     bind_reduce_scatter,
 )
+from collectives.calls.bound_all_gather import bind_all_gather
 from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import broadcast_output, broadcast_signature, rows_of, signature_of

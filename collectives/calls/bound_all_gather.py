@@ -1,0 +1,107 @@
+"""The bound all_gather: counts, places and times travel in one exchange, and few rows with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.caching import LRU
+from collectives.calls.bound import bind
+from collectives.calls.bound_small import SmallRows
+from collectives.calls.counts import check_room
+from collectives.calls.objects import numbers_of_all
+from collectives.consistency.signature import Signature
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
+from collectives.shm.addresses import NOWHERE, Publish
+from collectives.shm.node import Path
+from collectives.shm.selector import PathSelector
+
+_BYTES = np.dtype(np.uint8)
+
+
+def bind_all_gather(
+    engine: Engine,
+    signature: Signature,
+    count: int,
+    room: int,
+    rest: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> Callable[[Array, Array | None], Array]:
+    """The function (source, target) → the joined rows, each of shape `rest`.
+
+    This rank sends `count` rows. A given target is flat, and returned; `room` is the number of rows
+    that it holds (`check_room` raises ValueError on every rank if that is not the sum). The result
+    has its final shape before the call ends, as of `bound_many`.
+    """
+    exchange = None if engine.node is None else engine.node.addresses
+    paths = engine.paths("all_gather", None, _BYTES)
+    row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run
+    chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
+    small = _small_rows(engine)
+
+    def choose(total: int) -> tuple[str, Path | None, bool]:
+        """The path of so many bytes, and whether it uses the exchanged addresses."""
+        name = engine.choose("all_gather", total, paths) if engine.size > 1 else ""
+        path = paths.get(name)
+        return name, path, isinstance(path, PathSelector) and path.exchanges(total)
+
+    last: tuple[Any, ...] = (None,)
+
+    def joined_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What follows from the exchanged numbers; calls often repeat with the same buffers."""
+        nonlocal last
+        addresses, counts, rooms = given
+        check_room(counts, rooms)
+        rows, lengths = sum(counts), [each * row_bytes for each in counts]
+        total = rows * row_bytes
+        reader = None if small is None else small.reader(lengths)
+        choice = chosen.get(total) or chosen.put(total, choose(total))
+        last = given, addresses, (rows, *rest), lengths, total, reader, *choice
+        return last
+
+    def run(source: Array, target: Array | None, index: int | None) -> Array:
+        if index is None or exchange is None:
+            counts, rooms = zip(*numbers_of_all(engine, count, room), strict=True)
+            given = NOWHERE, counts, rooms
+        else:
+            given = exchange.read(index)
+        known = last if given is last[0] else joined_of(given)
+        _, addresses, shape, lengths, total, reader, name, path, addressed = known
+        joined = np.empty(shape, dtype) if target is None else target
+        sent, filled = source.view(_BYTES), joined.reshape(-1).view(_BYTES)
+        if reader is not None:
+            errstate(reader, index, filled)
+        elif path is None:
+            engine.run("all_gather", sent, filled, lengths=lengths)
+        elif addressed and index is not None:
+            engine.path = errstate(path.run, addresses, total, sent, filled, lengths, 0)
+        else:
+            engine.path = errstate(path, sent, filled, lengths, 0) or name
+        return joined
+
+    publish = None if exchange is None else exchange.publisher(count, room)
+    if small is not None and publish is not None and count * row_bytes <= small.most:
+        publish = _publish_both(publish, small)
+    return bind(engine, signature, run, publish)
+
+
+def _small_rows(engine: Engine) -> SmallRows | None:
+    node = engine.node
+    if node is None or engine.call_check is None or not node.memory_is_all:
+        return None
+    return SmallRows(node)
+
+
+def _publish_both(publish_row: Publish, small: SmallRows) -> Publish:
+    store = small.store
+
+    def publish(index: int, source: Array | None, target: Array | None) -> None:
+        assert source is not None
+        publish_row(index, source, target)
+        store(index, source.view(_BYTES))
+
+    return publish
