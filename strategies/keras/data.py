@@ -183,7 +183,7 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
 
     def _rows(self) -> Iterator[Any]:
         """The rows of each piece: slices, or arrays of indices."""
-        order = next(self._orders()) if self._shuffle else None
+        order = self._order() if self._shuffle else None
         for start, length in self._batches():
             if self.lengths is not None:
                 self.lengths.append(length)
@@ -197,13 +197,12 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
         for start in range(0, self._num_samples, self._batch_size):
             yield start, min(self._batch_size, self._num_samples - start)
 
-    def _orders(self) -> Iterator[Any]:
-        """One order of all rows, as `shuffle` asks for it."""
+    def _order(self) -> Any:
+        """A new order of all rows, as `shuffle` says."""
         if self._shuffle == "batch":
             batches = [start + np.arange(length) for start, length in self._batches()]
-            yield np.concatenate([self._generator.permutation(each) for each in batches])
-        else:
-            yield self._generator.permutation(self._num_samples)
+            return np.concatenate([self._generator.permutation(each) for each in batches])
+        return self._generator.permutation(self._num_samples)
 
     def get_torch_dataloader(self) -> Iterator[Any]:
         """Pieces of torch tensors; Keras only iterates over it."""
@@ -225,8 +224,8 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
         starts, stops = np.array(
             [(start + part.start, start + part.stop) for start, part in parts], np.int64
         ).T
-        orders = self._orders if self._shuffle else None
-        return distributed_pieces(self._training.owner, self._inputs, starts, stops, orders)
+        order = self._order if self._shuffle else None
+        return distributed_pieces(self._training.owner, self._inputs, starts, stops, order)
 
 
 def share_data(

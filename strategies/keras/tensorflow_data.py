@@ -7,7 +7,7 @@ its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,28 +18,26 @@ from keras.src.trainers.data_adapters.array_slicing import (
     slice_tensorflow_sparse_wrapper,
 )
 
-Orders = Callable[[], Iterator[Any]]
-
 
 def distributed_pieces(
-    strategy: Any, arrays: Any, starts: Any, stops: Any, orders: Orders | None
+    strategy: Any, arrays: Any, starts: Any, stops: Any, order: Callable[[], Any] | None
 ) -> Any:
     """A distributed dataset of the rows from `starts[i]` to `stops[i]`, in every epoch. Collective.
 
     arrays: a nest of what Keras's `fit` takes, of which None stays None.
     starts, stops: int64 arrays with an element for each global batch. A piece may have no rows.
-    orders: gives the rows' order in an epoch once for each iteration; None for their own order.
+    order: returns the rows' order, called once for each iteration; None for their own order.
     """
     inputs = keras.tree.lists_to_tuples(convert_to_sliceable(arrays, target_backend="tensorflow"))
     inputs = keras.tree.map_structure(_tensor, inputs, none_is_leaf=False)
     bounds = tf.data.Dataset.from_tensor_slices((starts, stops))
-    if orders is None:
+    if order is None:
         rows = bounds.map(tf.range)
     else:
-        order = tf.TensorSpec((None,), tf.int64)
-        rows = tf.data.Dataset.from_generator(orders, output_signature=order).flat_map(
-            lambda order: bounds.map(lambda start, stop: order[start:stop])
+        orders = tf.data.Dataset.range(1).map(
+            lambda _: tf.ensure_shape(tf.numpy_function(order, [], tf.int64), [None])
         )
+        rows = orders.flat_map(lambda order: bounds.map(lambda start, stop: order[start:stop]))
     pieces = rows.map(
         lambda rows: keras.tree.map_structure(
             lambda each: _rows_of(each, rows), inputs, none_is_leaf=False

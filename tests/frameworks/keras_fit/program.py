@@ -645,28 +645,6 @@ def a_loss_scale_that_one_rank_overflows():
 
 
 @check
-def gradients_that_are_reduced_elsewhere():
-    from strategies.keras.scope import training_scope
-    from strategies.keras.training import Training
-
-    training = Training(STRATEGY.communicator, is_chief=STRATEGY.is_chief, reduces=False)
-    path = directory()
-    alone = dense()
-    alone.compile("sgd", "mse")
-    with training_scope(training):
-        together = dense(seed=1 + RANK)
-        together.compile("sgd", "mse")
-    kept = keras.callbacks.CSVLogger(path / f"{RANK}.csv")
-    how = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-    alone.fit(X, Y, **how)
-    together.fit(X, Y, callbacks=[kept], **how)
-    assert_in_step(alone, together)  # each rank has trained on all rows
-    together.fit(X, Y, batch_size=BATCH, verbose=0)
-    assert_same_everywhere(weights_of(together).tobytes())
-    WORLD.barrier()
-    assert [each.name for each in path.glob("*.csv")] == ["0.csv"]
-
-
 @needs_tensorflow
 def datasets_of_tensorflow():
     import logging
