@@ -644,7 +644,6 @@ def a_loss_scale_that_one_rank_overflows():
     assert_same_everywhere(float(together.optimizer.dynamic_scale.numpy()))
 
 
-@check
 @needs_tensorflow
 def datasets_of_tensorflow():
     import logging
