@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from strategies.core.same_error import call_on_first
@@ -91,9 +92,14 @@ class Estimator:
             checkpoint_name=NAME,
         )
         saving = Saving(manager, first, self.config.save_checkpoints_steps, saved)
-        data = self._distributed(strategy, input_fn, ModeKeys.TRAIN, count)
-        callbacks = [Restoration(restored, path), saving]
-        restored.model.fit(data, verbose=0, callbacks=callbacks)
+        data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
+        restored.model.fit(
+            data,
+            steps_per_epoch=count,
+            verbose=0,
+            shuffle=False,
+            callbacks=[Restoration(restored, path), saving],
+        )
         saving.save()
         strategy.communicator.barrier("Estimator.train")
         return self
@@ -114,11 +120,17 @@ class Estimator:
         refuse_both(steps, None)
         strategy = self._eval_strategy
         path = checkpoint_path or self._latest(strategy)
+        step = step_of(path)
         restored = self._model_of(ModeKeys.EVAL, strategy)
-        data = self._distributed(strategy, input_fn, ModeKeys.EVAL, steps)
-        callbacks = [Restoration(restored, path)]
-        found = restored.model.evaluate(data, verbose=0, callbacks=callbacks, return_dict=True)
-        return {**found, "global_step": step_of(path)}
+        data = self._distributed(strategy, input_fn, ModeKeys.EVAL)
+        found = restored.model.evaluate(
+            data,
+            steps=steps,
+            verbose=0,
+            callbacks=[Restoration(restored, path)],
+            return_dict=True,
+        )
+        return {**found, "global_step": step}
 
     def predict(
         self, input_fn: InputFunction, hooks: Any = None, checkpoint_path: str | None = None
@@ -131,7 +143,7 @@ class Estimator:
         refuse("predict", {"hooks": hooks}, "input_fn, checkpoint_path")
         path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
         restored = self._model_of(ModeKeys.PREDICT, None)
-        data = self._dataset(input_fn, tf.distribute.InputContext(), ModeKeys.PREDICT, None)
+        data = self._dataset(input_fn, tf.distribute.InputContext(), ModeKeys.PREDICT)
         return _rows(restored, path, data)
 
     def latest_checkpoint(self) -> str | None:
@@ -139,9 +151,11 @@ class Estimator:
         return self._latest(self.train_strategy)
 
     def _latest(self, strategy: Strategy) -> str | None:
-        return call_on_first(
-            strategy.communicator, lambda: tf.train.latest_checkpoint(self.model_dir)
-        )
+        def find() -> str | None:
+            path: str | None = tf.train.latest_checkpoint(self.model_dir)
+            return path
+
+        return call_on_first(strategy.communicator, find)
 
     def _model_of(self, mode: str, strategy: Strategy | None) -> RestoredModel:
         """The mode's own model, so that an evaluation may occur within `train`."""
@@ -151,17 +165,13 @@ class Estimator:
             self._models[mode] = RestoredModel(lambda: _call(self._model_fn, known), scope)
         return self._models[mode]
 
-    def _distributed(
-        self, strategy: Strategy, input_fn: InputFunction, mode: str, count: int | None
-    ) -> Any:
+    def _distributed(self, strategy: Strategy, input_fn: InputFunction, mode: str) -> Any:
         return strategy.distribute_datasets_from_function(
-            lambda context: self._dataset(input_fn, context, mode, count)
+            lambda context: self._dataset(input_fn, context, mode)
         )
 
-    def _dataset(
-        self, input_fn: InputFunction, context: Any, mode: str, count: int | None
-    ) -> tf.data.Dataset:
-        """This rank's dataset, with at most `count` batches."""
+    def _dataset(self, input_fn: InputFunction, context: Any, mode: str) -> tf.data.Dataset:
+        """This rank's dataset."""
         known = {"input_context": context, "mode": mode, "params": self.params}
         known["config"] = self.config
         _check_arguments("input_fn", input_fn, tuple(known))
@@ -171,7 +181,7 @@ class Estimator:
                 f"input_fn returned {type(dataset).__name__}: must return a tf.data.Dataset whose"
                 " batches are those of one replica"
             )
-        return dataset if count is None else dataset.take(count)
+        return dataset
 
 
 def _check_arguments(what: str, function: Any, known: tuple[str, ...]) -> None:
@@ -207,11 +217,19 @@ def _rows(
             model(features, training=False)
             restored.restore(path)
             ready = True
-        outputs = model.predict_on_batch(features)
-        if not isinstance(outputs, dict):
-            many = outputs if isinstance(outputs, list | tuple) else [outputs]
-            names = getattr(model, "output_names", None)
-            names = names or [f"output_{number}" for number, _ in enumerate(many, 1)]
-            outputs = dict(zip(names, many, strict=True))
+        outputs = _named(model, model.predict_on_batch(features))
         for values in zip(*outputs.values(), strict=True):
             yield dict(zip(outputs, values, strict=True))
+
+
+def _named(model: keras.Model, outputs: Any) -> dict[str, Any]:
+    """The model's outputs by their names; by their numbers where a model of a program has none."""
+    if isinstance(outputs, dict):
+        return outputs
+    many = outputs if isinstance(outputs, list | tuple) else [outputs]
+    names = [f"output_{number}" for number, _ in enumerate(many, 1)]
+    if isinstance(model, keras.Sequential):
+        names = [model.layers[-1].name]
+    elif hasattr(model, "output_names"):
+        names = model.output_names
+    return dict(zip(names, many, strict=True))

@@ -70,7 +70,11 @@ class Saving(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves a checkpoint every so many steps, on all ranks."""
 
     def __init__(
-        self, manager: tf.train.CheckpointManager, first: int, every: int | None, saved: Callable[[], None]
+        self,
+        manager: tf.train.CheckpointManager,
+        first: int,
+        every: int | None,
+        saved: Callable[[], None],
     ) -> None:
         """`first` is the number of steps so far; `saved()` is called after each checkpoint."""
         super().__init__()
