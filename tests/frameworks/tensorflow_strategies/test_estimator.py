@@ -1,5 +1,7 @@
 """`strategies.estimator`, as `tf.estimator` was, over Keras models."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -232,3 +234,16 @@ def test_what_is_not_supported(tf, ds, estimator, comm):
         with pytest.raises(error, match=text):
             call()
     comm.barrier()
+
+
+def test_an_evaluator_is_refused(tf, ds, estimator, comm, monkeypatch):
+    """On its own rank; the chief could train alone."""
+    kind = ("chief", "evaluator")[comm.rank]
+    config = {"cluster": {"chief": ["a"]}, "task": {"type": kind, "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    strategy = ds.MultiWorkerMirroredStrategy(communicator=comm)
+    config = estimator.RunConfig(train_distribute=strategy)
+    new = estimator.Estimator(lambda: made(tf.keras), config=config)
+    if kind == "evaluator":
+        with pytest.raises(ValueError, match="TF_CONFIG's task is evaluator"):
+            estimator.train_and_evaluate(new, None, None)

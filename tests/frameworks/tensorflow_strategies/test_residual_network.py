@@ -63,7 +63,9 @@ def test_residual_network(tf, ds, comm, equal_on_all):
         np.testing.assert_allclose(found_losses, losses, rtol=1e-4)
         for one, other in zip(found, weights, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-4)
-    found, found_losses = fitted(tf, made, trains_statistics=True)
-    equal_on_all([*found, *found_losses])
-    assert np.isfinite(found_losses).all()
-    assert found_losses[0] != pytest.approx(losses[0])
+    # A variance over two rows makes the first steps so large that `evaluate` overflows, in one
+    # process with batches of two as well.
+    found, (loss, _) = fitted(tf, made, trains_statistics=True)
+    equal_on_all([*found, loss])
+    assert all(np.isfinite(each).all() for each in [*found, loss])
+    assert loss != pytest.approx(losses[0])
