@@ -52,6 +52,7 @@ NEEDS = {
         "strategies.keras.jax_gradients",
     },
     "TensorFlow": {
+        "strategies.estimator*",
         "strategies.keras.tensorflow_gradients",
         "strategies.tensorflow*",
         "tensorflow_*",

@@ -83,6 +83,7 @@ STRATEGIES = {
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
     | {"keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
+    "estimator": {"core", "tensorflow"},
     "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops", "foreign"}
     | {"keras", "replication", "synchronous", "collectives"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
@@ -151,6 +152,10 @@ LAZY = {
         "strategies/torch/states.py",
     },
     "keras": {
+        "strategies/estimator/estimator.py",
+        "strategies/estimator/linear.py",
+        "strategies/estimator/models.py",
+        "strategies/estimator/restored.py",
         "strategies/keras/callbacks.py",
         "strategies/keras/data.py",
         "strategies/keras/loops.py",
@@ -172,6 +177,8 @@ LAZY = {
         "strategies/keras/jax_gradients.py",
     },
     "tensorflow": {
+        "strategies/estimator/estimator.py",
+        "strategies/estimator/restored.py",
         "strategies/keras/tensorflow_data.py",
         "strategies/keras/tensorflow_gradients.py",
         "strategies/keras/tensorflow_steps.py",

@@ -93,7 +93,8 @@ def joined(dataset: Any, count: int) -> Any:
 def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], options: Any) -> Any:
     """The dataset that the function makes for this rank, whose batches are not split. Collective.
 
-    An error of the function on one rank is raised on every rank.
+    An error of the function on one rank is raised on every rank. Where the ranks' numbers of
+    batches differ, no rank uses its own: the ranks agree on the end at each step.
     """
     options = _on_host(options)
 
@@ -109,7 +110,12 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
     communicator = extended.operations.communicator
     if communicator.size == 1 or not tf.executing_eagerly():
         return make()
-    return call_on_all(communicator, "distribute_datasets_from_function", make)
+    made = call_on_all(communicator, "distribute_datasets_from_function", make)
+    if len(set(communicator.all_gather_object(int(made.cardinality)))) > 1:
+        # Keras would end each rank's epoch by the rank's own number.
+        made._cardinality = tf.data.UNKNOWN_CARDINALITY
+        made._enable_get_next_as_optional = True
+    return made
 
 
 def _on_host(options: Any) -> Any:

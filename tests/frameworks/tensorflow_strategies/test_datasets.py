@@ -188,3 +188,18 @@ def test_errors_of_one_rank(tf, strategy, comm, folder):
     with pytest.raises(FileNotFoundError, match="of the last rank"):
         strategy.distribute_datasets_from_function(make)
     assert float(strategy.reduce("SUM", tf.constant(1.0), axis=None)) == comm.size
+
+
+def test_datasets_of_a_function_with_different_lengths(tf, strategy, comm):
+    """Also where TensorFlow counts the batches: no rank ends before the others."""
+    for steps in (comm.rank + 1, None):
+
+        def dataset_fn(context, steps=steps):
+            dataset = tf.data.Dataset.from_tensors([1.0]).repeat(steps).batch(1)
+            return dataset.take(comm.rank + 2)
+
+        data = strategy.distribute_datasets_from_function(dataset_fn)
+        assert int(data.cardinality) == tf.data.UNKNOWN_CARDINALITY
+        rows = [int(strategy.run(lambda x: tf.shape(x)[0], (batch,))) for batch in data]
+        assert rows == [1] * sum(rows) + [0] * (len(rows) - sum(rows))
+        assert comm.all_gather_object(len(rows)) == [len(rows)] * comm.size

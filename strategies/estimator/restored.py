@@ -1,0 +1,96 @@
+"""An estimator's Keras model in a strategy's scope, and the checkpoints that it is restored from.
+
+A checkpoint of step 20 is called `model.ckpt-20`, as those of `tf.estimator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+NAME = "model.ckpt"
+
+
+def step_of(path: str | None) -> int:
+    """The number of steps of a checkpoint; 0 without one. ValueError for another name."""
+    if path is None:
+        return 0
+    step = path.rpartition("-")[2]
+    if not step.isdecimal():
+        raise ValueError(f"the checkpoint {path!r} is not an estimator's: must end with -STEPS")
+    return int(step)
+
+
+class RestoredModel:
+    """A model made in a scope, with its checkpoint."""
+
+    def __init__(
+        self, model_fn: Callable[[], keras.Model], scope: AbstractContextManager[Any]
+    ) -> None:
+        """Raise TypeError unless `model_fn` returns a compiled Keras model."""
+        with scope:
+            self.model = model_fn()
+        if not isinstance(self.model, keras.Model) or not self.model.compiled:
+            raise TypeError(
+                f"model_fn returned {type(self.model).__name__}: must return a Keras model that"
+                " it has compiled"
+            )
+        self.checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.model.optimizer)
+
+    def restore(self, path: str | None) -> None:
+        """Restore a model that is built; nothing without a path.
+
+        Raises AssertionError where the model is not the one that was saved.
+        """
+        if path is not None:
+            status = self.checkpoint.restore(path)
+            status.assert_existing_objects_matched()
+            status.expect_partial()
+
+
+class Restoration(keras.callbacks.Callback):  # type: ignore[misc]
+    """Restores a checkpoint when `fit` or `evaluate` has built the model."""
+
+    def __init__(self, restored: RestoredModel, path: str | None) -> None:
+        super().__init__()
+        self._restored, self._path = restored, path
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore."""
+        self._restored.restore(self._path)
+
+    on_test_begin = on_train_begin
+
+
+class Saving(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves a checkpoint every so many steps, on all ranks."""
+
+    def __init__(
+        self,
+        manager: tf.train.CheckpointManager,
+        first: int,
+        every: int | None,
+        saved: Callable[[], None],
+    ) -> None:
+        """`first` is the number of steps so far; `saved()` is called after each checkpoint."""
+        super().__init__()
+        self._manager, self._every, self._saved = manager, every, saved
+        self._first = self._step = self._last = first
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the steps: with `steps_per_execution` there may be several."""
+        self._step = self._first + batch + 1
+        if self._every is not None and self._step // self._every > self._last // self._every:
+            self.save()
+
+    def save(self) -> None:
+        """Save, unless this step is saved already. Collective."""
+        if self._step == self._last:
+            return
+        self._last = self._step
+        self._manager.save(checkpoint_number=self._step)
+        self._saved()

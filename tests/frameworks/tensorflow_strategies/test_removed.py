@@ -1,0 +1,92 @@
+"""The code that replaces what TensorFlow has removed, as the page's table gives it."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PAGE = Path(__file__).parents[3] / "docs" / "coming-from" / "tf-distribute.md"
+
+SERVER = """
+import json, os, sys
+import collectives
+
+roles, code = json.loads(sys.argv[1]), sys.argv[2]
+comm = collectives.world(deadline=30)
+cluster = {"worker": ["a"], "ps": ["b"]}
+task = {"type": roles[comm.rank], "index": 0}
+os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+namespace = {}
+exec(code, namespace)
+if task["type"] == "worker":
+    print(json.dumps(namespace["found"].tolist()))
+"""
+
+
+def section():
+    text = PAGE.read_text(encoding="utf-8")
+    return text.split("### What TensorFlow has removed")[1].split("\n## ")[0]
+
+
+def blocks():
+    """The code of each subsection."""
+    parts = section().split("\n#### ")[1:]
+    found = {
+        part.split("\n")[0]: re.search(r"```python\n(.*?)```", part, re.DOTALL) for part in parts
+    }
+    return {name: code[1] for name, code in found.items()}
+
+
+def uses():
+    """The second cell of each row of the table."""
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", section(), re.MULTILINE)
+    return [use for _, use in rows[1:] if use != "---"]
+
+
+def executed(code):
+    namespace = {"__name__": "__main__"}
+    exec(compile(code, PAGE.name, "exec"), namespace)
+    return namespace
+
+
+def test_each_row_has_code():
+    linked = [name for use in uses() for name in re.findall(r"\]\(#(\w+)\)", use)]
+    assert linked == [name.lower() for name in blocks()] == ["estimator", "session", "server"]
+    assert len(uses()) == 5
+
+
+def test_the_server(launch):
+    """Its ten steps of SGD towards 1, with a rate of 0.1."""
+    command = [sys.executable, "-c", SERVER, '["ps", "worker"]', blocks()["Server"]]
+    ended = launch(2, command, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    np.testing.assert_allclose(json.loads(ended.stdout), [1 - 0.9**10] * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.timeout_seconds(300)
+@pytest.mark.filterwarnings("ignore:To make it possible to preserve tf.data options")
+def test_the_rows_of_tensorflow(tf, folder, monkeypatch, equal_on_all):
+    monkeypatch.chdir(folder)
+    code = blocks()
+    found = executed(code["Estimator"])["metrics"]
+    assert found["global_step"] == 20
+    assert sorted(found) == ["global_step", "loss", "mae"]
+    equal_on_all(list(found.values()))
+    names = ["model.ckpt-10.index", "model.ckpt-20.index"]
+    assert sorted(each.name for each in (folder / "model").glob("*.index")) == names
+    losses = executed(code["Session"])["losses"]
+    # Each step multiplies the error by 1 - 0.1 * 2.
+    np.testing.assert_allclose(losses, 0.64 ** np.arange(10), rtol=1e-4)
+    equal_on_all(losses)
+    metric = tf.keras.metrics.Mean()
+    metric.update_state(3.0)
+    for use in uses()[3:]:
+        for expression in re.findall(r"`(.*?)`", use):
+            eval(expression, {"tf": tf, "metric": metric})
+    assert float(metric.result()) == 0
