@@ -17,6 +17,7 @@ from collectives.calls import PASS
 from collectives.calls.bound_small import (
     DATA,
     bind_small,
+    node_of_all,
     small_reduce_scatter,
     small_reduction,
 )
@@ -53,9 +54,9 @@ def bind(
     made it; index is None where the ranks don't all share memory, and nothing was published. PASS
     where a first registered array has been made since.
     """
-    node, check = engine.node, engine.call_check
+    node, check = node_of_all(engine), engine.call_check
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
-    if node is not None and check is not None and node.memory_is_all:
+    if node is not None and check is not None:
         return _bind_on_node(engine, node, check, signature, base, run, publish, path)
 
     def call(source: Any, target: Any) -> Any:

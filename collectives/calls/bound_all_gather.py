@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.caching import LRU
 from collectives.calls.bound import bind
-from collectives.calls.bound_small import SmallRows
+from collectives.calls.bound_small import SmallRows, node_of_all
 from collectives.calls.counts import check_room
 from collectives.calls.objects import numbers_of_all
 from collectives.consistency.signature import Signature
@@ -41,7 +41,8 @@ def bind_all_gather(
     paths = engine.paths("all_gather", None, _BYTES)
     row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run
     chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
-    small = _small_rows(engine)
+    node = node_of_all(engine)
+    small = None if node is None else SmallRows(node)
 
     def choose(total: int) -> tuple[str, Path | None, bool]:
         """The path of so many bytes, and whether it uses the exchanged addresses."""
@@ -87,13 +88,6 @@ def bind_all_gather(
     if small is not None and publish is not None and count * row_bytes <= small.most:
         publish = _publish_both(publish, small)
     return bind(engine, signature, run, publish)
-
-
-def _small_rows(engine: Engine) -> SmallRows | None:
-    node = engine.node
-    if node is None or engine.call_check is None or not node.memory_is_all:
-        return None
-    return SmallRows(node)
 
 
 def _publish_both(publish_row: Publish, small: SmallRows) -> Publish:

@@ -15,7 +15,7 @@ import numpy as np
 from collectives.arrays.kinds import to_array
 from collectives.calls.all_to_all import exchange, exchange_bytes
 from collectives.calls.bound import Call, Run, bind
-from collectives.calls.bound_small import DATA
+from collectives.calls.bound_small import DATA, node_of_all
 from collectives.calls.objects import numbers_of_all
 from collectives.consistency.signature import Signature, dtype_name, fingerprint
 from collectives.execution.engine import Engine
@@ -54,11 +54,11 @@ def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]
     """
     to_array(np.empty(0, dtype))  # refuses dtypes that can't be sent
     kind = fingerprint((dtype_name(dtype), shape))
-    count, size, node = math.prod(shape), engine.size, engine.node
+    count, size, node = math.prod(shape), engine.size, node_of_all(engine)
     nbytes = count * size * dtype.itemsize
     move, publish = _between_nodes(engine, count), None
     words: Sequence[memoryview] = ()
-    if node is not None and engine.call_check is not None and node.memory_is_all:
+    if node is not None:
         words = node.steps.memory.words
         small = nbytes <= SMALL_BYTES
         made = _small(node, count, dtype, kind) if small else _large(engine, node, nbytes, kind)

@@ -29,12 +29,18 @@ DATA = 2
 _SMALL_BYTES_OF_ALL = 128 << 10
 
 
+def node_of_all(engine: Engine) -> Node | None:
+    """The node, where its memory is that of all ranks, so that data may travel with the check."""
+    node = engine.node
+    return node if node is not None and engine.call_check and node.memory_is_all else None
+
+
 def small_reduction(
     engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
 ) -> Reduction | None:
     """The reduction of arrays that are small enough for a single step; None for others."""
-    node = engine.node
-    if node is None or engine.call_check is None or not node.memory_is_all:
+    node = node_of_all(engine)
+    if node is None:
         return None
     small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= _SMALL_BYTES_OF_ALL
     registered = node.pool.in_use and nbytes >= LEAST_BYTES
