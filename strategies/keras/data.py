@@ -151,7 +151,8 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
 
     def __init__(self, training: Training, seed: int, *data: Any, **options: Any) -> None:
         super().__init__(*data, **options)
-        self._training, self._share = training, share_of(training)
+        self._training = training
+        self._share = Share(training.communicator.rank, training.communicator.size)
         self._generator = np.random.default_rng(seed)
         self.lengths: list[int] | None = None
         """As of `Pieces`."""
@@ -218,9 +219,7 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
         """This rank's pieces, distributed. Collective."""
         from strategies.keras.tensorflow_data import distributed_pieces
 
-        communicator = self._training.communicator
-        share = Share(communicator.rank, communicator.size)
-        parts = [(start, share.of(length)) for start, length in self._batches()]
+        parts = [(start, self._share.of(length)) for start, length in self._batches()]
         starts, stops = np.array(
             [(start + part.start, start + part.stop) for start, part in parts], np.int64
         ).T
