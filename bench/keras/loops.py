@@ -15,18 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import strategies.tensorflow
 from bench.keras.training import Epoch, convolutional, images_and_labels
-
-
-def apart(world: Any) -> Any:
-    """No strategy: each rank for itself."""
-    return tf.distribute.get_strategy()
-
-
-def together(world: Any) -> Any:
-    """The ranks of the world."""
-    return strategies.tensorflow.MultiWorkerMirroredStrategy()
 
 
 def tensorflows_own(world: Any) -> Any:

@@ -81,11 +81,12 @@ def _loops(world: Any, batch: int, steps: int) -> dict[str, Epoch]:
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     from bench.keras import loops
+    from strategies.tensorflow import MultiWorkerMirroredStrategy
 
     own = loops.tensorflows_own(world)
     ways = {
-        _APART: loops.apart(world),
-        "strategies.tensorflow": loops.together(world),
+        _APART: tf.distribute.get_strategy(),
+        "strategies.tensorflow": MultiWorkerMirroredStrategy(),
         "TensorFlow's own": own,
     }
     return {name: loops.epoch_of(strategy, batch, steps) for name, strategy in ways.items()}
