@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from collectives.calls import PASS
+from collectives.calls.bound_between_nodes import bind_exchange, exchanged_reduction
 from collectives.calls.bound_small import (
     DATA,
     bind_small,
@@ -130,6 +131,9 @@ def bind_all_reduce(
     small = small_reduction(engine, op, dtype, count * dtype.itemsize)
     if small is not None:
         return bind_small(engine, signature, small, shape)
+    exchanged = exchanged_reduction(engine, op, dtype, count * dtype.itemsize)
+    if exchanged is not None:
+        return bind_exchange(engine, signature, exchanged, shape)
     ndarray, empty, overlap = np.ndarray, np.empty, np.may_share_memory
     run, publish = _component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     call = bind(engine, signature, run, publish)

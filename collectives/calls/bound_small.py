@@ -26,7 +26,7 @@ from collectives.shm.selector import LEAST_BYTES
 DATA = 2
 
 # All ranks read all elements of small arrays: with more than this in all, stages are better.
-_SMALL_BYTES_OF_ALL = 128 << 10
+SMALL_BYTES_OF_ALL = 128 << 10
 
 
 def node_of_all(engine: Engine) -> Node | None:
@@ -42,7 +42,7 @@ def small_reduction(
     node = node_of_all(engine)
     if node is None:
         return None
-    small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= _SMALL_BYTES_OF_ALL
+    small = 0 < nbytes <= SMALL_BYTES and nbytes * engine.size <= SMALL_BYTES_OF_ALL
     registered = node.pool.in_use and nbytes >= LEAST_BYTES
     reduction = reduction_for(op, dtype)
     return reduction if small and not registered and reduction.plain_fold else None
@@ -106,7 +106,7 @@ class SmallRows:
 
         None where they aren't few.
         """
-        if max(lengths) > self.most or sum(lengths) > _SMALL_BYTES_OF_ALL:
+        if max(lengths) > self.most or sum(lengths) > SMALL_BYTES_OF_ALL:
             return None
         ends = list(accumulate(lengths))
         places = list(map(slice, [0, *ends], ends))

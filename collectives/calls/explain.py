@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from collectives.calls.bound_between_nodes import exchanged_reduction
 from collectives.calls.bound_small import small_reduction
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, reduction_for
-from collectives.schedules.paths import QUICKEST, SHARED
+from collectives.schedules.paths import DISSEMINATION, QUICKEST, SHARED
 from collectives.schedules.spec import spec_of
 from collectives.shm.selector import PathSelector
 
@@ -22,6 +23,8 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
     small = collective == "all_reduce" and small_reduction(engine, ReduceOp.SUM, dtype, nbytes)
     if small:
         return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
+    if collective == "all_reduce" and exchanged_reduction(engine, ReduceOp.SUM, dtype, nbytes):
+        return f"{DISSEMINATION} runs, with the comparison of the call: few bytes"
     # Movements treat elements as bytes.
     paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
     if engine.size > 1 and engine.choose(collective, nbytes, paths) == QUICKEST:

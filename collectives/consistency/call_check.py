@@ -1,15 +1,18 @@
 """Check, before any data move, that all ranks of a group make the same call.
 
 The ranks of a node synchronize in shared memory (`shm.node_barrier`). With several nodes, the
-lowest rank of each node then exchanges words with those of the other nodes, and publishes the
-verdict on its node. Ranks that share no memory count as a node each.
+lowest rank of each node then compares with those of the other nodes (`nodes_check`), and publishes
+the verdict on its node. Ranks that share no memory count as a node each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from collectives.consistency.signature import FINGERPRINT_BITS, Signature, fingerprint
+from collectives.consistency.dissemination import Exchange
+from collectives.consistency.nodes_check import NodesCheck
+from collectives.consistency.signature import Signature, fingerprint
 from collectives.errors import DeadlineExceededError, MismatchError
 from collectives.shm.node_barrier import (
     ALIKE,
@@ -17,13 +20,9 @@ from collectives.shm.node_barrier import (
     SEQUENCE_BITS,
     SEQUENCE_MASK,
     NodeBarrier,
-    has_arrived,
 )
-from collectives.transports.base import ControlChannel, Transport
+from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import WaitPolicy
-
-# Replaces the fingerprint in the word of a node whose own ranks disagree.
-_DIFFERENT = ((1 << FINGERPRINT_BITS) - 1) << SEQUENCE_BITS
 
 
 class CallCheck:
@@ -45,9 +44,16 @@ class CallCheck:
         self._wait_policy, self.node_barrier, self._leaders = wait_policy, node_barrier, leaders
         self._nodes, self._describe = nodes, describe
         self._several_nodes = len(nodes) > 1
-        self._words = None if leaders is None else leaders.open_control_channel()
+        self._nodes_check = (
+            None if leaders is None else NodesCheck(leaders, wait_policy, self._absent)
+        )
         self.sequence = 0
         """Number of the last call that was made, or that other ranks may have seen."""
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self._nodes)
 
     @property
     def leads(self) -> bool:
@@ -62,14 +68,26 @@ class CallCheck:
         """
         self.check_word(signature, fingerprint(signature.agreed) << SEQUENCE_BITS, line)
 
-    def check_word(self, signature: Signature, base: int, line: str | None = None) -> None:
-        """Like `check`, for a caller that has already shifted the fingerprint to its position."""
+    def check_word(
+        self,
+        signature: Signature,
+        base: int,
+        line: str | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Like `check`, for a caller that has already shifted the fingerprint to its position.
+
+        Data that the nodes exchange with it may be read from then on until the next call.
+        """
         sequence = self.sequence + 1
+        if exchange is not None:
+            exchange.store(sequence & 1)
         call = self._wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, line
         # Set before any other rank can see the call, because errors are judged by it from here on.
         self.sequence = sequence
-        alike = self._withdrawing(self._check, base | sequence & SEQUENCE_MASK, sequence)
+        word = base | sequence & SEQUENCE_MASK
+        alike = self._withdrawing(self._check, word, sequence, exchange)
         self._wait_policy.all_arrived()
         if not alike:
             raise self._describe(signature)
@@ -82,10 +100,12 @@ class CallCheck:
         if not self._withdrawing(self.node_barrier.wait_for_all, word, sequence):
             raise self._describe(signature)
 
-    def _withdrawing(self, wait: Callable[[int, int], bool], word: int, sequence: int) -> bool:
+    def _withdrawing(
+        self, wait: Callable[..., bool], word: int, sequence: int, *arguments: Any
+    ) -> bool:
         """The result of `wait`; a withdrawn call is not counted."""
         try:
-            return wait(word, sequence)
+            return wait(word, sequence, *arguments)
         except DeadlineExceededError as error:
             if error.withdrawn:
                 self.sequence = sequence - 1
@@ -96,66 +116,37 @@ class CallCheck:
         if self.node_barrier is not None:
             self.node_barrier.end()
 
-    def _check(self, word: int, sequence: int) -> bool:
+    def _check(self, word: int, sequence: int, exchange: Exchange | None) -> bool:
+        nodes_check = self._nodes_check
         if self.node_barrier is None:
-            return self._check_nodes(word, True)
+            return nodes_check is None or nodes_check.agree(word, exchange)
         self.node_barrier.arrive(word, sequence)
         if not self._several_nodes:
             return self.node_barrier.wait_for_all(word, sequence)
         if not self.leads:
             return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
+        assert nodes_check is not None
         try:
-            alike = self._check_nodes(word, self.node_barrier.collect(word, sequence))
+            if alike := self.node_barrier.collect(word, sequence):
+                alike = nodes_check.agree(word, exchange)
+            else:
+                nodes_check.disagree(word & SEQUENCE_MASK)
         except DeadlineExceededError:
             self.node_barrier.release()
             raise
         self.node_barrier.publish_verdict(ALIKE if alike else DIFFERENT, sequence)
         return alike
 
-    def _check_nodes(self, word: int, alike: bool) -> bool:
-        """Whether all nodes have published the same word."""
-        words = self._words
-        if words is None:
-            return alike
-        number = word & SEQUENCE_MASK
-        own = word if alike else _DIFFERENT | number
-        words.post(own)
-
-        def complete() -> bool:
-            words.take()
-            return not self._missing(words, number)
-
-        try:
-            for _ in range(self._wait_policy.spins):
-                if complete():
-                    break
-            else:
-                self._wait_policy.until(complete, lambda: self._absent(words, number))
-        except DeadlineExceededError as error:
-            # A node that receives this in time waits for the next word. A node that has already
-            # continued finds this word in its call, if this rank repeats the call.
-            words.post(number)
-            error.withdrawn = True
-            raise
-        return alike and all(each == own for each in words.of(number))
-
-    def _missing(self, words: ControlChannel, number: int) -> list[int]:
-        received = words.of(number)
-        return [node for node, word in enumerate(received) if not has_arrived(word, number)]
-
-    def _absent(self, words: ControlChannel, number: int) -> dict[int, str]:
-        missing = self._missing(words, number)
-        received = words.of(number)
-        # Some of the missing nodes may have withdrawn because of the others.
-        missing = [node for node in missing if received[node] != number] or missing
+    def _absent(self, nodes: list[int]) -> dict[int, str]:
+        """The ranks of the nodes that are waited for, which the node's other ranks read too."""
         if self.node_barrier is not None:
-            self.node_barrier.publish_missing(missing)
-        return ranks_of(self._nodes, missing)
+            self.node_barrier.publish_missing(nodes)
+        return ranks_of(self._nodes, nodes)
 
     def close(self) -> None:
         """Close the channel to the other nodes."""
-        if self._words is not None:
-            self._words.close()
+        if self._nodes_check is not None:
+            self._nodes_check.close()
         if self._leaders is not None and self.node_barrier is not None:
             self._leaders.close()
 

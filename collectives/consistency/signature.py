@@ -90,12 +90,12 @@ _ERRORS: tuple[tuple[str, type[MismatchError], str], ...] = (
 
 @lru_cache(maxsize=1024)
 def fingerprint(agreed: tuple[object, ...]) -> int:
-    """A positive number of 48 bits, equal on ranks whose calls agree.
+    """A number of 48 bits, 3 or more, equal on ranks whose calls agree.
 
     Two different calls collide with a probability of 1 in 3e14.
     """
     digest = hashlib.blake2b(repr(agreed).encode(), digest_size=FINGERPRINT_BITS // 8).digest()
-    return int.from_bytes(digest, "little") or 1
+    return max(int.from_bytes(digest, "little"), 3)
 
 
 def mismatch(signatures: Sequence[Signature]) -> MismatchError:

@@ -18,6 +18,7 @@ import numpy as np
 from collectives.arrays.kinds import empty, is_device
 from collectives.caching import LRU
 from collectives.consistency.call_scope import CallScope
+from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import FlightRecorder, clock
 from collectives.consistency.signature import Signature
 from collectives.errors import RankFailedError, in_step
@@ -74,13 +75,22 @@ class Engine(CallScope):
 
         `line` is where the user made the call, if that was in another thread.
         """
-        return self.whole(self._perform, signature, None, line, "", run, self)
+        return self.whole(self._perform, signature, None, line, "", None, run, self)
 
     def perform_bound(
-        self, signature: Signature, base: int, path: str, run: Callable[..., Any], *arguments: Any
+        self,
+        signature: Signature,
+        base: int,
+        path: str,
+        run: Callable[..., Any],
+        *arguments: Any,
+        exchange: Exchange | None = None,
     ) -> Any:
-        """As `perform`, of a bound call: `base` holds its fingerprint."""
-        return self.whole(self._perform, signature, base, None, path, run, *arguments)
+        """As `perform`, of a bound call: `base` holds its fingerprint.
+
+        The data of `exchange` travel with the check; the arguments are its source and target.
+        """
+        return self.whole(self._perform, signature, base, None, path, exchange, run, *arguments)
 
     def _perform(
         self,
@@ -88,6 +98,7 @@ class Engine(CallScope):
         base: int | None,
         line: str | None,
         path: str,
+        exchange: Exchange | None,
         run: Callable[..., Any],
         *arguments: Any,
     ) -> Any:
@@ -101,8 +112,11 @@ class Engine(CallScope):
                 return run(*arguments)
             if base is None:
                 check.check(signature, line)
-            else:
+            elif exchange is None:
                 check.check_word(signature, base)
+            else:
+                exchange.source, exchange.target = arguments
+                check.check_word(signature, base, None, exchange)
             return run(*arguments)
         finally:
             number = 0 if check is None else check.sequence

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 import os
 import pickle
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from collectives.calls import Operation
@@ -27,6 +29,7 @@ from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import check_deadline, warn_once
 
 _ENDS = ("close", "exit")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def settle(engine: Engine, where: Topology) -> None:
     part = engine.transport.split(where.node, engine.rank)
     assert part is not None
     node = Engine(part, engine.wait_policy)
-    engine.layout = _layout(engine, node, where)
+    engine.layout = _layout(engine, where)
     if engine.layout.oversubscription > 1:
         engine.wait_policy.share_cores()
     segments = _share(engine, node)
@@ -158,13 +161,24 @@ def agree_by_messages(engine: Engine) -> None:
         engine.call_check = CallCheck(wait_policy, None, engine.transport, members, describe)
 
 
-def _layout(engine: Engine, node: Engine, where: Topology) -> Layout:
+def _layout(engine: Engine, where: Topology) -> Layout:
     """Number of ranks on each node, and the oversubscription of the cores."""
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    present: set[int] = set().union(*gather_pickles(node, pickle.dumps(own)))
-    count = len(present) or os.cpu_count() or 1
-    ratios = [ranks / cores for ranks, cores in numbers_of_all(engine, where.local_size, count)]
+    given = gather_pickles(engine, pickle.dumps((_machine(where.node), own)))
+    cores: dict[str, set[int]] = {}
+    for machine, each in given:
+        cores.setdefault(machine, set()).update(each)
+    ranks = Counter(machine for machine, _ in given)
+    ratios = [ranks[each] / (len(cores[each]) or os.cpu_count() or 1) for each in ranks]
     return Layout(tuple(map(len, where.members)), max(1.0, *ratios))
+
+
+def _machine(node: int) -> str:
+    """What the ranks on the cores of one machine have in common, also in several containers."""
+    try:
+        return _BOOT.read_text("ascii")
+    except OSError:
+        return f"node {node}"
 
 
 def _share(engine: Engine, node: Engine) -> list[memoryview] | None:

@@ -23,5 +23,8 @@ QUICKEST = "quickest"
 HIERARCHICAL = "hierarchical"
 """Through shared memory within each node, and by messages between the nodes."""
 
+DISSEMINATION = "dissemination"
+"""Between nodes: few bytes, in the messages that compare the call."""
+
 FORCED = (NATIVE, SHARED, STAGED, SINGLE_COPY, HIERARCHICAL)
 """The paths that a caller may name as `algorithm`."""

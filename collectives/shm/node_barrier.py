@@ -44,7 +44,7 @@ SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 ALIKE, DIFFERENT = 1, 2
 """Verdict of the node's leader after its exchange with the other nodes."""
 
-_GRACE_SECONDS = 2.0
+GRACE_SECONDS = 2.0
 # The number of bits in a word.
 _NODES_NOTED = 64
 
@@ -247,6 +247,8 @@ class NodeBarrier:
                     raise
                 # The leader is committed to the call until the other nodes arrive, or it abandons.
                 self._await_bound(lambda: published() or not self._committed(sequence), absent)
+        if self.memory.fence is not None:
+            self.memory.fence()
         return int(leader[index]) >> SEQUENCE_BITS
 
     def _await_bound(self, ready: Callable[[], bool], absent: Callable[[], dict[int, str]]) -> None:
@@ -255,7 +257,7 @@ class NodeBarrier:
         After another deadline plus the grace period, the error leaves the call undecided.
         """
         try:
-            self._wait_policy.until(ready, absent, _GRACE_SECONDS)
+            self._wait_policy.until(ready, absent, GRACE_SECONDS)
         except DeadlineExceededError as error:
             # The caller that limits the wait repeats the same call.
             error.withdrawn = self._wait_policy.limited

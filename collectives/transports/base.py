@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.transports.neighbors import MessageNeighborChannel, NeighborChannel
 from collectives.waiting.wait_policy import WaitPolicy
 
 Bytes: TypeAlias = memoryview
@@ -53,12 +54,15 @@ class ControlChannel(ABC):
         """Send a word to every rank. Does not wait."""
 
     @abstractmethod
-    def take(self) -> None:
-        """Receive all words that have arrived. Does not wait."""
+    def take(self) -> bool:
+        """Receive all words that have arrived; whether there were any. Does not wait."""
 
     @abstractmethod
     def of(self, number: int) -> list[int]:
-        """Every rank's last word of the same parity as `number`; 0 where there is none."""
+        """Every rank's last word of the same parity as `number`; 0 where there is none.
+
+        The list is the channel's own, in which the caller may clear words.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -210,6 +214,14 @@ class Transport(PointToPoint):
             return twin
 
         return complete
+
+    def open_neighbor_channel(self, target: int, source: int, nbytes: int) -> NeighborChannel:
+        """Open a channel for short messages to `target` and from `source`.
+
+        Every rank opens its channels so that both ends of each exist; between two ranks there is
+        one in each direction.
+        """
+        return MessageNeighborChannel(self, target, source, nbytes)
 
     def open_message_channel(self) -> MessageChannel | None:
         """Open a channel for unsolicited messages, or None if unsupported. Collective."""

@@ -176,12 +176,14 @@ class _LocalControlChannel(ControlChannel):
         for peer in range(self._transport.size):
             self._transport.put(word, peer, _WORDS_TAG)
 
-    def take(self) -> None:
+    def take(self) -> bool:
+        found = False
         for peer in range(self._transport.size):
             with contextlib.suppress(queue.Empty):
                 while True:
                     word = self._transport.take(peer, _WORDS_TAG)
-                    self._words[word & 1][peer] = word
+                    self._words[word & 1][peer], found = word, True
+        return found
 
     def of(self, number: int) -> list[int]:
         return self._words[number & 1]

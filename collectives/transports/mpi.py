@@ -25,6 +25,8 @@ from collectives.transports.base import (
 from collectives.transports.mpi_mailbox import MpiMessageChannel, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, receive, send
 from collectives.transports.mpi_native import native
+from collectives.transports.mpi_neighbors import MpiNeighborChannel
+from collectives.transports.neighbors import NeighborChannel
 from collectives.transports.pages import give_pages_back, has_room, take_pages
 from collectives.waiting.wait_policy import WaitPolicy
 
@@ -98,6 +100,10 @@ class MpiTransport(Transport):
     def open_control_channel(self) -> ControlChannel:
         """One message to every rank for each word."""
         return _MpiControlChannel(self.comm)
+
+    def open_neighbor_channel(self, target: int, source: int, nbytes: int) -> NeighborChannel:
+        """Persistent requests."""
+        return MpiNeighborChannel(self.comm, target, source, nbytes)
 
     def open_message_channel(self) -> MessageChannel:
         """On a duplicate, so that another thread may use it."""
@@ -241,14 +247,15 @@ class _MpiControlChannel(ControlChannel):
             self._comm.Isend([own, MPI.UINT64_T], peer, _WORDS_TAG) for peer in self._peers
         ]
 
-    def take(self) -> None:
+    def take(self) -> bool:
         """Receive what has arrived. No receive stays posted, because it could not be cancelled."""
-        comm, status = self._comm, self._status
+        comm, status, found = self._comm, self._status, False
         while comm.Iprobe(MPI.ANY_SOURCE, _WORDS_TAG, status):
             source = status.Get_source()
             comm.Recv([self._inbox, MPI.UINT64_T], source, _WORDS_TAG)
-            word = int(self._inbox[0])
+            word, found = int(self._inbox[0]), True
             self._words[word & 1][source] = word
+        return found
 
     def of(self, number: int) -> list[int]:
         """The words received last, and the own word."""

@@ -1,0 +1,144 @@
+"""Several hosts on one machine: network namespaces with names of their own, joined by a bridge."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+
+# A documentation network (RFC 5737), which isn't routed.
+_PREFIX = "198.51.100"
+_ROOT_ADDRESS = f"{_PREFIX}.254"
+_MADE = itertools.count()
+_TOOLS = ("ip", "nsenter", "tc", "unshare")
+
+_AGENT = """#!/bin/sh
+# As ssh: options, a host, a command.
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case "$1" in
+{cases}
+*) echo "no host $1" >&2; exit 255 ;;
+esac
+shift
+exec ip netns exec "$name" nsenter --uts="{directory}/$name" /bin/sh -c "$*"
+"""
+
+
+def why_not() -> str | None:
+    """Why hosts can't be simulated here; None where they can."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} is not installed"
+    tried = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, check=False)
+    return None if tried.returncode == 0 else "network namespaces need root"
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def hosts(count: int, names: Sequence[str] | None = None) -> Iterator[tuple[list[str], Path]]:
+    """Create so many hosts; yields their addresses and the path of an agent in place of ssh.
+
+    Programs on them, and the agent, resolve their names: host1, host2, … if none are given.
+    """
+    names = names or [f"host{number}" for number in range(1, count + 1)]
+    # A deleted link may exist for a moment: its name is not used again.
+    name = f"c{os.getpid()}{chr(ord('a') + next(_MADE) % 26)}"
+    bridge = f"{name}b"
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        stack.callback(_run, "ip", "link", "delete", bridge)
+        _run("ip", "address", "add", f"{_ROOT_ADDRESS}/24", "dev", bridge)
+        _run("ip", "link", "set", bridge, "up")
+        addresses = [f"{_PREFIX}.{number}" for number in range(1, count + 1)]
+        known = "".join(
+            f"{address} {host}\n"
+            for address, host in zip(["127.0.0.1", *addresses], ["localhost", *names], strict=True)
+        )
+        cases = []
+        for number, (address, host) in enumerate(zip(addresses, names, strict=True), 1):
+            _make(stack, f"{name}{number}", host, f"{address}/24", bridge, Path(directory))
+            _name_hosts(stack, f"{name}{number}", known)
+            cases.append(f"{host}|{address}) name={name}{number} ;;")
+        # Under the name of ssh, so that a PATH with its folder lets every program find it.
+        agent = Path(directory) / "ssh"
+        text = _AGENT.format(cases="\n".join(cases), directory=directory)
+        agent.write_text(text, encoding="utf-8")
+        agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
+        yield addresses, agent
+
+
+def _name_hosts(stack: ExitStack, name: str, known: str) -> None:
+    """The content of /etc/hosts in a namespace."""
+    folder = Path("/etc/netns") / name
+    folder.mkdir(parents=True)
+    stack.callback(shutil.rmtree, folder)
+    (folder / "hosts").write_text(known, encoding="utf-8")
+
+
+def _make(
+    stack: ExitStack, name: str, host: str, address: str, bridge: str, directory: Path
+) -> None:
+    _run("ip", "netns", "add", name)
+    stack.callback(_run, "ip", "netns", "delete", name)
+    outside, inside = f"{name}o", "eth0"
+    link = ("ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
+    _run(*link)
+    _run("ip", "link", "set", outside, "master", bridge, "up")
+    _run("ip", "-n", name, "address", "add", address, "dev", inside)
+    for device in ("lo", inside):
+        _run("ip", "-n", name, "link", "set", device, "up")
+    # A namespace's name outlives the process that sets it where a file is bound to it.
+    place = directory / name
+    place.touch()
+    _run("unshare", f"--uts={place}", "hostname", host)
+    stack.callback(_run, "umount", str(place))
+
+
+def namespace_of(agent: Path, address: str) -> str:
+    """The network namespace of a host."""
+    found = re.search(rf"\|{re.escape(address)}\) name=(\S+)", agent.read_text())
+    assert found is not None
+    return found[1]
+
+
+def shape(agent: Path, addresses: Sequence[str], rate: str) -> None:
+    """Limit what every host sends, by a token bucket (tc-tbf(8)); "1gbit" for example."""
+    for address in addresses:
+        limits = ("tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+        device = ("qdisc", "replace", "dev", "eth0", "root")
+        _run("tc", "-n", namespace_of(agent, address), *device, *limits)
+
+
+@cache
+def is_open_mpi(mpirun: str) -> bool:
+    """Whether an mpirun is Open MPI's."""
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    return "Open MPI" in version.stdout
+
+
+def launch_line(
+    mpirun: str, agent: Path, addresses: Sequence[str], ranks: Sequence[int]
+) -> tuple[list[str], dict[str, str]]:
+    """The command that starts `ranks[i]` ranks on host i, to be continued, and its environment."""
+    places = ",".join(f"{address}:{count}" for address, count in zip(addresses, ranks, strict=True))
+    if is_open_mpi(mpirun):
+        options = ["--prtemca", "plm_ssh_agent", str(agent), "-H", places]
+        options += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        environment = {}
+    else:
+        options = ["-localhost", _ROOT_ADDRESS, "-launcher", "ssh", "-launcher-exec", str(agent)]
+        options += ["-hosts", places]
+        # Without it, UCX would use this machine's shared memory between the hosts.
+        environment = {"UCX_TLS": "tcp,self"}
+    return [mpirun, *options, "-n", str(sum(ranks))], environment

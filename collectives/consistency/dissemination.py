@@ -1,0 +1,202 @@
+"""Words of N nodes compared in ⌈log₂ N⌉ rounds of messages that may carry data.
+
+Dissemination (Hensgen, Finkel and Manber 1988): in round k the leader of each node sends its word
+to the leader 2^k nodes further, and receives that of the leader 2^k nodes before. A leader that
+receives another word than its own sends DIFFERENT from then on, so that after the last round every
+leader knows whether any two differ. A message also carries the data of the nodes that it stands
+for: after the last round every leader holds those of all (the all-gather of Bruck et al. 1997).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.consistency.signature import FINGERPRINT_BITS
+from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
+from collectives.transports.base import Transport
+from collectives.transports.neighbors import Buffer, NeighborChannel
+from collectives.waiting.wait_policy import WaitPolicy
+
+Block = tuple[NDArray[np.uint8], int]
+"""A buffer of messages, and where a node's data begin in it."""
+
+LARGEST_EXCHANGE = 128 << 10
+"""The most bytes of all nodes together that may travel with the check."""
+DIFFERENT = (1 << FINGERPRINT_BITS) - 1
+"""In place of the fingerprint: of a node whose ranks disagree, or that has found a difference."""
+
+# A word, and the shortest deadline in nanoseconds.
+_HEAD_BYTES = 16
+_NO_DEADLINE = (1 << 64) - 1
+_LONG = 1e9
+
+
+class Exchange(Protocol):
+    """Data that travel with the check of a call, `nbytes` bytes of each node."""
+
+    nbytes: int
+    source: Any
+    target: Any
+    """This rank's data and the memory for the result, set before every call."""
+
+    def store(self, parity: int) -> None:
+        """Store this rank's data where its node's leader reads them."""
+
+    def pack(self, block: Block, parity: int) -> None:
+        """As the leader: store the data of the node's ranks. May be called again."""
+
+    def unpack(self, blocks: Sequence[Block], parity: int) -> None:
+        """As the leader: use the data of all nodes, in the order of the nodes."""
+
+
+class Rounds:
+    """The state of one call's rounds."""
+
+    __slots__ = (
+        "_only", "blocks", "deadline", "exchange", "nbytes", "number", "parity", "round", "sent",
+        "status", "word",
+    )  # fmt: skip
+
+    def __init__(self, word: int, exchange: Exchange | None, *, only: bool = False) -> None:
+        """`only`: take no other word of this number, which would be of rounds that were ended."""
+        self.word, self.status, self.exchange, self._only = word, word, exchange, only
+        self.parity, self.number = word & 1, word & SEQUENCE_MASK
+        self.nbytes = 0 if exchange is None else exchange.nbytes
+        self.deadline = math.inf
+        """The shortest of the nodes whose messages have arrived and of this one, in seconds."""
+        self.round = 0
+        self.sent = False
+        self.blocks: list[Block] = []
+        """Of this node, and of the nodes before it, backwards."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether no other word was received."""
+        return self.status == self.word
+
+    def differ(self) -> None:
+        """Note that the words differ."""
+        self.status = DIFFERENT << SEQUENCE_BITS | self.number
+
+    def accepts(self, word: int) -> bool:
+        """Whether a message belongs to these rounds."""
+        return word == self.word if self._only else word & SEQUENCE_MASK == self.number
+
+    def succeeds(self, word: int) -> bool:
+        """Whether a message belongs to earlier rounds, which were ended.
+
+        Those of the next call may have begun, where a vote has completed this one.
+        """
+        following = self.number + 1 & SEQUENCE_MASK
+        return not self.accepts(word) and word & SEQUENCE_MASK != following
+
+
+class Dissemination:
+    """One leader's channels, over which calls run one after the other."""
+
+    def __init__(
+        self,
+        leaders: Transport,
+        wait_policy: WaitPolicy,
+        absent: Callable[[list[int]], dict[int, str]],
+    ) -> None:
+        """`absent` returns the ranks of the nodes that are waited for."""
+        self._wait_policy, self._absent = wait_policy, absent
+        rank, size = leaders.rank, leaders.size
+        self._order = [(rank - node) % size for node in range(size)]
+        distances = [1 << k for k in range((size - 1).bit_length())]
+        nbytes = _HEAD_BYTES + LARGEST_EXCHANGE // 2
+        self._targets = [(rank + distance) % size for distance in distances]
+        self._sources = [(rank - distance) % size for distance in distances]
+        self._channels = [
+            leaders.open_neighbor_channel(target, source, nbytes)
+            for target, source in zip(self._targets, self._sources, strict=True)
+        ]
+        self._counts = [min(distance, size - distance) for distance in distances]
+
+    @property
+    def count(self) -> int:
+        """The number of rounds."""
+        return len(self._channels)
+
+    def advance(self, rounds: Rounds) -> bool:
+        """Send and receive what can be; whether all rounds are complete. Does not wait."""
+        while rounds.round < len(self._channels):
+            channel = self._channels[rounds.round]
+            if not rounds.sent:
+                self._send(rounds, channel)
+            words = channel.incoming.words
+            while channel.arrived() and rounds.succeeds(words[0]):
+                channel.discard()
+            if not channel.arrived() or not rounds.accepts(words[0]):
+                return False
+            self._receive(rounds, channel.incoming)
+        return True
+
+    def absent(self, rounds: Rounds) -> dict[int, str]:
+        """The ranks of the node whose message is missing."""
+        return self._absent([self._sources[rounds.round]])
+
+    def _send(self, rounds: Rounds, channel: NeighborChannel) -> None:
+        parity, length, outgoing = rounds.parity, _HEAD_BYTES, channel.outgoing(rounds.parity)
+        long = rounds.deadline >= _LONG
+        outgoing.words[0] = rounds.status
+        outgoing.words[1] = _NO_DEADLINE if long else int(rounds.deadline * 1e9)
+        if rounds.exchange is not None:
+            nbytes = rounds.nbytes
+            if not rounds.blocks:
+                rounds.blocks.append((outgoing.content, length))
+                rounds.exchange.pack(rounds.blocks[0], parity)
+                length += nbytes
+            elif rounds.alike:
+                for content, start in rounds.blocks[: self._counts[rounds.round]]:
+                    outgoing.content[length : length + nbytes] = content[start : start + nbytes]
+                    length += nbytes
+        channel.send(parity, length)
+        rounds.sent = True
+
+    def _receive(self, rounds: Rounds, incoming: Buffer) -> None:
+        nbytes = rounds.nbytes
+        if incoming.words[1] != _NO_DEADLINE:
+            rounds.deadline = min(rounds.deadline, incoming.words[1] / 1e9)
+        if incoming.words[0] != rounds.status:
+            rounds.differ()
+        elif nbytes:
+            end = _HEAD_BYTES + self._counts[rounds.round] * nbytes
+            rounds.blocks += [
+                (incoming.content, start) for start in range(_HEAD_BYTES, end, nbytes)
+            ]
+        rounds.round, rounds.sent = rounds.round + 1, False
+
+    def finish(self, rounds: Rounds, answer: Callable[[], object]) -> None:
+        """Pass on the data and wait until all messages are sent, calling `answer` meanwhile.
+
+        They are sent only while this rank makes progress (MPI 4.1, section 3.5).
+        """
+        if rounds.exchange is not None and rounds.status == rounds.word:
+            blocks = [rounds.blocks[distance] for distance in self._order]
+            rounds.exchange.unpack(blocks, rounds.parity)
+        for channel in self._channels[: rounds.round]:
+            channel.discard()
+        for channel in self._channels:
+            if not channel.sent(rounds.parity):
+                self._wait_until_sent(channel, rounds.parity, answer)
+
+    def _wait_until_sent(
+        self, channel: NeighborChannel, parity: int, answer: Callable[[], object]
+    ) -> None:
+        def sent() -> bool:
+            answer()
+            return channel.sent(parity)
+
+        self._wait_policy.spin_until(sent, lambda: self._absent(self._targets))
+
+    def close(self) -> None:
+        """Close the channels."""
+        for channel in self._channels:
+            channel.close()

@@ -1,0 +1,250 @@
+"""Comparison of a call between nodes: rounds of messages while all are on time, a vote otherwise.
+
+Once a rank has sent a message of the rounds (`dissemination`), its receiver may use the data at any
+time, so that the sender can't withdraw the call any more. Therefore a leader that has waited for a
+part of its deadline, the *lease*, requests a *vote*: it sends its word to all leaders, and may
+withdraw after another deadline. Either the rounds or the vote may complete the call then. Once all
+leaders have received the words of all, which they confirm with READY, the rounds follow.
+
+A leader that may be late sends no message of the rounds, but votes at once, so that no data can be
+used that were withdrawn. Every message of this call was sent after this leader took part in the
+call before, since no leader completes a call without all others. So it is not late if it did so a
+short time ago, the *gap*. A message that arrives in round k may be older than the one of round
+k − 1 by another gap. After a withdrawal the data of the call are sent by new rounds.
+
+A leader that completes the rounds during a vote does so in the first half of its deadline, and
+sends COMPLETE to all. One that had completed them before the vote does so at its next call. The
+deadline that counts is the shortest of all ranks, which the messages of the rounds carry.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from collectives.consistency.dissemination import DIFFERENT, Dissemination, Exchange, Rounds
+from collectives.consistency.signature import FINGERPRINT_BITS
+from collectives.errors import DeadlineExceededError, UnusableError
+from collectives.shm.node_barrier import GRACE_SECONDS, SEQUENCE_BITS, SEQUENCE_MASK
+from collectives.transports.base import Transport
+from collectives.waiting.wait_policy import WaitPolicy
+
+_LEASE = 1 / 8
+"""As a part of the deadline."""
+_GAPS = 1 / 8
+"""The gaps of all rounds together, as a part of the deadline."""
+
+# In place of a fingerprint, in messages to all leaders.
+_WITHDRAWN, _COMPLETE = 1, 2
+# Marks the word of a leader that has withdrawn one before, and the rounds after such a vote.
+_REPEATED = 1 << (SEQUENCE_BITS + FINGERPRINT_BITS - 1)
+# Marks the word of a leader that has received those of all.
+_READY = _REPEATED >> 1
+_FLAGS = _REPEATED | _READY
+
+
+class NodesCheck:
+    """The side of one node's leader."""
+
+    def __init__(
+        self,
+        leaders: Transport,
+        wait_policy: WaitPolicy,
+        absent: Callable[[list[int]], dict[int, str]],
+    ) -> None:
+        """`absent` publishes the nodes that are waited for, and returns their ranks."""
+        self._wait_policy, self._absent_ranks = wait_policy, absent
+        self._words = leaders.open_control_channel()
+        self._rounds = Dissemination(leaders, wait_policy, absent)
+        self._began = self._before = -math.inf
+        """When the last two calls began, in seconds of `time.monotonic`."""
+        self._completed = self._answered = self._withdrawn = -1
+        """The last numbers of calls: by rounds alone, answered COMPLETE, withdrawn."""
+
+    def agree(self, word: int, exchange: Exchange | None) -> bool:
+        """Return when every node has sent a word of this number; whether all are the same.
+
+        The data are exchanged if they are. At the deadline the word is withdrawn before the error
+        is raised.
+        """
+        number = word & SEQUENCE_MASK
+        rounds = Rounds(word, exchange)
+        self._before, self._began = self._began, time.monotonic()
+        if self._wait_policy.deadline is not None:
+            rounds.deadline = self._wait_policy.deadline
+        # A caller that limits the wait withdraws all the time.
+        late = self._withdrawn == number or self._wait_policy.limited or self._is_late(rounds)
+        if late or not self._run(rounds) or self._is_late(rounds):
+            rounds = self._vote(rounds, late)
+            received = self._words.of(number)
+            received[:] = [0] * len(received)
+        else:
+            self._completed = number
+        self._rounds.finish(rounds, lambda: self._answer_request(number))
+        return rounds.status == rounds.word
+
+    def disagree(self, number: int) -> None:
+        """As `agree`, of a node whose own ranks have made different calls."""
+        self.agree(DIFFERENT << SEQUENCE_BITS | number, None)
+
+    def _is_late(self, rounds: Rounds) -> bool:
+        """Whether a leader whose message has arrived may have waited for longer than its lease."""
+        gap = rounds.deadline * _GAPS / self._rounds.count
+        return self._began - self._before > gap
+
+    def _run(self, rounds: Rounds) -> bool:
+        """Run the rounds; False if the lease has passed, or a vote is requested."""
+        advance = self._rounds.advance
+        for _ in range(self._wait_policy.spins):
+            if advance(rounds):
+                return True
+        end = self._began + rounds.deadline * _LEASE
+        complete = False
+
+        def over() -> bool:
+            nonlocal complete
+            complete = advance(rounds)
+            return complete or time.monotonic() >= end or self._vote_requested(rounds.number)
+
+        self._wait_policy.until(over, lambda: self._rounds.absent(rounds))
+        return complete
+
+    def _vote_requested(self, number: int) -> bool:
+        """Whether any leader requests a vote on the call; answers requests for the one before."""
+        self._answer_request(number)
+        return self._is_requested(number)
+
+    def _take(self, number: int) -> None:
+        """Receive words, and drop those of calls that are over: numbers return after 2^16 calls."""
+        if self._words.take():
+            kept = number, number + 1 & SEQUENCE_MASK, self._completed
+            for received in map(self._words.of, (number, number + 1)):
+                for node, word in enumerate(received):
+                    if word & SEQUENCE_MASK not in kept:
+                        received[node] = 0
+
+    def _answer_request(self, number: int) -> None:
+        """Answer a request for the last call that was completed, if there is one."""
+        self._take(number)
+        if self._completed != self._answered and self._is_requested(self._completed):
+            self._answer(self._completed)
+
+    def _is_requested(self, number: int) -> bool:
+        """Even by a word that was withdrawn since."""
+        withdrawn = _WITHDRAWN << SEQUENCE_BITS | number
+        return any(_is_word(each, number) or each == withdrawn for each in self._words.of(number))
+
+    def _answer(self, number: int) -> None:
+        self._answered = number
+        self._words.post(_COMPLETE << SEQUENCE_BITS | number)
+
+    def _vote(self, rounds: Rounds, late: bool) -> Rounds:
+        """Vote on the call; its rounds, completed if the words are the same.
+
+        If `late` none has been sent yet.
+        """
+        number, word, repeated = rounds.number, rounds.word, self._withdrawn == rounds.number
+        received = self._words.of(number)
+        by_rounds = False
+
+        def decided() -> bool:
+            nonlocal by_rounds
+            self._take(number)
+            by_rounds = (
+                not late
+                and self._rounds.advance(rounds)
+                and not self._is_late(rounds)
+                and time.monotonic() < self._began + rounds.deadline / 2
+                and not self._was_withdrawn(word)
+            )
+            return by_rounds or not self._missing(number) or self._was_completed(number)
+
+        self._words.post(word ^ _REPEATED if repeated else word)
+        try:
+            self._wait_policy.spin_until(decided, lambda: self._absent(number))
+        except DeadlineExceededError as error:
+            # A leader that receives this in time waits for the next word. A leader that has
+            # already continued waits until this rank repeats the call.
+            self._words.post(_WITHDRAWN << SEQUENCE_BITS | number)
+            self._withdrawn, error.withdrawn = number, True
+            raise
+        self._withdrawn = -1
+        self._wait_policy.all_arrived()
+        again = False
+        if not by_rounds and not self._was_completed(number):
+            if any((each ^ word) & ~_FLAGS for each in received):
+                rounds.differ()
+            else:
+                again = self._is_repeated(word, repeated)
+        by_rounds = by_rounds or self._was_completed(number)
+        if by_rounds:
+            if repeated:
+                raise UnusableError(f"other nodes have made call {number} with withdrawn data")
+            self._completed = number
+            self._answer(number)
+        elif again:
+            rounds = Rounds(word ^ _REPEATED, rounds.exchange, only=True)
+        if by_rounds or (rounds.alike and rounds.exchange is not None):
+            self._wait_for_all(lambda: self._rounds.advance(rounds), self._rounds.absent, rounds)
+        return rounds
+
+    def _is_repeated(self, word: int, repeated: bool) -> bool:
+        """Whether any leader has withdrawn its word once; all leaders return the same.
+
+        All have sent their words. One that was received may have been withdrawn: its leader sends
+        READY only when it repeats the call.
+        """
+        number = word & SEQUENCE_MASK
+        received = self._words.of(number)
+        repeated = repeated or self._was_withdrawn(word)
+        self._words.post(word ^ _READY ^ (_REPEATED if repeated else 0))
+
+        def ready() -> bool:
+            self._take(number)
+            every = all((each ^ word) & ~_REPEATED == _READY for each in received)
+            return every or self._was_completed(number)
+
+        def absent(number: int) -> dict[int, str]:
+            unready = [node for node, each in enumerate(received) if not (each ^ word) & _READY]
+            return self._absent_ranks(unready)
+
+        self._wait_for_all(ready, absent, number)
+        return any((each ^ word) & _REPEATED for each in received)
+
+    def _wait_for_all(
+        self, ready: Callable[[], bool], absent: Callable[[Any], dict[int, str]], what: object
+    ) -> None:
+        """Wait longer than the deadline, because all leaders rely on each other."""
+        self._wait_policy.until(ready, lambda: absent(what), GRACE_SECONDS)
+
+    def _was_withdrawn(self, word: int) -> bool:
+        """Whether any other leader has withdrawn its word of this call."""
+        withdrawn = _WITHDRAWN << SEQUENCE_BITS | word & SEQUENCE_MASK
+        received = self._words.of(word)
+        return any(each == withdrawn or (each ^ word) & ~_READY == _REPEATED for each in received)
+
+    def _missing(self, number: int) -> list[int]:
+        received = self._words.of(number)
+        return [node for node, word in enumerate(received) if not _is_word(word, number)]
+
+    def _was_completed(self, number: int) -> bool:
+        return _COMPLETE << SEQUENCE_BITS | number in self._words.of(number)
+
+    def _absent(self, number: int) -> dict[int, str]:
+        missing, received = self._missing(number), self._words.of(number)
+        # Some of the missing nodes may have withdrawn because of the others.
+        withdrawn = _WITHDRAWN << SEQUENCE_BITS | number
+        missing = [node for node in missing if received[node] != withdrawn] or missing
+        return self._absent_ranks(missing)
+
+    def close(self) -> None:
+        """Close the channels."""
+        self._rounds.close()
+        self._words.close()
+
+
+def _is_word(word: int, number: int) -> bool:
+    """Whether it is the word of a call of that number, neither withdrawn nor complete."""
+    return word & SEQUENCE_MASK == number and word >> SEQUENCE_BITS > _COMPLETE

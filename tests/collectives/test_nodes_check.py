@@ -1,0 +1,307 @@
+"""The comparison of calls between nodes, in a simulated world: time passes only when ranks poll."""
+
+import os
+import random
+import threading
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator
+from collectives.consistency import nodes_check
+from collectives.consistency.dissemination import DIFFERENT, Dissemination, Rounds
+from collectives.consistency.nodes_check import NodesCheck
+from collectives.errors import DeadlineExceededError
+from collectives.shm.node_barrier import SEQUENCE_BITS
+from collectives.transports.base import ControlChannel
+from collectives.transports.neighbors import NeighborChannel
+from collectives.waiting.wait_policy import WaitPolicy
+from tests.slow import slow_but
+
+LATENCY, DEADLINE, LONG = 1.0, 100.0, 1e7
+CALL, OTHER = 0x123456789ABC, 0x5555
+
+
+class World:
+    """Ranks as threads, of which one runs at a time, chosen at random; a clock of its own."""
+
+    def __init__(self, size, seed):
+        self.size, self.random, self.clock = size, random.Random(seed), 0.0
+        self.lines = defaultdict(list)
+        self.sent = [0] * size
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._done = threading.Semaphore(0)
+        self._running = set(range(size))
+        self.wakes = [0.0] * size
+
+    def monotonic(self):
+        return self.clock
+
+    def put(self, line, content):
+        """Deliver after a random time; messages of a line keep their order."""
+        earliest = self.lines[line][-1][0] if self.lines[line] else 0.0
+        due = max(earliest, self.clock + self.random.uniform(0, LATENCY))
+        self.lines[line].append((due, content))
+        self.sent[line[0]] += 1
+
+    def take(self, line):
+        """The next message of a line, if it has arrived."""
+        queue = self.lines[line]
+        return queue.pop(0)[1] if queue and queue[0][0] <= self.clock else None
+
+    def sleep(self, rank, seconds=0.0):
+        """Let the others run, for so long at least."""
+        self.wakes[rank] = self.clock + seconds
+        self._done.release()
+        self._turns[rank].acquire()
+
+    def run(self, program):
+        errors, results = [], [None] * self.size
+
+        def body(rank):
+            self._turns[rank].acquire()
+            try:
+                results[rank] = program(rank)
+            except BaseException as error:
+                errors.append(error)
+            self._running.discard(rank)
+            self._done.release()
+
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        while self._running and not errors and self.clock < 1e6:
+            self.clock += self.random.uniform(0, LATENCY / 4)
+            awake = [rank for rank in sorted(self._running) if self.wakes[rank] <= self.clock]
+            if not awake:
+                self.clock = min(self.wakes[rank] for rank in self._running)
+                continue
+            self._turns[self.random.choice(awake)].release()
+            assert self._done.acquire(timeout=60)
+        if errors:
+            raise errors[0]
+        assert not self._running, f"ranks {sorted(self._running)} wait for ever"
+        return results
+
+
+class Policy(WaitPolicy):
+    def __init__(self, world, rank, deadline):
+        super().__init__(deadline)
+        self.spins, self.world, self.rank = 0, world, rank
+
+    def until(self, ready, absent, grace=0.0):
+        start = self.world.clock
+        while not ready():
+            if self.world.clock - start >= self.deadline + grace:
+                raise DeadlineExceededError("late", tuple(absent()))
+            self.world.sleep(self.rank)
+
+
+class Words(ControlChannel):
+    def __init__(self, world, rank):
+        self.world, self.rank = world, rank
+        self.words = [[0] * world.size, [0] * world.size]
+
+    def post(self, word):
+        self.words[word & 1][self.rank] = word
+        for peer in range(self.world.size):
+            if peer != self.rank:
+                self.world.put((self.rank, peer, "word"), word)
+
+    def take(self):
+        # As with MPI, not all that has arrived is visible at once.
+        source = self.world.random.randrange(self.world.size)
+        word = self.world.take((source, self.rank, "word"))
+        if word is not None:
+            self.words[word & 1][source] = word
+        return word is not None
+
+    def of(self, number):
+        return self.words[number & 1]
+
+    def close(self):
+        pass
+
+
+class Neighbors(NeighborChannel):
+    def __init__(self, world, rank, target, source, nbytes):
+        super().__init__(nbytes)
+        self.world, self.out, self.into = world, (rank, target, "round"), (source, rank, "round")
+        self.here = False
+
+    def send(self, parity, nbytes):
+        self.world.put(self.out, self._outgoing[parity].content[:nbytes].copy())
+
+    def sent(self, parity):
+        return True
+
+    def arrived(self):
+        content = None if self.here else self.world.take(self.into)
+        if content is not None:
+            self.incoming.content[: len(content)] = content
+            self.here = True
+        return self.here
+
+    def discard(self):
+        self.here = False
+
+    def close(self):
+        pass
+
+
+class Leaders:
+    """What the check uses of a transport."""
+
+    def __init__(self, world, rank):
+        self.world, self.rank, self.size = world, rank, world.size
+
+    def open_control_channel(self):
+        return Words(self.world, self.rank)
+
+    def open_neighbor_channel(self, target, source, nbytes):
+        return Neighbors(self.world, self.rank, target, source, min(nbytes, 16 + 8 * self.size))
+
+
+class Values:
+    """An exchange of one number of each node."""
+
+    nbytes = 8
+
+    def __init__(self, value):
+        self.value, self.all = value, None
+
+    def pack(self, block, parity):
+        content, start = block
+        content[start : start + 8].view(np.int64)[:] = self.value
+
+    def unpack(self, blocks, parity):
+        self.all = [int(content[start : start + 8].view(np.int64)[0]) for content, start in blocks]
+
+
+def check_of(world, rank, deadline):
+    return NodesCheck(Leaders(world, rank), Policy(world, rank, deadline), dict.fromkeys)
+
+
+def word_of(call, number):
+    return call << SEQUENCE_BITS | number
+
+
+CASES = [(2, 20), (3, 20), (2, 300), (3, 300), (4, 200), (5, 200), (8, 100)]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, (2, 20), (3, 20)))
+def test_late_ranks_at_random(case, monkeypatch):
+    size, seeds = case
+    calls, withdrawn, differing = 10, 0, 0
+    for seed in range(seeds):
+        world = World(size, seed)
+        monkeypatch.setattr(nodes_check, "time", world)
+        lateness = world.random.choice([0, LATENCY, DEADLINE / 8, DEADLINE, 2 * DEADLINE])
+        wrong = {
+            number: world.random.randrange(size)
+            for number in range(calls)
+            if world.random.random() < 0.1
+        }
+
+        def program(rank, world=world, lateness=lateness, wrong=wrong):
+            check, results, ended = check_of(world, rank, DEADLINE), [], []
+            for number in range(calls):
+                own = random.Random(hash((rank, number, lateness)))
+                world.sleep(rank, own.uniform(0, lateness))
+                attempt = 0
+                while True:
+                    # The data of a call that was withdrawn must not be used.
+                    exchange = Values(rank * 1000 + attempt)
+                    call = OTHER if wrong.get(number) == rank else CALL
+                    try:
+                        alike = check.agree(word_of(call, number), exchange)
+                    except DeadlineExceededError as error:
+                        ended.append((error.withdrawn, rank in error.absent))
+                        attempt += 1
+                        world.sleep(rank, own.uniform(0, lateness / 10))
+                    else:
+                        break
+                assert alike == (number not in wrong)
+                results.append((attempt, exchange.all if alike else None))
+            assert set(ended) <= {(True, False)}
+            return results
+
+        everywhere = world.run(program)
+        for number, each in enumerate(zip(*everywhere, strict=True)):
+            expected = [rank * 1000 + attempt for rank, (attempt, _) in enumerate(each)]
+            withdrawn += any(attempt for attempt, _ in each)
+            differing += number in wrong
+            for _, received in each:
+                assert received == (None if number in wrong else expected), (seed, number, each)
+    assert withdrawn > 5
+    assert differing > 5
+
+
+@pytest.mark.parametrize("size", slow_but([2, 3, 5, 8, 16, 64], 2, 3, 5, 16))
+def test_every_leader_learns_of_any_that_deviates(size, monkeypatch):
+    for deviating in range(size):
+        world = World(size, deviating)
+        monkeypatch.setattr(nodes_check, "time", world)
+
+        def program(rank, world=world, deviating=deviating):
+            check = check_of(world, rank, LONG)
+            call = OTHER if rank == deviating else CALL
+            # No call has told yet that the others are on time.
+            assert check.agree(word_of(CALL, 1), None)
+            sent = world.sent[rank]
+            outcome = check.agree(word_of(call, 2), None), check.agree(word_of(CALL, 3), None)
+            assert world.sent[rank] - sent == 2 * (size - 1).bit_length()
+            return outcome
+
+        assert world.run(program) == [(False, True)] * size
+
+
+@pytest.mark.parametrize("size", slow_but([2, 3, 7, 100, 1023, 1024, 4096], 2, 3, 7, 100, 1023))
+def test_rounds_of_many_nodes(size):
+    """All in step: the word of one node reaches every other one in ⌈log₂ N⌉ rounds."""
+    deviating = random.Random(size).randrange(size)
+    status = [OTHER if rank == deviating else CALL for rank in range(size)]
+    channels = [_channels_of(rank, size) for rank in (0, deviating, size - 1)]
+    assert all(len(each) == (size - 1).bit_length() for each in channels)
+    for distance, source in channels[0]:
+        assert source == -distance % size
+        status = [
+            status[rank] if status[rank] == status[(rank - distance) % size] else DIFFERENT
+            for rank in range(size)
+        ]
+    assert status == [DIFFERENT] * size
+
+
+def _channels_of(rank, size):
+    """Distance to the target, and the source, of each of the channels that a leader opens."""
+
+    class Counting:
+        def __init__(self):
+            self.rank, self.size, self.opened = rank, size, []
+
+        def open_neighbor_channel(self, target, source, nbytes):
+            self.opened.append(((target - rank) % size, source))
+
+    leaders = Counting()
+    Dissemination(leaders, WaitPolicy(), dict)
+    return leaders.opened
+
+
+def test_a_message_may_be_of_the_call_before_or_of_the_next():
+    rounds = Rounds(word_of(CALL, 0), None)
+    assert rounds.accepts(word_of(OTHER, 0))
+    for number in (0xFFFF, 1):
+        assert not rounds.accepts(word_of(CALL, number))
+        assert rounds.succeeds(word_of(CALL, number)) == (number != 1)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_ranks_of_all_nodes_of_a_machine_share_its_cores(comm):
+    """As in containers: the nodes are those of the caller, the cores the machine's."""
+    with Communicator(MPI.COMM_WORLD, node_of=range(comm.size)) as apart:
+        cores = len(os.sched_getaffinity(0))
+        assert apart._engine.layout.local_sizes == (1,) * comm.size
+        assert apart._engine.layout.oversubscription == max(1.0, comm.size / cores)
