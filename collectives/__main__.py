@@ -12,7 +12,7 @@ from collectives import doctor
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand; return the exit status."""
     options = _parser().parse_args(arguments)
-    return doctor.main(limit=options.limit)
+    return doctor.main(options.limit, links=options.links)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,6 +30,11 @@ def _parser() -> argparse.ArgumentParser:
         default=doctor.LIMIT,
         metavar="SECONDS",
         help="how long one collective may take (default: %(default)g)",
+    )
+    command.add_argument(
+        "--links",
+        action="store_true",
+        help="measure latency and bandwidth between the nodes, and nothing else",
     )
     return parser
 

@@ -13,7 +13,14 @@ from collectives.communicator import Communicator
 from collectives.doctor.attempt import Outcome, attempt, reasons
 from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
 from collectives.doctor.gpu import GpuFindings, report_device_arrays, report_gpu
-from collectives.doctor.machine import gather_facts, report_mpi, report_ranks, report_shared_memory
+from collectives.doctor.links import report_links
+from collectives.doctor.machine import (
+    RankFacts,
+    gather_facts,
+    report_mpi,
+    report_ranks,
+    report_shared_memory,
+)
 from collectives.doctor.packages import installed, report_extras, report_python
 from collectives.doctor.report import Report, counted
 from collectives.errors import CollectiveError, LaunchError
@@ -33,9 +40,10 @@ LIMIT = 30.0
 _FORWARDING_SECONDS = 0.5
 
 
-def main(limit: float = LIMIT) -> int:
+def main(limit: float = LIMIT, *, links: bool = False) -> int:
     """Print the report on rank 0 and return the exit status. Collective.
 
+    With `links`, it measures latency and bandwidth between the nodes instead of the trials.
     Only the process that prints returns 1, because mpirun may end the other ranks at the first that
     does.
     """
@@ -52,7 +60,7 @@ def main(limit: float = LIMIT) -> int:
     report_mpi(report, mpi)
     failures = 1
     if _serves(report, launcher, mpi):
-        failures = _examine(report, mpi, findings, limit)
+        failures = _examine(report, mpi, findings, limit, links=links)
     _conclude(report, failures)
     return int(report.prints and failures > 0)
 
@@ -85,7 +93,7 @@ def _serves(report: Report, launcher: Launcher, mpi: Any) -> bool:
     return True
 
 
-def _examine(report: Report, mpi: Any, findings: GpuFindings, limit: float) -> int:
+def _examine(report: Report, mpi: Any, findings: GpuFindings, limit: float, *, links: bool) -> int:
     """Report ranks and memory, try the collectives; the number of failures. Collective."""
     outcomes = attempt(mpi, world, limit)
     if problems := reasons(outcomes):
@@ -97,8 +105,22 @@ def _examine(report: Report, mpi: Any, findings: GpuFindings, limit: float) -> i
     report_ranks(report, facts)
     report_device_arrays(report, mpi, findings, comm.local_rank)
     _abort_if_stuck(report, mpi, report_shared_memory(report, mpi, facts, limit))
+    if links:
+        return _measure_links(report, mpi, facts, limit)
     report.section("Collectives")
     return sum(_try_collective(report, mpi, comm, name, limit) for name in TRIALS)
+
+
+def _measure_links(report: Report, mpi: Any, facts: list[RankFacts], limit: float) -> int:
+    """Report on the links; the number of failures. Collective."""
+    # Each node is part of one measurement after the other.
+    nodes = len({each.node for each in facts})
+    outcomes = attempt(mpi, lambda: report_links(report, mpi, facts), limit * nodes)
+    problems = reasons(outcomes)
+    for problem in problems:
+        report.row("links", f"FAILED: {problem}")
+    _abort_if_stuck(report, mpi, outcomes)
+    return len(problems)
 
 
 def _try_collective(report: Report, mpi: Any, comm: Communicator, name: str, limit: float) -> bool:

@@ -19,7 +19,7 @@ EXTRAS = {
     "examples": ("rich", "scikit-learn"),
     "docs": ("mkdocs-material", "mkdocstrings-python", "ruff"),
     "torch": ("torch",),
-    "test": ("pytest", "pytest-mpi", "pytest-timeout", "hypothesis"),
+    "test": ("pytest", "pytest-mpi", "pytest-timeout", "hypothesis", "pyyaml"),
     "dev": ("ruff", "mypy"),
 }
 """The distributions of each extra, without those that `test` and `dev` take from other extras."""

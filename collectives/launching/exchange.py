@@ -1,8 +1,9 @@
-"""The exchange through torch's store that precedes MPI: sessions, hosts, the server of PMI.
+"""The exchange through a store that precedes MPI: sessions, hosts, the server of PMI.
 
-The store of torchrun outlives its processes: after a restart it has the keys of the earlier
-attempt, and torchrun's count of restarts can differ between hosts. So rank 0 names each attempt by
-a random session, and the other ranks follow the session whose server accepts them.
+The store is torch's, or has its methods `set`, `get` and `check`. The store of torchrun outlives
+its processes: after a restart it has the keys of the earlier attempt, and torchrun's count of
+restarts can differ between hosts. So rank 0 names each attempt by a random session, and the other
+ranks follow the session whose server accepts them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from collectives.errors import (
     CollectiveError,
@@ -46,6 +47,17 @@ class Connection(NamedTuple):
     session: str
 
 
+class Listening(Protocol):
+    """A socket of rank 0 that listens already, and that the server of PMI takes over."""
+
+    host: str
+    """The name or address by which all ranks reach it."""
+    socket: socket.socket
+
+    def stop(self) -> None:
+        """Accept no further connections in this process."""
+
+
 class _Server(NamedTuple):
     """Where the server listens, or the problem for which there is none."""
 
@@ -57,10 +69,25 @@ class _Server(NamedTuple):
 
 
 class Exchange:
-    """The part of one rank; `store` is torch's, for this exchange alone."""
+    """The part of one rank; `store` is for this exchange alone.
 
-    def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
+    Errors call the ranks by their `names`, if given. The server of PMI listens on `listening`,
+    given on rank 0, otherwise on an address of rank 0 that all hosts reach.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        seconds: float,
+        *,
+        names: Sequence[str] = (),
+        listening: Listening | None = None,
+    ) -> None:
         self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
+        self._names, self._listening = names, listening
+        self._own_name = names[rank] if names else f"rank {rank} of {size}"
         self._limit = time.monotonic() + seconds
         self._problem, self._pause = "", _SHORTEST_SLEEP
         self._failure: CollectiveError | None = None
@@ -82,8 +109,8 @@ class Exchange:
                 # Rank 0 has ended after it published the failure, and the store with rank 0.
                 raise self._failure from error
             raise RankFailedError(
-                f"rank {self._rank} of {self._size}: torch's store has failed while MPI started;"
-                " rank 0, or the process that serves it, has ended"
+                f"{self._own_name}: the store has failed while MPI started;"
+                f" {self._named([0])}, or the process that serves it, has ended"
             ) from error
 
     def _serve(self, own: str) -> Connection:
@@ -93,12 +120,14 @@ class Exchange:
         It ends with rank 0, or when its input is closed before all ranks are connected.
         """
         session = secrets.token_hex(8)
+        inherited = [self._listening.socket.fileno()] if self._listening else []
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", _SERVER],
+            [sys.executable, "-I", "-S", _SERVER, *map(str, inherited)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             cwd="/",
+            pass_fds=inherited,
         ) as process:
             self._store.set(f"{session}/0", own)
             self._store.set(_SESSION, session)
@@ -129,7 +158,9 @@ class Exchange:
         """Send the server what it needs; it answers with its port."""
         assert process.stdin is not None
         assert process.stdout is not None
-        address = listening_address(hosts)
+        address = self._listening.host if self._listening else listening_address(hosts)
+        if self._listening:
+            self._listening.stop()
         if address is None:
             return _Server(problem="rank 0 has no address that the other hosts can reach")
         token, left = secrets.token_hex(32), self._limit - time.monotonic()
@@ -179,12 +210,16 @@ class Exchange:
         raise self._late(absent or (0,))
 
     def _late(self, absent: Sequence[int]) -> DeadlineExceededError:
-        ranks = ", ".join(map(str, absent))
         return DeadlineExceededError(
-            f"rank {self._rank} of {self._size}: the start of MPI timed out after"
-            f" {self._seconds:g} s. Absent: rank{'s' * (len(absent) > 1)} {ranks}{self._problem}",
+            f"{self._own_name}: the start of MPI timed out after {self._seconds:g} s."
+            f" Absent: {self._named(absent)}{self._problem}",
             tuple(absent),
         )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        if self._names:
+            return ", ".join(self._names[rank] for rank in ranks)
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
     def _failure_of(self, server: _Server) -> CollectiveError | None:
         if server.absent:
@@ -211,7 +246,7 @@ class Exchange:
         if verdict == "absent":
             raise self._late(tuple(map(int, ranks)))
         if verdict == "failed":
-            raise RankFailedError(f"rank {ranks[0]} has ended while MPI started")
+            raise RankFailedError(f"{self._named([int(ranks[0])])} has ended while MPI started")
         self._problem = f" ({server.host}:{server.port} closed the connection)"
         return None
 

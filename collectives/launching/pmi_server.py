@@ -4,8 +4,9 @@ It is a program, `python -I -S pmi_server.py`, that imports nothing of the packa
 because rank 0 waits for its start. It can't be a thread of rank 0: MPI_Init and MPI_Finalize keep
 Python's lock.
 
-stdin has five lines: the token, the address to listen on, the number of ranks, the seconds of the
-start, and PMI_process_mapping. It stays open while rank 0 runs. stdout receives the port.
+Its only argument, if any, is the descriptor of a socket that listens already. stdin has five lines:
+the token, the address to listen on, the number of ranks, the seconds of the start, and
+PMI_process_mapping. It stays open while rank 0 runs. stdout receives the port.
 
 A connection begins with a line of the client. Each rank has two, "TOKEN RANK pmi" and "TOKEN RANK
 end". When all ranks have both, the first one receives "ok", or "absent RANK …" or "failed RANK"
@@ -21,6 +22,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 import time
 from hmac import compare_digest
 
@@ -85,14 +87,24 @@ class Client:
 class Server:
     """The server of one world; `run` returns when it has ended."""
 
-    def __init__(self, token: str, host: str, size: int, seconds: float, mapping: str) -> None:
+    def __init__(
+        self,
+        token: str,
+        host: str,
+        size: int,
+        seconds: float,
+        mapping: str,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._token, self._size = token.encode(), size
         self._limit = time.monotonic() + seconds
         # MPICH names shared memory by it: a killed world leaves its memory behind.
         self._name = f"kvs_{os.urandom(8).hex()}"
         self._values = {"PMI_process_mapping": mapping} if mapping else {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=size + 16)
+        if listener is None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, 0), family=family, backlog=size + 16)
+        self._listener = listener
         self.port: int = self._listener.getsockname()[1]
         ranks = range(size)
         self._expected = {f"{rank} {kind}": (rank, kind) for rank in ranks for kind in _KINDS}
@@ -253,8 +265,9 @@ def main() -> None:
     if not lines[-1]:
         return  # rank 0 has given the start up
     token, host, size, seconds, mapping = (line.rstrip("\n") for line in lines)
+    listener = socket.socket(fileno=int(sys.argv[1])) if len(sys.argv) > 1 else None
     try:
-        server = Server(token, host, int(size), float(seconds), mapping)
+        server = Server(token, host, int(size), float(seconds), mapping, listener)
     except OSError as error:
         os.write(1, f"{error}\n".encode())
         return

@@ -1,13 +1,14 @@
-"""The start of MPI, by its launcher or through torch's store."""
+"""The start of MPI, by its launcher or through a store."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from collectives.errors import LaunchError
 from collectives.launching.ending import end_with_world, killed_with_world
-from collectives.launching.exchange import Exchange
+from collectives.launching.exchange import Exchange, Listening
 from collectives.launching.launcher import (
     ALLOW_SINGLETON,
     find_torch_launch,
@@ -53,15 +54,23 @@ def start_mpi(seconds: float = DEFAULT_DEADLINE) -> Any:
             f"a process that {launch} has started is no rank. To let it run as a world of one,"
             f" set {ALLOW_SINGLETON}=1"
         )
-    _load_mpich(launch.size)
+    load_mpich(launch.size)
     return start_through(open_store(launch, seconds), launch.rank, launch.size, seconds)
 
 
-def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
+def start_through(
+    store: Any,
+    rank: int,
+    size: int,
+    seconds: float,
+    *,
+    names: Sequence[str] = (),
+    listening: Listening | None = None,
+) -> Any:
     """The `mpi4py.MPI` module, initialized as this rank of so many; collective between them.
 
-    `store` is torch's. Nothing is done if MPI is initialized, or if its launcher started the
-    process.
+    The arguments are those of `Exchange`. Nothing is done if MPI is initialized, or if its launcher
+    started the process.
 
     Raises BackendUnavailableError if there is no MPI, LaunchError if it isn't MPICH,
     DeadlineExceededError, which names the absent ranks, after `seconds`, and RankFailedError if a
@@ -70,8 +79,9 @@ def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
     global _session
     if size == 1 or is_initialized() or started_by_mpi(os.environ):
         return load()
-    mpi = _load_mpich(size)
-    connection = Exchange(store, rank, size, seconds).connect(host_of(store))
+    mpi = load_mpich(size)
+    exchange = Exchange(store, rank, size, seconds, names=names, listening=listening)
+    connection = exchange.connect(host_of(store))
     pmi = connection.pmi.detach()
     variables = {
         "PMI_FD": str(pmi),
@@ -91,7 +101,7 @@ def start_through(store: Any, rank: int, size: int, seconds: float) -> Any:
     return mpi
 
 
-def _load_mpich(size: int) -> Any:
+def load_mpich(size: int) -> Any:
     """MPI, not initialized; LaunchError if it is another library than MPICH."""
     mpi = load_uninitialized()
     if "MPICH" not in (name := library_name(mpi)):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from bench.hosts.namespaces import is_open_mpi
 from tests.worlds.cleanup import end_group, find_segments, kill_tagged, remove_segments
 
 DIRECTORY_VARIABLE = "TEST_WORLD_DIRECTORY"
@@ -42,13 +43,6 @@ def find_mpirun():
     """Return the mpirun that belongs to this Python, else the one on the PATH, else None."""
     beside = Path(sys.executable).parent / "mpirun"
     return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
-@cache
-def is_open_mpi(mpirun):
-    """Return whether an mpirun is Open MPI's."""
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in version.stdout
 
 
 def mpirun_command(mpirun, size):

@@ -1,0 +1,1 @@
+"""`python -m collectives.launch`: ranks that an orchestrator has started, without mpirun."""

@@ -1,0 +1,94 @@
+"""The command line: start MPI together with the other tasks, then run the program as this rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from collectives.consistency.uncaught import end_the_job_on_exceptions
+from collectives.errors import CollectiveError
+from collectives.launch.task_client import TaskClient
+from collectives.launch.task_server import TaskServer
+from collectives.launch.tasks import SECRET, Tasks
+from collectives.launching.launcher import started_by_mpi
+from collectives.launching.library import load
+from collectives.launching.start import load_mpich, start_through
+from collectives.waiting.wait_policy import DEFAULT_DEADLINE
+
+
+def main(
+    module: str,
+    find_tasks: Callable[[Mapping[str, str]], Tasks],
+    environment: Mapping[str, str],
+    arguments: Sequence[str] | None = None,
+) -> str | None:
+    """Run the program as a rank; returns the error if the ranks can't be started."""
+    parser = _parser(module)
+    options = parser.parse_args(arguments)
+    if not options.program:
+        parser.error("which program?")
+    try:
+        # mpirun's ranks need no tasks.
+        mpi = load() if started_by_mpi(environment) else _start(find_tasks(environment), options)
+    except (CollectiveError, ValueError, TypeError) as error:
+        return f"python -m {module}: {error}"
+    if mpi.COMM_WORLD.size > 1:
+        end_the_job_on_exceptions(mpi)
+    _run(options.program, as_module=options.as_module)
+    return None
+
+
+def _start(tasks: Tasks, options: argparse.Namespace) -> Any:
+    """The `mpi4py.MPI` module, initialized as the task's rank."""
+    if tasks.size == 1:
+        return load()
+    load_mpich(tasks.size)
+    secret, seconds, insecure = os.environ.get(SECRET, ""), options.timeout, options.insecure
+    if tasks.rank == 0:
+        with closing(TaskServer(tasks, secret, insecure=insecure)) as server:
+            return start_through(
+                server, 0, tasks.size, seconds, names=tasks.names, listening=server
+            )
+    with closing(TaskClient(tasks, secret, seconds, insecure=insecure)) as client:
+        return start_through(client, tasks.rank, tasks.size, seconds, names=tasks.names)
+
+
+def _run(program: list[str], *, as_module: bool) -> None:
+    """Run it as `python PROGRAM` or `python -m MODULE` does, in this process."""
+    sys.argv[:] = program
+    if as_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        return
+    # In place of the working directory, which `python -P` leaves out.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(program[0]).resolve().parent)
+    runpy.run_path(program[0], run_name="__main__")
+
+
+def _parser(module: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description="Become one rank of a world whose processes an orchestrator has started, and"
+        " run a program. The first task serves the start at its own address.",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DEFAULT_DEADLINE,
+        metavar="SECONDS",
+        help="how long to wait for the other tasks (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help=f"allow other addresses than loopback without {SECRET}",
+    )
+    parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM …")
+    return parser

@@ -1,0 +1,112 @@
+"""A task's connection to the store that rank 0 serves."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO, cast
+
+from collectives.errors import DeadlineExceededError, LaunchError
+from collectives.launch.tasks import (
+    LONGEST_HELLO,
+    SECRET,
+    Tasks,
+    check_secret,
+    is_proof,
+    prove,
+    read,
+    write,
+)
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_LONGEST_ANSWER = 60.0
+
+
+class TaskClient:
+    """A store with the methods `set`, `get` and `check`, as torch's.
+
+    They raise LaunchError if the start of all tasks has failed, and RuntimeError if the connection
+    is lost.
+    """
+
+    def __init__(self, tasks: Tasks, secret: str, seconds: float, *, insecure: bool) -> None:
+        """Connect, as soon as rank 0 serves.
+
+        Raises LaunchError if it refuses this task, DeadlineExceededError if it can't be reached
+        within `seconds`.
+        """
+        self.host = tasks.host
+        limit, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
+        while True:
+            try:
+                left = max(limit - time.monotonic(), _SHORTEST_PAUSE)
+                self._connect(tasks, secret, min(left, _LONGEST_ANSWER), insecure=insecure)
+                return
+            # A host name may not be there yet, as a task's own host.
+            except (OSError, EOFError, ValueError) as error:
+                if time.monotonic() + pause > limit:
+                    raise DeadlineExceededError(
+                        f"{tasks.own_name}: {tasks.names[0]} did not answer within {seconds:g} s:"
+                        f" it was not started, or was started with other tasks ({error})",
+                        (0,),
+                    ) from error
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    def set(self, name: str, value: str) -> None:
+        """Store a value."""
+        self._call("set", name, value)
+
+    def get(self, name: str) -> bytes:
+        """A value that is there."""
+        return str(self._call("get", name)).encode()
+
+    def check(self, names: Sequence[str]) -> bool:
+        """Whether all are there."""
+        return bool(self._call("check", list(names)))
+
+    def close(self) -> None:
+        """Close the connection."""
+        with suppress(OSError):  # what it holds back can't be sent if rank 0 has ended
+            self._stream.close()
+        self._connection.close()
+
+    def _connect(self, tasks: Tasks, secret: str, seconds: float, *, insecure: bool) -> None:
+        connection = socket.create_connection((tasks.host, tasks.port), seconds)
+        self._connection, self._stream = connection, cast(BinaryIO, connection.makefile("rwb"))
+        try:
+            check_secret(connection.getpeername()[0], secret, insecure=insecure)
+            self._greet(tasks, secret)
+            connection.settimeout(_LONGEST_ANSWER)
+        except BaseException:
+            self.close()
+            raise
+
+    def _greet(self, tasks: Tasks, secret: str) -> None:
+        """Exchange proofs; LaunchError if rank 0 has another secret, or refuses this task."""
+        own = secrets.token_hex(16)
+        words = [own, str(tasks.rank), tasks.own_name, tasks.digest]
+        keys = ("random", "rank", "name", "cluster")
+        write(self._stream, dict(zip(keys, words, strict=True)) | {"rank": tasks.rank})
+        answer = read(self._stream, dict, LONGEST_HELLO)
+        other = str(answer.get("random"))
+        if not is_proof(answer.get("proof"), secret, "server", other, *words):
+            raise LaunchError(
+                f"{tasks.own_name}: {tasks.names[0]} has another {SECRET} than this task, or none"
+            )
+        write(self._stream, prove(secret, "client", other, *words))
+        if problem := read(self._stream, str):
+            raise LaunchError(f"{problem}. This task has {tasks.cluster}")
+
+    def _call(self, *request: object) -> Any:
+        try:
+            write(self._stream, request)
+            answer = read(self._stream, dict)
+        except (OSError, EOFError, ValueError) as error:
+            raise RuntimeError(f"the connection to rank 0 is lost: {error}") from error
+        if "problem" in answer:
+            raise LaunchError(answer["problem"])
+        return answer["result"]

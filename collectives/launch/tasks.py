@@ -1,0 +1,98 @@
+"""The tasks of one world, and the proof that a process belongs to them.
+
+Both sides of a connection prove that they have the same secret, without sending it: each sends a
+random number, and receives its HMAC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from collectives.errors import LaunchError
+
+SECRET = "COLLECTIVES_SECRET"
+"""The environment variable with the secret that all tasks share."""
+
+LONGEST_HELLO = 1 << 10
+_LONGEST_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """This process's rank, every rank's name, and the address that rank 0 serves.
+
+    The name of rank 0 has its address.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    host: str
+    port: int
+    cluster: str
+    """The same text on all ranks, unless they have been started for different clusters."""
+    hosts: frozenset[str] = frozenset()
+    """The hosts of all ranks, if known."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.names)
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs for different clusters."""
+        return hashlib.sha256(self.cluster.encode()).hexdigest()
+
+    @property
+    def own_name(self) -> str:
+        """This process's name."""
+        return self.names[self.rank]
+
+
+def prove(secret: str, side: str, *words: str) -> str:
+    """What only a process with the secret can compute, for random words of both sides."""
+    return hmac.new(secret.encode(), "\n".join((side, *words)).encode(), "sha256").hexdigest()
+
+
+def is_proof(given: object, secret: str, side: str, *words: str) -> bool:
+    """Whether it is what `prove` returns."""
+    return isinstance(given, str) and hmac.compare_digest(
+        given.encode(), prove(secret, side, *words).encode()
+    )
+
+
+def check_secret(address: str, secret: str, *, insecure: bool) -> None:
+    """LaunchError without a secret, unless the address is a loopback address."""
+    if secret or insecure or is_loopback(address):
+        return
+    raise LaunchError(
+        f"{address} is no loopback address, and {SECRET} is not set: any host on the network could"
+        f" take part. Set {SECRET} to the same random text for all tasks, or give --insecure"
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches it."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def write(stream: BinaryIO, value: object) -> None:
+    """Send one value as a line of JSON; OSError if the connection is closed."""
+    stream.write(json.dumps(value).encode() + b"\n")
+    stream.flush()
+
+
+def read(stream: BinaryIO, kind: type, longest: int = _LONGEST_LINE) -> Any:
+    """Receive one value of the kind; EOFError at the end, ValueError for anything else."""
+    line = stream.readline(longest)
+    if not line.endswith(b"\n"):
+        raise EOFError("the connection was closed")
+    value = json.loads(line)
+    if not isinstance(value, kind):
+        raise ValueError(f"{value!r} where a {kind.__name__} was expected")
+    return value

@@ -1,0 +1,262 @@
+"""The start of tasks without a launcher: who may take part, and which task is to blame."""
+
+import dataclasses
+import json
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from collectives import DeadlineExceededError, LaunchError
+from collectives.launch import task_client
+from collectives.launch.__main__ import find_tasks
+from collectives.launch.command import main
+from collectives.launch.task_client import TaskClient
+from collectives.launch.task_server import TaskServer
+from collectives.launch.tasks import Tasks
+from collectives.launching.exchange import Exchange
+from tests.worlds.launcher import find_mpirun, is_open_mpi
+from tests.worlds.programs import run_launcher
+
+SECRET = "a secret of the tests"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def tasks(size, cluster="the cluster"):
+    names = tuple(f"worker {rank}" for rank in range(size))
+    return Tasks(0, names, "127.0.0.1", free_port(), cluster)
+
+
+def start(own, seconds, secret=SECRET, **options):
+    """Start one task up to MPI; its connection, or its error."""
+    options = {"insecure": False} | options
+    try:
+        if own.rank == 0:
+            store = TaskServer(own, secret, **options)
+        else:
+            store = TaskClient(own, secret, seconds, **options)
+    except Exception as error:
+        return error
+    listening = {"listening": store} if own.rank == 0 else {}
+    try:
+        exchange = Exchange(store, own.rank, own.size, seconds, names=own.names, **listening)
+        return exchange.connect(store.host)
+    except Exception as error:
+        return error
+    finally:
+        store.close()
+
+
+def start_all(parts, seconds=20.0):
+    """Start all tasks, each with its secret, together."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(lambda part: start(part[0], seconds, part[1]), parts))
+
+
+def ranks_of(whole, *ranks, secret=SECRET):
+    return [(dataclasses.replace(whole, rank=rank), secret) for rank in ranks]
+
+
+def test_all_connections_go_to_the_address_that_the_cluster_names():
+    whole = tasks(3)
+    connections = start_all(ranks_of(whole, 2, 0, 1))
+    for each in connections:
+        assert each.pmi.getpeername() == each.end.getpeername() == ("127.0.0.1", whole.port)
+    # All have arrived: the port is closed.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", whole.port))
+    for each in connections:
+        each.pmi.sendall(b"cmd=finalize\n")
+        each.pmi.close()
+        each.end.close()
+
+
+@pytest.mark.parametrize("absent", [(2,), (0,), (1, 3)])
+def test_absent_tasks_are_named_by_all_others(absent):
+    whole = tasks(4)
+    present = [rank for rank in range(4) if rank not in absent]
+    for rank, error in zip(present, start_all(ranks_of(whole, *present), 0.5), strict=True):
+        assert isinstance(error, DeadlineExceededError), error
+        assert error.absent == absent
+        named = ", ".join(f"worker {each}" for each in absent)
+        expected = f"{named} did not answer" if absent == (0,) else f"Absent: {named}"
+        assert expected in str(error)
+        assert str(error).startswith(f"worker {rank}: ")
+
+
+def test_a_task_that_was_started_twice_ends_the_start_of_all():
+    errors = start_all(ranks_of(tasks(3), 0, 1, 1))
+    assert all(isinstance(error, LaunchError) for error in errors), errors
+    assert all("worker 1 was started twice: at 127.0.0.1:" in str(error) for error in errors)
+
+
+def test_a_task_of_another_cluster_ends_the_start_of_all():
+    whole = tasks(3)
+    other = dataclasses.replace(whole, rank=2, cluster="another one")
+    errors = start_all([*ranks_of(whole, 0, 1), (other, SECRET)])
+    for error in errors:
+        assert isinstance(error, LaunchError), error
+        assert "worker 2 at 127.0.0.1:" in str(error)
+        assert "has another cluster than worker 0, which has the cluster" in str(error)
+    assert "This task has another one" in str(errors[2])
+
+
+def test_a_task_that_is_started_again_takes_the_place_of_the_first():
+    whole = tasks(2)
+    first, second = (dataclasses.replace(whole, rank=rank) for rank in (0, 1))
+    server = TaskServer(first, SECRET, insecure=False)
+    TaskClient(second, SECRET, 5, insecure=False).close()
+    for thread in server._threads:
+        thread.join(5)
+    again = TaskClient(second, SECRET, 5, insecure=False)
+    again.set("name", "value")
+    assert server.get("name") == again.get("name") == b"value"
+    assert again.check(["name"])
+    assert not again.check(["name", "other"])
+    again.close()
+    server.close()
+
+
+@pytest.mark.parametrize("secret", ["", "another"])
+def test_a_task_without_the_secret_is_refused_and_the_others_wait(secret):
+    whole = tasks(2)
+    errors = start_all([*ranks_of(whole, 0), *ranks_of(whole, 1, secret=secret)], 0.6)
+    assert isinstance(errors[1], LaunchError)
+    assert "has another COLLECTIVES_SECRET than this task" in str(errors[1])
+    assert isinstance(errors[0], DeadlineExceededError)
+    assert "Absent: worker 1" in str(errors[0])
+
+
+def test_strangers_get_nothing_from_the_server():
+    whole = tasks(2)
+    server = TaskServer(whole, SECRET, insecure=False)
+    server.set("token", "value")
+    hello = {"random": "0" * 32, "rank": 1, "name": "worker 1", "cluster": whole.digest}
+    for lines in ([b"nothing\n"], [b"x" * 5000], [json.dumps(hello).encode() + b"\n", b'"no"\n']):
+        with socket.create_connection(("127.0.0.1", whole.port), 5) as stranger:
+            for line in (*lines, b'["get", "token"]\n'):
+                stranger.sendall(line)
+            received = b""
+            try:
+                while part := stranger.recv(1000):
+                    received += part
+            except ConnectionResetError:
+                pass
+            assert b"value" not in received
+            assert received.count(b"\n") == len(lines) - 1
+    assert server.check(["token"]), "the start goes on"
+    server.close()
+
+
+def test_a_server_of_someone_else_gets_nothing_from_a_task():
+    whole = tasks(2)
+    received = []
+
+    def pretend(listener):
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb") as stream:
+            received.append(stream.readline())
+            stream.write(json.dumps({"random": "1", "proof": "2"}).encode() + b"\n")
+            stream.flush()
+            received.append(stream.readline())
+
+    with socket.create_server(("127.0.0.1", whole.port)) as listener:
+        thread = threading.Thread(target=pretend, args=(listener,))
+        thread.start()
+        with pytest.raises(LaunchError, match="has another COLLECTIVES_SECRET"):
+            TaskClient(dataclasses.replace(whole, rank=1), SECRET, 5, insecure=False)
+        thread.join()
+    assert received[1] == b""
+    assert SECRET.encode() not in received[0]
+
+
+def test_without_a_secret_only_loopback_addresses_are_allowed(monkeypatch):
+    whole = tasks(2)
+    server = TaskServer(whole, "", insecure=False)
+    server.close()
+    whole = dataclasses.replace(whole, host="0.0.0.0")
+    for rank in (0, 1):
+        own = dataclasses.replace(whole, rank=rank)
+        if rank == 1:
+            monkeypatch.setattr(
+                task_client.socket.socket, "getpeername", lambda _: ("192.0.2.1", 1)
+            )
+            TaskServer(whole, "", insecure=True).stop()
+            listener = socket.create_server(("0.0.0.0", whole.port))
+        error = start(own, 1.0, "")
+        assert isinstance(error, LaunchError), error
+        assert "is no loopback address, and COLLECTIVES_SECRET is not set" in str(error)
+    listener.close()
+
+
+def test_an_address_that_only_the_first_host_reaches_is_refused():
+    whole = dataclasses.replace(tasks(2), host="localhost", hosts=frozenset({"localhost", "b"}))
+    with pytest.raises(LaunchError, match="which other hosts can't reach: write its IP address"):
+        TaskServer(whole, SECRET, insecure=False)
+
+
+def test_a_port_in_use_is_named():
+    whole = tasks(2)
+    named = r"worker 0 can't listen on its address in the cluster: .*in use"
+    with (
+        socket.create_server(("127.0.0.1", whole.port)),
+        pytest.raises(LaunchError, match=named),
+    ):
+        TaskServer(whole, SECRET, insecure=False)
+
+
+VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+
+
+def test_the_tasks_of_torchs_variables():
+    found = find_tasks(VARIABLES)
+    assert (found.rank, found.names) == (1, ("rank 0 (here:29500)", "rank 1"))
+    assert (found.host, found.port) == ("here", 29500)
+    assert found.digest != find_tasks(VARIABLES | {"WORLD_SIZE": "3"}).digest
+    for wrong in ({"RANK": "2"}, {"MASTER_PORT": ""}, {"MASTER_ADDR": ""}):
+        with pytest.raises(LaunchError, match="needed are all four, with 0 <= RANK < WORLD_SIZE"):
+            find_tasks(VARIABLES | wrong)
+    with pytest.raises(LaunchError, match="torchrun serves here:29500 itself"):
+        find_tasks(VARIABLES | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+
+
+def test_an_error_is_the_text_of_the_exit():
+    # Where the exit status is that of a text, 1.
+    error = main("collectives.launch", find_tasks, {"RANK": "0"}, ["program.py"])
+    assert error.startswith("python -m collectives.launch: the environment has RANK='0', WORLD_")
+    with pytest.raises(SystemExit):
+        main("collectives.launch", find_tasks, VARIABLES, [])
+
+
+PROGRAM = """
+import sys
+import numpy as np
+from mpi4py import MPI
+import collectives
+comm = collectives.world(deadline=30)
+total = comm.all_reduce(np.array(comm.rank + 1.0))
+sys.stdout.write(f"{sys.argv[1:]} {comm.rank} {MPI.COMM_WORLD.size} {total:g} {__name__}\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_started_by_torchs_variables(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = f"{sys.executable} -m collectives.launch --timeout 30 {tmp_path}/program.py --x"
+    line = f"RANK=1 {command} & RANK=0 {command}; wait"
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ended = run_launcher(["sh", "-c", line], variables, timeout=60)
+    if is_open_mpi(find_mpirun()):
+        assert ended.stderr.count("Without mpirun only MPICH can start") == 2, ended.stderr
+        return
+    expected = [f"['--x'] {rank} 2 3 __main__" for rank in (0, 1)]
+    assert sorted(ended.stdout.splitlines()) == expected, ended.stderr
+    module = f"cd {tmp_path}; RANK=0 WORLD_SIZE=1 {sys.executable} -m collectives.launch -m program"
+    ended = run_launcher(["sh", "-c", module], variables, timeout=60)
+    assert ended.stdout == "[] 0 1 1 __main__\n", ended.stderr
