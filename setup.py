@@ -14,6 +14,7 @@ test = [
     "pytest-mpi>=0.6",
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",
+    "pyyaml>=6",
     *bench,
     *examples,
 ]

@@ -5,7 +5,33 @@
 Imports JAX; `import collectives` doesn't import this package.
 """
 
+from collectives.jax.functions import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    recv,
+    reduce,
+    reduce_scatter,
+    scan,
+    send,
+    sendrecv,
+)
 from collectives.jax.host_calls import original_errors, uses_ffi
-from collectives.jax.reductions import all_reduce
 
-__all__ = ["all_reduce", "original_errors", "uses_ffi"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "original_errors",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "send",
+    "sendrecv",
+    "uses_ffi",
+]

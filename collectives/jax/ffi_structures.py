@@ -33,6 +33,11 @@ DTYPES = {
     15: np.dtype("complex64"),
     16: np.dtype(ml_dtypes.bfloat16),
     18: np.dtype("complex128"),
+    19: np.dtype(ml_dtypes.float8_e5m2),
+    20: np.dtype(ml_dtypes.float8_e4m3fn),
+    23: np.dtype(ml_dtypes.float8_e4m3b11fnuz),
+    24: np.dtype(ml_dtypes.float8_e5m2fnuz),
+    25: np.dtype(ml_dtypes.float8_e4m3fnuz),
 }
 
 

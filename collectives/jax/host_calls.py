@@ -7,6 +7,7 @@ interface isn't known, `jax.pure_callback` takes its place, which copies every a
 from __future__ import annotations
 
 import ctypes
+import secrets
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +23,8 @@ from collectives.jax import ffi_structures as ffi
 HostFunction = Callable[[Sequence[Any], Sequence[Any]], None]
 """Reads the first argument's arrays, and writes the second's."""
 
-_TARGET = "collectives_host_call"
-_functions: list[HostFunction] = []
+TARGET = "collectives_host_call"
+_functions: dict[int, HostFunction] = {}
 _registered = threading.Lock()
 
 
@@ -56,10 +57,20 @@ def host_call(function: HostFunction, arrays: Sequence[Any], results: Sequence[A
     make one call, or pass a result of the one to the other. A function is kept for the life of the
     process, as compiled programs refer to it.
     """
-    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results]
     if uses_ffi():
-        call = jax.ffi.ffi_call(_TARGET, shapes)
-        return list(call(*arrays, function=np.int64(_number_of(function))))
+        call = jax.ffi.ffi_call(TARGET, _shapes(results))
+        return list(call(*arrays, function=np.int64(number_of(function))))
+    return call_back(jax.pure_callback, function, arrays, results)
+
+
+def call_back(
+    way: Callable[..., Any],
+    function: HostFunction,
+    arrays: Sequence[Any],
+    results: Sequence[Any],
+) -> list[Any]:
+    """As `host_call`, by one of JAX's own ways to call Python."""
+    shapes = _shapes(results)
 
     def on_host(*given: Any) -> list[Any]:
         written = [np.empty(each.shape, each.dtype) for each in shapes]
@@ -67,13 +78,22 @@ def host_call(function: HostFunction, arrays: Sequence[Any], results: Sequence[A
             function([np.asarray(each) for each in given], written)
         return written
 
-    return list(jax.pure_callback(on_host, shapes, *arrays))
+    return list(way(on_host, shapes, *arrays))
+
+
+def _shapes(arrays: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays]
 
 
 @cache
-def _number_of(function: HostFunction) -> int:
-    _functions.append(function)
-    return len(_functions) - 1
+def number_of(function: HostFunction) -> int:
+    """The number by which a program refers to the function.
+
+    A random one, as a program in JAX's persistent cache would refer to another process's function.
+    """
+    number = secrets.randbits(62)
+    _functions[number] = function
+    return number
 
 
 @contextmanager
@@ -88,10 +108,11 @@ def _noted() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def uses_ffi() -> bool:
     """Whether calls go through XLA's foreign function interface; registers the handler."""
-    # The address of the capsule's function must stay valid.
     try:
+        jax.devices("cpu")  # XLA declares its interface only once the backend exists
+        # The address of the capsule's function must stay valid.
         address = ctypes.cast(_handler, ctypes.c_void_p).value
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(address), platform="cpu")
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="cpu")
     except Exception:
         return False
     return _Interface.known
@@ -128,7 +149,9 @@ _handler = ffi.Handler(_handle)
 
 def _declare(frame: Any) -> None:
     """Answer XLA's request for the version of the interface that the handler has."""
-    _Interface.known = frame.api.contents.version.major == ffi.MAJOR_VERSION
+    # JAX before 0.8 passes no interface here; XLA itself compares the versions then.
+    api = frame.api
+    _Interface.known = not api or api.contents.version.major == ffi.MAJOR_VERSION
     extension = ctypes.cast(frame.extension, ctypes.POINTER(ffi.MetadataExtension)).contents
     version = extension.metadata.contents.version
     version.major, version.minor = ffi.MAJOR_VERSION, ffi.MINOR_VERSION

@@ -221,6 +221,25 @@ class Strategy(Replication):
 
         return gradients_of(self, model)
 
+    def value_and_grad(
+        self,
+        function: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        *,
+        has_aux: bool = False,
+    ) -> Callable[..., Any]:
+        """`jax.value_and_grad` whose value and gradients are means over the replicas.
+
+        The result may be compiled; calls of it are collective, with one message for all arrays.
+        `function` returns the mean over this replica's batch. Auxiliary data stays the replica's
+        own. Under LocalSGDStrategy nothing is averaged.
+
+        Raises ValueError under a strategy with other ways to reduce.
+        """
+        from strategies.jax.gradients import value_and_grad
+
+        return value_and_grad(self, function, argnums, has_aux=has_aux)
+
     def sampler(
         self,
         dataset: Any,

@@ -1,0 +1,112 @@
+"""A run under mpirun: tables of compiled calls and training steps, as Markdown. Rank 0 prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.sizes import parse_sizes, shown
+from bench.timing import Subject, batch_of, interleave
+
+_WARMUP, _STEPS = 2, 10
+_SIZES = [8, 1 << 19, 1 << 22]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 without JAX."""
+    options = _parser().parse_args(arguments)
+    if find_spec("jax") is None:
+        print("bench.jax: jax isn't installed: `pip install jax`", file=sys.stderr)
+        return 2
+    _measure(options)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m bench.jax", description=__doc__)
+    parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help="bytes, such as 8,4M")
+    parser.add_argument("--batch", type=int, default=16, help="images of each rank (default: 16)")
+    parser.add_argument("--only", choices=("calls", "training"), help="one table")
+    parser.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables there")
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> None:
+    import jax
+    from mpi4py import MPI
+
+    from bench.jax import operations
+
+    world = MPI.COMM_WORLD.Dup()
+    failure = operations.start_distributed() if options.only != "training" else ""
+    lines = [f"- {name}: {value}" for name, value in _header(jax, MPI, world, options).items()]
+    if failure:
+        lines.append(f"- psum: not measured: {failure.splitlines()[0]}")
+    if options.only != "training":
+        lines += _calls(options, world)
+    if options.only != "calls":
+        lines += _training(options, world)
+    if world.rank == 0:
+        text = "\n".join(["# JAX", "", *lines, ""])
+        print(text, flush=True)
+        if options.output:
+            options.output.write_text(text, encoding="utf-8")
+
+
+def _header(jax: Any, mpi: Any, world: Any, options: argparse.Namespace) -> dict[str, object]:
+    vendor, version = mpi.get_vendor()
+    return {
+        "command": f"mpirun -n {world.size} python -m bench.jax",
+        "jax": f"{jax.__version__}, {options.batch} images of each rank per step",
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+        "python": platform.python_version(),
+        "ranks": world.size,
+        "cores": os.cpu_count(),
+    }
+
+
+def _calls(options: argparse.Namespace, world: Any) -> Iterator[str]:
+    """Donated arrays; each peer's time is divided by ours."""
+    from bench.jax.operations import call_of, ways
+
+    every = ways(world)
+    for name, way in every.items():
+        if isinstance(way, str):
+            yield f"- {name}: not measured: {way.splitlines()[0]}"
+    measured = {name: way for name, way in every.items() if not isinstance(way, str)}
+    yield from ("", "| jitted all_reduce | bytes | µs | time ÷ ours |", "|---|---:|---:|---:|")
+    for nbytes in options.sizes:
+        calls = [call_of(name, way, nbytes, world) for name, way in measured.items()]
+        medians = _medians(calls, world, batch_of(nbytes), options.repeats)
+        for name, seconds in zip(measured, medians, strict=True):
+            ratio = seconds / medians[0]
+            yield f"| {name} | {shown(nbytes)} | {1e6 * seconds:.1f} | {ratio:.2f} |"
+
+
+def _training(options: argparse.Namespace, world: Any) -> Iterator[str]:
+    """Each way's time for a step, and its speed as a share of the first one's."""
+    from bench.jax.training import steps
+
+    ways = steps(options.batch)
+    yield from ("", "| training | ms per step | speed |", "|---|---:|---:|")
+    medians = _medians(list(ways.values()), world, _STEPS, options.repeats)
+    for name, seconds in zip(ways, medians, strict=True):
+        yield f"| {name} | {1e3 * seconds:.2f} | {medians[0] / seconds:.2f} |"
+
+
+def _medians(
+    calls: Sequence[Callable[[], Any]], world: Any, batch: int, repeats: int
+) -> list[float]:
+    subjects = [Subject([(call, None)]) for call in calls]
+    seconds = interleave(subjects, world, batch=batch, warmup=_WARMUP, repeats=repeats)
+    medians: list[float] = np.median(seconds, axis=1).tolist()
+    return medians

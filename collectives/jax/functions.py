@@ -1,0 +1,200 @@
+"""Collectives on pytrees, inside and outside of compiled programs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from collectives.communicator import Communicator
+from collectives.jax.kinds import KINDS, Call, given, rank_of
+from collectives.jax.primitive import bind
+
+Tree = TypeVar("Tree")
+
+
+def all_reduce(
+    tree: Tree, op: str = "sum", *, comm: Communicator | None = None, after: Any = None
+) -> Tree:
+    """The pytree's arrays reduced over the ranks, element by element. Collective.
+
+    All arrays are reduced in one call of `all_reduce_many`. The "mean" of integers is a float;
+    8-bit floats are reduced in float32.
+
+    The derivative of "sum" is the identity, as every rank has the cotangent of the same total; that
+    of "mean" divides by the number of ranks. That of "min" and "max" goes to the ranks that hold
+    the result, in equal parts.
+    """
+    return _made(_reducible(tree, op), Call("all_reduce", given(comm), op), after, like=tree)
+
+
+def reduce(
+    tree: Tree,
+    op: str = "sum",
+    *,
+    root: int = 0,
+    comm: Communicator | None = None,
+    after: Any = None,
+) -> Tree:
+    """As `all_reduce`, with the result on the root alone, and zeros elsewhere. Collective.
+
+    It runs even if its result isn't used. The transpose of "sum" is `broadcast`.
+    """
+    call = Call("reduce", given(comm), op, root=rank_of("root", root, comm))
+    return _made(_reducible(tree, op), call, after, like=tree)
+
+
+def scan(
+    tree: Tree, op: str = "sum", *, comm: Communicator | None = None, after: Any = None
+) -> Tree:
+    """The reduction of the arrays of ranks 0 to r, on rank r. Collective.
+
+    Only "sum" has a derivative: each rank's cotangent is the sum of those of ranks r and above.
+    """
+    return _made(_reducible(tree, op), Call("scan", given(comm), op), after, like=tree)
+
+
+def all_gather(
+    tree: Tree, *, axis: int = 0, comm: Communicator | None = None, after: Any = None
+) -> Tree:
+    """The ranks' arrays, of equal shapes, concatenated along the axis in rank order. Collective.
+
+    A scalar counts as one row. The transpose is `reduce_scatter`.
+    """
+    return _along(tree, axis, Call("all_gather", given(comm)), after)
+
+
+def reduce_scatter(
+    tree: Tree,
+    op: str = "sum",
+    *,
+    axis: int = 0,
+    comm: Communicator | None = None,
+    after: Any = None,
+) -> Tree:
+    """Block r of the arrays' reduction along the axis, on rank r. Collective.
+
+    The length of the axis must be a multiple of the number of ranks: ValueError. The transpose of
+    "sum" is `all_gather`.
+    """
+    call = Call("reduce_scatter", given(comm), op)
+    return _along(_reducible(tree, op), axis, call, after, like=tree)
+
+
+def all_to_all(
+    tree: Tree, *, axis: int = 0, comm: Communicator | None = None, after: Any = None
+) -> Tree:
+    """Block i of the arrays along the axis sent to rank i; block i received from it. Collective.
+
+    The length of the axis must be a multiple of the number of ranks: ValueError. The call is its
+    own transpose.
+    """
+    return _along(tree, axis, Call("all_to_all", given(comm)), after)
+
+
+def broadcast(
+    tree: Tree, *, root: int = 0, comm: Communicator | None = None, after: Any = None
+) -> Tree:
+    """The root's arrays, on every rank; the other ranks' have equal shapes. Collective.
+
+    The transpose is `reduce`.
+    """
+    call = Call("broadcast", given(comm), root=rank_of("root", root, comm))
+    return _made(tree, call, after)
+
+
+def sendrecv(
+    tree: Tree,
+    *,
+    source: int | None,
+    dest: int | None,
+    tag: int = 0,
+    comm: Communicator | None = None,
+    after: Any = None,
+) -> Tree:
+    """The arrays of rank `source`, of equal shapes, while this rank's are sent to `dest`.
+
+    None stands for no rank: nothing is sent, or zeros are received. The transpose sends the other
+    way round.
+    """
+    source = None if source is None else rank_of("source", source, comm)
+    dest = None if dest is None else rank_of("dest", dest, comm)
+    return _made(tree, Call("sendrecv", given(comm), source=source, dest=dest, tag=tag), after)
+
+
+def send(
+    tree: Tree, dest: int, *, tag: int = 0, comm: Communicator | None = None, after: Any = None
+) -> Tree:
+    """Send the arrays to a rank, which receives them with `recv`; returns them.
+
+    It runs even if its result isn't used. It has no derivative: NotImplementedError.
+    """
+    call = Call("send", given(comm), dest=rank_of("dest", dest, comm), tag=tag)
+    return _made(tree, call, after)
+
+
+def recv(
+    like: Tree, source: int, *, tag: int = 0, comm: Communicator | None = None, after: Any = None
+) -> Tree:
+    """The arrays that a rank sends with `send`, of the shapes and dtypes of `like`.
+
+    It runs even if its result isn't used. It has no derivative: NotImplementedError.
+    """
+    call = Call("recv", given(comm), source=rank_of("source", source, comm), tag=tag)
+    return _made(like, call, after)
+
+
+def barrier(tree: Any = None, *, comm: Communicator | None = None, after: Any = None) -> Any:
+    """Return the pytree when every rank has called it. Collective."""
+    return _made(tree, Call("barrier", given(comm)), after)
+
+
+def _reducible(tree: Tree, op: str) -> Tree:
+    """The arrays in dtypes that have the reduction."""
+
+    def converted(leaf: Any) -> Any:
+        array = jnp.asarray(leaf)
+        if op == "mean" and not jnp.issubdtype(array.dtype, jnp.inexact):
+            return array.astype(float)
+        return array.astype(jnp.float32) if _is_small_float(array.dtype) else array
+
+    arrays: Tree = jax.tree.map(converted, tree)
+    return arrays
+
+
+def _is_small_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize == 1
+
+
+def _along(tree: Tree, axis: int, call: Call, after: Any, like: Any = None) -> Tree:
+    """A call along an axis that isn't the first one."""
+
+    def first(leaf: Any) -> Any:
+        array = jnp.moveaxis(jnp.atleast_1d(leaf), axis, 0)
+        if call.kind != "all_gather" and array.shape[0] % call.comm.size:
+            raise ValueError(
+                f"{call.kind}: axis {axis} of an array of shape {jnp.shape(leaf)}: its length must"
+                f" be a multiple of the number of ranks, {call.comm.size}"
+            )
+        return array
+
+    made = _made(jax.tree.map(first, tree), call, after, like=like)
+    result: Tree = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, axis), made)
+    return result
+
+
+def _made(tree: Tree, call: Call, after: Any, like: Any = None) -> Tree:
+    """The results of a call, whose small floats have the dtypes of those in `like`."""
+    leaves, structure = jax.tree.flatten(tree)
+    if not (leaves or KINDS[call.kind].kept):
+        return tree
+    arrays = [jnp.asarray(each) for each in leaves]
+    earlier = [jax.lax.stop_gradient(each) for each in jax.tree.leaves(after)]
+    results = bind(arrays, call, earlier)
+    for number, leaf in enumerate(jax.tree.leaves(like)):
+        dtype = jnp.asarray(leaf).dtype
+        if _is_small_float(dtype):
+            results[number] = results[number].astype(dtype)
+    result: Tree = jax.tree.unflatten(structure, results)
+    return result

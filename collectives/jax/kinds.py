@@ -1,0 +1,204 @@
+"""The table of collectives in compiled programs: shapes, what runs, and transposes.
+
+All work along the first axis of an array, and have one result for each array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from collectives.communicator import Communicator
+from collectives.world import world
+
+LINEAR = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call without its arrays: the static parameters of the primitive."""
+
+    kind: str
+    comm: Communicator
+    op: str = "sum"
+    root: int = 0
+    source: int | None = None
+    dest: int | None = None
+    tag: int = 0
+    kept: bool = False
+    """Whether the call runs even if the program uses none of its results."""
+
+
+def given(comm: Communicator | None) -> Communicator:
+    """The communicator; that of all ranks without."""
+    return world() if comm is None else comm
+
+
+def rank_of(name: str, rank: int, comm: Communicator | None) -> int:
+    """The argument, if it is a rank; ValueError otherwise."""
+    size = given(comm).size
+    if not 0 <= rank < size:
+        raise ValueError(f"{name}={rank}: must be a rank from 0 to {size - 1}")
+    return int(rank)
+
+
+Bind = Callable[[Sequence[Any], Call], list[Any]]
+"""Makes a call in a program."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One collective.
+
+    run(call, source, target) fills one array from one other; without, arrays are passed on.
+    length(n, size) is the length of the result's first axis.
+    transpose(call, cotangents, bind) are the cotangents of the arrays.
+    """
+
+    run: Callable[[Call, Any, Any], object] | None
+    transpose: Callable[[Call, list[Any], Bind], list[Any]] | None
+    length: Callable[[int, int], int] = lambda length, size: length
+    in_place: bool = False
+    """Whether the result may lie in the memory of the array."""
+    kept: bool = False
+    """Whether every such call is kept: ranks use its results differently."""
+
+
+def _to(kind: str, **changes: Any) -> Callable[[Call, list[Any], Bind], list[Any]]:
+    return lambda call, cotangents, bind: bind(cotangents, replace(call, kind=kind, **changes))
+
+
+def _scaled(call: Call, arrays: list[Any]) -> list[Any]:
+    return [each / call.comm.size for each in arrays] if call.op == "mean" else arrays
+
+
+def _own(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
+    """All ranks have the cotangent of the same total, so that each has its own."""
+    return _scaled(call, cotangents)
+
+
+def _gathered(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
+    return _scaled(call, bind(cotangents, replace(call, kind="all_gather", op="sum")))
+
+
+def _from_root(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
+    return _scaled(call, bind(cotangents, replace(call, kind="broadcast", op="sum")))
+
+
+def _of_higher_ranks(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
+    rows = bind([each[None] for each in cotangents], replace(call, kind="all_gather"))
+    return [each[call.comm.rank :].sum(0) for each in rows]
+
+
+def _back(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
+    return bind(cotangents, replace(call, source=call.dest, dest=call.source))
+
+
+def _reduce(call: Call, source: Any, target: Any) -> None:
+    if call.comm.rank == call.root:
+        call.comm.reduce(source, call.op, root=call.root, out=target)
+    else:
+        call.comm.reduce(source, call.op, root=call.root)
+        target[...] = 0
+
+
+def _broadcast(call: Call, source: Any, target: Any) -> None:
+    if call.comm.rank == call.root:
+        _copy(call, source, target)
+    call.comm.broadcast(target, root=call.root)
+
+
+def _copy(call: Call, source: Any, target: Any) -> None:
+    if source.ctypes.data != target.ctypes.data:
+        np.copyto(target, source)
+
+
+def _exchange(call: Call, source: Any, target: Any) -> None:
+    if call.source == call.dest == call.comm.rank:
+        np.copyto(target, source)
+        return
+    sent = None if call.dest is None else call.comm.isend(source, call.dest, call.tag)
+    if call.source is None:
+        target[...] = 0
+    else:
+        call.comm.recv(target, call.source, call.tag)
+    if sent is not None:
+        sent.wait()
+
+
+def _send(call: Call, source: Any, target: Any) -> None:
+    assert call.dest is not None
+    call.comm.send(source, call.dest, call.tag)
+    _copy(call, source, target)
+
+
+def _recv(call: Call, source: Any, target: Any) -> None:
+    assert call.source is not None
+    call.comm.recv(target, call.source, call.tag)
+
+
+KINDS = {
+    "all_reduce": Kind(
+        lambda call, source, target: call.comm.all_reduce(source, call.op, out=target),
+        _own,
+        in_place=True,
+    ),
+    "all_gather": Kind(
+        lambda call, source, target: call.comm.all_gather(source, out=target),
+        _to("reduce_scatter"),
+        lambda length, size: length * size,
+    ),
+    "reduce_scatter": Kind(
+        lambda call, source, target: call.comm.reduce_scatter(source, call.op, out=target),
+        _gathered,
+        lambda length, size: length // size,
+    ),
+    "broadcast": Kind(_broadcast, _to("reduce"), in_place=True),
+    "reduce": Kind(_reduce, _from_root, in_place=True, kept=True),
+    "all_to_all": Kind(
+        lambda call, source, target: call.comm.all_to_all(source, out=target), _to("all_to_all")
+    ),
+    "scan": Kind(
+        lambda call, source, target: call.comm.scan(source, call.op, out=target),
+        _of_higher_ranks,
+        in_place=True,
+    ),
+    "sendrecv": Kind(_exchange, _back, kept=True),
+    "send": Kind(_send, None, in_place=True, kept=True),
+    "recv": Kind(_recv, None, in_place=True, kept=True),
+    "barrier": Kind(None, lambda call, cotangents, bind: cotangents, in_place=True, kept=True),
+}
+
+
+def run(call: Call, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Make a call on this rank's arrays. Collective, but for messages."""
+    kind = KINDS[call.kind]
+    if call.kind == "all_reduce" and len(sources) > 1:
+        call.comm.all_reduce_many(sources, call.op, out=targets)
+        return
+    if call.kind == "barrier":
+        call.comm.barrier()
+    each_run = kind.run or _copy
+    for source, target in zip(sources, targets, strict=True):
+        each_run(call, source, target)
+
+
+def slope(call: Call, array: Any, bind: Bind) -> Any:
+    """The derivative of each element of the reduction by this rank's; for "min", "max", "product".
+
+    That of equal elements is shared by the ranks that hold them.
+    """
+    comm = call.comm
+    if call.op == "product":
+        # Not the result divided by the array, whose elements may be zero.
+        (rows,) = bind([array[None]], Call("all_gather", comm))
+        others = [rows[: comm.rank], rows[comm.rank + 1 :]]
+        return jnp.concatenate(others).prod(0)
+    (reduced,) = bind([array], Call("all_reduce", comm, call.op))
+    holds = (array == reduced).astype(array.dtype)
+    (count,) = bind([holds], Call("all_reduce", comm))
+    return holds / count

@@ -1,0 +1,144 @@
+"""mpi4jax's functions: `import collectives.jax.mpi4jax as mpi4jax`.
+
+As mpi4jax 0.9: they take arrays, mpi4py's communicators and its operations. Those whose results
+only some ranks use run even where none is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+
+from collectives.communicator import Communicator
+from collectives.jax import functions
+from collectives.jax.kinds import Call, given, rank_of
+from collectives.jax.primitive import bind
+
+_OPS = {"SUM": "sum", "PROD": "product", "MIN": "min", "MAX": "max"}
+_OPS |= {"BAND": "bitwise_and", "BOR": "bitwise_or", "BXOR": "bitwise_xor"}
+_LOGICAL = {"LAND": "bitwise_and", "LOR": "bitwise_or", "LXOR": "bitwise_xor"}
+# One for each of mpi4py's communicators, which have no hash.
+_made: list[tuple[Any, Communicator]] = []
+
+
+def allreduce(x: Any, op: Any, *, comm: Any = None) -> Any:
+    """The reduction of the ranks' arrays, on every rank."""
+    return functions.all_reduce(x, _name(op, x), comm=_communicator(comm))
+
+
+def scan(x: Any, op: Any, *, comm: Any = None) -> Any:
+    """The reduction of the arrays of ranks 0 to r, on rank r."""
+    return functions.scan(x, _name(op, x), comm=_communicator(comm))
+
+
+def reduce(x: Any, op: Any, root: int, *, comm: Any = None) -> Any:
+    """The reduction on the root; `x` on other ranks."""
+    given_comm = _communicator(comm)
+    result = functions.reduce(x, _name(op, x), root=root, comm=given_comm)
+    return result if given_comm.rank == root else x
+
+
+def allgather(x: Any, *, comm: Any = None) -> Any:
+    """The ranks' arrays, stacked, on every rank."""
+    return functions.all_gather(jnp.asarray(x)[None], comm=_communicator(comm))
+
+
+def gather(x: Any, root: int, *, comm: Any = None) -> Any:
+    """The ranks' arrays, stacked, on the root; `x` on other ranks."""
+    call = Call("all_gather", _communicator(comm), kept=True)
+    (rows,) = bind([jnp.asarray(x)[None]], call)
+    return rows if call.comm.rank == rank_of("root", root, call.comm) else x
+
+
+def alltoall(x: Any, *, comm: Any = None) -> Any:
+    """Row i sent to rank i; row i received from it. `x` has a row for each rank."""
+    given_comm = _communicator(comm)
+    if jnp.shape(x)[:1] != (given_comm.size,):
+        raise ValueError(
+            f"alltoall: an array of shape {jnp.shape(x)}: its first axis must have the length"
+            f" {given_comm.size}, the number of ranks"
+        )
+    return functions.all_to_all(x, comm=given_comm)
+
+
+def bcast(x: Any, root: int, *, comm: Any = None) -> Any:
+    """The root's array, on every rank; the other ranks' have its shape."""
+    given_comm = _communicator(comm)
+    root = rank_of("root", root, given_comm)
+    (result,) = bind([jnp.asarray(x)], Call("broadcast", given_comm, root=root, kept=True))
+    return result
+
+
+def scatter(x: Any, root: int, *, comm: Any = None) -> Any:
+    """Row r of the root's array, on rank r; the other ranks pass an array of the row's shape."""
+    given_comm = _communicator(comm)
+    array = jnp.asarray(x)
+    if given_comm.rank != root:
+        array = jnp.broadcast_to(array, (given_comm.size, *array.shape))
+    return bcast(array, root, comm=given_comm)[given_comm.rank]
+
+
+def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:
+    """Send an array to a rank, which receives it with `recv`."""
+    functions.send(x, dest, tag=tag, comm=_communicator(comm))
+
+
+def recv(x: Any, source: int, *, tag: int = 0, comm: Any = None) -> Any:
+    """The array that a rank sends, of the shape and dtype of `x`. The source must be a rank."""
+    return functions.recv(x, source, tag=tag, comm=_communicator(comm))
+
+
+def sendrecv(
+    sendbuf: Any,
+    recvbuf: Any,
+    source: int,
+    dest: int,
+    *,
+    sendtag: int = 0,
+    recvtag: int | None = None,
+    comm: Any = None,
+) -> Any:
+    """The array of rank `source`, while `sendbuf` is sent to `dest`; both of one shape and tag."""
+    sent, received = jnp.asarray(sendbuf), jnp.asarray(recvbuf)
+    if (sent.shape, sent.dtype) != (received.shape, received.dtype):
+        raise ValueError(
+            f"sendrecv: sendbuf is {sent.dtype}{list(sent.shape)} and recvbuf"
+            f" {received.dtype}{list(received.shape)}: they must be of one kind; use send and recv"
+        )
+    if recvtag not in (None, sendtag):
+        raise ValueError(f"sendrecv: recvtag={recvtag}: must be sendtag, {sendtag}")
+    given_comm = _communicator(comm)
+    return functions.sendrecv(sent, source=source, dest=dest, tag=sendtag, comm=given_comm)
+
+
+def barrier(*, comm: Any = None) -> None:
+    """Wait for every rank."""
+    functions.barrier(comm=_communicator(comm))
+
+
+def _communicator(comm: Any) -> Communicator:
+    if comm is None or isinstance(comm, Communicator):
+        return given(comm)
+    return given(None) if comm == sys.modules["mpi4py.MPI"].COMM_WORLD else _over(comm)
+
+
+def _over(comm: Any) -> Communicator:
+    """A communicator over a duplicate of mpi4py's; the ranks make it together."""
+    for known, made in _made:
+        if known == comm:
+            return made
+    _made.append((comm, Communicator(comm)))
+    return _made[-1][1]
+
+
+def _name(op: Any, x: Any) -> str:
+    if isinstance(op, str):
+        return op
+    mpi = sys.modules["mpi4py.MPI"]
+    ops = _OPS | _LOGICAL if jnp.asarray(x).dtype == bool else _OPS
+    for name, ours in ops.items():
+        if op == getattr(mpi, name):
+            return ours
+    raise ValueError(f"op={op!r} of {jnp.asarray(x).dtype}: must be MPI's {', '.join(ops)}")

@@ -1,0 +1,163 @@
+"""The primitive of JAX that all collectives are: its shapes, derivatives, batches and lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from inspect import signature
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from collectives.jax import host_calls, kinds
+from collectives.jax.kinds import KINDS, LINEAR, Call
+from collectives.jax.ordering import results_before
+
+_primitive = Primitive("collective")
+_primitive.multiple_results = True
+# Of the tokens by which calls depend on each other. Empty arrays would have no memory that XLA
+# orders operations by.
+_TOKEN = ShapedArray((), np.dtype("uint8"))
+
+
+def bind(arrays: Sequence[Any], call: Call, after: Sequence[Any] = ()) -> list[Any]:
+    """Make a call in the current program, or at once outside of one.
+
+    after: arrays that exist before the call runs; it doesn't read them.
+    """
+    return list(_primitive.bind(*arrays, *after, call=call, count=len(arrays)))
+
+
+@cache
+def _effects() -> Any:
+    """What keeps a call whose results the program doesn't use: the effect of JAX's own FFI."""
+    made = jax.make_jaxpr(lambda: jax.ffi.ffi_call(host_calls.TARGET, (), has_side_effect=True)())()
+    return set(made.effects)
+
+
+@_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
+def _shapes(*arrays: Any, call: Call, count: int) -> Any:
+    kind = KINDS[call.kind]
+    shapes = []
+    for each in arrays[:count]:
+        first = [kind.length(length, call.comm.size) for length in each.shape[:1]]
+        shapes.append(each.update(shape=(*first, *each.shape[1:]), weak_type=False))
+    return shapes, _effects() if kind.kept or call.kept else set()
+
+
+@_primitive.def_impl  # type: ignore[untyped-decorator]
+def _run_at_once(*arrays: Any, **parameters: Any) -> Any:
+    return _compiled(**parameters)(*arrays)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(**parameters: Any) -> Any:
+    return jax.jit(partial(_primitive.bind, **parameters))
+
+
+def _jvp(primals: Any, tangents: Any, *, call: Call, count: int) -> Any:
+    if KINDS[call.kind].transpose is None:
+        raise NotImplementedError(f"{call.kind} has no derivative: use sendrecv")
+    if call.kind == "scan" and call.op != "sum":
+        raise NotImplementedError(f"scan of {call.op!r} has no derivative: only of 'sum'")
+    primals, after = primals[:count], primals[count:]
+    results = bind(primals, call, after)
+    # All floats, and not those alone whose tangents aren't zero: which these are may differ by
+    # rank.
+    floats = [number for number in range(count) if _is_float(results[number].dtype)]
+    given = [ad.instantiate_zeros(tangents[number]) for number in floats]
+    if call.op not in LINEAR:
+        slopes = [kinds.slope(call, primals[number], bind) for number in floats]
+        given = [each * slope for each, slope in zip(given, slopes, strict=True)]
+        call = replace(call, op="sum")
+    found: list[Any] = [ad.Zero(each.aval.to_tangent_aval()) for each in results]
+    if floats:
+        for number, tangent in zip(floats, bind(given, call), strict=True):
+            found[number] = tangent
+    return results, found
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _transpose(cotangents: Any, *arrays: Any, call: Call, count: int) -> Any:
+    transpose = KINDS[call.kind].transpose
+    assert transpose is not None
+    found = transpose(call, [ad.instantiate_zeros(each) for each in cotangents], bind)
+    pairs = zip(found, arrays[:count], strict=True)
+    known = [each if ad.is_undefined_primal(array) else None for each, array in pairs]
+    return [*known, *[None] * (len(arrays) - count)]
+
+
+def _batch(arrays: Any, axes: Any, *, call: Call, count: int) -> Any:
+    """The batch is the last axis, so that the first one stays the collective's."""
+    pairs = list(zip(arrays[:count], axes[:count], strict=True))
+    sizes = [array.shape[axis] for array, axis in pairs if axis is not None]
+    if not sizes:
+        return bind(arrays[:count], call, arrays[count:]), [None] * count
+    moved = [
+        jnp.broadcast_to(array[..., None], (*array.shape, sizes[0]))
+        if axis is None
+        else jnp.moveaxis(array, axis, -1)
+        for array, axis in pairs
+    ]
+    results = bind(moved, call, arrays[count:])
+    return results, [each.ndim - 1 for each in results]
+
+
+def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
+    lower = _lower_ffi if host_calls.uses_ffi() else _lower_callback
+    before = results_before()
+    if lower is _lower_callback:
+        before = [each for each in before if str(each.type) == "tensor<ui8>"]
+    # XLA reads the dtypes of the operands from their values.
+    inner = ctx.replace(
+        avals_in=[*ctx.avals_in, *(_TOKEN.update(shape=tuple(each.type.shape)) for each in before)],
+        avals_out=[*ctx.avals_out, _TOKEN],
+    )
+    return lower(inner, call, count, [*operands, *before])[:-1]
+
+
+def _lower_ffi(ctx: Any, call: Call, count: int, operands: Sequence[Any]) -> Any:
+    aliases = {number: number for number in range(count) if KINDS[call.kind].in_place}
+    lower = jax.ffi.ffi_lowering(
+        host_calls.TARGET, has_side_effect=True, operand_output_aliases=aliases
+    )
+    number = host_calls.number_of(_host_function(call, count))
+    return lower(ctx, *operands, function=np.int64(number))
+
+
+def _lower_callback(ctx: Any, call: Call, count: int, operands: Sequence[Any]) -> Any:
+    function = _host_function(call, count)
+
+    def call_back(*arrays: Any) -> list[Any]:
+        return host_calls.call_back(io_callback, function, arrays, ctx.avals_out)
+
+    return mlir.lower_fun(call_back, multiple_results=True)(ctx, *operands)
+
+
+@cache
+def _host_function(call: Call, count: int) -> host_calls.HostFunction:
+    def function(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        # Further inputs, and a last output, only determine the order.
+        kinds.run(call, inputs[:count], outputs[:count])
+
+    return function
+
+
+ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_transposes[_primitive] = _transpose
+batching.primitive_batchers[_primitive] = _batch
+# JAX would lower a primitive outside of the block that it lies in, to lower it once.
+_options = (
+    {"cacheable": False} if "cacheable" in signature(mlir.register_lowering).parameters else {}
+)
+mlir.register_lowering(_primitive, _lower, **_options)

@@ -1,0 +1,125 @@
+"""Train a JAX model of handwritten digits on all ranks, with a compiled step.
+
+    python examples/jax_digits.py                     one process
+    mpirun -n 2 python examples/jax_digits.py         two ranks, each with half of every batch
+
+With --checkpoint FILE, parameters and momenta are saved at the end, and restored if the file
+exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from digits_plot import plot_training
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import strategies
+from strategies.jax import PytreeState
+
+RATE, MOMENTUM = 0.05, 0.9
+
+
+def initial_parameters():
+    """Two convolutions and two dense layers."""
+    generator = np.random.default_rng(0)
+    shapes = {"first": (3, 3, 1, 16), "second": (3, 3, 16, 32), "dense": (512, 64), "out": (64, 10)}
+    return {
+        name: {
+            "kernel": generator.normal(0, np.sqrt(2 / np.prod(shape[:-1])), shape).astype(
+                "float32"
+            ),
+            "bias": np.zeros(shape[-1], "float32"),
+        }
+        for name, shape in shapes.items()
+    }
+
+
+@jax.jit
+def logits_of(parameters, images):
+    """The network's outputs for images of 8 × 8 pixels."""
+    layers = ("NHWC", "HWIO", "NHWC")
+    for name in ("first", "second"):
+        layer = parameters[name]
+        images = jax.lax.conv_general_dilated(
+            images, layer["kernel"], (1, 1), "SAME", dimension_numbers=layers
+        )
+        images = jax.nn.relu(images + layer["bias"])
+    images = jax.lax.reduce_window(
+        images, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"
+    )
+    hidden = images.reshape(len(images), -1) @ parameters["dense"]["kernel"]
+    hidden = jax.nn.relu(hidden + parameters["dense"]["bias"])
+    return hidden @ parameters["out"]["kernel"] + parameters["out"]["bias"]
+
+
+def loss_of(parameters, images, labels):
+    """The mean cross entropy."""
+    chosen = jax.nn.log_softmax(logits_of(parameters, images))
+    return -jnp.take_along_axis(chosen, labels[:, None], 1).mean()
+
+
+def main() -> None:
+    """Train, and print a line for each epoch."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=64, help="examples over all ranks")
+    parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
+    parser.add_argument("--checkpoint", metavar="FILE", help="saved at the end; restored first")
+    given = parser.parse_args()
+    strategy = strategies.MultiWorkerMirroredStrategy()
+    comm = strategy.communicator
+
+    digits = load_digits()
+    images = (digits.images / 16).astype("float32")[..., None]
+    train, test, labels, test_labels = train_test_split(
+        images, digits.target, test_size=0.2, random_state=0
+    )
+    parameters = initial_parameters()
+    state = PytreeState(strategy, (parameters, jax.tree.map(np.zeros_like, parameters)))
+    checkpoint = strategies.Checkpoint(training=state)
+    if given.checkpoint and Path(given.checkpoint).exists():
+        checkpoint.restore(given.checkpoint)
+    value_and_grad = strategy.value_and_grad(loss_of)  # the means over all ranks
+
+    @jax.jit
+    def step(state, images, labels):
+        parameters, momenta = state
+        loss, gradients = value_and_grad(parameters, images, labels)
+        momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
+        parameters = jax.tree.map(lambda p, m: p - RATE * m, parameters, momenta)
+        return loss, (parameters, momenta)
+
+    part = given.batch_size // comm.size
+    losses, speeds = [], []
+    for epoch in range(1, given.epochs + 1):
+        order = np.random.default_rng(epoch).permutation(len(train))
+        start, total = time.perf_counter(), 0.0
+        steps = len(order) // given.batch_size
+        for batch in order[: steps * given.batch_size].reshape(steps, -1):
+            own = batch[comm.rank * part : (comm.rank + 1) * part]
+            loss, state.value = step(state.value, train[own], labels[own])
+            total += float(loss)
+        speeds.append(steps * given.batch_size / (time.perf_counter() - start))
+        losses.append(total / steps)
+        right = (logits_of(state.value[0], test).argmax(1) == test_labels).mean()
+        if comm.rank == 0:
+            print(
+                f"epoch {epoch:2d}  loss {losses[-1]:.4f}  test accuracy {right:7.2%}"
+                f"  {speeds[-1]:8.0f} images/s",
+                flush=True,
+            )
+    if given.checkpoint:
+        checkpoint.save(given.checkpoint)
+    if given.plot and comm.rank == 0:
+        plot_training(given.plot, losses, speeds)
+
+
+if __name__ == "__main__":
+    main()
