@@ -33,6 +33,7 @@ COLLECTIVES = {
     | {"waiting"},
     "lifecycle": {"calls", "consistency", "errors", "execution", "launching", "shm"}
     | {"transports", "waiting"},
+    "launch": {"consistency", "errors", "launching", "waiting"},
     "launching": {"errors", "waiting"},
     "calls": {"algorithms", "arrays", "caching", "consistency", "cuda", "errors"}
     | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
@@ -62,6 +63,7 @@ STRATEGIES = {
     | {"core", "cross_device_ops", "data_service", "errors", "evaluation", "experimental"}
     | {"input", "metrics", "optimizers", "parameter_server", "replication", "synchronous"}
     | {"variables"},
+    "launch": {"cluster", "collectives.launch"},
     "experimental": {"cluster_resolver", "coordinator", "core", "parameter_server"}
     | {"synchronous", "collectives"},
     "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
@@ -81,11 +83,13 @@ STRATEGIES = {
     | {"collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.scope", "collectives.transports"},
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
-    | {"keras", "replication", "torch", "collectives", "collectives.arrays"}
+    | {"jax", "keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
-    "estimator": {"core", "tensorflow"},
-    "tensorflow": {"base", "cluster", "cluster_resolver", "core", "cross_device_ops", "foreign"}
-    | {"keras", "replication", "synchronous", "collectives"},
+    "jax": {"core", "replication", "collectives.jax"},
+    "estimator": {"tensorflow"},
+    "tensorflow": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
+    | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
+    | {"synchronous", "collectives"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
@@ -115,6 +119,7 @@ LAZY = {
         "collectives/transports/mpi_mailbox.py",
         "collectives/transports/mpi_messages.py",
         "collectives/transports/mpi_native.py",
+        "collectives/transports/mpi_neighbors.py",
     },
     "cupy": {
         "collectives/cuda/cupy_cuda.py",
@@ -168,12 +173,19 @@ LAZY = {
         "strategies/keras/steps.py",
         "strategies/keras/tensorflow_data.py",
         "strategies/keras/tensorflow_steps.py",
+        "strategies/tensorflow/keras_pickles.py",
         "strategies/tensorflow/loss_scaling.py",
         "strategies/tensorflow/saving.py",
     },
     "jax": {
+        "collectives/jax/functions.py",
         "collectives/jax/host_calls.py",
-        "collectives/jax/reductions.py",
+        "collectives/jax/kinds.py",
+        "collectives/jax/mpi4jax.py",
+        "collectives/jax/ordering.py",
+        "collectives/jax/primitive.py",
+        "strategies/jax/gradients.py",
+        "strategies/jax/states.py",
         "strategies/keras/jax_gradients.py",
     },
     "tensorflow": {
@@ -183,6 +195,7 @@ LAZY = {
         "strategies/keras/tensorflow_gradients.py",
         "strategies/keras/tensorflow_steps.py",
         "strategies/tensorflow/cluster.py",
+        "strategies/tensorflow/coordinator.py",
         "strategies/tensorflow/experimental.py",
         "strategies/tensorflow/extended.py",
         "strategies/tensorflow/failures.py",
@@ -191,8 +204,12 @@ LAZY = {
         "strategies/tensorflow/loss_scaling.py",
         "strategies/tensorflow/mirrored.py",
         "strategies/tensorflow/operations.py",
+        "strategies/tensorflow/outer_steps.py",
+        "strategies/tensorflow/parameter_server.py",
+        "strategies/tensorflow/references.py",
         "strategies/tensorflow/saving.py",
         "strategies/tensorflow/seeds.py",
+        "strategies/tensorflow/served.py",
         "strategies/tensorflow/statistics.py",
         "strategies/tensorflow/strategy.py",
         "strategies/tensorflow/variables.py",

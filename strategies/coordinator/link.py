@@ -23,10 +23,10 @@ class NewDataset(NamedTuple):
     number: int
 
 
-class Restored(NamedTuple):
-    """Notification to a worker: the packed slots are an optimizer's first ones."""
+class Keep(NamedTuple):
+    """Notification to a worker: keep what is packed under this name; see `References.keep`."""
 
-    number: int
+    name: Any
 
 
 class End(NamedTuple):

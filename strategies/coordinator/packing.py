@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from strategies.base.strategy import Strategy
 from strategies.coordinator.values import PerWorkerIterator, WorkerDatasets
+from strategies.replication import contexts
 from strategies.variables.variable import Variable
 
 Packed: TypeAlias = list[NDArray[np.uint8]]
@@ -91,8 +92,22 @@ class References:
     def apply_uses(self) -> None:
         """Apply it to the chief's own objects; called by the program's thread."""
 
-    def restore(self, number: int, restored: Any) -> None:
-        """On a worker: keep an optimizer's first slots."""
+    def keep(self, name: Any, thing: Any) -> None:
+        """On a worker: keep what the chief has sent once."""
+
+    def call(
+        self,
+        context: contexts.ReplicaContext,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """On a worker: call a scheduled function in its contexts."""
+        return contexts.call_as_replica(context, fn, args, kwargs)
+
+    def reduce(self, thing: Any) -> Any:
+        """As `__reduce__` of an object; NotImplemented: as cloudpickle pickles it."""
+        return NotImplemented
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
@@ -102,6 +117,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, thing: Any) -> Any:
         return self._references.name(thing)
+
+    def reducer_override(self, thing: Any) -> Any:
+        reduced = self._references.reduce(thing)
+        return super().reducer_override(thing) if reduced is NotImplemented else reduced
 
 
 class _Unpacker(pickle.Unpickler):

@@ -12,7 +12,7 @@ from collectives.errors import RankFailedError
 from collectives.messaging.remote_error import Failure, describe
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
 from strategies.base.strategy import Strategy
-from strategies.coordinator.link import End, Link, NewDataset, Restored, Run
+from strategies.coordinator.link import End, Keep, Link, NewDataset, Run
 from strategies.coordinator.packing import References, pack, unpack
 from strategies.coordinator.values import WorkerDatasets
 from strategies.errors import OutOfRangeError
@@ -45,7 +45,7 @@ def serve_chief(strategy: Strategy, link: Link, settle: Callable[[], None]) -> N
 
     def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
-            return contexts.call_as_replica(ScheduledContext(strategy), fn, args, kwargs)
+            return references.call(ScheduledContext(strategy), fn, args, kwargs)
         finally:
             settle()
 
@@ -81,8 +81,8 @@ class Worker:
             self._run(call)
         elif isinstance(body, NewDataset):
             self._datasets.add(body.number, call.arrays)
-        elif isinstance(body, Restored):
-            self._references.restore(body.number, unpack(call.arrays, self._references))
+        elif isinstance(body, Keep):
+            self._references.keep(body.name, unpack(call.arrays, self._references))
         elif isinstance(body, End):
             self._ended = True
 

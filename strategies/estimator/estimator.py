@@ -12,10 +12,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from strategies.core.same_error import call_on_first
-from strategies.estimator.restored import NAME, Restoration, RestoredModel, Saving, step_of
-from strategies.estimator.specs import InputFunction, ModeKeys, RunConfig, refuse, refuse_both
-from strategies.tensorflow import MultiWorkerMirroredStrategy, Strategy
+from strategies.estimator.restored import (
+    NAME,
+    Restoration,
+    RestoredModel,
+    Saving,
+    SharedSaving,
+    step_of,
+)
+from strategies.estimator.specs import (
+    InputFunction,
+    ModeKeys,
+    RunConfig,
+    refuse,
+    refuse_both,
+    serves,
+)
+from strategies.tensorflow import (
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    ParameterServerStrategy,
+    Strategy,
+)
 
 
 class Estimator:
@@ -45,10 +63,13 @@ class Estimator:
         self.params = dict(params or {})
         self._model_fn = model_fn
         self.train_strategy = self.config.train_distribute or MultiWorkerMirroredStrategy()
-        self._eval_strategy = self.config.eval_distribute or self.train_strategy
+        self._asynchronous = isinstance(self.train_strategy, ParameterServerStrategy)
+        evaluates = OneDeviceStrategy("/cpu:0") if self._asynchronous else self.train_strategy
+        self._eval_strategy = self.config.eval_distribute or evaluates
         given = self.config.model_dir if model_dir is None else os.fspath(model_dir)
-        communicator = self.train_strategy.communicator
-        self.model_dir = call_on_first(communicator, lambda: given or tempfile.mkdtemp())
+        self.model_dir = given or ""
+        if not serves(self.train_strategy):
+            self.model_dir = self.train_strategy.chief_first(lambda: given or tempfile.mkdtemp())
         self._models: dict[str, RestoredModel] = {}
 
     def train(
@@ -75,7 +96,7 @@ class Estimator:
         input_fn: InputFunction,
         steps: int | None,
         max_steps: int | None,
-        saved: Callable[[], None],
+        saved: Callable[[], Any],
     ) -> Estimator:
         """As `train`; `saved()` is called after each checkpoint. Collective."""
         strategy = self.train_strategy
@@ -91,7 +112,9 @@ class Estimator:
             max_to_keep=self.config.keep_checkpoint_max,
             checkpoint_name=NAME,
         )
-        saving = Saving(manager, first, self.config.save_checkpoints_steps, saved)
+        kind = SharedSaving if self._asynchronous else Saving
+        end = None if count is None else first + count
+        saving = kind(manager, first, end, self.config.save_checkpoints_steps, saved)
         data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
         restored.model.fit(
             data,
@@ -100,8 +123,7 @@ class Estimator:
             shuffle=False,
             callbacks=[Restoration(restored, path), saving],
         )
-        saving.save()
-        strategy.communicator.barrier("Estimator.train")
+        saving.finish(strategy)
         return self
 
     def evaluate(
@@ -155,7 +177,7 @@ class Estimator:
             path: str | None = tf.train.latest_checkpoint(self.model_dir)
             return path
 
-        return call_on_first(strategy.communicator, find)
+        return strategy.chief_first(find)  # type: ignore[no-any-return]
 
     def _model_of(self, mode: str, strategy: Strategy | None) -> RestoredModel:
         """The mode's own model, so that an evaluation may occur within `train`."""

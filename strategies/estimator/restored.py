@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from strategies.tensorflow import Strategy
+
 NAME = "model.ckpt"
 
 
@@ -73,19 +75,31 @@ class Saving(keras.callbacks.Callback):  # type: ignore[misc]
         self,
         manager: tf.train.CheckpointManager,
         first: int,
+        end: int | None,
         every: int | None,
-        saved: Callable[[], None],
+        saved: Callable[[], Any],
     ) -> None:
-        """`first` is the number of steps so far; `saved()` is called after each checkpoint."""
+        """Training goes from the step `first` to `end`.
+
+        `saved()` is called after each checkpoint.
+        """
         super().__init__()
-        self._manager, self._every, self._saved = manager, every, saved
+        self._manager, self._end, self._every, self._saved = manager, end, every, saved
         self._first = self._step = self._last = first
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the steps: with `steps_per_execution` there may be several."""
-        self._step = self._first + batch + 1
+        self._advance(self._first + batch + 1)
+
+    def _advance(self, step: int) -> None:
+        self._step = step
         if self._every is not None and self._step // self._every > self._last // self._every:
             self.save()
+
+    def finish(self, strategy: Strategy) -> None:
+        """Save the last step. Collective."""
+        self.save()
+        strategy.communicator.barrier("Estimator.train")
 
     def save(self) -> None:
         """Save, unless this step is saved already. Collective."""
@@ -94,3 +108,22 @@ class Saving(keras.callbacks.Callback):  # type: ignore[misc]
         self._last = self._step
         self._manager.save(checkpoint_number=self._step)
         self._saved()
+
+
+class SharedSaving(Saving):
+    """Saves on the chief alone, of workers with parameter servers, whose steps it counts together.
+
+    Ends training on each worker at the last step.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Read the number of all workers' steps."""
+        step = int(self.model.optimizer.iterations.numpy())
+        if self._end is not None and step >= self._end:
+            self.model.stop_training = True
+        if self.model.distribute_strategy.is_chief:
+            self._advance(step)
+
+    def finish(self, strategy: Strategy) -> None:
+        """Save the last step on the chief; the other workers wait for it."""
+        strategy.chief_first(self.save)

@@ -6,6 +6,7 @@ from typing import Any
 
 from strategies.estimator.estimator import Estimator
 from strategies.estimator.specs import EvalSpec, TrainSpec
+from strategies.tensorflow import ParameterServerStrategy
 
 
 def train_and_evaluate(
@@ -14,21 +15,29 @@ def train_and_evaluate(
     """Train until `max_steps`; evaluate each checkpoint when it is saved. Collective.
 
     Returns the metrics of the last evaluation, and an empty list in place of exporters' results.
-    The ranks that train also evaluate. A task of job evaluator raises ValueError: start one rank
-    less, or use `strategies.train_and_evaluate`.
+    The ranks that train also evaluate. With a ParameterServerStrategy the chief alone evaluates,
+    while the other workers train on, `max_steps` counts the steps of all workers, and ranks of the
+    job ps serve: they return when the workers have ended, without metrics. A task of job evaluator
+    raises ValueError: start one rank less, or use `strategies.train_and_evaluate`.
     """
-    resolver = estimator.train_strategy.cluster_resolver
+    strategy = estimator.train_strategy
+    resolver = strategy.cluster_resolver
     if resolver is not None and resolver.task_type == "evaluator":
         raise ValueError(
             "TF_CONFIG's task is evaluator: estimators have chief and worker tasks, which evaluate"
             " each checkpoint themselves"
         )
+    if isinstance(strategy, ParameterServerStrategy) and strategy.is_server:
+        strategy.serve()
+        return {}, []
     found: dict[str, Any] = {}
 
-    def evaluate() -> None:
+    def evaluated() -> dict[str, Any]:
         found.update(estimator.evaluate(eval_spec.input_fn, eval_spec.steps))
+        return found
 
-    estimator.train_between(train_spec.input_fn, None, train_spec.max_steps, evaluate)
-    if not found:
-        evaluate()
-    return found, []
+    estimator.train_between(train_spec.input_fn, None, train_spec.max_steps, evaluated)
+    if isinstance(strategy, ParameterServerStrategy):
+        # The chief alone has evaluated, unless training was over before.
+        return strategy.chief_first(lambda: found or evaluated()), []
+    return found or evaluated(), []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from strategies.tensorflow import LocalSGDStrategy, Strategy
+from strategies.tensorflow import LocalSGDStrategy, ParameterServerStrategy, Strategy
 
 InputFunction = Callable[..., Any]
 """A function of no arguments, or of any of `input_context`, `mode`, `params` and `config`, that
@@ -115,11 +115,18 @@ def _check_count(name: str, value: int | None) -> None:
 
 
 def _check_strategy(name: str, strategy: Any) -> None:
-    if strategy is None or (
-        isinstance(strategy, Strategy) and not isinstance(strategy, LocalSGDStrategy)
-    ):
+    refused: tuple[type, ...] = (LocalSGDStrategy,)
+    if name == "eval_distribute":
+        refused = LocalSGDStrategy, ParameterServerStrategy
+    if strategy is None or (isinstance(strategy, Strategy) and not isinstance(strategy, refused)):
         return
     raise TypeError(
         f"{name} is a {type(strategy).__name__}: must be a MultiWorkerMirroredStrategy,"
-        " MirroredStrategy, CentralStorageStrategy or OneDeviceStrategy of strategies.tensorflow"
+        " MirroredStrategy, CentralStorageStrategy, OneDeviceStrategy or, for training,"
+        " ParameterServerStrategy of strategies.tensorflow"
     )
+
+
+def serves(strategy: Strategy) -> bool:
+    """Whether this rank is a parameter server, which trains nothing."""
+    return isinstance(strategy, ParameterServerStrategy) and strategy.is_server

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from strategies.base.membership import Membership
 from strategies.base.strategy import Strategy
-from strategies.coordinator.link import Link, Restored
+from strategies.coordinator.link import Keep, Link
 from strategies.coordinator.packing import NotifyWorkers, References, pack
 from strategies.core.storage import LocalStorage
 from strategies.optimizers import Optimizer
@@ -96,7 +96,7 @@ class ServedReferences(References):
         if restored and self._restored.get(number) is not restored:
             # Once, since it may be as large as the model.
             self._restored[number] = restored
-            notify_workers(Restored(number), pack(restored, self))
+            notify_workers(Keep(number), pack(restored, self))
         return OptimizerName(number, type(optimizer), state)
 
     def _serve(self, variable: Variable) -> None:
@@ -130,9 +130,9 @@ class ServedReferences(References):
             own.__dict__["_restored"] = self._restored.pop(name.number)
         return own
 
-    def restore(self, number: int, restored: dict[str, Any]) -> None:
+    def keep(self, name: int, thing: dict[str, Any]) -> None:
         """Keep an optimizer's first slots; it keeps those that it has already."""
-        self._restored[number] = restored
+        self._restored[name] = thing
 
     def uses(self) -> list[Use]:
         """The values that optimizers have updated since the last call."""

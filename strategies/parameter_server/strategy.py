@@ -43,9 +43,8 @@ class ParameterServerStrategy(Strategy):
     is read is pulled, what is assigned is pushed, and gradients are applied by the servers in the
     order of arrival; optimizers' slots lie there, too. `experimental_distribute_dataset` gives each
     worker all batches, whole; datasets that differ are made in `distribute_datasets_from_function`.
-    A read never gives half of an update of a
-    part, and sees all that its worker has pushed. Each worker is a sync group of one: `reduce`,
-    `all_reduce` and the like are its own alone.
+    A read never gives half of an update of a part, and sees all that its worker has pushed. Each
+    worker is a sync group of one: `reduce`, `all_reduce` and the like are its own alone.
 
     variable_partitioner splits variables by rows (`MinSizePartitioner`, …). staleness: how many
     steps, that is calls of `apply_gradients`, a worker may be ahead of the slowest one (stale
@@ -57,7 +56,6 @@ class ParameterServerStrategy(Strategy):
     """
 
     aggregates = False
-
     steps_together = False
 
     def __init__(
@@ -261,15 +259,19 @@ class ParameterServerStrategy(Strategy):
     ) -> Iterable[Any]:
         """The dataset that `dataset_fn` makes of an InputContext with this worker's number.
 
-        As in TensorFlow 1 its context has a pipeline for each worker, and one replica in sync. On
-        workers that serve a chief there is one pipeline, as in TensorFlow 2: none gets a part. So
-        it is for evaluation.
+        As in TensorFlow 1 there is a pipeline for each worker, and one replica in sync; as in
+        TensorFlow 2 one pipeline on workers that serve a chief, and for evaluation.
         """
-        if self._serves_chief or self._keeps_its_own:
-            return super().distribute_datasets_from_function(dataset_fn, *options)
-        workers = self.roles.workers
-        own = InputContext(len(workers), workers.index(self.membership.world.rank), 1)
+        own = self.input_context
         return super().distribute_datasets_from_function(lambda _: dataset_fn(own), *options)
+
+    @property
+    def input_context(self) -> InputContext:
+        """That of this rank's dataset."""
+        if self._serves_chief or self._keeps_its_own:
+            return InputContext()
+        workers = self.roles.workers
+        return InputContext(len(workers), workers.index(self.membership.world.rank), 1)
 
     def __repr__(self) -> str:
         workers, servers = len(self.roles.workers), len(self.roles.servers)
@@ -279,11 +281,9 @@ class ParameterServerStrategy(Strategy):
 def _check_arguments(partitioner: PartitionFunction | None, staleness: int | None) -> None:
     if partitioner is not None and not callable(partitioner):
         raise TypeError(f"variable_partitioner={partitioner!r}: must be a function, or None")
-    if staleness is None:
-        return
-    if isinstance(staleness, bool) or not isinstance(staleness, int):
+    if isinstance(staleness, bool) or not isinstance(staleness, int | None):
         raise TypeError(f"staleness={staleness!r}: must be a number of steps, or None")
-    if staleness < 0:
+    if staleness is not None and staleness < 0:
         raise ValueError(f"staleness={staleness!r}: must not be negative")
 
 

@@ -148,7 +148,10 @@ class Worker:
     def _find_announced(self, kind: str, what: str) -> Any:
         """As another worker: what the chief announced at its call of that number."""
         if not self._listens:
-            raise RuntimeError(f"{what}: this worker serves the chief, which alone makes variables")
+            raise RuntimeError(
+                f"{what}: this worker serves the chief, which alone makes variables: before it"
+                " schedules the function, build models (and Keras's optimizers: optimizer.build)"
+            )
         key = kind, self._announcements[kind]
         with self._rpc.lock:
             pending = [self._rpc.request(_HOME, Request("find", None, (key,)))]

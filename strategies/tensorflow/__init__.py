@@ -10,6 +10,7 @@ TensorFlow's own. Each rank is one replica.
 """
 
 from strategies.tensorflow import experimental
+from strategies.tensorflow.coordinator import ClusterCoordinator
 from strategies.tensorflow.local_sgd import LocalSGDStrategy
 from strategies.tensorflow.mirrored import (
     CentralStorageStrategy,
@@ -17,14 +18,17 @@ from strategies.tensorflow.mirrored import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
+from strategies.tensorflow.parameter_server import ParameterServerStrategy
 from strategies.tensorflow.strategy import Strategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "ClusterCoordinator",
     "LocalSGDStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "Strategy",
     "experimental",
 ]

@@ -10,6 +10,7 @@ from collectives import Communicator
 from strategies.tensorflow import mirrored
 from strategies.tensorflow.cluster import options_of
 from strategies.tensorflow.mirrored import CentralStorageStrategy
+from strategies.tensorflow.parameter_server import ParameterServerStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -17,6 +18,7 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
 ]
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation

@@ -1,43 +1,57 @@
-"""LocalSGDStrategy: the ranks train independently, and average their variables every N steps."""
+"""LocalSGDStrategy: the ranks train independently, and average their variables periodically."""
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from collectives import Communicator
-from strategies.core.same_error import refuse_differences
+from strategies.core.options import ReduceOp
+from strategies.core.values import Array
+from strategies.optimizers import Optimizer
 from strategies.synchronous import mirrored
+from strategies.synchronous.local_sgd.rounds import agreed_rounds
 from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.extended import CollectiveExtended, local_value
 from strategies.tensorflow.input import distribute, joined
+from strategies.tensorflow.outer_steps import OuterSteps
 from strategies.tensorflow.statistics import enclosing_function
 from strategies.tensorflow.strategy import Strategy
 
 
 class LocalSGDStrategy(Strategy):
-    """Independent training, in which variables are averaged every `sync_every` steps.
+    """Independent training, in which variables are averaged every N steps or T seconds.
 
     As `strategies.LocalSGDStrategy`, for models of TensorFlow and Keras. A step is one `run` in
     which an optimizer applies gradients: those of the replica alone. After `sync_every` steps the
     ranks average all variables of floats that training changes: weights, and statistics such as
-    those of batch normalization. Slots of optimizers stay each rank's own. `num_replicas_in_sync`
-    is 1, so that `tf.nn.compute_average_loss` divides by the replica's own batch. A distributed
-    dataset's batches are for one replica each. `reduce`, `gather` and metrics that are read outside
-    of `run` are over all ranks. Variables that are read there are the rank's own: call
-    `synchronize` at the end of training, and before a checkpoint is saved.
+    those of batch normalization. With `sync_seconds` the ranks agree at each averaging on the
+    number of steps until the next, from the slowest one's speed; the first comes after one step.
+    With `outer_optimizer`, of `strategies.optimizers` (DiLoCo's is
+    `SGD(0.7, momentum=0.9, nesterov=True)`), weights are not replaced by their means: the values
+    that the round began with, minus the means, are gradients by which it moves these values. Its
+    slots are not part of TensorFlow's checkpoints.
 
-    Raises ValueError on every rank where `sync_every` is less than 1 or differs. Collective.
+    Slots of optimizers stay each rank's own. `num_replicas_in_sync` is 1, so that
+    `tf.nn.compute_average_loss` divides by the replica's own batch. A distributed dataset's batches
+    are for one replica each. `reduce`, `gather` and metrics that are read outside of `run` are over
+    all ranks. Variables that are read there are the rank's own: call `synchronize` at the end of
+    training, and before a checkpoint is saved.
+
+    Raises ValueError unless one of `sync_every` (from 1) and `sync_seconds` (above 0) is given, and
+    on every rank where they differ; TypeError for an outer optimizer that is none. Collective.
     """
 
     def __init__(
         self,
-        sync_every: int,
+        sync_every: int | None = None,
+        sync_seconds: float | None = None,
+        outer_optimizer: Optimizer | None = None,
         *,
         cluster_resolver: Any = None,
         communicator: Communicator | None = None,
@@ -45,13 +59,8 @@ class LocalSGDStrategy(Strategy):
         arrays = mirrored.MultiWorkerMirroredStrategy(
             resolver_of(cluster_resolver), communicator=communicator
         )
-        given = f"sync_every={sync_every!r}"
-        refuse_differences(
-            arrays.communicator, "LocalSGDStrategy: the ranks' arguments differ", given
-        )
-        self.sync_every = operator.index(sync_every)
-        if self.sync_every < 1:
-            raise ValueError(f"LocalSGDStrategy: {given}: must be at least 1")
+        self.rounds = agreed_rounds(arrays.communicator, sync_every, sync_seconds, outer_optimizer)
+        self.outer = None if outer_optimizer is None else OuterSteps(outer_optimizer)
         super().__init__(arrays)
 
     def run(
@@ -74,10 +83,13 @@ class LocalExtended(CollectiveExtended):
 
     def __init__(self, strategy: LocalSGDStrategy, arrays: Any, device: str) -> None:
         super().__init__(strategy, arrays, device)
-        self._every = strategy.sync_every
+        self._rounds, self._outer = strategy.rounds, strategy.outer
         self._variables: list[weakref.ref[Any]] = []
         with tf.init_scope(), tf.device(device):
             self._steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="local_steps")
+            self._length = tf.Variable(
+                self._rounds.length, trainable=False, dtype=tf.int64, name="local_round"
+            )
             # Of TensorFlow, since calls of a traced function execute no Python.
             self._stepped = tf.Variable(False, trainable=False, name="local_stepped")
 
@@ -116,6 +128,8 @@ class LocalExtended(CollectiveExtended):
         if not self.statistics.running:
             return super()._batch_reduce_to(reduce_op, pairs, options)
         self._note_step()
+        if self._outer is not None:
+            self._outer.begin(self.operations, self._trained())
         return [local_value(value) for value, _ in pairs]
 
     def _note_step(self) -> None:
@@ -128,7 +142,7 @@ class LocalExtended(CollectiveExtended):
 
     def _end_step(self) -> None:
         steps = self._steps.assign_add(1)
-        due = tf.equal(steps % self._every, 0)
+        due = steps >= self._length
         if tf.executing_eagerly():
             if due:
                 self.average()
@@ -141,15 +155,30 @@ class LocalExtended(CollectiveExtended):
         tf.cond(due, average, lambda: tf.constant(0))
 
     def average(self) -> None:
-        """The mean over the ranks of all variables that training changes."""
+        """Average all variables that training changes over the ranks, and begin a new round."""
+        trained = self._trained()
+        own = [each._primary.read_value() for each in trained]
+
+        def call(steps: Array, *arrays: Array) -> list[Any]:
+            self._rounds.step(int(steps))
+            own = np.array([[self._rounds.proposal(), steps]])
+            proposals, taken = self.operations.communicator.all_gather(own).T.tolist()
+            self._rounds.begin(proposals)
+            means = self._replication.all_reduce_arrays(list(arrays), ReduceOp.MEAN)
+            if self._outer is not None and any(taken):
+                means = self._outer.step(trained, arrays, means)
+            return [np.int64(self._rounds.length), *means]
+
+        values = [self._steps.read_value(), *own]
+        length, *averaged = self.operations.execute(call, values, [each.shape for each in values])
         self._steps.assign(0)
+        self._length.assign(length)
+        for variable, value in zip(trained, averaged, strict=True):
+            variable._primary.assign(value)
+
+    def _trained(self) -> list[Any]:
         made = [each for reference in self._variables if (each := reference()) is not None]
-        trained = [each for each in made if each.trainable or each.is_statistic]
-        if trained and self._size > 1:
-            own = [each._primary.read_value() for each in trained]
-            means = self.operations.reduce(own, mean=True)
-            for variable, mean in zip(trained, means, strict=True):
-                variable._primary.assign(mean)
+        return [each for each in made if each.trainable or each.is_statistic]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         return distribute(self, joined(dataset, self._size), options)

@@ -60,7 +60,7 @@ class Operations:
         def call(*arrays: Any) -> list[Any]:
             return self.replication.all_reduce_arrays(list(arrays), ReduceOp.SUM, options)
 
-        totals = self._execute(call, tensors, [each.shape for each in tensors])
+        totals = self.execute(call, tensors, [each.shape for each in tensors])
         return [_divided(each, self.communicator.size) for each in totals] if mean else totals
 
     def _reduce_slices(self, slices: Sequence[Any], mean: bool) -> list[Any]:
@@ -73,7 +73,7 @@ class Operations:
 
         inputs = [*(each.values for each in slices), *(each.indices for each in slices)]
         shapes = [tf.TensorShape([None]).concatenate(each.shape[1:]) for each in inputs]
-        outputs = self._execute(call, inputs, shapes)
+        outputs = self.execute(call, inputs, shapes)
         values = outputs[:count]
         if mean:
             values = [_divided(each, self.communicator.size) for each in values]
@@ -96,7 +96,7 @@ class Operations:
         def call(array: Any) -> list[Any]:
             return [self.replication.all_gather(array, axis, options)]
 
-        return self._execute(call, [value], [shape])[0]
+        return self.execute(call, [value], [shape])[0]
 
     def broadcast(self, value: Any) -> Any:
         """The first rank's tensor."""
@@ -105,7 +105,7 @@ class Operations:
         def call(array: Any) -> list[Any]:
             return [self.replication.broadcast_first(np.asarray(array))]
 
-        return self._execute(call, [value], [value.shape])[0]
+        return self.execute(call, [value], [value.shape])[0]
 
     def mirror(self, value: Any) -> Any:
         """The chief's value of a new variable; a MismatchError where shapes or dtypes differ."""
@@ -115,10 +115,10 @@ class Operations:
 
         if self.communicator.size == 1:
             return value
-        return self._execute(call, [value], [value.shape])[0]
+        return self.execute(call, [value], [value.shape])[0]
 
-    def _execute(
-        self, call: Callable[..., list[Any]], inputs: Sequence[Any], shapes: Sequence[Any]
+    def execute(
+        self, call: Callable[..., Sequence[Any]], inputs: Sequence[Any], shapes: Sequence[Any]
     ) -> list[Any]:
         """Call a function of arrays with tensors; its results have the inputs' dtypes."""
         if tf.executing_eagerly():

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from collectives import Communicator
 from strategies.base.strategy import Strategy as ArrayStrategy
+from strategies.core.same_error import call_on_first
 from strategies.tensorflow import saving
 from strategies.tensorflow.extended import CollectiveExtended
 from strategies.tensorflow.seeds import agree_on_seed
@@ -75,6 +76,13 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
     def is_chief(self) -> bool:
         """Whether this rank writes what is written once."""
         return self._arrays.is_chief
+
+    def chief_first(self, action: Callable[[], Any]) -> Any:
+        """What the chief gets from the action, on every rank that trains; small, picklable.
+
+        What it raises is raised on all of them. Collective.
+        """
+        return call_on_first(self.communicator, action)
 
     @property
     def cluster_resolver(self) -> Any:

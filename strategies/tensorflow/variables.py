@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -37,6 +37,9 @@ class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
 
     is_statistic = False
     """Whether replicas have assigned values of their own, which are averaged."""
+
+    outer_value: Any = None
+    """The storage of the value that a round of local SGD began with; see `outer_steps`."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         extended = self._distribute_strategy.extended
@@ -117,9 +120,13 @@ def create(
     device: str,
     mirror: Callable[[Any], Any],
     next_creator: Callable[..., Any],
+    classes: Mapping[Any, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A variable with the chief's initial value, as TensorFlow's MirroredStrategy creates one."""
+    """A variable with the chief's initial value, as TensorFlow's MirroredStrategy creates one.
+
+    `classes` has a class for each synchronization; None: those of replicas in step.
+    """
 
     def create_one(**arguments: Any) -> list[Any]:
         initial, dtype = arguments["initial_value"], arguments.get("dtype")
@@ -128,7 +135,11 @@ def create(
             return [next_creator(**arguments)]
 
     variable = distribute_utils.create_mirrored_variable(
-        strategy, create_one, _CLASSES, distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
+        strategy,
+        create_one,
+        classes or _CLASSES,
+        distribute_utils.VARIABLE_POLICY_MAPPING,
+        **kwargs,
     )
     variable.keras_variable = _keras_variable()
     return variable

@@ -109,6 +109,9 @@ class PlainReferences:
     def resolve(self, name):
         raise AssertionError(name)
 
+    def reduce(self, thing):
+        return NotImplemented
+
     def uses(self):
         return []
 

@@ -25,7 +25,7 @@ from strategies import (
     optimizers,
 )
 from strategies.core.indexed_slices import IndexedSlices
-from strategies.synchronous.local_sgd import averaging
+from strategies.synchronous.local_sgd import rounds as rounds_of_steps
 from tests.strategies.support import limited, refusal, same_refusal
 
 SHAPES = [(3, 2), (), (4,)]
@@ -322,7 +322,7 @@ def test_ranks_with_unequal_steps_agree_again_after_synchronize():
 def test_about_every_so_many_seconds_all_ranks_average_at_the_same_steps(size, monkeypatch):
     """Follows the slowest rank's rate, on simulated clocks; rounds at most double."""
     clock = threading.local()
-    monkeypatch.setattr(averaging, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(rounds_of_steps, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def body(transport):
         clock.now = 0.0
@@ -369,13 +369,13 @@ def test_with_a_slow_rank_ranks_wait_only_to_average(comm):
 
 def test_a_step_without_seconds_is_still_a_step():
     """A round of zero seconds, and one that took far longer than planned."""
-    rounds = averaging.Rounds(None, 1e-9)
+    rounds = rounds_of_steps.Rounds(None, 1e-9)
     assert rounds.step()
     rounds.begin([rounds.proposal(), 0])
     assert rounds.step()
-    assert averaging.Rounds(4, None).proposal() == 4
+    assert rounds_of_steps.Rounds(4, None).proposal() == 4
     # No rank did a step: the round keeps its length.
-    waiting = averaging.Rounds(None, 5.0)
+    waiting = rounds_of_steps.Rounds(None, 5.0)
     assert waiting.proposal() == 0
     waiting.begin([0, 0])
     assert waiting.step()

@@ -1,8 +1,7 @@
-"""The length of rounds, the replicas' values, and their averages."""
+"""The replicas' values, and their averages."""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,37 +15,6 @@ from strategies.core.values import Array
 from strategies.optimizers import Optimizer
 
 _UNKNOWN, _UNTOUCHED, _TOUCHED = range(3)
-_GROWTH = 2
-
-
-class Rounds:
-    """How many steps there are from one averaging to the next: the same number on all ranks."""
-
-    def __init__(self, every: int | None, seconds: float | None) -> None:
-        """So many steps, or as many as take about so many seconds: one at first."""
-        self._every, self._seconds = every, seconds
-        self._taken = 0
-        self._length = every or 1
-        self._began = time.perf_counter()
-
-    def step(self) -> bool:
-        """Count a step; whether the round ends with it."""
-        self._taken += 1
-        return self._taken >= self._length
-
-    def proposal(self) -> int:
-        """The next round's steps as this rank would have them; 0 where it took none yet."""
-        if self._seconds is None or not self._taken:
-            return self._every or 0
-        rate = self._taken / max(time.perf_counter() - self._began, 1e-9)
-        # A rate of few steps is not reliable.
-        return max(1, int(min(self._seconds * rate, _GROWTH * self._length)))
-
-    def begin(self, proposals: Sequence[int]) -> None:
-        """A new round, of the slowest rank's proposal."""
-        self._length = min((each for each in proposals if each), default=self._length)
-        self._taken = 0
-        self._began = time.perf_counter()
 
 
 class ReplicaStorage(LocalStorage):

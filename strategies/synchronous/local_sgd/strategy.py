@@ -7,8 +7,6 @@ arXiv:2311.08105). `tf.distribute` has no such strategy.
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -22,16 +20,16 @@ from strategies.base.strategy import Strategy
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.cluster_resolver import ClusterResolver
 from strategies.core.indexed_slices import Gradient
-from strategies.core.same_error import refuse_differences
 from strategies.core.storage import Storage
 from strategies.core.values import Array
 from strategies.input import InputContext, InputOptions
 from strategies.input.rebatching import join_batches
 from strategies.optimizers import Optimizer
 from strategies.replication.contexts import require_cross_replica
-from strategies.synchronous.local_sgd.averaging import Averaging, RankStates, ReplicaStorage, Rounds
+from strategies.synchronous.local_sgd.averaging import Averaging, RankStates, ReplicaStorage
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
 from strategies.synchronous.local_sgd.modules import AveragedModules
+from strategies.synchronous.local_sgd.rounds import agreed_rounds
 from strategies.variables.variable import Variable
 
 _TEXTS = {
@@ -106,20 +104,9 @@ class LocalSGDStrategy(Strategy):
             cluster_resolver=self.membership.resolver,
             is_chief=self.membership.place.is_chief,
         )
-        outer = getattr(outer_optimizer, "settings", outer_optimizer)
-        # Before they are checked, so that all ranks raise where one has a wrong argument.
-        refuse_differences(
-            self.communicator,
-            "LocalSGDStrategy: the ranks' arguments differ",
-            f"sync_every={sync_every!r}, sync_seconds={sync_seconds!r}, outer_optimizer={outer!r}",
-        )
-        every, seconds = _checked(sync_every, sync_seconds)
-        if outer_optimizer is not None and not isinstance(outer_optimizer, Optimizer):
-            kind = type(outer_optimizer).__name__
-            raise TypeError(f"outer_optimizer is a {kind}: must be one of strategies.optimizers")
+        self._rounds = agreed_rounds(self.communicator, sync_every, sync_seconds, outer_optimizer)
         self._keeps_agreed = outer_optimizer is not None
         self._averaging = Averaging(self.communicator, outer_optimizer)
-        self._rounds = Rounds(every, seconds)
         self._modules = AveragedModules(self._averaging, self._end_step, keep=self._keeps_agreed)
         self._loops = Loops(self.communicator, self.membership.world, self._average)
 
@@ -248,17 +235,3 @@ class LocalSGDStrategy(Strategy):
             return dataset_fn(dataclasses.replace(context, num_replicas_in_sync=1))
 
         return super().distribute_datasets_from_function(made, options)
-
-
-def _checked(every: Any, seconds: Any) -> tuple[int | None, float | None]:
-    if (every is None) == (seconds is None):
-        raise ValueError(
-            f"sync_every={every!r}, sync_seconds={seconds!r}: exactly one of them must be given"
-        )
-    if every is None:
-        if not 0 < (duration := float(seconds)) < math.inf:
-            raise ValueError(f"sync_seconds={seconds!r}: must be above 0, and finite")
-        return None, duration
-    if (steps := operator.index(every)) < 1:
-        raise ValueError(f"sync_every={every!r}: must be at least 1")
-    return steps, None

@@ -6,6 +6,8 @@ import operator
 import numpy as np
 import pytest
 
+import strategies
+
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
 
@@ -62,3 +64,59 @@ def test_batches_and_arguments(tf, ds, comm):
         ds.LocalSGDStrategy(0, communicator=comm)
     with pytest.raises(ValueError, match="arguments differ"):
         ds.LocalSGDStrategy(1 + comm.rank, communicator=comm)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_outer_optimizer(tf, ds, comm, traced):
+    """Two rounds of DiLoCo's optimizer, in float64; the model is built in the first step."""
+    outer = strategies.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    strategy = ds.LocalSGDStrategy(2, outer_optimizer=outer, communicator=comm)
+    with strategy.scope():
+        layer = tf.keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="zeros", dtype="float64"
+        )
+        optimizer = tf.keras.optimizers.SGD(1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = -(1.0 + comm.rank) * tf.reduce_sum(layer(tf.ones((1, 3), tf.float64)))
+        weights = layer.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    def run():
+        strategy.run(step)
+
+    call = tf.function(run) if traced else run
+    mean, value, velocity = (comm.size + 1) / 2, 0.0, 0.0
+    for _ in range(2):
+        call()
+        np.testing.assert_allclose(layer.kernel.numpy(), np.full((3, 1), value + comm.rank + 1.0))
+        call()
+        velocity = 0.9 * velocity + 0.7 * 2 * mean
+        value += 0.9 * velocity + 0.7 * 2 * mean
+        np.testing.assert_allclose(layer.kernel.numpy(), np.full((3, 1), value))
+    strategy.synchronize()  # without steps it changes nothing
+    np.testing.assert_allclose(layer.kernel.numpy(), np.full((3, 1), value))
+    assert outer.iterations == 2
+
+
+def test_rounds_of_seconds(tf, ds, comm):
+    """A round is at most twice as long as the one before; the first has one step."""
+    strategy = ds.LocalSGDStrategy(sync_seconds=1e6, communicator=comm)
+    with strategy.scope():
+        weights = tf.Variable([0.0])
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        optimizer.build([weights])
+    call = tf.function(
+        lambda: strategy.run(lambda: optimizer.apply_gradients([([-1.0 - comm.rank], weights)]))
+    )
+    equal = []
+    for _ in range(7):
+        call()
+        found = comm.all_gather_object(float(weights.numpy()[0]))
+        equal.append(len(set(found)) == 1)
+    assert equal == [True, False, True, False, False, False, True]
+    with pytest.raises(ValueError, match="exactly one of them must be given"):
+        ds.LocalSGDStrategy(2, 1.0, communicator=comm)
+    with pytest.raises(TypeError, match="outer_optimizer is a str"):
+        ds.LocalSGDStrategy(2, outer_optimizer="sgd", communicator=comm)

@@ -25,6 +25,23 @@ if task["type"] == "worker":
     print(json.dumps(namespace["found"].tolist()))
 """
 
+COORDINATOR = """
+import json, os, sys
+import collectives
+
+roles, code = json.loads(sys.argv[1]), sys.argv[2]
+comm = collectives.world(deadline=60)
+task = {"type": roles[comm.rank], "index": 0}
+cluster = {role: ["a"] for role in roles}
+os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+namespace = {"__name__": "__main__"}
+exec(code, namespace)
+if task["type"] == "chief":
+    found = [float(each) for each in namespace["losses"]], namespace["weights"][0].tolist()
+    print(json.dumps(found))
+"""
+
 
 def section():
     text = PAGE.read_text(encoding="utf-8")
@@ -64,6 +81,20 @@ def test_the_server(launch):
     ended = launch(2, command, timeout=60)
     assert ended.returncode == 0, ended.stderr
     np.testing.assert_allclose(json.loads(ended.stdout), [1 - 0.9**10] * 3)
+
+
+@pytest.mark.slow
+def test_the_coordinator(launch):
+    """The model learns to add."""
+    text = PAGE.read_text(encoding="utf-8").split("### Parameter servers")[1]
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    command = [sys.executable, "-c", COORDINATOR, '["ps", "worker", "chief"]', code]
+    ended = launch(3, command, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    losses, kernel = json.loads(ended.stdout.splitlines()[-1])
+    assert len(losses) == 60
+    assert losses[-1] < losses[0] / 10
+    np.testing.assert_allclose(kernel, np.ones((3, 1)), atol=0.3)
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
-"""ResNet-50 of Keras's applications under four strategies, on small images made here."""
+"""ResNet-50 of Keras's applications under five strategies, on small images made here."""
 
 import numpy as np
 import pytest
+
+from tests.frameworks.tensorflow_strategies.served import run_workers
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,6 +47,19 @@ def fitted(tf, strategy, *, trains_statistics):
     return model.get_weights(), [history.history["loss"][0], evaluated[0]]
 
 
+def of_a_worker(tf, ds, comm, alone):
+    """A worker and a parameter server: one process's numbers, also where statistics train."""
+    weights, losses = fitted(tf, alone, trains_statistics=True)
+
+    def work(strategy):
+        found, found_losses = fitted(tf, strategy, trains_statistics=True)
+        np.testing.assert_allclose(found_losses[0], losses[0], rtol=1e-4)
+        for one, other in zip(found, weights, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+    run_workers(ds, comm, work)
+
+
 def test_residual_network(tf, ds, comm, equal_on_all):
     """The same bits on every rank; the loss of one process where statistics do not train.
 
@@ -66,6 +81,7 @@ def test_residual_network(tf, ds, comm, equal_on_all):
     # A variance over two rows makes the first steps so large that `evaluate` overflows, in one
     # process with batches of two as well.
     found, (loss, _) = fitted(tf, made, trains_statistics=True)
+    of_a_worker(tf, ds, comm, alone)
     equal_on_all([*found, loss])
     assert all(np.isfinite(each).all() for each in [*found, loss])
     assert loss != pytest.approx(losses[0])

@@ -1,0 +1,104 @@
+"""ClusterCoordinator: a chief that schedules `tf.function`s on workers."""
+
+import numpy as np
+import pytest
+
+from tests.frameworks.tensorflow_strategies.served import run_workers
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout_seconds(300)]
+
+
+@pytest.mark.ranks(3)
+def test_training(tf, ds, comm):
+    """The tutorial's loop, with one worker: the numbers of one process."""
+
+    def work(strategy):
+        coordinator = ds.ClusterCoordinator(strategy)
+        assert coordinator is ds.ClusterCoordinator(strategy)
+        assert coordinator.strategy is strategy
+        with strategy.scope():
+            tf.keras.utils.set_random_seed(3)
+            model = tf.keras.Sequential(
+                [tf.keras.layers.Dense(4, "tanh"), tf.keras.layers.Dense(1)]
+            )
+            model.build((None, 3))
+            optimizer = tf.keras.optimizers.Adam(0.05)
+            optimizer.build(model.trainable_variables)
+            loss_object = tf.keras.losses.MeanSquaredError(reduction=None)
+            mean = tf.keras.metrics.Mean()
+            plain = tf.Variable([1.0, 2.0])
+        first = [each.numpy() for each in model.trainable_variables]
+
+        def dataset_fn(context):
+            inputs = np.random.default_rng(context.input_pipeline_id).normal(size=(24, 3))
+            inputs = inputs.astype(np.float32)
+            pairs = inputs, inputs.sum(axis=1, keepdims=True)
+            return tf.data.Dataset.from_tensor_slices(pairs).batch(4)
+
+        @tf.function
+        def per_worker_dataset_fn():
+            return strategy.distribute_datasets_from_function(dataset_fn)
+
+        @tf.function
+        def step_fn(iterator):
+            def replica_fn(inputs, targets):
+                with tf.GradientTape() as tape:
+                    per_example = loss_object(targets, model(inputs, training=True))
+                    loss = tf.nn.compute_average_loss(per_example)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+                mean.update_state(loss)
+                plain.assign_add([1.0, 1.0])
+                return loss
+
+            losses = strategy.run(replica_fn, args=next(iterator))
+            return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+        iterator = iter(coordinator.create_per_worker_dataset(per_worker_dataset_fn))
+        scheduled = [coordinator.schedule(step_fn, args=(iterator,)) for _ in range(6)]
+        coordinator.join()
+        losses = coordinator.fetch(scheduled)
+        assert int(optimizer.iterations.numpy()) == 6
+        np.testing.assert_allclose(float(mean.result()), np.mean(losses), rtol=1e-6)
+        mean.reset_state()
+        np.testing.assert_array_equal(plain.numpy(), [7.0, 8.0])
+        coordinator.schedule(step_fn, args=(iterator,))
+        with pytest.raises(tf.errors.OutOfRangeError):
+            coordinator.join()
+
+        alone = tf.keras.Sequential([tf.keras.layers.Dense(4, "tanh"), tf.keras.layers.Dense(1)])
+        alone.compile(tf.keras.optimizers.Adam(0.05), "mse")
+        alone.build((None, 3))
+        alone.set_weights(first)
+        expected = [
+            alone.train_on_batch(*each) for each in dataset_fn(tf.distribute.InputContext())
+        ]
+        np.testing.assert_allclose(losses[0], expected[0], rtol=1e-5)
+        for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+        results = [coordinator.schedule(tf.function(lambda: mean.count + 1.0))]
+        assert coordinator.fetch(results)[0] == 1.0
+        with pytest.raises(TypeError, match=r"must be a tf\.function"):
+            coordinator.schedule(lambda: 1)
+        with pytest.raises(TypeError, match="dataset_fn is a dataset"):
+            coordinator.create_per_worker_dataset(tf.data.Dataset.range(3))
+        outside = tf.Variable(1.0)
+        with pytest.raises(TypeError, match="outside of the scope"):
+            coordinator.schedule(tf.function(lambda: outside + 1.0))
+        with strategy.scope():
+            model.compile("sgd", "mse")
+        with pytest.raises(RuntimeError, match="trains on the workers of a cluster without chief"):
+            model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+        with strategy.scope():
+            lazy = tf.keras.optimizers.Adam(0.1)
+
+        @tf.function
+        def builds():
+            strategy.run(lambda: lazy.apply_gradients([(tf.ones(2), plain)]))
+
+        coordinator.schedule(builds)
+        with pytest.raises(RuntimeError, match=r"optimizer\.build"):
+            coordinator.join()
+
+    run_workers(ds, comm, work, chief=True)

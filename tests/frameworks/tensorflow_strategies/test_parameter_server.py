@@ -1,0 +1,195 @@
+"""ParameterServerStrategy on TensorFlow's variables: workers, each with its own script."""
+
+import numpy as np
+import pytest
+
+from collectives import ShapeMismatchError
+from tests.frameworks.tensorflow_strategies.served import run_workers, together
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout_seconds(300)]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("traced", [False, True])
+def test_steps_add_up(tf, ds, comm, traced):
+    """Each worker's step adds to the servers' values; reads see the sum."""
+
+    def work(strategy):
+        rank = strategy._served.input_context.input_pipeline_id
+        with strategy.scope():
+            weights = tf.Variable(np.full((3, 2), 1.0 + rank), dtype=tf.float32)
+            steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            flag = tf.Variable(False)
+            total = tf.keras.metrics.Mean()
+        assert isinstance(weights, tf.distribute.DistributedValues)
+        assert strategy.num_replicas_in_sync == 1
+        np.testing.assert_array_equal(weights.numpy(), 1.0)  # the chief's
+
+        def step(factor):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weights) * factor
+            weights.assign_sub(tape.gradient(loss, weights))
+            steps.assign_add(1)
+            flag.assign(True)
+            total.update_state(loss)
+            return tf.reduce_sum(weights)
+
+        def run(factor):
+            return strategy.run(step, args=(factor,))
+
+        call = tf.function(run) if traced else run
+        together(strategy)
+        own = [float(call(tf.constant(1.0 + rank))) for _ in range(2)]
+        together(strategy)
+        assert own[1] < own[0]
+        # Two steps of 1.0, and two of 2.0.
+        np.testing.assert_array_equal(weights.numpy(), np.full((3, 2), 1.0 - 6.0))
+        assert int(steps.numpy()) == 4
+        assert bool(flag.numpy())
+        assert float(total.count.numpy()) == 2  # its own
+        together(strategy)
+        if strategy.is_chief:
+            weights.assign(tf.fill((3, 2), np.float32(np.nan)))
+            weights.assign(tf.fill((3, 2), 0.1))
+            weights.assign_add(tf.ones((3, 2)))
+        together(strategy)
+        np.testing.assert_allclose(tf.function(lambda: weights + 0.0)(), 1.1)
+        with pytest.raises(ValueError, match="incompatible"):
+            weights.assign(tf.zeros(5))
+        return weights.numpy().tolist()
+
+    results = run_workers(ds, comm, work)
+    assert results[0] is None
+    assert results[1] == results[2]
+
+
+def compiled(tf, strategy):
+    with strategy.scope():
+        tf.keras.utils.set_random_seed(3)
+        model = tf.keras.Sequential(
+            [
+                tf.keras.layers.Dense(4, "tanh"),
+                tf.keras.layers.BatchNormalization(),
+                tf.keras.layers.Dense(1),
+            ]
+        )
+        model.compile(tf.keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def rows(count=40):
+    inputs = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+    return inputs, inputs.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.ranks(2)
+def test_one_worker_fits_as_one_process(tf, ds, comm, folder):
+    """Keras's loops, a partitioner of TensorFlow, and a checkpoint that needs no servers."""
+    alone = compiled(tf, tf.distribute.get_strategy())
+    options = {"epochs": 2, "steps_per_epoch": 4, "shuffle": False, "verbose": 0}
+    batches = tf.data.Dataset.from_tensor_slices(rows()).batch(8).repeat()
+    losses = alone.fit(batches, **options).history["loss"]
+
+    def work(strategy):
+        model = compiled(tf, strategy)
+        found = model.fit(batches, **options).history["loss"]
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+        kernel = model.layers[0].kernel.value
+        assert [each.shape[0] for each in kernel.variables] == [2, 1]
+        np.testing.assert_array_equal(tf.concat(kernel.variables, 0), kernel)
+        assert int(model.optimizer.iterations.numpy()) == 8
+        np.testing.assert_allclose(
+            model.evaluate(*rows(), verbose=0), alone.evaluate(*rows(), verbose=0), rtol=1e-4
+        )
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        path = checkpoint.save(str(folder / "of_servers"))
+        weights = model.get_weights()
+        model.set_weights([each + 1.0 for each in weights])
+        checkpoint.restore(path).assert_consumed()
+        for one, other in zip(model.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(one, other)
+        return path, weights
+
+    split = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+    path, weights = run_workers(ds, comm, work, variable_partitioner=split)[1]
+    tf.train.Checkpoint(model=alone).restore(path).expect_partial()
+    for one, other in zip(alone.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.ranks(3)
+def test_workers_fit(tf, ds, comm, folder):
+    """Each on its own rows; what the chief restores counts for the others."""
+
+    def work(strategy):
+        def dataset_fn(context):
+            data = tf.data.Dataset.from_tensor_slices(rows())
+            own = data.shard(context.num_input_pipelines, context.input_pipeline_id)
+            return own.batch(4).repeat()
+
+        model = compiled(tf, strategy)
+        data = strategy.distribute_datasets_from_function(dataset_fn)
+        options = {"steps_per_epoch": 10, "shuffle": False, "verbose": 0}
+        first = model.fit(data, epochs=1, **options).history["loss"][0]
+        last = model.fit(data, epochs=4, **options).history["loss"][-1]
+        assert last < first
+        together(strategy)
+        assert int(model.optimizer.iterations.numpy()) == 2 * 50
+        weights = model.get_weights()
+        checkpoint = tf.train.Checkpoint(model=model)
+        if strategy.is_chief:
+            checkpoint.write(str(folder / "of_chief"))
+            model.set_weights([np.zeros_like(each) for each in weights])
+        together(strategy)
+        assert not np.any(model.get_weights()[0])
+        together(strategy)
+        checkpoint.read(str(folder / "of_chief"))
+        for one, other in zip(model.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(one, other)
+        together(strategy)
+        return [each.tolist() for each in weights]
+
+    results = run_workers(ds, comm, work, staleness=3)
+    assert results[1] == results[2]
+
+
+@pytest.mark.ranks(3)
+def test_errors(tf, ds, comm):
+    def work(strategy):
+        rank = strategy._served.input_context.input_pipeline_id
+        with strategy.scope():
+            variable = tf.Variable([1.0, 2.0])
+            with pytest.raises(TypeError, match="of numbers or bool"):
+                tf.Variable("text")
+            if rank == 0:
+                tf.Variable([1.0])
+            else:
+                with pytest.raises(ShapeMismatchError, match="Variable"):
+                    tf.Variable([1.0, 2.0])
+
+        def fails():
+            variable.assign_add([1.0, 1.0])
+            tf.debugging.assert_equal(variable, 0.0)
+
+        for call in (fails, tf.function(fails)):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                strategy.run(call)
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                tf.function(lambda call=call: strategy.run(call))()
+        together(strategy)
+        # A step that failed has added nothing.
+        np.testing.assert_array_equal(tf.function(lambda: variable + 0.0)(), [1.0, 2.0])
+        # A function that was traced in a step pulls outside of it.
+        read = tf.function(lambda: variable + 0.0)
+        tf.function(lambda: strategy.run(read))()
+        together(strategy)
+        if rank == 0:
+            variable.assign([5.0, 6.0])
+        together(strategy)
+        np.testing.assert_array_equal(tf.function(lambda: read() + 0.0)(), [5.0, 6.0])
+
+    run_workers(ds, comm, work)
+    with pytest.raises(ValueError, match="no job ps"):
+        ds.experimental.ParameterServerStrategy(communicator=comm)
