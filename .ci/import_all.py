@@ -25,6 +25,7 @@ NEEDS = {
         "collectives.transports.mpi_mailbox",
         "collectives.transports.mpi_messages",
         "collectives.transports.mpi_native",
+        "collectives.transports.mpi_neighbors",
     },
     # What is for torch alone.
     "torch": {
@@ -48,7 +49,11 @@ NEEDS = {
         *(f"strategies.keras.tensorflow_{each}" for each in ("data", "steps")),
     },
     "JAX": {
+        "bench.jax.operations",
+        "bench.jax.training",
         "collectives.jax*",
+        "jax_*",
+        "strategies.jax*",
         "strategies.keras.jax_gradients",
     },
     "TensorFlow": {
