@@ -19,6 +19,7 @@ from collectives.calls.bound_small import (
     DATA,
     bind_small,
     node_of_all,
+    small_broadcast,
     small_reduce_scatter,
     small_reduction,
 )
@@ -166,7 +167,8 @@ def bind_broadcast(
     engine: Engine, signature: Signature, nbytes: int, root: int
 ) -> Callable[[Any, Array], Any]:
     """The function (None, buffer): the root's content in every rank's buffer of bytes."""
-    run, publish = _component(engine, "broadcast", None, _BYTES, nbytes, (), root)
+    small = small_broadcast(engine, nbytes, root)
+    run, publish = small or _component(engine, "broadcast", None, _BYTES, nbytes, (), root)
     return bind(engine, signature, run, publish)
 
 

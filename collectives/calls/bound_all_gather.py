@@ -60,8 +60,10 @@ def bind_all_gather(
         rows, lengths = sum(counts), [each * row_bytes for each in counts]
         total = rows * row_bytes
         reader = None if small is None else small.reader(lengths)
-        choice = chosen.get(total) or chosen.put(total, choose(total))
-        last = given, addresses, (rows, *rest), lengths, total, reader, *choice
+        name, path, addressed = chosen.get(total) or chosen.put(total, choose(total))
+        # Ranks with few rows publish no address: where others have more, they are exchanged anew.
+        addressed = addressed and all(addresses.source_addresses)
+        last = given, addresses, (rows, *rest), lengths, total, reader, name, path, addressed
         return last
 
     def run(source: Array, target: Array | None, index: int | None) -> Array:
@@ -73,10 +75,12 @@ def bind_all_gather(
         known = last if given is last[0] else joined_of(given)
         _, addresses, shape, lengths, total, reader, name, path, addressed = known
         joined = np.empty(shape, dtype) if target is None else target
-        sent, filled = source.view(_BYTES), joined.reshape(-1).view(_BYTES)
+        filled = joined.reshape(-1).view(_BYTES)
         if reader is not None:
-            errstate(reader, index, filled)
-        elif path is None:
+            reader(index, filled)
+            return joined
+        sent = source.view(_BYTES)
+        if path is None:
             engine.run("all_gather", sent, filled, lengths=lengths)
         elif addressed and index is not None:
             engine.path = errstate(path.run, addresses, total, sent, filled, lengths, 0)
@@ -84,18 +88,19 @@ def bind_all_gather(
             engine.path = errstate(path, sent, filled, lengths, 0) or name
         return joined
 
-    publish = None if exchange is None else exchange.publisher(count, room)
-    if small is not None and publish is not None and count * row_bytes <= small.most:
-        publish = _publish_both(publish, small)
+    publish: Publish | None = None
+    if exchange is not None and small is not None and small.few(count * row_bytes):
+        numbers = exchange.numbers_publisher(count, room)
+        publish = _publish_rows(numbers, small.storer(count * row_bytes))
+    elif exchange is not None:
+        publish = exchange.publisher(count, room)
     return bind(engine, signature, run, publish)
 
 
-def _publish_both(publish_row: Publish, small: SmallRows) -> Publish:
-    store = small.store
-
+def _publish_rows(numbers: Publish, store: Callable[[int, Array], None]) -> Publish:
     def publish(index: int, source: Array | None, target: Array | None) -> None:
         assert source is not None
-        publish_row(index, source, target)
+        numbers(index, source, target)
         store(index, source.view(_BYTES))
 
     return publish

@@ -22,6 +22,9 @@ from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import LEAST_BYTES
 
+Run = Callable[[Any, Any, Any], None]
+Publish = Callable[[int, Any, Any], None]
+
 # Words between that of the arrival and the rank's data (`shm.layout`).
 DATA = 2
 
@@ -50,7 +53,7 @@ def small_reduction(
 
 def small_reduce_scatter(
     engine: Engine, reduction: Reduction, lengths: Sequence[int]
-) -> tuple[Callable[[Any, Any, Any], None], Callable[[int, Any, Any], None]]:
+) -> tuple[Run, Publish]:
     """What folds the target, this rank's part, and what publishes the source, for `bound.bind`.
 
     `lengths` are the elements of every rank's part.
@@ -84,29 +87,63 @@ def small_reduce_scatter(
     return run, publish
 
 
+def small_broadcast(engine: Engine, nbytes: int, root: int) -> tuple[Run, Publish | None] | None:
+    """What copies the root's bytes, and what publishes them on the root, for `bound.bind`.
+
+    None where they are not few.
+    """
+    node = node_of_all(engine)
+    most = 0 if node is None else LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
+    if node is None or not 0 < nbytes <= most:
+        return None
+    slots = node.steps.memory.slots[root]
+    places = {at + DATA: slots[parity][:nbytes] for parity, at in enumerate(ARRIVALS)}
+
+    def publish(index: int, source: Any, target: Any) -> None:
+        places[index][...] = target
+
+    def run(source: Any, target: Array, index: Any) -> None:
+        target[...] = places[index]
+
+    return (_nothing, publish) if engine.rank == root else (run, None)
+
+
+def _nothing(source: Any, target: Any, index: Any) -> None:
+    """The root has its content."""
+
+
 class SmallRows:
     """The rows of all ranks, each of which stores its own beside its arrival if they are few."""
 
     def __init__(self, node: Node) -> None:
-        memory, rank = node.steps.memory, node.steps.rank
+        memory, self._rank = node.steps.memory, node.steps.rank
         # Registered arrays of more bytes are read where they are.
-        self.most = LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
+        most = LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
+        self._most = min(most, SMALL_BYTES_OF_ALL // memory.size)
         self._slots = {
             at + DATA: [slots[parity][ROW_BYTES:] for slots in memory.slots]
             for parity, at in enumerate(ARRIVALS)
         }
-        self._own = {index: slots[rank] for index, slots in self._slots.items()}
 
-    def store(self, index: int, content: Array) -> None:
-        """Publish this rank's bytes, `most` or fewer."""
-        self._own[index][: content.nbytes] = content
+    def few(self, nbytes: int) -> bool:
+        """Whether a rank stores its rows, of so many bytes."""
+        return nbytes <= self._most
+
+    def storer(self, nbytes: int) -> Callable[[int, Array], None]:
+        """The function (index, source) that publishes this rank's bytes, which are few."""
+        places = {index: slots[self._rank][:nbytes] for index, slots in self._slots.items()}
+
+        def store(index: int, source: Array) -> None:
+            places[index][...] = source
+
+        return store
 
     def reader(self, lengths: Sequence[int]) -> Callable[[int, Array], None] | None:
         """The function (index, target) that joins so many bytes of each rank.
 
-        None where they aren't few.
+        None where they aren't few on each.
         """
-        if max(lengths) > self.most or sum(lengths) > SMALL_BYTES_OF_ALL:
+        if not self.few(max(lengths)):
             return None
         ends = list(accumulate(lengths))
         places = list(map(slice, [0, *ends], ends))

@@ -142,6 +142,19 @@ def test_movements(comm, make, length):
         np.testing.assert_array_equal(block, parts[peer][: length // (comm.rank + 1)])
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_few_rows_beside_many(comm, make):
+    """Those of one rank lie beside its arrival, those of another don't fit there."""
+    lengths = [5 + rank if rank else 70_001 for rank in range(comm.size)]
+    parts = [value(rank, length, np.int32) for rank, length in enumerate(lengths)]
+    joined = np.concatenate(parts)
+    array = make(np.resize(parts[comm.rank], 70_001))[: lengths[comm.rank]]
+    for _ in range(3):
+        np.testing.assert_array_equal(comm.all_gather(array), joined)
+        few = np.concatenate([part[:5] for part in parts])
+        np.testing.assert_array_equal(comm.all_gather(array[:5]), few)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_reductions_to_one_rank(comm, make, length):
     expected = reduced("max", values(comm.size, length))
