@@ -84,6 +84,10 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         algorithm: str | None = None,
     ) -> Any:
         """Like `all_reduce`, but only the root returns the result; None on other ranks."""
+        if algorithm is None:
+            result = self._call_cache.reduce(array, op, self._root(root), out)
+            if result is not PASS:
+                return result
         return self._run(
             self._operations.reduce(array, op, root=root, out=out, algorithm=algorithm)
         )
@@ -121,6 +125,10 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
     ) -> Any:
         """Like `all_gather`, but only the root returns the result; None on other ranks."""
+        if algorithm is None:
+            result = self._call_cache.gather(array, self._root(root), axis)
+            if result is not PASS:
+                return result
         return self._run(self._operations.gather(array, root=root, axis=axis, algorithm=algorithm))
 
     def scatter(
@@ -162,6 +170,10 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
 
         Shapes, dtypes, `out` and errors are those of `all_reduce`, without "mean" (ValueError).
         """
+        if algorithm is None:
+            result = self._call_cache.scan("scan", array, op, out)
+            if result is not PASS:
+                return result
         return self._run(self._operations.scan(array, op, out=out, algorithm=algorithm))
 
     def exscan(
@@ -178,6 +190,10 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         "bitwise_xor", 1 for "product", all bits set for "bitwise_and", the largest value or
         infinity for "min", the smallest or minus infinity for "max".
         """
+        if algorithm is None:
+            result = self._call_cache.scan("exscan", array, op, out)
+            if result is not PASS:
+                return result
         return self._run(self._operations.exscan(array, op, out=out, algorithm=algorithm))
 
     def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:

@@ -22,6 +22,8 @@ TARGETS = {
     "all_reduce_many, 20 new arrays": (25, 8),
     "all_reduce, 1 MiB, non-contiguous": (40, 10),
     "all_gather, 1 MiB, without out": (35, 10),
+    "reduce, 8 B": (10, 7),
+    "broadcast, 8 B": (12, 7),
     "all_to_all, 8 B": (12, 7),
     "all_to_all, 1 MiB, out=": (30, 12),
     "run + apply_gradients, 10 variables": (150, 14),
@@ -76,6 +78,8 @@ def rows(comm):
     )
     yield "all_reduce, 1 MiB, non-contiguous", lambda: comm.all_reduce(strided)
     yield "all_gather, 1 MiB, without out", lambda: comm.all_gather(part)
+    yield "reduce, 8 B", lambda: comm.reduce(number, root=1)
+    yield "broadcast, 8 B", lambda: comm.broadcast(number)
     yield "all_to_all, 8 B", lambda: comm.all_to_all(pair)
     yield "all_to_all, 1 MiB, out=", lambda: comm.all_to_all(array, out=out)
     strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)

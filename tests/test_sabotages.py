@@ -57,7 +57,7 @@ SABOTAGES = {
         "test_ways",
     ),
     "a bound all_gather does not check the room of out": Sabotage(
-        "check_room(counts, rooms)\n        lengths", "pass\n        lengths", "test_shared"
+        "check_room(counts, rooms)\n        rows", "pass\n        rows", "test_shared"
     ),
     # The engine and the reductions
     "a mean of short arrays is not divided": Sabotage(

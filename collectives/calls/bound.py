@@ -3,7 +3,7 @@
 As MPI-4's persistent collectives (MPI 4.1, section 6.13), but the function takes new buffers at
 every call. All ranks of one node bind the same calls, since the data path follows from what the
 ranks agree on, never from one rank's arguments: arrays that are not contiguous, or of another
-library, are made contiguous first (`call_cache`).
+library, are made contiguous first (`bound_calls`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collectives.calls.bound_small import (
     bind_small,
     node_of_all,
     small_broadcast,
-    small_reduce_scatter,
+    small_fold,
     small_reduction,
 )
 from collectives.consistency.call_check import CallCheck
@@ -135,17 +135,29 @@ def bind_all_reduce(
     exchanged = exchanged_reduction(engine, op, dtype, count * dtype.itemsize)
     if exchanged is not None:
         return bind_exchange(engine, signature, exchanged, shape)
-    ndarray, empty, overlap = np.ndarray, np.empty, np.may_share_memory
     run, publish = _component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
-    call = bind(engine, signature, run, publish)
+    return of_shape(bind(engine, signature, run, publish), shape, dtype)
 
-    def all_reduce(array: Array, out: Any) -> Any:
+
+def of_shape(
+    call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], *, gets: bool = True
+) -> Callable[[Array, Any], Any]:
+    """As a bound call of flat buffers: the function (array, out) → result of that shape and dtype.
+
+    `array` is any NumPy array of the shape. PASS where `out` can't take the result as it comes. A
+    rank that doesn't get the result returns None.
+    """
+    ndarray, empty, overlap = np.ndarray, np.empty, np.may_share_memory
+
+    def call_with(array: Array, out: Any) -> Any:
         flags = array.flags
         source: Array | None
         if array.dtype == dtype and flags.c_contiguous and flags.aligned:
             source = array.reshape(-1)
         else:
             source = array.astype(dtype, order="C").reshape(-1)
+        if not gets:
+            return PASS if call(source, None) is PASS else None
         if out is None:
             out = empty(shape, dtype)
         elif type(out) is not ndarray or not out.flags.carray:
@@ -160,7 +172,7 @@ def bind_all_reduce(
             return PASS
         return PASS if call(source, out.reshape(-1)) is PASS else out
 
-    return all_reduce
+    return call_with
 
 
 def bind_broadcast(
@@ -179,7 +191,10 @@ def bind_reduce_scatter(
     nbytes = sum(lengths) * dtype.itemsize
     small = small_reduction(engine, op, dtype, nbytes)
     if small is not None:
-        return bind(engine, signature, *small_reduce_scatter(engine, small, lengths))
+        stop = sum(lengths[: engine.rank + 1])
+        part = slice(stop - lengths[engine.rank], stop)
+        every = range(engine.size)
+        return bind(engine, signature, *small_fold(engine, small, sum(lengths), every, part))
     run, publish = _component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
     return bind(engine, signature, run, publish)
 

@@ -16,7 +16,7 @@ from collectives.calls.objects import numbers_of_all
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
-from collectives.shm.addresses import NOWHERE, Publish
+from collectives.shm.addresses import NOWHERE, AddressExchange, Publish
 from collectives.shm.node import Path
 from collectives.shm.selector import PathSelector
 
@@ -88,13 +88,66 @@ def bind_all_gather(
             engine.path = errstate(path, sent, filled, lengths, 0) or name
         return joined
 
-    publish: Publish | None = None
-    if exchange is not None and small is not None and small.few(count * row_bytes):
-        numbers = exchange.numbers_publisher(count, room)
-        publish = _publish_rows(numbers, small.storer(count * row_bytes))
-    elif exchange is not None:
+    publish = _publish_few(exchange, small, count, room, count * row_bytes)
+    if publish is None and exchange is not None:
         publish = exchange.publisher(count, room)
     return bind(engine, signature, run, publish)
+
+
+def bind_gather(
+    engine: Engine,
+    signature: Signature,
+    count: int,
+    rest: tuple[int, ...],
+    dtype: np.dtype[Any],
+    root: int,
+) -> Callable[[Array, None], Array | None]:
+    """The function (source, None) → the joined rows on the root, None elsewhere."""
+    exchange = None if engine.node is None else engine.node.addresses
+    row_bytes, on_root = math.prod(rest) * dtype.itemsize, engine.rank == root
+    node = node_of_all(engine)
+    small = None if node is None else SmallRows(node)
+    readers: LRU[tuple[int, ...], Callable[[int, Array], None] | None] = LRU()
+
+    def reader_of(counts: tuple[int, ...]) -> Callable[[int, Array], None] | None:
+        if small is None:
+            return None
+        if counts not in readers:
+            readers.put(counts, small.reader([each * row_bytes for each in counts]))
+        return readers[counts]
+
+    def run(source: Array, target: None, index: int | None) -> Array | None:
+        if index is None or exchange is None:
+            counts, _ = zip(*numbers_of_all(engine, count, 0), strict=True)
+        else:
+            _, counts, _ = exchange.read(index)
+        rows, reader = sum(counts), reader_of(counts)
+        if reader is not None and index is not None:
+            if not on_root:
+                return None
+            joined = np.empty((rows, *rest), dtype)
+            reader(index, joined.reshape(-1).view(_BYTES))
+            return joined
+        lengths = [each * math.prod(rest) for each in counts]
+        joined = np.empty((rows, *rest), dtype) if on_root else engine.work(sum(lengths), dtype)
+        filled = joined.reshape(-1)
+        engine.own_part(filled, lengths)[:] = source
+        engine.run("gather", None, filled, lengths=lengths, root=root)
+        return joined if on_root else None
+
+    publish = _publish_few(exchange, small, count, 0, count * row_bytes)
+    if publish is None and exchange is not None:
+        publish = exchange.numbers_publisher(count, 0)
+    return bind(engine, signature, run, publish)
+
+
+def _publish_few(
+    exchange: AddressExchange | None, small: SmallRows | None, count: int, room: int, nbytes: int
+) -> Publish | None:
+    """Publishes these numbers, and this rank's rows if they are few; None where they aren't."""
+    if exchange is None or small is None or not small.few(nbytes):
+        return None
+    return _publish_rows(exchange.numbers_publisher(count, room), small.storer(nbytes))
 
 
 def _publish_rows(numbers: Publish, store: Callable[[int, Array], None]) -> Publish:

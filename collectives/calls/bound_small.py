@@ -51,32 +51,28 @@ def small_reduction(
     return reduction if small and not registered and reduction.plain_fold else None
 
 
-def small_reduce_scatter(
-    engine: Engine, reduction: Reduction, lengths: Sequence[int]
+def small_fold(
+    engine: Engine, reduction: Reduction, count: int, ranks: Sequence[int], part: slice
 ) -> tuple[Run, Publish]:
-    """What folds the target, this rank's part, and what publishes the source, for `bound.bind`.
+    """What folds a part of the elements of some ranks into the target, for `bound.bind`.
 
-    `lengths` are the elements of every rank's part.
+    And what publishes the source, of `count` elements. Nothing is folded where there are no ranks.
     """
     assert engine.node is not None
     assert reduction.plain_fold is not None
-    memory, rank, size, dtype = engine.node.steps.memory, engine.rank, engine.size, reduction.dtype
-    nbytes, stop = sum(lengths) * dtype.itemsize, sum(lengths[: rank + 1])
+    memory, size, nbytes = engine.node.steps.memory, engine.size, count * reduction.dtype.itemsize
     places = {
-        at + DATA: [memory.slots[peer][parity][:nbytes].view(dtype) for peer in range(size)]
+        at + DATA: [slot[parity][:nbytes].view(reduction.dtype) for slot in memory.slots]
         for parity, at in enumerate(ARRIVALS)
     }
-    stores = {index: each[rank] for index, each in places.items()}
-    parts = {
-        index: [elements[stop - lengths[rank] : stop] for elements in each]
-        for index, each in places.items()
-    }
+    stores = {index: each[engine.rank] for index, each in places.items()}
+    parts = {index: [each[rank][part] for rank in ranks] for index, each in places.items()}
     fold, errstate, finish = reduction.plain_fold, engine.errstate.run, reduction.finish
 
     def publish(index: int, source: Any, target: Any) -> None:
-        stores[index][...] = source
+        stores[index][...] = target if source is None else source
 
-    def run(source: Array, target: Array, index: Any) -> None:
+    def run(source: Any, target: Array, index: Any) -> None:
         first, second, *rest = parts[index]
         errstate(fold, first, second, target)
         for each in rest:
@@ -84,7 +80,10 @@ def small_reduce_scatter(
         if reduction.divides:
             errstate(finish, target, size)
 
-    return run, publish
+    def copy(source: Any, target: Array, index: Any) -> None:
+        target[...] = parts[index][0]
+
+    return (run if len(ranks) > 1 else copy if ranks else _nothing), publish
 
 
 def small_broadcast(engine: Engine, nbytes: int, root: int) -> tuple[Run, Publish | None] | None:

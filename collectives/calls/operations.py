@@ -95,7 +95,7 @@ class Operations:
         algorithm: str | None = None,
     ) -> Operation:
         """The reduction of the arrays of all ranks up to this one."""
-        return scans.scan(array, op, out, algorithm)
+        return scans.scan("scan", array, op, out, algorithm)
 
     def exscan(
         self,
@@ -106,7 +106,7 @@ class Operations:
         algorithm: str | None = None,
     ) -> Operation:
         """The reduction of the arrays of all ranks below this one."""
-        return scans.exscan(array, op, out, algorithm)
+        return scans.scan("exscan", array, op, out, algorithm)
 
     def all_to_all(
         self, arrays: Any, *, out: Any = None, algorithm: str | None = None

@@ -5,7 +5,6 @@ Device arrays are staged through the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,30 +18,54 @@ from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 
 
-def scan(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Operation:
-    """The reduction of the arrays of all ranks up to this one."""
+def scan(
+    collective: str, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None
+) -> Operation:
+    """The reduction of the arrays of all ranks up to this one, or below it ("exscan")."""
+    algorithms.check_name(collective, algorithm)
+    given = ReduceInput(array, op)
+    refuse_mean(collective, given.op)
+    reduction_for(given.op, given.dtype)  # as on the CPU
+    output = given.output(out)
+    elements = given.flat()
 
-    def perform(engine: Engine, source: Array, op: ReduceOp) -> Array:
-        engine.run("scan", None, source, op=op, algorithm=algorithm)
-        return source
-
-    return _prefix("scan", array, op, out, algorithm, perform)
-
-
-def exscan(array: Any, op: ReduceOp | str, out: Any, algorithm: str | None) -> Operation:
-    """The reduction of the arrays of all ranks below this one; the identity on rank 0."""
-
-    def perform(engine: Engine, source: Array, op: ReduceOp) -> Array:
-        if engine.rank == 0:
-            below = np.full(len(source), identity(op, source.dtype), source.dtype)
+    def run(engine: Engine) -> Any:
+        source = fetched(elements) if given.on_gpu else elements
+        folded = prefix(engine, collective, source, given.op, algorithm)
+        if given.on_gpu:
+            filled(output.buffer, folded)
         else:
-            below = np.empty_like(source)
-        both = np.concatenate([source, below])
-        lengths = [len(source)] * 2
-        engine.run("exscan", None, both, lengths=lengths, op=op, algorithm=algorithm)
-        return both[len(source) :]
+            output.buffer[:] = folded
+        return output.deliver()
 
-    return _prefix("exscan", array, op, out, algorithm, perform)
+    return Operation(given.signature(collective, detail=forced(algorithm)), run, given.on_gpu)
+
+
+def refuse_mean(collective: str, op: ReduceOp) -> None:
+    """ValueError for "mean"."""
+    if op is ReduceOp.MEAN:
+        raise ValueError(f"op='mean': {collective} takes every other op, but no mean")
+
+
+def prefix(
+    engine: Engine, collective: str, source: Array, op: ReduceOp, algorithm: str | None = None
+) -> Array:
+    """The reduction of the ranks up to this one, or below it, in memory of its own.
+
+    On rank 0 nothing lies below: the identity of the op.
+    """
+    # Schedules fold in place.
+    if collective == "scan":
+        folded = source.copy()
+        engine.run("scan", None, folded, op=op, algorithm=algorithm)
+        return folded
+    both = np.empty(2 * len(source), source.dtype)
+    both[: len(source)] = source
+    if engine.rank == 0:
+        both[len(source) :] = identity(op, source.dtype)
+    lengths = [len(source)] * 2
+    engine.run("exscan", None, both, lengths=lengths, op=op, algorithm=algorithm)
+    return both[len(source) :]
 
 
 def identity(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
@@ -57,32 +80,3 @@ def identity(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "iu":
         return np.iinfo(dtype).max if least else np.iinfo(dtype).min
     return np.inf if least else -np.inf
-
-
-def _prefix(
-    collective: str,
-    array: Any,
-    op: ReduceOp | str,
-    out: Any,
-    algorithm: str | None,
-    perform: Callable[[Engine, Array, ReduceOp], Array],
-) -> Operation:
-    algorithms.check_name(collective, algorithm)
-    given = ReduceInput(array, op)
-    if given.op is ReduceOp.MEAN:
-        raise ValueError(f"op='mean': {collective} takes every other op, but no mean")
-    reduction_for(given.op, given.dtype)  # as on the CPU
-    output = given.output(out)
-    elements = given.flat()
-
-    def run(engine: Engine) -> Any:
-        # A copy, because a schedule folds in place.
-        source = fetched(elements) if given.on_gpu else elements.copy()
-        folded = perform(engine, source, given.op)
-        if given.on_gpu:
-            filled(output.buffer, folded)
-        else:
-            output.buffer[:] = folded
-        return output.deliver()
-
-    return Operation(given.signature(collective, detail=forced(algorithm)), run, given.on_gpu)

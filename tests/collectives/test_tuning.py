@@ -224,7 +224,7 @@ def test_what_was_looked_up_before_is_forgotten(comm, made, monkeypatch):
         for _ in range(2):
             tuned.all_reduce(array)
             assert (tuned._engine.recorder.entries()[-1][2] == "staged") == (kind == "shared")
-            tuned.broadcast(array)
+            tuned.reduce(array)
             assert (tuned._engine.recorder.entries()[-1][2] == "staged") == (kind == "shared")
 
 

@@ -1,0 +1,166 @@
+"""The bound calls that move arrays."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.kinds import like, to_array
+from collectives.arrays.tensors import refuse_lost_gradient, to_torch
+from collectives.calls import PASS
+from collectives.calls.all_to_all import Parts, store
+from collectives.calls.arguments import Rows, contiguous_apart, stores_rows
+from collectives.calls.bound import bind_broadcast
+from collectives.calls.bound_all_gather import bind_all_gather, bind_gather
+from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing
+from collectives.calls.bound_calls import Bound, BoundCalls
+from collectives.calls.counts import ANY_ROOM
+from collectives.calls.movements import broadcast_output, broadcast_signature, rows_of, signature_of
+from collectives.cuda.runtime import on_gpu
+from collectives.reductions.reduction import Array
+
+
+class BoundMovementCalls(BoundCalls):
+    """broadcast, all_gather, gather, all_to_all."""
+
+    def broadcast(self, array: Any, root: int, *, on_root: bool) -> Any:
+        """As `Communicator.broadcast`."""
+        if type(array) is np.ndarray and array.flags.carray:
+            if ("broadcast", array.dtype, array.shape, root) not in self.known:
+                to_array(array)  # refuses dtypes that can't be sent
+            self._broadcast(array, root, array.reshape(-1))
+            return array
+        if (views := self._tensors.views(array, array)) is not None:
+            self.broadcast(views[0], root, on_root=on_root)
+            return array
+        if on_gpu(array):
+            return PASS
+        given = to_array(array)
+        output = broadcast_output(given, array, on_root=on_root)
+
+        def perform() -> Any:
+            self._broadcast(given, root, output.buffer)
+            return output.deliver()
+
+        return self._engine.whole(perform)
+
+    def _broadcast(self, array: Array, root: int, buffer: Array) -> None:
+        def bind() -> Bound:
+            signature = broadcast_signature(array, root, None)
+            return bind_broadcast(self._engine, signature, array.nbytes, root)
+
+        self._call(("broadcast", array.dtype, array.shape, root), bind, None, buffer.view(np.uint8))
+
+    def all_gather(self, array: Any, axis: Any, out: Any) -> Any:
+        """As `Communicator.all_gather`."""
+        zero = type(axis) is int and axis == 0
+        if type(array) is np.ndarray and array.ndim and zero and stores_rows(out, array):
+            rest, room = array.shape[1:], ANY_ROOM if out is None else len(out)
+            target = None if out is None else out.reshape(-1)
+            joined = self._all_gather(array, rest, room, contiguous_apart(array, target), target)
+            return joined if out is None else out
+        if (views := self._tensors.views(array, out)) is not None:
+            result = self.all_gather(views[0], axis, views[1])
+            return to_torch(result) if out is None else out
+        if on_gpu(array):
+            return PASS
+        rows = Rows(to_array(array), axis)
+        if out is None:
+            refuse_lost_gradient(array, "array")
+        room = ANY_ROOM if out is None else rows_of(out, rows)
+
+        def perform() -> Any:
+            joined = self._all_gather(array, rows.rest, room, rows.flat, None, rows)
+            if out is None:
+                return like(array)(rows.array(joined, len(joined)))
+            output = rows.output(out, len(joined), rows.dtype, array)
+            output.buffer[...] = joined.reshape(-1)
+            return output.deliver()
+
+        return self._engine.whole(perform)
+
+    def _all_gather(
+        self,
+        array: Any,
+        rest: tuple[int, ...],
+        room: int,
+        source: Array,
+        target: Array | None,
+        rows: Rows | None = None,
+    ) -> Array:
+        def bind() -> Bound:
+            seen = rows or Rows(to_array(array), 0)
+            signature = signature_of("all_gather", seen, None, None)
+            return bind_all_gather(self._engine, signature, seen.count, room, seen.rest, seen.dtype)
+
+        count, axis = (len(array), 0) if rows is None else (rows.count, rows.axis)
+        key = "all_gather", source.dtype, rest, axis, count, room
+        joined: Array = self._call(key, bind, source, target)
+        return joined
+
+    def gather(self, array: Any, root: int, axis: Any) -> Any:
+        """As `Communicator.gather`."""
+        plain = type(array) is np.ndarray and array.ndim and type(axis) is int and axis == 0
+        if plain:
+            return self._gather(contiguous_apart(array, None), array.shape, root)
+        if (views := self._tensors.views(array, None)) is not None:
+            result = self.gather(views[0], root, axis)
+            return None if result is None else to_torch(result)
+        if on_gpu(array):
+            return PASS
+        rows = Rows(to_array(array), axis)
+        refuse_lost_gradient(array, "array")
+
+        def perform() -> Any:
+            joined = self._gather(rows.flat, (rows.count, *rows.rest), root, rows)
+            return None if joined is None else like(array)(rows.array(joined, len(joined)))
+
+        return self._engine.whole(perform)
+
+    def _gather(
+        self, source: Array, shape: tuple[int, ...], root: int, rows: Rows | None = None
+    ) -> Any:
+        """`shape` is that of this rank's rows, which come first in it."""
+
+        def bind() -> Bound:
+            seen = rows or Rows(to_array(source.reshape(shape)), 0)
+            signature = signature_of("gather", seen, root, None)
+            return bind_gather(self._engine, signature, seen.count, seen.rest, seen.dtype, root)
+
+        axis = 0 if rows is None else rows.axis
+        return self._call(("gather", source.dtype, shape, axis, root), bind, source, None)
+
+    def all_to_all(self, arrays: Any, out: Any) -> Any:
+        """As `Communicator.all_to_all`."""
+        size, plain = self._engine.size, type(arrays) is np.ndarray
+        if not plain and (views := self._tensors.views(arrays, out)) is not None:
+            result = self.all_to_all(*views)
+            return to_torch(result) if out is None else out
+        divisible = plain and arrays.ndim and not len(arrays) % size
+        if divisible and stores_rows(out, arrays) and (out is None or len(out) == len(arrays)):
+            result = np.empty(arrays.shape, arrays.dtype) if out is None else out
+            target, shape = result.reshape(-1), (len(arrays) // size, *arrays.shape[1:])
+            differing = self._all_to_all(contiguous_apart(arrays, target), target, shape)
+            if differing is not None:
+                store(differing, list(result.reshape(size, *shape)))
+            return result
+        if on_gpu(arrays) or (not hasattr(arrays, "shape") and any(map(on_gpu, arrays))):
+            return PASS
+        return self._engine.whole(self._all_to_all_parts, Parts(arrays, size, out))
+
+    def _all_to_all_parts(self, parts: Parts) -> Any:
+        arrays, first = parts.arrays, parts.arrays[0]
+        if parts.alike:
+            source = np.concatenate([array.reshape(-1) for array in arrays])
+            target = np.empty((len(arrays), *first.shape), first.dtype)
+            differing = self._all_to_all(source, target.reshape(-1), first.shape)
+            return parts.deliver(differing or [target[peer, ...] for peer in range(len(arrays))])
+        bind = partial(bind_differing, self._engine, parts.nbytes)
+        return parts.deliver(self._call(("all_to_all", parts.nbytes), bind, arrays, None))
+
+    def _all_to_all(self, source: Array, target: Array, shape: tuple[int, ...]) -> Any:
+        """None, or the received arrays where the target does not hold them."""
+        bind = partial(bind_all_to_all, self._engine, shape, source.dtype)
+        return self._call(("all_to_all", source.dtype, shape), bind, source, target)

@@ -1,0 +1,176 @@
+"""The bound calls that reduce arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.kinds import Output, may_overlap
+from collectives.arrays.tensors import refuse_lost_gradient, to_torch
+from collectives.calls import PASS
+from collectives.calls.arguments import Rows, contiguous_apart, split_rows, stores_rows
+from collectives.calls.bound import bind_all_reduce, bind_reduce_scatter
+from collectives.calls.bound_calls import Bound, BoundCalls
+from collectives.calls.bound_folds import bind_reduce, bind_scan
+from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
+from collectives.calls.scans import refuse_mean
+from collectives.cuda.runtime import cuda, on_gpu
+from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
+
+
+class BoundReductionCalls(BoundCalls):
+    """all_reduce, reduce, scan, exscan, reduce_scatter."""
+
+    def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
+        """As `Communicator.all_reduce`."""
+        if (views := self._tensors.views(array, out)) is not None:
+            source, target = views
+            known = what is None and type(op) is str
+            bound = self.known.get((op, source.dtype, source.shape)) if known else None
+            result: Any = PASS if bound is None else bound(source, target)
+            if result is PASS:
+                result = self.all_reduce(source, op, target, what)
+            return to_torch(result) if out is None else out
+        if on_gpu(array):
+            return PASS if what is not None else self._all_reduce_on_gpu(array, op, out)
+        given = ReduceInput(array, op)
+        return self._engine.whole(self._all_reduce, given, op, given.output(out), what)
+
+    def _all_reduce(
+        self, given: ReduceInput, op: ReduceOp | str, output: Output, what: str | None
+    ) -> Any:
+        def bind() -> Bound:
+            signature = given.signature("all_reduce", detail=what)
+            return bind_all_reduce(self._engine, signature, given.op, given.dtype, given.shape)
+
+        source, target = given.source_for(output), output.buffer.reshape(given.shape)
+        key = op, given.array.dtype, given.shape
+        shaped = target if source is None else source.reshape(given.shape)
+        self._call(key if what is None else (*key, what), bind, shaped, target)
+        return output.deliver()
+
+    def _all_reduce_on_gpu(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
+        """As `all_reduce`; the first call of a kind isn't bound: in it all ranks choose a path."""
+        known_kind = type(array) is cuda().array_type and isinstance(op, str | ReduceOp)
+        if not known_kind or self._engine.devices is None:
+            return PASS
+        key = ("on a GPU", op, array.dtype, array.shape)
+        bound = self.known.get(key)
+        if bound is not None:
+            return bound(array, out)
+        bound = self._engine.devices.bind_all_reduce(ReduceInput(array, op))
+        if bound is not None:
+            self.known.put(key, bound)
+        return PASS
+
+    def reduce(self, array: Any, op: ReduceOp | str, root: int, out: Any) -> Any:
+        """As `Communicator.reduce`."""
+        if type(array) is not np.ndarray:
+            refuse_lost_gradient(array, "array")
+        return self._fold("reduce", array, op, root, out if root == self._engine.rank else None)
+
+    def scan(self, collective: str, array: Any, op: ReduceOp | str, out: Any) -> Any:
+        """As `Communicator.scan` or `exscan`."""
+        return self._fold(collective, array, op, None, out)
+
+    def _fold(
+        self, collective: str, array: Any, op: ReduceOp | str, root: int | None, out: Any
+    ) -> Any:
+        """A reduction of which the root, or every rank, gets a result of the array's shape."""
+        if type(array) is np.ndarray and isinstance(op, str | ReduceOp):
+            bound = self.known.get((collective, op, array.dtype, array.shape, root))
+            if bound is not None and (result := bound(array, out)) is not PASS:
+                return result
+        elif (views := self._tensors.views(array, out)) is not None:
+            result = self._fold(collective, views[0], op, root, views[1])
+            return result if result is None else to_torch(result) if out is None else out
+        if on_gpu(array):
+            return PASS
+        given = ReduceInput(array, op)
+        if collective != "reduce":
+            refuse_mean(collective, given.op)
+        output = given.output(out) if root in (None, self._engine.rank) else None
+        return self._engine.whole(self._fold_given, collective, given, op, root, output)
+
+    def _fold_given(
+        self,
+        collective: str,
+        given: ReduceInput,
+        op: ReduceOp | str,
+        root: int | None,
+        output: Output | None,
+    ) -> Any:
+        def bind() -> Bound:
+            signature = given.signature(collective, root)
+            if root is None:
+                return bind_scan(self._engine, signature, given.op, given.dtype, given.shape)
+            return bind_reduce(self._engine, signature, given.op, given.dtype, given.shape, root)
+
+        key = collective, op, given.array.dtype, given.shape, root
+        if output is None:
+            return self._call(key, bind, given.flat().reshape(given.shape), None)
+        source, target = given.source_for(output), output.buffer.reshape(given.shape)
+        self._call(key, bind, target if source is None else source.reshape(given.shape), target)
+        return output.deliver()
+
+    def reduce_scatter(self, array: Any, op: ReduceOp | str, axis: Any, out: Any) -> Any:
+        """As `Communicator.reduce_scatter`."""
+        if (views := self._tensors.views(array, out)) is not None:
+            result = self.reduce_scatter(views[0], op, axis, views[1])
+            return to_torch(result) if out is None else out
+        if on_gpu(array):
+            return PASS
+        rank, size = self._engine.rank, self._engine.size
+        zero = type(axis) is int and axis == 0
+        plain = type(array) is np.ndarray and array.ndim and zero and array.dtype.isnative
+        if (
+            plain
+            and stores_rows(out, array)
+            and reduction_for(as_op(op), array.dtype).dtype == array.dtype
+        ):
+            counts, rest = split_rows(len(array), size), array.shape[1:]
+            if out is None or len(out) == counts[rank]:
+                result = np.empty((counts[rank], *rest), array.dtype) if out is None else out
+                target = result.reshape(-1)
+                source = contiguous_apart(array, target)
+                self._reduce_scatter(op, source, target, array.shape, 0, counts, math.prod(rest))
+                return result
+        given = ReduceInput(array, op)
+        if out is None:
+            refuse_lost_gradient(array, "array")
+        rows = Rows(given.converted(), axis)
+        counts = split_rows(rows.count, size)
+        output = rows.output(out, counts[rank], given.dtype, given.original)
+        source, target = rows.flat, output.buffer
+        if out is not None and may_overlap(source, target):
+            source = source.copy()
+
+        def perform() -> Any:
+            shape, elements = given.shape, rows.elements
+            self._reduce_scatter(op, source, target, shape, rows.axis, counts, elements, given)
+            return output.deliver()
+
+        return self._engine.whole(perform)
+
+    def _reduce_scatter(
+        self,
+        op: ReduceOp | str,
+        source: Array,
+        target: Array,
+        shape: tuple[int, ...],
+        axis: int,
+        counts: Sequence[int],
+        elements: int,
+        given: ReduceInput | None = None,
+    ) -> None:
+        def bind() -> Bound:
+            seen = given or ReduceInput(source.reshape(shape), op)
+            signature = reduce_scatter_signature(seen, axis, None)
+            lengths = [count * elements for count in counts]
+            return bind_reduce_scatter(self._engine, signature, seen.op, seen.dtype, lengths)
+
+        dtype = source.dtype if given is None else given.array.dtype
+        self._call(("reduce_scatter", op, dtype, shape, axis), bind, source, target)
