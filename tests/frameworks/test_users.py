@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.told import refusals_of
+from tests.slow import slow
 
 
 def run(launch, program, modules, environment=()):
@@ -71,7 +72,7 @@ def test_a_tensorflow_user(launch):
     assert said == {}
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", *slow("torch")])
 def test_a_keras_user(launch, backend):
     said = run(launch, "keras_user.py", ["keras", backend], [f"KERAS_BACKEND={backend}"])
     scope, running = "scope of MirroredStrategy", "run of MirroredStrategy"

@@ -37,7 +37,7 @@ def trained(library, ranks):
     return [float(weight) for weight in weights]
 
 
-@pytest.mark.parametrize("library", ["transformers", *slow("accelerate", "lightning")])
+@pytest.mark.parametrize("library", ["accelerate", *slow("transformers", "lightning")])
 def test_two_ranks_train_as_one_does(library):
     if find_spec(library) is None:
         pytest.skip(f"{library} isn't installed")
