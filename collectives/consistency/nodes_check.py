@@ -3,7 +3,7 @@
 Once a rank has sent a message of the rounds (`dissemination`), its receiver may use the data at any
 time, so that the sender can't withdraw the call any more. Therefore a leader that has waited for a
 part of its deadline, the *lease*, requests a *vote*: it sends its word to all leaders, and may
-withdraw after another deadline. Either the rounds or the vote may complete the call then. Once all
+withdraw at the deadline. Either the rounds or the vote may complete the call then. Once all
 leaders have received the words of all, which they confirm with READY, the rounds follow.
 
 A leader that may be late sends no message of the rounds, but votes at once, so that no data can be
@@ -12,9 +12,11 @@ call before, since no leader completes a call without all others. So it is not l
 short time ago, the *gap*. A message that arrives in round k may be older than the one of round
 k − 1 by another gap. After a withdrawal the data of the call are sent by new rounds.
 
-A leader that completes the rounds during a vote does so in the first half of its deadline, and
-sends COMPLETE to all. One that had completed them before the vote does so at its next call. The
-deadline that counts is the shortest of all ranks, which the messages of the rounds carry.
+A leader completes the rounds in the first half of its deadline alone, though its process may have
+been stopped meanwhile. One that completes them during a vote sends COMPLETE to all. One that had
+completed them before the vote does so at its next call. If it is stopped for a deadline before
+that, the others withdraw the call, and their repetition raises UnusableError. The deadline that
+counts is the shortest of all ranks, which the messages of the rounds carry.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class NodesCheck:
             rounds.deadline = self._wait_policy.deadline
         # A caller that limits the wait withdraws all the time.
         late = self._withdrawn == number or self._wait_policy.limited or self._is_late(rounds)
-        if late or not self._run(rounds) or self._is_late(rounds):
+        if late or not self._run(rounds) or self._is_late(rounds) or self._was_stopped(rounds):
             rounds = self._vote(rounds, late)
             received = self._words.of(number)
             received[:] = [0] * len(received)
@@ -93,6 +95,10 @@ class NodesCheck:
         """Whether a leader whose message has arrived may have waited for longer than its lease."""
         gap = rounds.deadline * _GAPS / self._rounds.count
         return self._began - self._before > gap
+
+    def _was_stopped(self, rounds: Rounds) -> bool:
+        """Whether this process stood still for so long that a leader may have withdrawn."""
+        return time.monotonic() >= self._began + rounds.deadline / 2
 
     def _run(self, rounds: Rounds) -> bool:
         """Run the rounds; False if the lease has passed, or a vote is requested."""
@@ -151,19 +157,19 @@ class NodesCheck:
 
         def decided() -> bool:
             nonlocal by_rounds
-            self._take(number)
+            self._answer_request(number)
             by_rounds = (
                 not late
                 and self._rounds.advance(rounds)
                 and not self._is_late(rounds)
-                and time.monotonic() < self._began + rounds.deadline / 2
+                and not self._was_stopped(rounds)
                 and not self._was_withdrawn(word)
             )
             return by_rounds or not self._missing(number) or self._was_completed(number)
 
         self._words.post(word ^ _REPEATED if repeated else word)
         try:
-            self._wait_policy.spin_until(decided, lambda: self._absent(number))
+            self._wait_policy.spin_until(decided, lambda: self._absent(number), self._began)
         except DeadlineExceededError as error:
             # A leader that receives this in time waits for the next word. A leader that has
             # already continued waits until this rank repeats the call.
@@ -202,7 +208,7 @@ class NodesCheck:
         self._words.post(word ^ _READY ^ (_REPEATED if repeated else 0))
 
         def ready() -> bool:
-            self._take(number)
+            self._answer_request(number)
             every = all((each ^ word) & ~_REPEATED == _READY for each in received)
             return every or self._was_completed(number)
 

@@ -116,7 +116,11 @@ class Engine(CallScope):
                 check.check_word(signature, base)
             else:
                 exchange.source, exchange.target = arguments
-                check.check_word(signature, base, None, exchange)
+                try:
+                    check.check_word(signature, base, None, exchange)
+                finally:
+                    # The arrays are the caller's: they live no longer than it wants.
+                    exchange.source = exchange.target = None
             return run(*arguments)
         finally:
             number = 0 if check is None else check.sequence

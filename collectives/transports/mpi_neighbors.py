@@ -48,8 +48,9 @@ class MpiNeighborChannel(NeighborChannel):
     def arrived(self) -> bool:
         """Post the receive unless it is, and test it."""
         if not self._posted:
-            self._receive.Start()
+            # First, since a signal's handler may raise after the start.
             self._posted = True
+            self._receive.Start()
         self._here = self._here or self._receive.Test()
         return self._here
 
@@ -60,7 +61,7 @@ class MpiNeighborChannel(NeighborChannel):
 
     def close(self) -> None:
         """Free the requests. A receive that is posted is that of a call that was never made."""
-        if self._posted and not self._here:
+        if self._posted and not self._here and not self._receive.Test():
             self._receive.Cancel()
             self._receive.Wait()
         self._receive.Free()

@@ -117,21 +117,32 @@ class WaitPolicy:
         other.call = WaitingCall(what, None)
         return other
 
-    def spin_until(self, ready: Callable[[], bool], absent: Absent) -> None:
+    def spin_until(
+        self, ready: Callable[[], bool], absent: Absent, start: float | None = None
+    ) -> None:
         """Like `until`, but spin first."""
         for _ in range(self.spins):
             if ready():
                 return
-        self.until(ready, absent)
+        self.until(ready, absent, start=start)
 
-    def until(self, ready: Callable[[], bool], absent: Absent, grace: float = 0.0) -> None:
+    def until(
+        self,
+        ready: Callable[[], bool],
+        absent: Absent,
+        grace: float = 0.0,
+        start: float | None = None,
+    ) -> None:
         """Return when `ready()`.
 
         Raises DeadlineExceededError, naming the ranks in `absent()`, once the deadline plus `grace`
-        seconds have passed. Logs a warning after a tenth of the deadline.
+        seconds have passed since `start`, in seconds of `time.monotonic`: the beginning of a wait
+        that this one continues. Logs a warning after a tenth of the deadline.
         """
-        start = time.monotonic()
-        warned, next_check = False, CHECK_SECONDS
+        now = time.monotonic()
+        start = now if start is None else start
+        warned = self.deadline is not None and now - start >= self.deadline / 10
+        next_check = CHECK_SECONDS
         while not ready():
             waited = time.monotonic() - start
             if waited < self._yield_seconds:

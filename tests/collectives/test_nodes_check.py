@@ -13,7 +13,7 @@ from collectives import Communicator
 from collectives.consistency import nodes_check
 from collectives.consistency.dissemination import DIFFERENT, Dissemination, Rounds
 from collectives.consistency.nodes_check import NodesCheck
-from collectives.errors import DeadlineExceededError
+from collectives.errors import DeadlineExceededError, UnusableError
 from collectives.shm.node_barrier import SEQUENCE_BITS
 from collectives.transports.base import ControlChannel
 from collectives.transports.neighbors import NeighborChannel
@@ -35,6 +35,12 @@ class World:
         self._done = threading.Semaphore(0)
         self._running = set(range(size))
         self.wakes = [0.0] * size
+        self.stops, self.voting = 0.0, set()
+
+    def stop(self, rank, often=1):
+        """As SIGSTOP does, now and then, while the rank hasn't begun to vote."""
+        if rank not in self.voting and self.random.random() < often * self.stops:
+            self.sleep(rank, self.random.uniform(0, 2 * DEADLINE))
 
     def monotonic(self):
         return self.clock
@@ -91,8 +97,8 @@ class Policy(WaitPolicy):
         super().__init__(deadline)
         self.spins, self.world, self.rank = 0, world, rank
 
-    def until(self, ready, absent, grace=0.0):
-        start = self.world.clock
+    def until(self, ready, absent, grace=0.0, start=None):
+        start = self.world.clock if start is None else start
         while not ready():
             if self.world.clock - start >= self.deadline + grace:
                 raise DeadlineExceededError("late", tuple(absent()))
@@ -132,12 +138,14 @@ class Neighbors(NeighborChannel):
         self.here = False
 
     def send(self, parity, nbytes):
+        self.world.stop(self.out[0], often=20)
         self.world.put(self.out, self._outgoing[parity].content[:nbytes].copy())
 
     def sent(self, parity):
         return True
 
     def arrived(self):
+        self.world.stop(self.out[0])
         content = None if self.here else self.world.take(self.into)
         if content is not None:
             self.incoming.content[: len(content)] = content
@@ -180,8 +188,17 @@ class Values:
         self.all = [int(content[start : start + 8].view(np.int64)[0]) for content, start in blocks]
 
 
-def check_of(world, rank, deadline):
-    return NodesCheck(Leaders(world, rank), Policy(world, rank, deadline), dict.fromkeys)
+class Check(NodesCheck):
+    def __init__(self, world, rank, deadline):
+        super().__init__(Leaders(world, rank), Policy(world, rank, deadline), dict.fromkeys)
+        self.world, self.rank = world, rank
+
+    def _vote(self, rounds, late):
+        self.world.voting.add(self.rank)
+        try:
+            return super()._vote(rounds, late)
+        finally:
+            self.world.voting.discard(self.rank)
 
 
 def word_of(call, number):
@@ -194,10 +211,11 @@ CASES = [(2, 20), (3, 20), (2, 300), (3, 300), (4, 200), (5, 200), (8, 100)]
 @pytest.mark.parametrize("case", slow_but(CASES, (2, 20), (3, 20)))
 def test_late_ranks_at_random(case, monkeypatch):
     size, seeds = case
-    calls, withdrawn, differing = 10, 0, 0
+    calls, withdrawn, differing, stopped, unusable = 10, 0, 0, 0, 0
     for seed in range(seeds):
         world = World(size, seed)
         monkeypatch.setattr(nodes_check, "time", world)
+        world.stops = stops = world.random.choice([0, 0, 0.002])
         lateness = world.random.choice([0, LATENCY, DEADLINE / 8, DEADLINE, 2 * DEADLINE])
         wrong = {
             number: world.random.randrange(size)
@@ -205,9 +223,12 @@ def test_late_ranks_at_random(case, monkeypatch):
             if world.random.random() < 0.1
         }
 
-        def program(rank, world=world, lateness=lateness, wrong=wrong):
-            check, results, ended = check_of(world, rank, DEADLINE), [], []
+        def program(rank, world=world, lateness=lateness, wrong=wrong, stops=stops):
+            check, results, ended = Check(world, rank, DEADLINE), [], []
             for number in range(calls):
+                if number == calls - 1:
+                    # No later call could tell that it was completed.
+                    world.stops = 0.0
                 own = random.Random(hash((rank, number, lateness)))
                 world.sleep(rank, own.uniform(0, lateness))
                 attempt = 0
@@ -218,6 +239,8 @@ def test_late_ranks_at_random(case, monkeypatch):
                     try:
                         alike = check.agree(word_of(call, number), exchange)
                     except DeadlineExceededError as error:
+                        if stops and not error.withdrawn:
+                            raise UnusableError from error
                         ended.append((error.withdrawn, rank in error.absent))
                         attempt += 1
                         world.sleep(rank, own.uniform(0, lateness / 10))
@@ -228,15 +251,57 @@ def test_late_ranks_at_random(case, monkeypatch):
             assert set(ended) <= {(True, False)}
             return results
 
-        everywhere = world.run(program)
+        try:
+            everywhere = world.run(program)
+        except UnusableError:
+            # One rank was stopped before it could use the data, and another one for a deadline.
+            assert stops
+            unusable += 1
+            continue
+        stopped += stops > 0
         for number, each in enumerate(zip(*everywhere, strict=True)):
             expected = [rank * 1000 + attempt for rank, (attempt, _) in enumerate(each)]
             withdrawn += any(attempt for attempt, _ in each)
             differing += number in wrong
             for _, received in each:
                 assert received == (None if number in wrong else expected), (seed, number, each)
+    assert unusable <= stopped
     assert withdrawn > 5
     assert differing > 5
+
+
+def test_a_leader_that_is_stopped_before_it_sends(monkeypatch):
+    """Once it goes on, the data of the other one are there, which have been withdrawn."""
+    stopped, send = set(), Neighbors.send
+
+    def send_late(neighbors, parity, nbytes):
+        number = int(neighbors._outgoing[parity].words[0]) & 0xFFFF
+        if number == 3 and neighbors.out[0] == 0 and neighbors.world not in stopped:
+            stopped.add(neighbors.world)
+            neighbors.world.sleep(0, 1.7 * DEADLINE)
+        send(neighbors, parity, nbytes)
+
+    monkeypatch.setattr(Neighbors, "send", send_late)
+    for seed in range(5):
+        world = World(2, seed)
+        monkeypatch.setattr(nodes_check, "time", world)
+
+        def program(rank, world=world):
+            check, made = Check(world, rank, DEADLINE), []
+            for number in range(5):
+                attempt = 0
+                while len(made) == number:
+                    exchange = Values(rank * 1000 + attempt)
+                    try:
+                        check.agree(word_of(CALL, number), exchange)
+                        made.append((attempt, exchange.all))
+                    except DeadlineExceededError:
+                        attempt += 1
+            return made
+
+        for (first, seen), (second, seen_too) in zip(*world.run(program), strict=True):
+            assert seen == seen_too == [first, 1000 + second]
+        assert world in stopped
 
 
 @pytest.mark.parametrize("size", slow_but([2, 3, 5, 8, 16, 64], 2, 3, 5, 16))
@@ -246,7 +311,7 @@ def test_every_leader_learns_of_any_that_deviates(size, monkeypatch):
         monkeypatch.setattr(nodes_check, "time", world)
 
         def program(rank, world=world, deviating=deviating):
-            check = check_of(world, rank, LONG)
+            check = Check(world, rank, LONG)
             call = OTHER if rank == deviating else CALL
             # No call has told yet that the others are on time.
             assert check.agree(word_of(CALL, 1), None)
