@@ -184,6 +184,7 @@ def test_a_proof_holds_for_one_connection():
             proof = proof or prove(SECRET, "client", *words)
             write(stream, proof)
             assert set(read(stream, dict)) == expected
+    assert prove(SECRET, "client", *words) != prove(SECRET, "server", *words)
     server.close()
 
 

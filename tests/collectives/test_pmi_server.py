@@ -171,7 +171,10 @@ def test_a_silent_connection_is_closed_and_the_port_too(monkeypatch):
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_strangers_are_bounded_and_late_tasks_answered_until_the_first_rank_ends(started):
+def test_strangers_are_bounded_and_late_tasks_answered_until_the_first_rank_ends(
+    started, monkeypatch
+):
+    monkeypatch.setattr(pmi_server, "_HELLO_SECONDS", 60.0)
     listener = socket.create_server(("127.0.0.1", 0))
     with served(2, listener=listener) as port:
         ranks = connected(port, 2) if started else []
