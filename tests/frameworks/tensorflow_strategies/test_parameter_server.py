@@ -259,6 +259,27 @@ def test_other_threads_during_a_step(tf, ds, comm):
     run_workers(ds, comm, work)
 
 
+@pytest.mark.ranks(1)
+def test_steps_that_overlap_after_all_add_nothing(ds, monkeypatch):
+    """Where the failure of another function was taken for that of the step."""
+    from strategies.tensorflow import steps
+
+    present = steps.Steps()
+    first = present.begin()
+    with pytest.raises(RuntimeError, match="one at a time"):
+        present.begin()
+    failures = steps.failed()
+    monkeypatch.setattr(steps, "failed", lambda: failures + 1)
+    second = present.begin()
+    for number in (first, second):
+        with pytest.raises(RuntimeError, match="one at a time"):
+            present.check(number)
+    third = present.begin()
+    present.check(third)
+    present.end(third)
+    present.end(present.begin())
+
+
 @pytest.mark.ranks(3)
 def test_additions_of_all_workers_count(tf, ds, comm):
     """Outside of run, Keras's too, which assign the sum of a value that was read before."""
