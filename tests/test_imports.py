@@ -205,7 +205,6 @@ LAZY = {
         "strategies/tensorflow/mirrored.py",
         "strategies/tensorflow/operations.py",
         "strategies/tensorflow/outer_steps.py",
-        "strategies/tensorflow/steps.py",
         "strategies/tensorflow/parameter_server.py",
         "strategies/tensorflow/references.py",
         "strategies/tensorflow/saving.py",
