@@ -70,12 +70,18 @@ def call_back(
     results: Sequence[Any],
 ) -> list[Any]:
     """As `host_call`, by one of JAX's own ways to call Python."""
-    shapes = _shapes(results)
+    shapes, dtypes = _shapes(results), [np.dtype(each.dtype) for each in arrays]
 
     def on_host(*given: Any) -> list[Any]:
         written = [np.empty(each.shape, each.dtype) for each in shapes]
+        read = [np.asarray(each) for each in given]
         with _noted():
-            function([np.asarray(each) for each in given], written)
+            if [each.dtype for each in read] != dtypes:
+                raise TypeError(
+                    "JAX gives callbacks 64-bit arrays only where all threads have them: set"
+                    " jax.config.update('jax_enable_x64', True) in place of jax.enable_x64()"
+                )
+            function(read, written)
         return written
 
     return list(way(on_host, shapes, *arrays))

@@ -11,20 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from collectives.jax import host_calls, kinds
 from collectives.jax.kinds import KINDS, LINEAR, Call
-from collectives.jax.ordering import results_before
+from collectives.jax.ordering import TOKEN, results_before, token_of
 
 _primitive = Primitive("collective")
 _primitive.multiple_results = True
-# Of the tokens by which calls depend on each other. Empty arrays would have no memory that XLA
-# orders operations by.
-_TOKEN = ShapedArray((), np.dtype("uint8"))
 
 
 def bind(arrays: Sequence[Any], call: Call, after: Sequence[Any] = ()) -> list[Any]:
@@ -117,11 +113,11 @@ def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
     lower = _lower_ffi if host_calls.uses_ffi() else _lower_callback
     before = results_before()
     if lower is _lower_callback:
-        before = [each for each in before if str(each.type) == "tensor<ui8>"]
+        before = token_of(ctx, before)
     # XLA reads the dtypes of the operands from their values.
     inner = ctx.replace(
-        avals_in=[*ctx.avals_in, *(_TOKEN.update(shape=tuple(each.type.shape)) for each in before)],
-        avals_out=[*ctx.avals_out, _TOKEN],
+        avals_in=[*ctx.avals_in, *(TOKEN.update(shape=tuple(each.type.shape)) for each in before)],
+        avals_out=[*ctx.avals_out, TOKEN],
     )
     return lower(inner, call, count, [*operands, *before])[:-1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.consistency.uncaught import end_the_job_on_exceptions
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, DeadlineExceededError
 from collectives.launch.task_client import TaskClient
 from collectives.launch.task_server import TaskServer
 from collectives.launch.tasks import SECRET, Tasks
@@ -52,9 +52,12 @@ def _start(tasks: Tasks, options: argparse.Namespace) -> Any:
     secret, seconds, insecure = os.environ.get(SECRET, ""), options.timeout, options.insecure
     if tasks.rank == 0:
         with closing(TaskServer(tasks, secret, insecure=insecure)) as server:
-            return start_through(
-                server, 0, tasks.size, seconds, names=tasks.names, listening=server
-            )
+            try:
+                return start_through(
+                    server, 0, tasks.size, seconds, names=tasks.names, listening=server
+                )
+            except DeadlineExceededError as error:
+                raise DeadlineExceededError(f"{error}{server.limits}", error.absent) from error
     with closing(TaskClient(tasks, secret, seconds, insecure=insecure)) as client:
         return start_through(client, tasks.rank, tasks.size, seconds, names=tasks.names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import time
@@ -14,6 +15,7 @@ from collectives.launch.tasks import (
     LONGEST_HELLO,
     SECRET,
     Tasks,
+    addresses_of,
     check_secret,
     is_proof,
     prove,
@@ -23,6 +25,12 @@ from collectives.launch.tasks import (
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _LONGEST_ANSWER = 60.0
+# How long a refusal, which may be an earlier start's, waits for a new rank 0.
+_STALE_SECONDS = 5.0
+
+
+class _LateError(Exception):
+    """All tasks have arrived already."""
 
 
 class TaskClient:
@@ -35,16 +43,25 @@ class TaskClient:
     def __init__(self, tasks: Tasks, secret: str, seconds: float, *, insecure: bool) -> None:
         """Connect, as soon as rank 0 serves.
 
-        Raises LaunchError if it refuses this task, DeadlineExceededError if it can't be reached
-        within `seconds`.
+        Raises LaunchError if it refuses this task, or all tasks had arrived before;
+        DeadlineExceededError if it can't be reached within `seconds`.
         """
         self.host = tasks.host
         limit, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
+        stale = math.inf
         while True:
             try:
                 left = max(limit - time.monotonic(), _SHORTEST_PAUSE)
                 self._connect(tasks, secret, min(left, _LONGEST_ANSWER), insecure=insecure)
                 return
+            except _LateError:
+                stale = min(stale, time.monotonic() + _STALE_SECONDS, limit)
+                if time.monotonic() + pause > stale:
+                    raise LaunchError(
+                        f"{tasks.own_name} was started twice, or once more after all tasks had"
+                        f" arrived at {tasks.names[0]}: none can join later. End all tasks before"
+                        " one of them is started again"
+                    ) from None
             # A host name may not be there yet, as a task's own host.
             except (OSError, EOFError, ValueError) as error:
                 if time.monotonic() + pause > limit:
@@ -53,6 +70,7 @@ class TaskClient:
                         f" it was not started, or was started with other tasks ({error})",
                         (0,),
                     ) from error
+                stale = math.inf
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
 
@@ -75,10 +93,11 @@ class TaskClient:
         self._connection.close()
 
     def _connect(self, tasks: Tasks, secret: str, seconds: float, *, insecure: bool) -> None:
-        connection = socket.create_connection((tasks.host, tasks.port), seconds)
+        addresses = addresses_of(tasks.host)
+        check_secret(addresses, secret, insecure=insecure)
+        connection = _connected(addresses, tasks.port, seconds)
         self._connection, self._stream = connection, cast(BinaryIO, connection.makefile("rwb"))
         try:
-            check_secret(connection.getpeername()[0], secret, insecure=insecure)
             self._greet(tasks, secret)
             connection.settimeout(_LONGEST_ANSWER)
         except BaseException:
@@ -86,19 +105,26 @@ class TaskClient:
             raise
 
     def _greet(self, tasks: Tasks, secret: str) -> None:
-        """Exchange proofs; LaunchError if rank 0 has another secret, or refuses this task."""
+        """Exchange proofs, this side's first.
+
+        LaunchError if rank 0 has another secret, or refuses this task.
+        """
         own = secrets.token_hex(16)
         words = [own, str(tasks.rank), tasks.own_name, tasks.digest]
         keys = ("random", "rank", "name", "cluster")
         write(self._stream, dict(zip(keys, words, strict=True)) | {"rank": tasks.rank})
-        answer = read(self._stream, dict, LONGEST_HELLO)
-        other = str(answer.get("random"))
-        if not is_proof(answer.get("proof"), secret, "server", other, *words):
+        challenge = read(self._stream, dict, LONGEST_HELLO)
+        if "late" in challenge:
+            raise _LateError
+        words.append(str(challenge.get("random")))
+        write(self._stream, prove(secret, "client", *words))
+        answer = read(self._stream, dict)
+        problem = str(answer.get("problem"))
+        if not is_proof(answer.get("proof"), secret, "server", *words, problem):
             raise LaunchError(
                 f"{tasks.own_name}: {tasks.names[0]} has another {SECRET} than this task, or none"
             )
-        write(self._stream, prove(secret, "client", other, *words))
-        if problem := read(self._stream, str):
+        if problem:
             raise LaunchError(f"{problem}. This task has {tasks.cluster}")
 
     def _call(self, *request: object) -> Any:
@@ -110,3 +136,12 @@ class TaskClient:
         if "problem" in answer:
             raise LaunchError(answer["problem"])
         return answer["result"]
+
+
+def _connected(addresses: Sequence[str], port: int, seconds: float) -> socket.socket:
+    """A connection to the first address that answers; OSError, of the last one, if none does."""
+    *others, last = addresses
+    for address in others:
+        with suppress(OSError):
+            return socket.create_connection((address, port), seconds)
+    return socket.create_connection((last, port), seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import time
@@ -14,15 +15,19 @@ from collectives.errors import LaunchError
 from collectives.launch.tasks import (
     LONGEST_HELLO,
     Tasks,
+    addresses_of,
+    beyond_loopback,
     check_secret,
-    is_loopback,
     is_proof,
     prove,
     read,
     write,
 )
 
+# From the connection to the proof of the secret, whatever is sent meanwhile.
 _HELLO_SECONDS = 10.0
+# Further connections without proof than one of each task.
+_STRANGERS = 16
 # How long the end of rank 0 waits until the others have received why.
 _FAREWELL_SECONDS = 2.0
 
@@ -32,6 +37,9 @@ class TaskServer:
 
     A task that has another cluster, or that is there already, fails the start of all: from then on
     every method raises LaunchError, on every rank.
+
+    Connections that have not proved that they know the secret are bounded: in number, where the
+    oldest makes room for the newest, and in time.
     """
 
     def __init__(self, tasks: Tasks, secret: str, *, insecure: bool) -> None:
@@ -41,10 +49,18 @@ class TaskServer:
         self._peers: dict[int, str] = {}
         self._problem = ""
         self._lock = Lock()
-        self._connections: list[socket.socket] = []
-        self._threads: list[Thread] = []
+        self._connections: dict[socket.socket, Thread] = {}
+        self._unproved: dict[socket.socket, float] = {}
+        self._most_unproved = tasks.size + _STRANGERS
         self._stopped = False
         self.socket = _listen(tasks, secret, insecure=insecure)
+        address = self.socket.getsockname()[0]
+        self.limits = (
+            ""
+            if beyond_loopback([address])
+            else (f". {tasks.names[0]} listens on {address}, which other hosts can't reach")
+        )
+        """Of the address, to add to an error about absent tasks."""
         self._acceptor = Thread(target=self._accept, daemon=True)
         self._acceptor.start()
 
@@ -65,8 +81,11 @@ class TaskServer:
 
     def stop(self) -> None:
         """Accept no further connections; those that are open stay so."""
-        self._stopped = True
+        with self._lock:
+            self._stopped = True
         self._acceptor.join()
+        # What has not arrived by now is late, and is told so when it connects again.
+        self._end_unproved(most=0)
         # The server of PMI, which shares the socket, expects a blocking one.
         self.socket.setblocking(True)
         self.socket.close()
@@ -76,11 +95,12 @@ class TaskServer:
         if not self._stopped:
             self.stop()
         limit = time.monotonic() + _FAREWELL_SECONDS
-        for thread in self._threads if self._problem else ():
+        with self._lock:
+            connections = dict(self._connections)
+        for thread in connections.values() if self._problem else ():
             thread.join(max(0.0, limit - time.monotonic()))
-        for connection in self._connections:
-            with suppress(OSError):  # closed already
-                connection.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            _shut(connection)
 
     def _check_start(self) -> None:
         if self._problem:
@@ -92,50 +112,77 @@ class TaskServer:
             try:
                 connection, address = self.socket.accept()
             except OSError:
+                self._end_unproved()
                 continue
+            connection.settimeout(_HELLO_SECONDS)
             peer = f"{address[0]}:{address[1]}"
             thread = Thread(target=self._serve, args=(connection, peer), daemon=True)
-            self._connections.append(connection)
-            self._threads.append(thread)
+            with self._lock:
+                self._connections[connection] = thread
+                self._unproved[connection] = time.monotonic() + _HELLO_SECONDS
+            self._end_unproved()
             thread.start()
+
+    def _end_unproved(self, most: int | None = None) -> None:
+        """End the oldest connections without proof: those beyond `most`, and those over time."""
+        most, now = self._most_unproved if most is None else most, time.monotonic()
+        with self._lock:
+            count = len(self._unproved)
+            for number, (connection, limit) in enumerate(list(self._unproved.items())):
+                if number < count - most or limit < now:
+                    del self._unproved[connection]
+                    _shut(connection)
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         """Serve one connection to its end."""
         rank: int | None = None
         # The client has ended then, or it is no task.
-        with suppress(OSError, EOFError, ValueError), connection:
-            stream = cast(BinaryIO, connection.makefile("rwb"))
-            connection.settimeout(_HELLO_SECONDS)
-            rank = self._admit(stream, peer)
+        with (
+            suppress(OSError, EOFError, ValueError),
+            connection,
+            cast(BinaryIO, connection.makefile("rwb")) as stream,
+        ):
+            rank, answer = self._admit(connection, stream, peer)
+            write(stream, answer)
             connection.settimeout(None)
             while rank is not None:
                 write(stream, self._answer(read(stream, list)))
-        # A task that is started again may connect again.
-        if rank is not None:
-            del self._peers[rank]
+        with self._lock:
+            self._unproved.pop(connection, None)
+            self._connections.pop(connection, None)
+            # A task that is started again may connect again.
+            if rank is not None:
+                del self._peers[rank]
 
-    def _admit(self, stream: BinaryIO, peer: str) -> int | None:
-        """Exchange proofs; the client's rank, or None for one that is refused."""
+    def _admit(
+        self, connection: socket.socket, stream: BinaryIO, peer: str
+    ) -> tuple[int | None, dict[str, str]]:
+        """Check the client's proof; its rank, or None for one that is refused, and the answer."""
         hello = read(stream, dict, LONGEST_HELLO)
         words = [str(hello.get(key)) for key in ("random", "rank", "name", "cluster")]
-        own = secrets.token_hex(16)
-        write(stream, {"random": own, "proof": prove(self._secret, "server", own, *words)})
-        proof = read(stream, str, LONGEST_HELLO)
-        if not is_proof(proof, self._secret, "client", own, *words):
-            return None
-        rank, name = hello["rank"], f"{words[2]} at {peer}"
+        words.append(secrets.token_hex(16))
+        write(stream, {"random": words[-1]})
+        if not is_proof(read(stream, str, LONGEST_HELLO), self._secret, "client", *words):
+            return None, {}
         with self._lock:
-            if words[3] != self._tasks.digest or rank not in range(1, self._tasks.size):
-                self._problem = (
-                    f"{name} has another cluster than {self._tasks.names[0]}, which has"
-                    f" {self._tasks.cluster}"
-                )
-            elif rank in self._peers:
-                self._problem = f"{words[2]} was started twice: at {self._peers[rank]}, at {peer}"
-            else:
-                self._peers[rank] = peer
-            write(stream, self._problem)
-            return None if self._problem else int(rank)
+            if self._unproved.pop(connection, None) is None or self._stopped:
+                raise EOFError("too late")
+            problem = self._refusal(hello.get("rank"), words, peer)
+        proof = prove(self._secret, "server", *words, problem)
+        return None if problem else int(hello["rank"]), {"proof": proof, "problem": problem}
+
+    def _refusal(self, rank: Any, words: Sequence[str], peer: str) -> str:
+        """Note a task that has proved itself; what fails the start of all, or ""."""
+        if words[3] != self._tasks.digest or rank not in range(1, self._tasks.size):
+            self._problem = (
+                f"{words[2]} at {peer} has another cluster than {self._tasks.names[0]}, which has"
+                f" {self._tasks.cluster}"
+            )
+        elif rank in self._peers:
+            self._problem = f"{words[2]} was started twice: at {self._peers[rank]}, at {peer}"
+        else:
+            self._peers[rank] = peer
+        return self._problem
 
     def _answer(self, request: list[Any]) -> dict[str, Any]:
         """The result of one method, or what has failed."""
@@ -151,22 +198,36 @@ class TaskServer:
             return {"problem": str(error)}
 
 
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):  # closed already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def _listen(tasks: Tasks, secret: str, *, insecure: bool) -> socket.socket:
-    """A socket at rank 0's address, and at no other."""
+    """A socket at rank 0's address, and at no other; one that other hosts reach, if it has one."""
     try:
-        family, *_, address = socket.getaddrinfo(
-            tasks.host, tasks.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        check_secret(str(address[0]), secret, insecure=insecure)
-        if is_loopback(str(address[0])) and len(tasks.hosts) > 1:
+        addresses = addresses_of(tasks.host)
+        check_secret(addresses, secret, insecure=insecure)
+        address = (beyond_loopback(addresses) or addresses)[0]
+        if not beyond_loopback(addresses) and any(map(_is_elsewhere, tasks.hosts)):
             raise LaunchError(
-                f"{tasks.names[0]}: on its own host {tasks.host} is {address[0]}, which other hosts"
+                f"{tasks.names[0]}: on its own host {tasks.host} is {address}, which other hosts"
                 " can't reach: write its IP address in the cluster"
             )
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server(
-            address[:2], family=socket.AddressFamily(family), backlog=tasks.size + 16
+            (address, tasks.port), family=family, backlog=tasks.size + _STRANGERS
         )
     except OSError as error:
-        raise LaunchError(
-            f"{tasks.names[0]} can't listen on its address in the cluster: {error}"
-        ) from error
+        reason = f"{tasks.names[0]} can't listen on its address in the cluster: {error}"
+        if error.errno == errno.EADDRINUSE:
+            reason += ". It was started twice, or another program has the port"
+        raise LaunchError(reason) from error
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether the host's addresses are none of this host alone."""
+    try:
+        return bool(beyond_loopback(addresses_of(host)))
+    except OSError:
+        return True

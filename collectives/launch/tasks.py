@@ -1,7 +1,8 @@
 """The tasks of one world, and the proof that a process belongs to them.
 
-Both sides of a connection prove that they have the same secret, without sending it: each sends a
-random number, and receives its HMAC.
+Both sides of a connection prove that they have the same secret, without sending it: each sends the
+HMAC of its side's name and of random numbers of both. The client's proof comes first, so that a
+stranger who connects to the server receives nothing to test guesses of the secret with.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -56,7 +59,7 @@ class Tasks:
 
 def prove(secret: str, side: str, *words: str) -> str:
     """What only a process with the secret can compute, for random words of both sides."""
-    return hmac.new(secret.encode(), "\n".join((side, *words)).encode(), "sha256").hexdigest()
+    return hmac.new(secret.encode(), json.dumps((side, *words)).encode(), "sha256").hexdigest()
 
 
 def is_proof(given: object, secret: str, side: str, *words: str) -> bool:
@@ -66,19 +69,28 @@ def is_proof(given: object, secret: str, side: str, *words: str) -> bool:
     )
 
 
-def check_secret(address: str, secret: str, *, insecure: bool) -> None:
-    """LaunchError without a secret, unless the address is a loopback address."""
-    if secret or insecure or is_loopback(address):
+def addresses_of(host: str) -> list[str]:
+    """The IP addresses of a host, in the system's order of preference; OSError if it has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def check_secret(addresses: Sequence[str], secret: str, *, insecure: bool) -> None:
+    """LaunchError without a secret, unless all of rank 0's addresses are loopback addresses."""
+    if secret or insecure or not (others := beyond_loopback(addresses)):
         return
     raise LaunchError(
-        f"{address} is no loopback address, and {SECRET} is not set: any host on the network could"
-        f" take part. Set {SECRET} to the same random text for all tasks, or give --insecure"
+        f"{others[0]} is no loopback address, and {SECRET} is not set: any host on the network"
+        f" could take part. Set {SECRET} for all tasks to one long random text, as"
+        ' `python -c "import secrets; print(secrets.token_hex(32))"` prints, or give --insecure'
     )
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches it."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def beyond_loopback(addresses: Sequence[str]) -> list[str]:
+    """Those that other hosts may reach."""
+    return [
+        each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback
+    ]
 
 
 def write(stream: BinaryIO, value: object) -> None:

@@ -4,9 +4,10 @@ It is a program, `python -I -S pmi_server.py`, that imports nothing of the packa
 because rank 0 waits for its start. It can't be a thread of rank 0: MPI_Init and MPI_Finalize keep
 Python's lock.
 
-Its only argument, if any, is the descriptor of a socket that listens already. stdin has five lines:
-the token, the address to listen on, the number of ranks, the seconds of the start, and
-PMI_process_mapping. It stays open while rank 0 runs. stdout receives the port.
+Its only argument, if any, is the descriptor of a socket that listens already, and does so until the
+first rank ends, to refuse late tasks. stdin has five lines: the token, the address to listen on,
+the number of ranks, the seconds of the start, and PMI_process_mapping. It stays open while rank 0
+runs. stdout receives the port.
 
 A connection begins with a line of the client. Each rank has two, "TOKEN RANK pmi" and "TOKEN RANK
 end". When all ranks have both, the first one receives "ok", or "absent RANK …" or "failed RANK"
@@ -26,10 +27,14 @@ import sys
 import time
 from hmac import compare_digest
 
-LONGEST_HELLO = 200
+LONGEST_HELLO = 1 << 10
 LONGEST_LINE = 1 << 16
 _HELLO_SECONDS = 10.0
 _KINDS = ("pmi", "end")
+# The answer to a task's greeting, a line of JSON: all tasks have arrived.
+_LATE = '{"late": true}'
+# Further connections without the token than two of each rank.
+_STRANGERS = 16
 # A launcher that ends the other ranks itself, such as torchrun, does so first: it reports the rank
 # that it has seen to fail first.
 _ENDING_SECONDS = 1.0
@@ -60,12 +65,10 @@ class Client:
         except BlockingIOError:
             return []  # an event of an earlier connection with the same descriptor
         except OSError:
-            return None
+            data = b""
         *lines, self._unread = (self._unread + data).split(b"\n")
         longest = LONGEST_HELLO if self.rank is None else LONGEST_LINE
-        if not data or len(max(lines, key=len, default=b"")) > longest:
-            return None
-        if len(self._unread) > longest:
+        if not data or max(map(len, (*lines, self._unread))) > longest:
             return None
         return [line.decode("ascii", "replace") for line in lines]
 
@@ -101,13 +104,15 @@ class Server:
         # MPICH names shared memory by it: a killed world leaves its memory behind.
         self._name = f"kvs_{os.urandom(8).hex()}"
         self._values = {"PMI_process_mapping": mapping} if mapping else {}
+        self._refuses = listener is not None
         if listener is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, 0), family=family, backlog=size + 16)
+            listener = socket.create_server((host, 0), family=family, backlog=size + _STRANGERS)
+        listener.setblocking(False)  # a connection may be there no longer
         self._listener = listener
         self.port: int = self._listener.getsockname()[1]
-        ranks = range(size)
-        self._expected = {f"{rank} {kind}": (rank, kind) for rank in ranks for kind in _KINDS}
+        each = [(rank, kind) for rank in range(size) for kind in _KINDS]
+        self._expected = {f"{rank} {kind}": (rank, kind) for rank, kind in each}
         self._clients: dict[int, Client] = {}
         self._poll = select.poll()
         self._in_barrier: list[Client] = []
@@ -119,44 +124,54 @@ class Server:
         `lifeline` is a descriptor whose end of file ends the start, because rank 0 has died.
         """
         if self._connect_all(lifeline):
-            while self._clients:
+            while len(self._clients) > len(self._unknown()):
                 for descriptor, _ in self._poll.poll(1000 * _ENDING_SECONDS):
-                    if descriptor in self._clients:
-                        self._serve(self._clients[descriptor])
+                    if descriptor == self._listener.fileno():
+                        self._accept()
+                    elif client := self._clients.get(descriptor):
+                        (self._greet if client.rank is None else self._serve)(client)
+                self._drop_the_silent()
                 if self._last_line and time.monotonic() > self._limit:
-                    self._dismiss(*self._running())
+                    pmi = [each for each in self._clients.values() if each.kind == "pmi"]
+                    self._dismiss(*(each.rank for each in pmi if not each.finalized))
+        self._stop_listening()
         for client in list(self._clients.values()):
             self._drop(client)
+
+    def _stop_listening(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._poll.unregister(self._listener.fileno())
+            self._listener.close()
 
     def _connect_all(self, lifeline: int) -> bool:
         """Accept all ranks; whether all have connected in time."""
         for descriptor in (self._listener.fileno(), lifeline):
             self._poll.register(descriptor, select.POLLIN)
-        with self._listener:
-            while absent := self._absent():
-                if time.monotonic() > self._limit:
-                    self._send_all(f"absent {' '.join(map(str, absent))}")
+        while absent := sorted({rank for rank, _ in self._expected.values()}):
+            if time.monotonic() > self._limit:
+                self._send_all(f"absent {' '.join(map(str, absent))}")
+                return False
+            for descriptor, _ in self._poll.poll(100):
+                if descriptor == lifeline:
                     return False
-                for descriptor, _ in self._poll.poll(100):
-                    if descriptor == lifeline:
-                        return False
-                    if descriptor == self._listener.fileno():
-                        self._accept()
-                    elif descriptor in self._clients and not self._greet(self._clients[descriptor]):
-                        return False
-                self._drop_the_silent()
-            for descriptor in (self._listener.fileno(), lifeline):
-                self._poll.unregister(descriptor)
-        for client in [each for each in self._clients.values() if each.rank is None]:
-            self._drop(client)
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                elif descriptor in self._clients and not self._greet(self._clients[descriptor]):
+                    return False
+            self._drop_the_silent()
+        self._poll.unregister(lifeline)
+        if not self._refuses:
+            self._stop_listening()
         self._send_all("ok")
         return True
 
-    def _absent(self) -> list[int]:
-        return sorted({rank for rank, _ in self._expected.values()})
-
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(unknown := self._unknown()) >= 2 * self._size + _STRANGERS:
+            self._drop(unknown[0])
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A host that lost its power must not keep the server alive.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -178,15 +193,21 @@ class Server:
             token, _, name = lines[0].partition(" ")
             if compare_digest(token.encode(), self._token) and name in self._expected:
                 client.rank, client.kind = self._expected.pop(name)
-            else:
-                self._drop(client)
+                return True
+            if lines[0].startswith("{"):
+                client.send(_LATE)
+            self._drop(client)
         return True
 
     def _drop_the_silent(self) -> None:
         limit = time.monotonic() - _HELLO_SECONDS
-        for client in list(self._clients.values()):
-            if client.rank is None and client.since < limit:
+        for client in self._unknown():
+            if client.since < limit:
                 self._drop(client)
+
+    def _unknown(self) -> list[Client]:
+        """Connections that have not sent the token, the oldest first."""
+        return [each for each in self._clients.values() if each.rank is None]
 
     def _drop(self, client: Client) -> None:
         del self._clients[client.descriptor]
@@ -201,6 +222,8 @@ class Server:
     def _serve(self, client: Client) -> None:
         lines = client.lines()
         if lines is None:
+            # All tasks may be started again as soon as one has ended.
+            self._stop_listening()
             self._drop(client)
             if client.kind == "pmi" and not client.finalized:
                 self._end_world(client, "1")
@@ -220,11 +243,6 @@ class Server:
         if not self._last_line:
             self._last_line = f"exitcode={code} rank={client.rank}"
             self._limit = time.monotonic() + _ENDING_SECONDS
-
-    def _running(self) -> list[int | None]:
-        """The ranks that have neither ended nor called MPI_Finalize."""
-        clients = self._clients.values()
-        return [each.rank for each in clients if each.kind == "pmi" and not each.finalized]
 
     def _dismiss(self, *ranks: int | None) -> None:
         """Send the last line. Its reader closes the connection: closed here, it could be lost."""

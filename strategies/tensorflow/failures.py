@@ -25,6 +25,8 @@ OPERATION = "strategies_collective"
 _KEPT = 16
 _MARK = re.compile(r"\[collective failure (\d+)\]")
 
+_failed = 0
+
 _lock = threading.Lock()
 _originals: OrderedDict[int, Exception] = OrderedDict()
 _count = 0
@@ -32,6 +34,15 @@ _count = 0
 
 class CollectiveFailureError(Exception):
     """Carries the number of an error through TensorFlow's runtime."""
+
+
+class StepsOverlapError(RuntimeError):
+    """A step of parameter servers began while another thread's was not complete."""
+
+
+def failed() -> int:
+    """How many executions of functions have failed in this process, but by StepsOverlapError."""
+    return _failed
 
 
 def carried(error: Exception) -> CollectiveFailureError:
@@ -70,9 +81,13 @@ def _of_compilation(text: str) -> Exception | None:
 
 def _restoring(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
-    def execute_restoring(*args: Any, **kwargs: Any) -> Any:
+    def execute_restoring(executed: Any, /, *args: Any, **kwargs: Any) -> Any:
+        global _failed
+        error, complete = None, False
         try:
-            return plain(*args, **kwargs)
+            result = plain(executed, *args, **kwargs)
+            complete = True
+            return result
         except errors.OpError as failure:
             error = original(failure.message)
             if error is None and "unsupported operations" in failure.message:
@@ -80,6 +95,12 @@ def _restoring(plain: Callable[..., Any]) -> Callable[..., Any]:
             if error is None:
                 raise
             raise error from None
+        finally:
+            # The names of functions, unlike those of operations, begin so.
+            function = str(executed).startswith("__")
+            if function and not complete and not isinstance(error, StepsOverlapError):
+                with _lock:
+                    _failed += 1
 
     return execute_restoring
 

@@ -120,7 +120,10 @@ class Operations:
     def execute(
         self, call: Callable[..., Sequence[Any]], inputs: Sequence[Any], shapes: Sequence[Any]
     ) -> list[Any]:
-        """Call a function of arrays with tensors; its results have the inputs' dtypes."""
+        """Call a function of arrays with tensors.
+
+        Its results, as many as there are shapes, have the dtypes of the first inputs.
+        """
         if tf.executing_eagerly():
             results = call(*[each.numpy() for each in inputs])
             return [tf.convert_to_tensor(each) for each in results]
@@ -133,7 +136,7 @@ class Operations:
 
         before = self._token.read_value()
         with tf.control_dependencies([before]):
-            dtypes = [each.dtype for each in inputs]
+            dtypes = [each.dtype for each in inputs[: len(shapes)]]
             outputs = tf.numpy_function(operation, inputs, dtypes, name=OPERATION)
         with tf.control_dependencies(outputs):
             self._token.assign(before)
@@ -154,3 +157,9 @@ def _refuse_strings(call: str, tensor: Any) -> None:
 def _divided(total: Any, count: int) -> Any:
     """The mean; float64 for integers, as TensorFlow's is."""
     return tf.math.truediv(total, tf.cast(count, total.dtype))
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def in_place_of(own: Any, value: Any) -> Any:
+    """The value, with the derivative of the other tensor."""
+    return tf.identity(value), lambda given: (given, None)

@@ -2,17 +2,19 @@
 
 A step is a `run`. It begins with the servers' values of all variables, computes on the copies, and
 ends by pushing what it has added to each of them, which the servers add to theirs in the order of
-arrival. So any optimizer works, and counters count the steps of all workers. Outside of steps a
-read pulls, and an assignment is pushed.
+arrival. So any optimizer works, and counters count the steps of all workers.
+
+Outside of steps a read pulls, and an assignment or addition is pushed. Neither touches the copies,
+so any thread may do them during another thread's step. Steps share the copies, so they exclude each
+other.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +23,14 @@ import tensorflow as tf
 from tensorflow.python.distribute import values_util
 from tensorflow.python.trackable import base as trackable
 
-from strategies.core.storage import assign, assign_add
+from strategies.core.storage import Change, assign, assign_add
 from strategies.core.values import Array
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.parameter_server.requests import ShardInfo
 from strategies.parameter_server.storage import ServedStorage
-from strategies.tensorflow.operations import Operations
-from strategies.tensorflow.variables import ReplicatedVariable
+from strategies.tensorflow.operations import Operations, in_place_of
+from strategies.tensorflow.steps import Steps
+from strategies.tensorflow.variables import ReplicatedVariable, added_by_keras
 
 
 class Place:
@@ -35,15 +38,8 @@ class Place:
 
     def __init__(self, storage: ServedStorage | None = None) -> None:
         self.storage = storage
-        self._pulled: Array | None = None
-
-    @property
-    def pulled(self) -> Array:
-        """The memory of the value that the present step began with."""
-        if self._pulled is None:
-            assert self.storage is not None
-            self._pulled = np.empty(self.storage.shape, self.storage.dtype)
-        return self._pulled
+        self.initial: Array | None = None
+        """The first value, until a step pulls: that of a step which creates the variable."""
 
 
 class ServedVariable(ReplicatedVariable):
@@ -66,23 +62,59 @@ class ServedVariable(ReplicatedVariable):
         whole = self.read_value()
         return [whole[first:last] for first, last in pairwise(bounds)]
 
-    def assign(self, value: Any, *options: Any, **named: Any) -> Any:
-        """As of `tf.Variable`; outside of a step the value replaces the servers'."""
-        if not self.exchange.inside:
-            value = tf.convert_to_tensor(value, dtype=self.dtype)
-            value.shape.assert_is_compatible_with(self.shape)
-            value = self.exchange.write(self, value)
-        with self.exchange.computing():
-            return super().assign(value, *options, **named)
+    def assign(
+        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """As of `tf.Variable`; outside of a step the value replaces the servers'.
+
+        What Keras's `assign_add` or `assign_sub` assigns is added to the servers'.
+        """
+        if not self._is_outside():
+            return super().assign(value, use_locking, name, read_value)
+        addend = added_by_keras(self)
+        if addend is not None:
+            addend = tf.broadcast_to(tf.cast(addend, self.dtype), self.shape)
+            self._change(assign_add, addend, lambda: super(ServedVariable, self).assign(value))
+        else:
+            self._change(assign, value, lambda: super(ServedVariable, self).assign(value))
+        return self if read_value else None
+
+    def assign_add(
+        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """As of `tf.Variable`; outside of a step the value is added to the servers'."""
+        if not self._is_outside():
+            return super().assign_add(value, use_locking, name, read_value)
+        self._change(assign_add, value, lambda: super(ServedVariable, self).assign_add(value))
+        return self if read_value else None
+
+    def assign_sub(
+        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """As of `tf.Variable`; outside of a step the value is subtracted from the servers'."""
+        if not self._is_outside():
+            return super().assign_sub(value, use_locking, name, read_value)
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        return self.assign_add(tf.zeros_like(value) - value, use_locking, name, read_value)
+
+    def _change(self, change: Change, value: Any, act: Callable[[], Any]) -> None:
+        """Change the servers' value; if they have none, call the function to change the copy."""
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        value.shape.assert_is_compatible_with(self.shape)
+        self.exchange.change(self, change, value)
+        if self.place.storage is None:
+            with self.exchange.computing():
+                act()
 
     def value(self) -> Any:
         """The present value."""
-        self.exchange.refresh(self)
-        return super().value()
+        return self.exchange.read(self) if self._is_outside() else super().value()
 
     def _get(self) -> Any:
-        self.exchange.refresh(self)
-        return super()._get()
+        return self.exchange.read(self) if self._is_outside() else super()._get()
+
+    def _is_outside(self) -> bool:
+        return not (self.exchange.inside or values_util.is_saving_non_distributed())
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         return {trackable.VARIABLE_VALUE_KEY: self.read_value()}
@@ -101,6 +133,7 @@ class Exchange:
         self._arrays, self._operations = arrays, operations
         self._variables: list[weakref.ref[ServedVariable]] = []
         self._state = threading.local()
+        self._steps = Steps()
 
     def add(self, variable: ServedVariable, place: Place) -> None:
         """Exchange this variable, too."""
@@ -122,8 +155,9 @@ class Exchange:
             stored = self._arrays.store(np.array(array), what)
             if not isinstance(stored, ServedStorage):
                 return [array]
-            place.storage = stored
-            return [stored.read_into(place.pulled).copy()]
+            place.storage, place.initial = stored, stored.read().copy()
+            # TensorFlow may keep the memory that it gets.
+            return [place.initial.copy()]
 
         return self._operations.execute(call, [value], [value.shape])[0]
 
@@ -160,77 +194,105 @@ class Exchange:
         if self.inside:
             yield
             return
-        self._execute(self._pull, self._present(), assigns=True)
-        with self.computing():
-            yield
-        self._execute(partial(self._push, counts), self._present())
+        variables = self._present()
+        number, *before = self._begin(variables)
+        try:
+            with self.computing():
+                yield
+            self._end(number, variables, before, counts)
+        finally:
+            if tf.executing_eagerly():
+                self._steps.end(int(number))
 
-    def refresh(self, variable: ServedVariable) -> None:
-        """Outside of steps, copy the servers' value."""
-        if not self.inside and not values_util.is_saving_non_distributed():
-            self._execute(self._pull, [variable], assigns=True)
+    def read(self, variable: ServedVariable) -> Any:
+        """Outside of steps, the servers' value, with the derivative of the copy."""
+        own = variable._primary.value()
 
-    def write(self, variable: ServedVariable, value: Any) -> Any:
-        """Outside of steps, replace the servers' value. Returns the value."""
+        def call(array: Array) -> list[Array]:
+            return self._pulled([variable], [array])
+
+        value = self._operations.execute(call, [own], [variable.shape])[0]
+        return in_place_of(own, value) if own.dtype.is_floating else value
+
+    def change(self, variable: ServedVariable, change: Change, value: Any) -> None:
+        """Outside of steps, change the servers' value, if they have one."""
 
         def call(array: Array) -> list[Array]:
             if variable.place.storage is not None:
-                variable.place.storage.change(assign, array)
+                variable.place.storage.change(change, array)
             return [array]
 
-        return self._operations.execute(call, [value], [variable.shape])[0]
+        self._operations.execute(call, [value], [variable.shape])
 
     def _present(self) -> list[ServedVariable]:
         return [each for reference in self._variables if (each := reference()) is not None]
 
-    def _execute(
-        self, call: Any, variables: list[ServedVariable], *, assigns: bool = False
+    def _begin(self, variables: list[ServedVariable]) -> list[Any]:
+        """Set the copies to the servers' values; the step's number, and the values, as tensors."""
+
+        def call(_: Array, *own: Array) -> list[Array]:
+            values = self._pulled(variables, own)
+            number = self._steps.begin()
+            for each in variables:
+                each.place.initial = None
+            return [np.array(number), *values]
+
+        own = [tf.constant(0, tf.int64), *(each._primary.read_value() for each in variables)]
+        shapes = [tf.TensorShape([]), *(each.shape for each in variables)]
+        number, *values = self._operations.execute(call, own, shapes)
+        for variable, value in zip(variables, values, strict=True):
+            variable._primary.assign(value)
+        return [number, *values]
+
+    def _end(
+        self, number: Any, variables: list[ServedVariable], before: list[Any], counts: bool
     ) -> None:
-        """Call a function with variables and their copies' values; it may give other values."""
-        if not variables:
-            return
-        own = [each._primary.read_value() for each in variables]
-        shapes = [each.shape for each in variables]
-        given = self._operations.execute(lambda *arrays: call(variables, arrays), own, shapes)
-        if assigns:
-            for variable, value in zip(variables, given, strict=True):
-                variable._primary.assign(value)
+        """Push what the step has added to the copies, which had the values `before`."""
+        present = {id(each) for each in variables}
+        created = [each for each in self._present() if id(each) not in present]
+        changed = [*variables, *created]
 
-    # What follows is called with arrays.
+        def call(own_number: Array, *arrays: Array) -> list[Array]:
+            self._steps.check(int(own_number))
+            own, created_with = arrays[: len(changed)], [each.place.initial for each in created]
+            old = [*arrays[len(changed) :], *created_with]
+            for variable, array, value in zip(changed, own, old, strict=True):
+                _push(variable.place.storage, array, value)
+            if counts and self._arrays.staleness is not None:
+                self._arrays.worker.client.end_step()
+            self._steps.end(int(own_number))
+            return [own_number]
 
-    def _pull(self, variables: list[ServedVariable], own: Sequence[Array]) -> list[Array]:
-        places = [each.place for each in variables]
+        own = [each._primary.read_value() for each in changed]
+        self._operations.execute(call, [number, *own, *before], [tf.TensorShape([])])
+
+    def _pulled(self, variables: list[ServedVariable], own: Sequence[Array]) -> list[Array]:
+        """New arrays with the servers' values; `own` where they have none."""
+        stored = [each.place.storage for each in variables]
+        values = [
+            array if storage is None else np.empty(storage.shape, storage.dtype)
+            for storage, array in zip(stored, own, strict=True)
+        ]
         wanted: list[tuple[ShardInfo, Array, Array | None]] = [
             (shard, part, None)
-            for each in places
-            if each.storage is not None
-            for shard, part in zip(
-                each.storage.info.shards, each.storage.parts_of(each.pulled), strict=True
-            )
+            for storage, value in zip(stored, values, strict=True)
+            if storage is not None
+            for shard, part in zip(storage.info.shards, storage.parts_of(value), strict=True)
         ]
         if wanted:
             self._arrays.worker.client.pull(wanted)
-        # TensorFlow may keep the memory that it gets, which the next pull overwrites.
-        return [
-            array if place.storage is None else place.pulled.copy()
-            for place, array in zip(places, own, strict=True)
-        ]
+        return values
 
-    def _push(
-        self, counts: bool, variables: list[ServedVariable], own: Sequence[Array]
-    ) -> Sequence[Array]:
-        for variable, array in zip(variables, own, strict=True):
-            storage = variable.place.storage
-            if storage is None or (array == variable.place.pulled).all():
-                continue
-            if array.dtype == np.bool_:
-                storage.change(assign, array)
-            else:
-                with np.errstate(over="ignore", invalid="ignore"):
-                    storage.change(assign_add, np.subtract(array, variable.place.pulled))
-        if counts and self._arrays.staleness is not None:
-            self._arrays.worker.client.end_step()
-        return own
+
+def _push(storage: ServedStorage | None, array: Array, old: Array | None) -> None:
+    """Push the difference; nothing for a variable that another thread has created meanwhile."""
+    if storage is None or old is None or (array == old).all():
+        return
+    if array.dtype == np.bool_:
+        storage.change(assign, array)
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            storage.change(assign_add, np.subtract(array, old))
 
 
 CLASSES = dict.fromkeys(

@@ -24,6 +24,7 @@ from tensorflow.python.distribute import distribute_lib, distribute_utils, value
 from tensorflow.python.trackable import base as trackable
 
 _KERAS = "keras.src.backend.tensorflow.core"
+_KERAS_COMMON = "keras.src.backend.common.variables"
 _FRAMES = 24
 _BETWEEN = ("tensorflow.", "strategies.tensorflow.", "keras.src.backend.", "keras.src.layers.layer")
 """Modules that assign what another caller has computed."""
@@ -166,6 +167,21 @@ def _assigning_module() -> str:
     """The name of the module whose code assigns a variable, on the stack of calls."""
     names = (str(frame.f_globals.get("__name__")) for frame in _callers())
     return next((name for name in names if not name.startswith(_BETWEEN)), "")
+
+
+def added_by_keras(variable: Any) -> Any:
+    """What Keras's `assign_add` or `assign_sub`, which assign the sum, adds; None elsewhere."""
+    holder = None if variable.keras_variable is None else variable.keras_variable()
+    for count, frame in enumerate(_callers()):
+        module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if module == _KERAS_COMMON and name in ("assign_add", "assign_sub"):
+            if holder is None or frame.f_locals.get("self") is not holder:
+                return None
+            addend = tf.convert_to_tensor(frame.f_locals["value"])
+            return addend if name == "assign_add" else -addend
+        if count == _FRAMES:
+            break
+    return None
 
 
 def _is_keras(module: str) -> bool:

@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from collectives import DeadlineExceededError, LaunchError
-from collectives.launch import task_client
+from collectives.launch import command, task_client, task_server
 from collectives.launch.__main__ import find_tasks
 from collectives.launch.command import main
 from collectives.launch.task_client import TaskClient
 from collectives.launch.task_server import TaskServer
-from collectives.launch.tasks import Tasks
+from collectives.launch.tasks import Tasks, prove, read, write
 from collectives.launching.exchange import Exchange
+from tests.collectives.test_pmi_server import wait_until_refused
 from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import run_launcher
 
@@ -63,17 +64,27 @@ def ranks_of(whole, *ranks, secret=SECRET):
     return [(dataclasses.replace(whole, rank=rank), secret) for rank in ranks]
 
 
-def test_all_connections_go_to_the_address_that_the_cluster_names():
+def test_all_connections_go_to_the_address_that_the_cluster_names(monkeypatch):
+    monkeypatch.setattr(task_client, "_STALE_SECONDS", 0.1)
     whole = tasks(3)
     connections = start_all(ranks_of(whole, 2, 0, 1))
     for each in connections:
         assert each.pmi.getpeername() == each.end.getpeername() == ("127.0.0.1", whole.port)
-    # All have arrived: the port is closed.
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", whole.port))
+    # All have arrived: those that come now are refused by their names.
+    for rank in (1, 2):
+        error = start(dataclasses.replace(whole, rank=rank), 20)
+        assert isinstance(error, LaunchError), error
+        assert f"worker {rank} was started twice, or once more after all tasks" in str(error)
+    assert "worker 0 can't listen on its address in the cluster" in str(error := start(whole, 20))
+    assert "It was started twice, or another program has the port" in str(error)
     for each in connections:
         each.pmi.sendall(b"cmd=finalize\n")
+        assert each.pmi.recv(100) == b"cmd=finalize_ack rc=0\n"
         each.pmi.close()
+        # The first end closes the port, so that all tasks may be started again.
+        if each is connections[0]:
+            wait_until_refused(whole.port)
+    for each in connections:
         each.end.close()
 
 
@@ -112,7 +123,7 @@ def test_a_task_that_is_started_again_takes_the_place_of_the_first():
     first, second = (dataclasses.replace(whole, rank=rank) for rank in (0, 1))
     server = TaskServer(first, SECRET, insecure=False)
     TaskClient(second, SECRET, 5, insecure=False).close()
-    for thread in server._threads:
+    for thread in list(server._connections.values()):
         thread.join(5)
     again = TaskClient(second, SECRET, 5, insecure=False)
     again.set("name", "value")
@@ -137,8 +148,8 @@ def test_strangers_get_nothing_from_the_server():
     whole = tasks(2)
     server = TaskServer(whole, SECRET, insecure=False)
     server.set("token", "value")
-    hello = {"random": "0" * 32, "rank": 1, "name": "worker 1", "cluster": whole.digest}
-    for lines in ([b"nothing\n"], [b"x" * 5000], [json.dumps(hello).encode() + b"\n", b'"no"\n']):
+    hello = json.dumps(HELLO | {"cluster": whole.digest}).encode() + b"\n"
+    for lines in ([b"nothing\n"], [b"x" * 5000], [hello, b'"no"\n']):
         with socket.create_connection(("127.0.0.1", whole.port), 5) as stranger:
             for line in (*lines, b'["get", "token"]\n'):
                 stranger.sendall(line)
@@ -148,9 +159,67 @@ def test_strangers_get_nothing_from_the_server():
                     received += part
             except ConnectionResetError:
                 pass
-            assert b"value" not in received
-            assert received.count(b"\n") == len(lines) - 1
+            # Nothing that the secret has to do with.
+            found = [json.loads(line) for line in received.splitlines()]
+            assert [list(each) for each in found] == ([["random"], []] if lines[0] == hello else [])
     assert server.check(["token"]), "the start goes on"
+    server.close()
+
+
+HELLO = {"random": "0" * 32, "rank": 1, "name": "worker 1", "cluster": ""}
+
+
+def test_a_proof_holds_for_one_connection():
+    whole = tasks(2)
+    server = TaskServer(whole, SECRET, insecure=False)
+    keys = {"cluster": whole.digest}
+    proof = None
+    for expected in ({"proof", "problem"}, set()):
+        with (
+            socket.create_connection(("127.0.0.1", whole.port), 5) as connection,
+            connection.makefile("rwb") as stream,
+        ):
+            write(stream, HELLO | keys)
+            words = [*map(str, (HELLO | keys).values()), read(stream, dict)["random"]]
+            proof = proof or prove(SECRET, "client", *words)
+            write(stream, proof)
+            assert set(read(stream, dict)) == expected
+    assert prove(SECRET, "client", *words) != prove(SECRET, "server", *words)
+    server.close()
+
+
+def test_strangers_hold_a_bounded_number_of_connections_for_a_bounded_time(monkeypatch):
+    whole = tasks(2)
+    server = TaskServer(whole, SECRET, insecure=False)
+    own, threads = dataclasses.replace(whole, rank=1), threading.active_count()
+    strangers = [
+        socket.create_connection(("127.0.0.1", whole.port), 5)
+        for _ in range(server._most_unproved + 3)
+    ]
+    for stranger in strangers[:3]:
+        assert stranger.recv(1) == b""
+    # A task makes the fourth oldest give way.
+    TaskClient(own, SECRET, 5, insecure=False).close()
+    assert strangers[3].recv(1) == b""
+    assert threading.active_count() - threads <= server._most_unproved
+    server.close()
+    for stranger in strangers:
+        assert stranger.recv(1) == b""
+        stranger.close()
+    monkeypatch.setattr(task_server, "_HELLO_SECONDS", 0.3)
+    whole = tasks(2)
+    server = TaskServer(whole, SECRET, insecure=False)
+    with socket.create_connection(("127.0.0.1", whole.port), 0.1) as slow:
+        for _ in range(50):
+            # Each part comes in time, the whole doesn't.
+            slow.sendall(b" ")
+            try:
+                assert slow.recv(1) == b""
+                break
+            except TimeoutError:
+                continue
+        else:
+            pytest.fail("the connection is still open")
     server.close()
 
 
@@ -162,8 +231,10 @@ def test_a_server_of_someone_else_gets_nothing_from_a_task():
         connection, _ = listener.accept()
         with connection, connection.makefile("rwb") as stream:
             received.append(stream.readline())
-            stream.write(json.dumps({"random": "1", "proof": "2"}).encode() + b"\n")
-            stream.flush()
+            write(stream, {"random": "1"})
+            received.append(stream.readline())
+            # The task's own proof sent back is no proof of the server's.
+            write(stream, {"proof": json.loads(received[1]), "problem": ""})
             received.append(stream.readline())
 
     with socket.create_server(("127.0.0.1", whole.port)) as listener:
@@ -172,33 +243,65 @@ def test_a_server_of_someone_else_gets_nothing_from_a_task():
         with pytest.raises(LaunchError, match="has another COLLECTIVES_SECRET"):
             TaskClient(dataclasses.replace(whole, rank=1), SECRET, 5, insecure=False)
         thread.join()
-    assert received[1] == b""
+    assert received[2] == b""
     assert SECRET.encode() not in received[0]
 
 
-def test_without_a_secret_only_loopback_addresses_are_allowed(monkeypatch):
-    whole = tasks(2)
-    server = TaskServer(whole, "", insecure=False)
-    server.close()
-    whole = dataclasses.replace(whole, host="0.0.0.0")
-    for rank in (0, 1):
-        own = dataclasses.replace(whole, rank=rank)
-        if rank == 1:
-            monkeypatch.setattr(
-                task_client.socket.socket, "getpeername", lambda _: ("192.0.2.1", 1)
-            )
-            TaskServer(whole, "", insecure=True).stop()
-            listener = socket.create_server(("0.0.0.0", whole.port))
-        error = start(own, 1.0, "")
-        assert isinstance(error, LaunchError), error
-        assert "is no loopback address, and COLLECTIVES_SECRET is not set" in str(error)
-    listener.close()
+HOSTS = {"here": ["127.0.1.1"], "too": ["127.0.0.1"], "both": ["127.0.0.1", "192.0.2.1"]}
 
 
-def test_an_address_that_only_the_first_host_reaches_is_refused():
-    whole = dataclasses.replace(tasks(2), host="localhost", hosts=frozenset({"localhost", "b"}))
+@pytest.fixture
+def names(monkeypatch):
+    """Names of hosts that resolve to these addresses, in this order."""
+    plain = socket.getaddrinfo
+
+    def resolve(host, port, *options, **named):
+        addresses = HOSTS.get(host, [host])
+        return [found for each in addresses for found in plain(each, port, *options, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+def test_without_a_secret_all_addresses_of_the_first_host_must_be_loopback(names):
+    for host in ("here", "both", "0.0.0.0"):
+        whole = dataclasses.replace(tasks(2), host=host)
+        if host == "here":
+            server = TaskServer(whole, "", insecure=False)
+            assert server.socket.getsockname()[0] == "127.0.1.1"
+            TaskClient(dataclasses.replace(whole, rank=1), "", 5, insecure=False).close()
+            server.close()
+            continue
+        # A server that would answer the task.
+        server = TaskServer(dataclasses.replace(whole, host="127.0.0.1"), "", insecure=False)
+        for rank in (0, 1):
+            error = start(dataclasses.replace(whole, rank=rank), 1.0, "")
+            assert isinstance(error, LaunchError), error
+            assert "is no loopback address, and COLLECTIVES_SECRET is not set" in str(error)
+            assert "secrets.token_hex(32)" in str(error)
+        TaskClient(dataclasses.replace(whole, rank=1), "", 5, insecure=True).close()
+        server.close()
+    # The address that other hosts reach is the one to listen on.
+    with pytest.raises(LaunchError, match=r"can't listen .* assign requested address"):
+        TaskServer(dataclasses.replace(tasks(2), host="both"), SECRET, insecure=False)
+
+
+def test_an_address_that_only_the_first_host_reaches_is_refused(names, monkeypatch):
+    whole = dataclasses.replace(tasks(2), host="here", hosts=frozenset({"here", "192.0.2.1"}))
     with pytest.raises(LaunchError, match="which other hosts can't reach: write its IP address"):
         TaskServer(whole, SECRET, insecure=False)
+    # Two names of one host.
+    whole = dataclasses.replace(whole, hosts=frozenset({"here", "too"}))
+    TaskServer(whole, SECRET, insecure=False).close()
+    # Where the other hosts aren't known, the error about those that are absent says it.
+    variables = VARIABLES | {"RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": str(whole.port)}
+
+    def late(*_, **named):
+        raise DeadlineExceededError("Absent: rank 1", (1,))
+
+    monkeypatch.setattr(command, "load_mpich", lambda size: None)
+    monkeypatch.setattr(command, "start_through", late)
+    error = main("collectives.launch", find_tasks, variables, ["program.py"])
+    assert "listens on 127.0.1.1, which other hosts can't reach" in error
 
 
 def test_a_port_in_use_is_named():

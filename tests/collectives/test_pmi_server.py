@@ -51,10 +51,10 @@ class Rank:
 
 
 @contextmanager
-def served(size, seconds=20.0):
+def served(size, seconds=20.0, listener=None):
     """The port of a server; it must have ended soon after the block."""
     lifeline, alive = os.pipe()
-    server = Server(TOKEN, "127.0.0.1", size, seconds, MAPPING)
+    server = Server(TOKEN, "127.0.0.1", size, seconds, MAPPING, listener)
     thread = threading.Thread(target=server.run, args=(lifeline,))
     thread.start()
     try:
@@ -70,6 +70,16 @@ def connected(port, size):
     ranks = [Rank(port, rank=rank) for rank in range(size)]
     assert [rank.read() for rank in ranks] == ["ok"] * size
     return ranks
+
+
+def wait_until_refused(port):
+    limit = time.monotonic() + 10
+    while time.monotonic() < limit:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            return
+    pytest.fail(f"port {port} is still open")
 
 
 def close(ranks):
@@ -158,6 +168,34 @@ def test_a_silent_connection_is_closed_and_the_port_too(monkeypatch):
             Rank(port)
         ranks[0].request("cmd=finalize")
         close(ranks)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_strangers_are_bounded_and_late_tasks_answered_until_the_first_rank_ends(
+    started, monkeypatch
+):
+    monkeypatch.setattr(pmi_server, "_HELLO_SECONDS", 60.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    with served(2, listener=listener) as port:
+        ranks = connected(port, 2) if started else []
+        strangers = [Rank(port) for _ in range(4 + pmi_server._STRANGERS + 2)]
+        assert [each.read() for each in strangers[:2]] == ["", ""]
+        task = Rank(port)
+        assert strangers[2].read() == ""
+        assert task.request('{"rank": 1}') == '{"late": true}'
+        assert task.read() == ""
+        if not started:
+            close(strangers)
+            ranks = connected(port, 2)
+            strangers = []
+        ranks[0].request("cmd=finalize")
+        ranks.pop(0).close()
+        wait_until_refused(port)
+        # Strangers don't keep the server alive.
+        ranks[0].request("cmd=finalize")
+        close(ranks)
+        assert [each.read() for each in strangers[3:]] == [""] * len(strangers[3:])
+        close([task, *strangers])
 
 
 def test_absent_ranks_are_named_at_the_deadline():

@@ -266,6 +266,50 @@ def independent_calls(jax, calls, comm, count):
         np.testing.assert_allclose(gradient, np.cos(np.arange(3)) + 2, rtol=1e-6)
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("way", ["ffi", "callbacks"])
+def test_calls_after_loops_and_after_the_programs_own_callbacks(jax, calls, comm, monkeypatch, way):
+    from collectives.jax import host_calls, kinds
+
+    jnp = jax.numpy
+    if way == "callbacks":
+        monkeypatch.setattr(host_calls, "uses_ffi", lambda: False)
+    made, plain = [], kinds.run
+    monkeypatch.setattr(kinds, "run", lambda call, *_: (made.append(call.op), plain(call, *_)))
+    big, own = jnp.ones((64, 64), "float32"), jnp.arange(300, dtype="float32")
+    byte = jax.ShapeDtypeStruct((), np.uint8)
+    loops = {
+        "fori_loop": lambda x: jax.lax.fori_loop(0, 2, lambda _, y: calls.all_reduce(y), x),
+        "scan": lambda x: jax.lax.scan(lambda y, z: (y, calls.all_reduce(z)), 0, x[:2])[1],
+        "while_loop": lambda x: jax.lax.while_loop(
+            lambda y: y[0] < 2, lambda y: (y[0] + 1, calls.all_reduce(y[1]), y[2]), (0, x, x[:0])
+        ),
+        "complex": lambda x: jax.lax.fori_loop(
+            0, 2, lambda _, y: calls.all_reduce(y), x.astype("complex64")
+        ),
+        "print": lambda x: [calls.all_reduce(x), jax.debug.callback(lambda _: None, own)][:1],
+        "callback": lambda x: [
+            calls.all_reduce(x),
+            jax.experimental.io_callback(lambda _: np.uint8(0), byte, own),
+        ],
+    }
+    for name, loop in loops.items():
+
+        @jax.jit
+        def program(x, cost, loop=loop):
+            # What the first calls need is ready last.
+            turns = jax.lax.fori_loop(0, cost, lambda _, y: jnp.tanh(y @ big), big)
+            found = loop(x + turns.sum() * 0)
+            # XLA runs a program of few and small operations in its order.
+            return found, [calls.all_reduce(x + each, "max") for each in range(12)]
+
+        made.clear()
+        jax.block_until_ready(program(own, 1000))
+        first = len(made) - 12
+        assert first >= 1
+        assert made == ["sum"] * first + ["max"] * 12, name
+
+
 def test_errors_are_raised_on_every_rank_and_the_next_call_works(jax, calls, comm):
     jnp = jax.numpy
     gather = jax.jit(lambda x: calls.all_gather(x))
@@ -334,3 +378,11 @@ def test_callbacks_where_jax_has_another_interface(jax, calls, comm, monkeypatch
             np.testing.assert_array_equal(found, (np.arange(3) + number) * factor)
         np.testing.assert_array_equal(gradient, np.full(3, 0 if comm.rank else comm.size))
     assert list(host_calls._functions) == numbers, "no call went through the other interface"
+
+    # As of a thread without the context that enables 64 bits.
+    def narrow(function, shapes, *arrays):
+        return function(*(each.astype("float32") for each in arrays))
+
+    given = np.ones(2)
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        host_calls.call_back(narrow, lambda *_: None, [given], [given])

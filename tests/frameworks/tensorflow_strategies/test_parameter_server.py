@@ -1,5 +1,7 @@
 """ParameterServerStrategy on TensorFlow's variables: workers, each with its own script."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -193,3 +195,113 @@ def test_errors(tf, ds, comm):
     run_workers(ds, comm, work)
     with pytest.raises(ValueError, match="no job ps"):
         ds.experimental.ParameterServerStrategy(communicator=comm)
+
+
+def in_thread(call):
+    """Call the function in another thread, to its end; its exception."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).exception()
+
+
+@pytest.mark.ranks(2)
+def test_other_threads_during_a_step(tf, ds, comm):
+    """What they read is the servers', what they add is added once, and they run no step."""
+
+    def work(strategy):
+        with strategy.scope():
+            weights = tf.Variable([1.0, 2.0])
+            flag = tf.Variable(7)
+        seen, errors = [], []
+
+        def elsewhere():
+            seen.append((weights + 0.0).numpy())
+            weights.assign_add([10.0, 20.0])
+            weights.assign_sub(tf.constant([1.0, 2.0]))
+            flag.assign(5)
+            seen.append(weights.numpy())
+
+        def step():
+            weights.assign_add([100.0, 200.0])
+            others = [elsewhere, lambda: strategy.run(lambda: weights.assign_add([1.0, 1.0]))]
+            calls = [lambda other=other: errors.append(in_thread(other)) for other in others]
+            with tf.control_dependencies([tf.py_function(calls[0], [], [])]):
+                tf.py_function(calls[1], [], [])
+            weights.assign_add([1000.0, 2000.0])
+
+        def fails():
+            weights.assign_add([1.0, 1.0])
+            tf.debugging.assert_equal(weights, 0.0)
+
+        expected = np.array([1.0, 2.0])
+        for run in (strategy.run, tf.function(lambda call: strategy.run(call))):
+            seen.clear()
+            errors.clear()
+            run(step)
+            assert errors[0] is None
+            assert isinstance(errors[1], RuntimeError)
+            assert "steps of a worker of parameter servers run one at a time" in str(errors[1])
+            np.testing.assert_array_equal(seen, [expected, expected * 10])
+            expected *= 1110
+            np.testing.assert_array_equal(weights.numpy(), expected)
+            assert int(flag.numpy()) == 5
+            # One that has failed excludes no other.
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                run(fails)
+            run(lambda: weights.assign_sub(weights - [1.0, 2.0]))
+            expected = np.array([1.0, 2.0])
+            np.testing.assert_array_equal(weights.numpy(), expected)
+            flag.assign(7)
+        # The derivative of a read outside of a step.
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights**2)
+        np.testing.assert_array_equal(tape.gradient(loss, weights), expected * 2)
+
+    run_workers(ds, comm, work)
+
+
+@pytest.mark.ranks(1)
+def test_steps_that_overlap_after_all_add_nothing(ds, monkeypatch):
+    """Where the failure of another function was taken for that of the step."""
+    from strategies.tensorflow import steps
+
+    present = steps.Steps()
+    first = present.begin()
+    with pytest.raises(RuntimeError, match="one at a time"):
+        present.begin()
+    failures = steps.failed()
+    monkeypatch.setattr(steps, "failed", lambda: failures + 1)
+    second = present.begin()
+    for number in (first, second):
+        with pytest.raises(RuntimeError, match="one at a time"):
+            present.check(number)
+    third = present.begin()
+    present.check(third)
+    present.end(third)
+    present.end(present.begin())
+
+
+@pytest.mark.ranks(3)
+def test_additions_of_all_workers_count(tf, ds, comm):
+    """Outside of run, Keras's too, which assign the sum of a value that was read before."""
+    keras = pytest.importorskip("keras")
+    count = 50
+
+    def work(strategy):
+        rank = strategy._served.input_context.input_pipeline_id
+        with strategy.scope():
+            made = [keras.Variable(0, dtype="int32", trainable=False) for _ in range(2)]
+            made += [tf.Variable(0), keras.Variable([1.0, 2.0])]
+        by_function = tf.function(lambda: made[1].assign_add(1 + rank))
+        together(strategy)
+        for _ in range(count):
+            made[0].assign_add(1 + rank)
+            by_function()
+            made[2].assign_add(1 + rank)
+            made[3].assign_sub(0.5)
+        together(strategy)
+        assert [int(each.numpy()) for each in made[:3]] == [3 * count] * 3
+        np.testing.assert_array_equal(made[3].numpy(), np.array([1.0, 2.0]) - count)
+        with pytest.raises(ValueError, match="incompatible"):
+            made[2].assign_add([1, 2])
+
+    run_workers(ds, comm, work)
