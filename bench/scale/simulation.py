@@ -169,22 +169,21 @@ class _Simulation:
     def _is_skipped(self, event: tuple[int, int, int, int, int]) -> bool:
         """Whether the event and all others were moved to a later round."""
         time, _, number, _, _ = event
-        lowest = min(wait.round for wait in self._waits)
-        run = bisect_right(self._ends, lowest)
+        run = bisect_right(self._ends, min(wait.round for wait in self._waits))
         end = self._ends[run]
         highest = max(number, *(wait.round + 1 for wait in self._waits))
         if highest + _FEWEST_SKIPPED > end:
             return False
-        state, saved = self._relative(time, number), self._saved
+        # The same state in another run has other rounds before it.
+        state, saved = (run, self._relative(time, number)), self._saved
         if saved is None or saved.state != state:
             # Farther and farther apart, so that any period is found in the end.
             if saved is None or number >= 2 * saved.round:
                 self._saved = _Saved(state, time, number)
             return False
-        started = bisect_right(self._ends, saved.round + lowest - number)
         periods = (end - highest) // (number - saved.round)
         self._saved = None
-        if started != run or not periods:
+        if not periods:
             return False
         self._advance((time - saved.time) * periods, (number - saved.round) * periods, event)
         return True

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.hosts.namespaces import why_not
-from bench.scale import measured, programs, run
+from bench.scale import measured, predictions, programs, run
 from bench.scale.networks import NETWORKS, LogGP, Network, uniform
 from bench.scale.predictions import crossings, predict
 from bench.scale.programs import Program, Turn, expand, fold, lifted, program_of
@@ -17,7 +17,7 @@ from bench.scale.simulation import _Simulation, simulate
 from collectives import Link, algorithms, estimate
 from collectives.execution import cost_model
 from collectives.execution.cost_model import CostParameters, Layout
-from collectives.schedules.schedule import Recv, Send
+from collectives.schedules.schedule import Recv, Reduce, Send
 
 REASON = why_not()
 
@@ -47,7 +47,7 @@ NETWORK = Network(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(ALIKE), networks(), st.integers(2, 6), st.integers(0, 1 << 12), st.booleans()
 )
@@ -74,6 +74,20 @@ def test_skipped_rounds_change_nothing(network, nbytes, folded):
     found = fold(ring, size, network.ranks_per_node, size) if folded else None
     program = found or expand(ring, size, network.ranks_per_node, size)
     assert simulate(program, network, nbytes) == simulate(program, network, nbytes, skip=False)
+
+
+def test_rounds_are_skipped_within_a_run_alone():
+    """After each exchange the ranks are in the same state, and drift apart ever after."""
+
+    def drifting(rank, size):
+        for count in (40, 40, 400):
+            for _ in range(count):
+                yield [Send(0, 1, when=rank == 0), Reduce(0, 0, when=rank == 1)]
+            yield [Send(0, 1 - rank), Recv(0, 1 - rank)]
+
+    program = expand(drifting, 2, 2, 1)
+    slow = replace(NETWORK, reduction=1e7)
+    assert simulate(program, slow, 1000) == simulate(program, slow, 1000, skip=False)
 
 
 def test_most_rounds_of_a_ring_are_skipped(monkeypatch):
@@ -114,12 +128,23 @@ def test_ranks_share_the_ports_of_their_node():
     assert times_of(to_the_other_node, 4, 0) == pytest.approx(first + link.gap)
 
 
-def test_a_rank_folds_once_its_sends_have_left():
+def test_what_has_arrived_is_folded():
     doubling = algorithms.find("all_reduce", "doubling").schedule
     link, nbytes = NETWORK.inside, 1000
     arrived = link.overhead * 2 + link.latency + nbytes * link.gap_per_byte
     expected = arrived + nbytes / NETWORK.reduction
     assert times_of(doubling, 2, nbytes) == pytest.approx(expected)
+
+
+def test_a_round_ends_once_its_sends_have_left():
+    def two_rounds(rank, size):
+        yield [Send(0, 2, when=rank == 0), Recv(0, 0, when=rank == 2)]
+        yield [Send(0, 1, when=rank == 0), Recv(0, 0, when=rank == 1)]
+
+    late = replace(NETWORK, inside=LogGP(1e-3, 2e-6, 0, 1e-9))
+    left = late.between.overhead + 1000 * late.between.gap_per_byte
+    expected = left + late.inside.overhead * 2 + late.inside.latency + 1000 * 1e-9
+    assert times_of(two_rounds, 4, 1000, late) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["ring", "doubling", "rabenseifner", "circulant"])
@@ -182,15 +207,14 @@ def test_the_choice_is_the_librarys():
             assert found.modelled[found.automatic] == pytest.approx(least)
 
 
-def test_beyond_the_librarys_limit_its_rule_is_continued(monkeypatch):
+# At 24 ranks those of doubling and of Rabenseifner's algorithm do different things.
+@pytest.mark.parametrize("ranks", [24, 64])
+def test_beyond_the_librarys_limit_its_rule_is_continued(ranks, monkeypatch):
     network = NETWORKS["NVLink + NDR"]
-    below = predict(network, "all_reduce", 64, 1 << 20)
-    monkeypatch.setattr("bench.scale.predictions.LARGEST_PRICED", 4)
-    programs.program_of.cache_clear()
-    from bench.scale import predictions
-
+    below = predict(network, "all_reduce", ranks, 3 << 20)
     predictions._schedule_seconds.cache_clear()
-    beyond = predict(network, "all_reduce", 64, 1 << 20)
+    monkeypatch.setattr(predictions, "LARGEST_PRICED", 4)
+    beyond = predict(network, "all_reduce", ranks, 3 << 20)
     predictions._schedule_seconds.cache_clear()
     assert beyond.automatic == below.automatic
     assert beyond.modelled == pytest.approx(below.modelled)
