@@ -26,7 +26,14 @@ from collectives.execution.cost_model import CostParameters, Layout, choose, exp
 from collectives.execution.parameters_file import CACHE_VARIABLE
 from collectives.schedules.paths import NATIVE
 
-_TUNE = "import collectives; print(collectives.world(deadline=300).tune())"
+_TUNE = """
+import collectives
+
+comm = collectives.world(deadline=300)
+report = comm.tune()
+if comm.rank == 0:
+    print(report)
+"""
 _LEAST_PREDICTED = 64 << 10
 _HEADER = """\
 | hosts | size | algorithm | measured (µs) | predicted (µs) | predicted / measured |
