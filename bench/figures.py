@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
+from bench.scale.networks import NETWORKS
 from bench.sizes import shown
 
 ROOT = Path(__file__).parents[1]
@@ -35,9 +37,9 @@ def main() -> None:
 
 
 def sources(name: str) -> list[Path]:
-    """The files that a picture is drawn from, one for each MPI library."""
-    pattern, _ = PICTURES[name]
-    return [RESULTS / pattern.format(library) for library in LIBRARIES]
+    """The files that a picture is drawn from."""
+    panels, _ = PICTURES[name]
+    return [RESULTS / file for file in dict.fromkeys(panels.values())]
 
 
 def digest(paths: Iterable[Path]) -> str:
@@ -47,22 +49,27 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def draw(name: str, target: Path) -> None:
-    """Draw one picture as SVG, with a panel for each MPI library."""
-    paths = sources(name)
-    _, draw_panel = PICTURES[name]
+    """Draw one picture as SVG, with a panel for each MPI library or network."""
+    files, draw_panel = PICTURES[name]
     # Text stays text, and the same figures give the same bytes.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
         figure = Figure(figsize=(8.4, 3.2), layout="constrained")
-        panels = figure.subplots(1, len(paths), sharey=True)
-        for panel, path, title in zip(panels, paths, LIBRARIES.values(), strict=True):
-            draw_panel(panel, json.loads(path.read_text(encoding="utf-8")))
+        panels = figure.subplots(1, len(files), sharey=True)
+        for panel, (title, file) in zip(panels, files.items(), strict=True):
+            results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+            draw_panel(panel, results, title)
             panel.set_title(title, fontsize="medium")
             panel.grid(alpha=0.3)
             panel.spines[["top", "right"]].set_visible(False)
         for panel in panels[1:]:
             panel.set_ylabel("")
-        panels[-1].legend(frameon=False, fontsize="small")
-        metadata = {"Date": None, "Creator": None, "Description": digest(paths)}
+        if len(files) > len(LIBRARIES):
+            # Three panels leave no room inside.
+            named = panels[-1].get_legend_handles_labels()
+            figure.legend(*named, loc="outside right upper", frameon=False, fontsize="small")
+        else:
+            panels[-1].legend(frameon=False, fontsize="small")
+        metadata = {"Date": None, "Creator": None, "Description": digest(sources(name))}
         figure.savefig(target, format="svg", metadata=metadata)
 
 
@@ -76,7 +83,7 @@ def _ratios(results: Any, title: str, form: str) -> dict[int, float]:
     }
 
 
-def _all_reduce(panel: Axes, results: Any) -> None:
+def _all_reduce(panel: Axes, results: Any, _: str) -> None:
     lines = {
         "registered, in place": ("all_reduce, registered", "in_place"),
         "registered": ("all_reduce, registered", "out_of_place"),
@@ -96,7 +103,7 @@ def _all_reduce(panel: Axes, results: Any) -> None:
     panel.set_ylabel(_RATIO)
 
 
-def _movements(panel: Axes, results: Any) -> None:
+def _movements(panel: Axes, results: Any, _: str) -> None:
     collectives = {
         "broadcast": "in_place",
         "all_gather": "out_of_place",
@@ -117,7 +124,7 @@ def _movements(panel: Axes, results: Any) -> None:
     panel.set_ylabel(_RATIO)
 
 
-def _steps(panel: Axes, results: Any) -> None:
+def _steps(panel: Axes, results: Any, _: str) -> None:
     (rows,) = (each["rows"] for each in results if each["title"] == "The synchronous step")
     labels = {
         "in step": "a copy on each rank",
@@ -137,10 +144,87 @@ def _steps(panel: Axes, results: Any) -> None:
     panel.set_ylabel("more time than alone")
 
 
-PICTURES: dict[str, tuple[str, Callable[[Axes, Any], None]]] = {
-    "all_reduce": ("suite-2-ranks-{}.json", _all_reduce),
-    "movements": ("suite-2-ranks-{}.json", _movements),
-    "steps": ("strategies-{}.json", _steps),
+def _scale(panel: Axes, results: Any, title: str) -> None:
+    """Simulated times of 1 MiB."""
+    rows = [
+        row
+        for row in results["predictions"]
+        if row["network"] == title and row["nbytes"] == 1 << 20
+    ]
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for path, seconds in row["simulated"].items():
+            line = lines.setdefault(path.partition("/")[0], {})
+            line[row["ranks"]] = min(seconds, line.get(row["ranks"], seconds))
+    for path, points in lines.items():
+        panel.plot(list(points), list(points.values()), label=path, color=_COLOURS[path])
+    chosen = {row["ranks"]: row["simulated"][row["automatic"]] for row in rows}
+    panel.plot(list(chosen), list(chosen.values()), "k:", linewidth=2, label="automatic choice")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xlabel("ranks")
+    panel.set_ylabel("seconds, 1 MiB")
+
+
+def _crossings(panel: Axes, results: Any, title: str) -> None:
+    """The best path over ranks and bytes: one bar for each number of ranks."""
+    rows = [row for row in results["predictions"] if row["network"] == title]
+    sizes = [row["nbytes"] for row in rows]
+    numbers = list(dict.fromkeys(row["ranks"] for row in rows))
+    for ranks in numbers:
+        changes = [
+            each
+            for each in results["crossings"]
+            if each["network"] == title and each["ranks"] == ranks
+        ]
+        paths = [each["before"] for each in changes[:1]] + [each["after"] for each in changes]
+        ends = [min(sizes), *(each["nbytes"] for each in changes), max(sizes)]
+        if not changes:
+            first = next(row["simulated"] for row in rows if row["ranks"] == ranks)
+            paths = [min(first, key=lambda path: first[path])]
+        for path, (low, high) in zip(paths, pairwise(ends), strict=True):
+            kind, _, inner = path.partition("/")
+            hatch = "////" if kind == "hierarchical" else None
+            colour = _COLOURS[inner or kind]
+            panel.bar(
+                ranks, high - low, ranks * 0.66, low, color=colour, hatch=hatch, edgecolor="white"
+            )
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_ylim(min(sizes), max(sizes))
+    panel.yaxis.set_major_locator(FixedLocator([8 << shift for shift in range(0, 28, 4)]))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda size, _: shown(int(size))))
+    panel.set_xlabel("ranks")
+    panel.set_ylabel("size (bytes)")
+    for path in ("shared", "doubling", "rabenseifner", "ring"):
+        panel.bar(numbers[0], 0, color=_COLOURS[path], label=path)
+    panel.bar(numbers[0], 0, color="white", hatch="////", edgecolor="gray", label="hierarchical")
+
+
+_COLOURS = {
+    "ring": "tab:blue",
+    "doubling": "tab:orange",
+    "rabenseifner": "tab:green",
+    "circulant": "tab:purple",
+    "shared": "tab:gray",
+    "hierarchical": "tab:red",
+}
+
+
+def _of_libraries(pattern: str) -> dict[str, str]:
+    """A panel for each MPI library, and its file."""
+    return {title: pattern.format(library) for library, title in LIBRARIES.items()}
+
+
+_OF_NETWORKS = dict.fromkeys(NETWORKS, "scale-all_reduce.json")
+
+PICTURES: dict[str, tuple[dict[str, str], Callable[[Axes, Any, str], None]]] = {
+    "all_reduce": (_of_libraries("suite-2-ranks-{}.json"), _all_reduce),
+    "movements": (_of_libraries("suite-2-ranks-{}.json"), _movements),
+    "steps": (_of_libraries("strategies-{}.json"), _steps),
+    "scale": (_OF_NETWORKS, _scale),
+    "crossings": (_OF_NETWORKS, _crossings),
 }
 
 if __name__ == "__main__":

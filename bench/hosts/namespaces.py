@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -118,6 +119,12 @@ def shape(agent: Path, addresses: Sequence[str], rate: str) -> None:
         limits = ("tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
         device = ("qdisc", "replace", "dev", "eth0", "root")
         _run("tc", "-n", namespace_of(agent, address), *device, *limits)
+
+
+def find_mpirun() -> str | None:
+    """The mpirun beside this Python, or in PATH."""
+    own = Path(sys.executable).with_name("mpirun")
+    return str(own) if own.exists() else shutil.which("mpirun")
 
 
 @cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.hosts.namespaces import hosts, launch_line, shape, why_not
+from bench.hosts.namespaces import find_mpirun, hosts, launch_line, shape, why_not
 from bench.reports.columns import machine_lines, settings_line
 
 _UNSHAPED = "unshaped"
@@ -29,8 +28,7 @@ _HEADER = """\
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every layout over every link; 2 where that isn't possible here."""
     options = _options(arguments)
-    mpirun = Path(sys.executable).with_name("mpirun")
-    found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+    found = find_mpirun()
     problem = why_not() or (None if found else "no mpirun was found")
     if problem is not None or found is None:
         print(f"hosts can't be simulated here: {problem}", file=sys.stderr)
