@@ -56,6 +56,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     aggregates = False
+    variables_on_gpus = False
     steps_together = False
 
     def __init__(

@@ -150,6 +150,8 @@ class OnDevice(np.ndarray):
     def __array_function__(self, function, types, arguments, named):
         if function in _ABOUT_THE_ARRAY_ONLY:
             return super().__array_function__(function, types, arguments, named)
+        if function is np.zeros_like and not named:
+            return self._made(lambda: np.zeros_like(*map(plain, arguments)))
         raise TypeError(f"numpy.{function.__name__} of a device array")
 
     def __repr__(self):
