@@ -235,8 +235,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         return self.read_value() if self.on_read else self.storage.view()
 
     def __getitem__(self, index: Any) -> Any:
-        part = self._value()[index]
-        return part.copy() if isinstance(part, np.ndarray) or on_gpu(part) else part
+        return self._value()[index].copy()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read_value())

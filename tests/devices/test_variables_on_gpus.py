@@ -14,6 +14,7 @@ from strategies import (
     VariableAggregation,
     VariableSynchronization,
 )
+from strategies.checkpoint.states import VariableState
 from strategies.optimizers import SGD, Adam
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, same, simulated
@@ -53,10 +54,20 @@ def test_steps_are_those_of_the_host_and_change_the_memory_in_place(size, name, 
         trained(strategy, host, expected, range(3))
         trained(strategy, device, found[:], range(2), cuda.from_host)
         checkpoint = Checkpoint(optimizer=device, first=found[0], second=found[1])
-        path = checkpoint.save(tmp_path / "saved")
+        path, saved = checkpoint.save(tmp_path / "saved"), device.saved_tensors()
+        kept = [VariableState("", each).save()[""] for each in found]
+        assert {type(each) for each in [*saved.values(), *kept]} == {np.ndarray}
         trained(strategy, device, found, range(5, 7))  # gradients of the host, lost again
         checkpoint.restore(path)
         trained(strategy, device, found, [2], cuda.from_host)
+        after = [each.numpy() for each in found]
+        # The same into an optimizer that has no slots yet.
+        checkpoint.restore(path)
+        device = OPTIMIZERS[name]()
+        device.restore_tensors(saved)
+        trained(strategy, device, found, [2], cuda.from_host)
+        for one, other in zip(found, after, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other)
         for one, other, address in zip(found, expected, addresses, strict=True):
             assert type(one.local) is OnDevice
             assert cuda.address(one.local) == address
@@ -92,6 +103,7 @@ def test_reads_and_assignments():
         alone = Variable(given)  # of the default strategy
         alone.assign_add(given)
         same(alone.read_value(), np.full(3, 6 * comm.rank, np.float32))
+        same(given, np.full(3, 3 * comm.rank, np.float32))
         own.assign(cuda.from_host(np.full(3, 6, np.float32)))
         same(own.local, np.full(3, 2, np.float32))
 
