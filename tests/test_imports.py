@@ -95,8 +95,9 @@ STRATEGIES = {
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
     | {"collectives.consistency", "collectives.torch"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
-    "optimizers": {"core", "foreign", "replication", "variables", "collectives"},
-    "variables": {"core", "replication"},
+    "optimizers": {"core", "foreign", "replication", "variables", "collectives"}
+    | {"collectives.cuda"},
+    "variables": {"core", "replication", "collectives.cuda"},
     "cross_device_ops": {"communication", "core", "replication", "collectives"}
     | {"collectives.calls", "collectives.reductions"},
     "replication": {"communication", "core", "foreign", "collectives"}

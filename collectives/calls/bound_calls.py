@@ -13,13 +13,15 @@ from typing import Any
 from collectives.arrays.tensor_memory import TensorMemory
 from collectives.caching import LRU
 from collectives.calls import PASS
+from collectives.cuda.runtime import cuda
 from collectives.execution.engine import Engine
+from collectives.reductions.reduction import ReduceOp
 
 Bound = Callable[..., Any]
 
 
 class BoundCalls:
-    """Bound calls. Each method returns PASS for arrays on GPUs, before it did anything."""
+    """Bound calls. A method returns PASS, before it did anything, for what it doesn't bind."""
 
     def __init__(self, engine: Engine, check_open: Callable[[], None]) -> None:
         """`check_open` raises where no call can be made."""
@@ -41,3 +43,23 @@ class BoundCalls:
                 return result
             self.known.pop(key, None)
         raise AssertionError(f"{key}: no call was made")
+
+    def _on_gpu(
+        self, collective: str, array: Any, out: Any, op: Any = None, axis: Any = 0, root: int = 0
+    ) -> Any:
+        """A call of an array on a GPU; PASS where it isn't bound.
+
+        The first call of a kind isn't: in it all ranks choose a path.
+        """
+        devices, known_op = self._engine.devices, op is None or isinstance(op, str | ReduceOp)
+        along_rows = type(axis) is int and axis == 0
+        if not (type(array) is cuda().array_type and known_op and along_rows) or devices is None:
+            return PASS
+        key = ("on a GPU", collective, op, array.dtype, array.shape, root)
+        bound = self.known.get(key)
+        if bound is not None:
+            return bound(array, out)
+        bound = devices.bind(collective, array, op, root)
+        if bound is not None:
+            self.known.put(key, bound)
+        return PASS

@@ -36,7 +36,7 @@ class BoundMovementCalls(BoundCalls):
             self.broadcast(views[0], root, on_root=on_root)
             return array
         if on_gpu(array):
-            return PASS
+            return self._on_gpu("broadcast", array, array, root=root)
         given = to_array(array)
         output = broadcast_output(given, array, on_root=on_root)
 
@@ -65,7 +65,7 @@ class BoundMovementCalls(BoundCalls):
             result = self.all_gather(views[0], axis, views[1])
             return to_torch(result) if out is None else out
         if on_gpu(array):
-            return PASS
+            return self._on_gpu("all_gather", array, out, axis=axis)
         rows = Rows(to_array(array), axis)
         if out is None:
             refuse_lost_gradient(array, "array")

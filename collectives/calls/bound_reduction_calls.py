@@ -17,7 +17,7 @@ from collectives.calls.bound_calls import Bound, BoundCalls
 from collectives.calls.bound_folds import bind_reduce, bind_scan
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import refuse_mean
-from collectives.cuda.runtime import cuda, on_gpu
+from collectives.cuda.runtime import on_gpu
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 
@@ -35,7 +35,7 @@ class BoundReductionCalls(BoundCalls):
                 result = self.all_reduce(source, op, target, what)
             return to_torch(result) if out is None else out
         if on_gpu(array):
-            return PASS if what is not None else self._all_reduce_on_gpu(array, op, out)
+            return PASS if what is not None else self._on_gpu("all_reduce", array, out, op)
         given = ReduceInput(array, op)
         return self._engine.whole(self._all_reduce, given, op, given.output(out), what)
 
@@ -51,20 +51,6 @@ class BoundReductionCalls(BoundCalls):
         shaped = target if source is None else source.reshape(given.shape)
         self._call(key if what is None else (*key, what), bind, shaped, target)
         return output.deliver()
-
-    def _all_reduce_on_gpu(self, array: Any, op: ReduceOp | str, out: Any) -> Any:
-        """As `all_reduce`; the first call of a kind isn't bound: in it all ranks choose a path."""
-        known_kind = type(array) is cuda().array_type and isinstance(op, str | ReduceOp)
-        if not known_kind or self._engine.devices is None:
-            return PASS
-        key = ("on a GPU", op, array.dtype, array.shape)
-        bound = self.known.get(key)
-        if bound is not None:
-            return bound(array, out)
-        bound = self._engine.devices.bind_all_reduce(ReduceInput(array, op))
-        if bound is not None:
-            self.known.put(key, bound)
-        return PASS
 
     def reduce(self, array: Any, op: ReduceOp | str, root: int, out: Any) -> Any:
         """As `Communicator.reduce`."""
@@ -122,7 +108,7 @@ class BoundReductionCalls(BoundCalls):
             result = self.reduce_scatter(views[0], op, axis, views[1])
             return to_torch(result) if out is None else out
         if on_gpu(array):
-            return PASS
+            return self._on_gpu("reduce_scatter", array, out, op, axis)
         rank, size = self._engine.rank, self._engine.size
         zero = type(axis) is int and axis == 0
         plain = type(array) is np.ndarray and array.ndim and zero and array.dtype.isnative

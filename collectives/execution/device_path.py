@@ -12,8 +12,11 @@ from collectives.cuda.interface import DeviceArray, Event
 from collectives.cuda.runtime import wait_for
 from collectives.reductions.reduction import ReduceOp, Reduction, reduction_for
 
-Reduce: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
-"""All-reduce of the first array into the second, which may be the same array."""
+Move: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
+"""A collective from the first array into the second, which may be the same array."""
+
+BoundCall: TypeAlias = Callable[[DeviceArray, Any], Any]
+"""A whole call, (array, out) → result; `out` may be None."""
 
 
 class Request(NamedTuple):
@@ -45,6 +48,17 @@ class Request(NamedTuple):
         return not (self.target.size if self.lengths is None else sum(self.lengths))
 
 
+class Kind(NamedTuple):
+    """What is the same in every call of a bound collective."""
+
+    collective: str
+    op: ReduceOp | None
+    dtype: np.dtype[Any]
+    lengths: Sequence[int]
+    """The elements of every rank's part, or of the whole alone."""
+    root: int = 0
+
+
 class DevicePath(ABC):
     """One path, which all ranks take together. Its collectives divide the sum of a MEAN."""
 
@@ -55,8 +69,8 @@ class DevicePath(ABC):
     def run(self, request: Request) -> str:
         """Run the collective; the name of the algorithm, for the flight recorder."""
 
-    def bind_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
-        """A function that reduces contiguous, non-empty arrays faster than `run`, or None."""
+    def bind(self, kind: Kind) -> Move | None:
+        """A faster `run` for contiguous, non-empty arrays, or None."""
         return None
 
     @abstractmethod
@@ -100,8 +114,10 @@ class OnDevices(Protocol):
     def room(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
         """New memory on this rank's GPU, for a rank that has no array there yet. Collective."""
 
-    def bind_all_reduce(self, given: Any) -> Callable[[DeviceArray, Any], Any] | None:
-        """The counterpart of `bound.bind_all_reduce` for device arrays."""
+    def bind(
+        self, collective: str, array: DeviceArray, op: ReduceOp | str | None, root: int
+    ) -> BoundCall | None:
+        """A function for blocking calls of arrays like this one, or None."""
 
     def run(self, request: Request) -> str:
         """Run the collective, including the division of a MEAN; the algorithm's name."""

@@ -12,21 +12,20 @@ import numpy as np
 
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles, numbers_of_all
-from collectives.calls.reductions import ReduceInput
 from collectives.consistency.signature import Signature
 from collectives.cuda.interface import Cuda, DeviceArray, Event
 from collectives.cuda.runtime import cuda, wait_for
 from collectives.errors import BackendUnavailableError, CollectiveError, in_step, is_in_step
-from collectives.execution.device_path import DevicePath, Request
+from collectives.execution.device_path import BoundCall, DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu import probe
+from collectives.gpu.device_calls import DeviceCalls
 from collectives.gpu.host_path import HostPath
 from collectives.gpu.ipc_path import IpcPath
 from collectives.gpu.nccl_path import NcclPath, start_nccl
 from collectives.gpu.probe import Verdict, judge
-from collectives.gpu.reductions import bind_all_reduce
 from collectives.lifecycle.futures import Handle, run_into
-from collectives.reductions.reduction import as_op, reduction_for
+from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting.wait_policy import log
 
@@ -94,14 +93,17 @@ class Devices:
         self.give_up(failure)
         return failure
 
-    def bind_all_reduce(self, given: ReduceInput) -> Callable[[DeviceArray, Any], Any] | None:
+    def bind(
+        self, collective: str, array: DeviceArray, op: ReduceOp | str | None, root: int
+    ) -> BoundCall | None:
         """A function (array, out) → result for device arrays like the given one, or None.
 
         It returns PASS, before any side effect, for arguments that it does not support.
         """
         if self._path is None or self._device is None:
             return None
-        return bind_all_reduce(self._engine, self._path, self._device, given, self._failed)
+        calls = DeviceCalls(self._engine, self._path, self._device, self._failed)
+        return calls.bind(collective, array, op, root)
 
     def submit(self, operation: Operation) -> Handle[Any]:
         """Enqueue the call now; the handle waits for the GPU."""

@@ -91,8 +91,8 @@ class BucketMemory:
     def __init__(self, cuda: Cuda) -> None:
         """All memory is on the current GPU."""
         self.cuda = cuda
-        # No work runs on this stream. CuPy reuses freed memory at once for allocations on the same
-        # stream; here the next allocation is a later call's, which waits for the earlier calls.
+        # Buckets and tables are allocated for this stream, which waits for every call and does
+        # nothing else: pools reuse memory in the order of its stream, and calls use several.
         self._stream = cuda.new_stream()
         self._sets: OrderedDict[tuple[Kinds, int, bool], BucketSet] = OrderedDict()
         self._last: Event | None = None
@@ -113,6 +113,7 @@ class BucketMemory:
             yield
         finally:
             self._last = stream.record()
+            self._stream.wait(self._last)
 
     def set_for(self, kinds: Kinds, limit: int, op: ReduceOp) -> BucketSet:
         """The buckets for arrays of these kinds; all ranks divide them alike."""
@@ -147,7 +148,9 @@ class BucketMemory:
     def empty(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
         """New memory, to be written by the call that holds `turn`."""
         with self.cuda.on(self._stream):
-            return self.cuda.empty(length, dtype)
+            made = self.cuda.empty(length, dtype)
+        self.cuda.current_stream().wait(self._stream.record())
+        return made
 
     def upload(self, rows: NDArray[np.int64]) -> Table:
         """A table on the GPU; RuntimeError during a capture."""

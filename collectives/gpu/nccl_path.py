@@ -12,7 +12,7 @@ from collectives import algorithms
 from collectives.calls.objects import broadcast_pickle, make_on_all
 from collectives.cuda.interface import Cuda, DeviceArray, Event
 from collectives.errors import CollectiveError, in_step, is_in_step
-from collectives.execution.device_path import DevicePath, Reduce, Request
+from collectives.execution.device_path import DevicePath, Kind, Move, Request
 from collectives.execution.engine import Engine
 from collectives.execution.executor import Plans
 from collectives.gpu.conversions import Conversion, conversion_of
@@ -113,19 +113,20 @@ class NcclPath(DevicePath):
             self._cuda.divide(request.target, self._transport.size)
         return algorithm
 
-    def bind_all_reduce(self, op: ReduceOp, dtype: np.dtype[Any]) -> Reduce | None:
-        """NCCL's own all-reduce, if the elements need no conversion."""
-        native = self._transport.native("all_reduce", op.value, dtype)
-        if native is None:
+    def bind(self, kind: Kind) -> Move | None:
+        """NCCL's own function, if it takes equal parts without a conversion."""
+        op = None if kind.op is None else kind.op.value
+        function = self._transport.bind(kind.collective, op, kind.dtype, kind.lengths, kind.root)
+        if function is None:
             return None
-        begin, end = self._launches.begin, self._launches.end
+        begin, end, address = self._launches.begin, self._launches.end, self._cuda.address
 
-        def reduce(source: DeviceArray, target: DeviceArray) -> None:
+        def move(source: DeviceArray, target: DeviceArray) -> None:
             caller, ready = begin()
-            native(source, target, (), 0)
+            function(address(source), address(target))
             end(caller, ready, (source, target))
 
-        return reduce
+        return move
 
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
         """Block the host; also raises NCCL's errors."""

@@ -33,6 +33,10 @@ Array = Any
 Lengths = Sequence[int]
 Kind = tuple[int, int, int]
 """NCCL's type, its number per element, and NCCL's op."""
+Enqueue = Callable[[int, int], None]
+"""Takes the addresses of source and target, which are equal in place."""
+
+_MOVED: Kind = (_BYTE, 1, _SUM)
 
 
 @lru_cache(maxsize=256)
@@ -104,39 +108,59 @@ class NcclTransport(PointToPoint):
         finally:
             self._driver.group_end()
 
+    def bind(
+        self,
+        collective: str,
+        op: str | None,
+        dtype: np.dtype[Any],
+        lengths: Lengths,
+        root: int,
+    ) -> Enqueue | None:
+        """NCCL's function of that name, for parts of these lengths (bytes where op is None).
+
+        None unless the lengths are equal, above 0, and NCCL reduces the dtype.
+        """
+        kind = _MOVED if op is None else reduction_of(op, dtype, float8=self._float8)
+        alike = len(set(lengths)) == 1 and lengths[0] > 0
+        return self._single(collective, kind, lengths[0], root) if kind and alike else None
+
+    def _single(self, collective: str, kind: Kind, count: int, root: int) -> Enqueue:
+        dtype, factor, op = kind
+        last = {"reduce": (op, root), "broadcast": (root,), "all_gather": ()}.get(collective, (op,))
+        enqueue, rest = self._enqueue, (count * factor, dtype, *last, self._stream)
+
+        def function(source: int, target: int) -> None:
+            enqueue(collective, source, target, *rest)
+
+        return function
+
     def _all_reduce(self, kind: Kind, source: Array, target: Array, _: Lengths, root: int) -> None:
-        (dtype, factor, op), place = kind, self._address(target)
-        given = place if source is None else self._address(source)
-        self._enqueue("all_reduce", given, place, target.size * factor, dtype, op, self._stream)
+        self._single("all_reduce", kind, target.size, root)(*self._ends(source, target))
 
     def _reduce(self, kind: Kind, source: Array, target: Array, _: Lengths, root: int) -> None:
-        (dtype, factor, op), ends, stream = kind, self._ends(source, target), self._stream
-        self._enqueue("reduce", *ends, target.size * factor, dtype, op, root, stream)
+        self._single("reduce", kind, target.size, root)(*self._ends(source, target))
 
     def _reduce_scatter(
         self, kind: Kind, source: Array, target: Array, lengths: Lengths, root: int
     ) -> None:
-        (dtype, factor, op), stream = kind, self._stream
         start, place = self._ends(source, target)
         if len(set(lengths)) == 1:
-            self._enqueue("reduce_scatter", start, place, lengths[0] * factor, dtype, op, stream)
+            self._single("reduce_scatter", kind, lengths[0], root)(start, place)
             return
         with self._group():
             for rank, length in enumerate(lengths):
                 if length:
-                    self._enqueue("reduce", start, place, length * factor, dtype, op, rank, stream)
+                    self._single("reduce", kind, length, rank)(start, place)
                 start += length * source.itemsize
 
     def _broadcast(self, source: Array, target: Array, _: Lengths, root: int) -> None:
-        ends = self._ends(None, target)
-        self._enqueue("broadcast", *ends, target.size, _BYTE, root, self._stream)
+        self._single("broadcast", _MOVED, target.size, root)(*self._ends(None, target))
 
     def _all_gather(self, source: Array, target: Array, lengths: Lengths, root: int) -> None:
         parts = parts_by_rank(target, lengths)
         own = parts[self.rank] if source is None else source
         if len(set(lengths)) == 1:
-            ends = self._ends(own, target)
-            self._enqueue("all_gather", *ends, lengths[0], _BYTE, self._stream)
+            self._single("all_gather", _MOVED, lengths[0], root)(*self._ends(own, target))
             return
         peers = [peer for peer in range(self.size) if source is not None or peer != self.rank]
         self.exchange([(peer, own) for peer in peers], [(peer, parts[peer]) for peer in peers])

@@ -89,7 +89,7 @@ class VariableState(State):
 
     def save(self) -> Mapping[str, Array]:
         """The value."""
-        return {"": self.owner.read_value()}
+        return {"": self.owner.numpy()}
 
     def problems(self, tensors: Mapping[str, Array]) -> list[str]:
         """Another shape or dtype. Not collective."""

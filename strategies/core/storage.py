@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from strategies.core.values import Array
+from collectives.cuda.runtime import on_gpu
+from strategies.core.values import Array, as_array
 
 Change: TypeAlias = Callable[..., None]
 """`change(array, *operands)` changes the array in place. A function of a module, so that it can be
@@ -20,6 +21,9 @@ class Storage(ABC):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    on_gpu = False
+    """Whether the value is a device array, which operators and ufuncs change on its GPU."""
 
     changes_together = False
     """Whether `change` is collective."""
@@ -70,7 +74,7 @@ class Storage(ABC):
         """An array that an optimizer keeps for the value; None: of zeros. Collective."""
         made = self.zeros()
         if initial is not None:
-            made.change(assign, initial)
+            made.change(assign, as_array(initial, name, gpu=made.on_gpu))
         return made
 
     def updates_by(self, optimizer: Any) -> int:
@@ -84,7 +88,7 @@ class LocalStorage(Storage):
 
     def __init__(self, array: Array) -> None:
         self._array = array
-        self.shape, self.dtype = array.shape, array.dtype
+        self.shape, self.dtype, self.on_gpu = array.shape, array.dtype, on_gpu(array)
 
     def view(self) -> Array:
         """The array itself."""

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays.kinds import to_numpy
+from collectives.arrays.kinds import to_array, to_numpy
 from collectives.arrays.tensors import refuse_lost_gradient
-from collectives.cuda.runtime import on_gpu
+from collectives.cuda.runtime import cuda, fetched, filled, on_gpu
 from strategies.core import nest
 
 Array: TypeAlias = NDArray[Any]
@@ -53,19 +53,48 @@ def local(value: Any) -> Any:
     )
 
 
-def as_array(value: Any, name: str, dtype: Any = None) -> Array:
+def as_array(value: Any, name: str, dtype: Any = None, *, gpu: bool = False) -> Array:
     """The argument `name` as a NumPy array, which shares its memory where possible.
 
     A torch tensor is converted by DLPack: NumPy's own conversion would fix its storage's size.
+    `gpu`: as a device array on the current GPU, to which a value of the host is copied.
     Raises ValueError for one that requires grad, TypeError for an array on another device.
     """
-    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+    if gpu:
+        return _on_gpu(value, name, dtype)
+    if not hasattr(value, "__dlpack__") or (isinstance(value, np.ndarray) and not on_gpu(value)):
         return np.asarray(value, dtype)
     refuse_lost_gradient(value, name)
     if on_gpu(value):
         kind = type(value).__name__
         raise TypeError(f"{name} is a {kind} on a GPU: must lie on the CPU here")
     return np.asarray(to_numpy(value, name), dtype)
+
+
+def _on_gpu(value: Any, name: str, dtype: Any) -> Array:
+    if on_gpu(value):
+        refuse_lost_gradient(value, name)
+        return cast(to_array(value, name), dtype)
+    given = as_array(value, name, dtype)
+    made: Array = cuda().empty(given.shape, given.dtype)
+    filled(made.reshape(-1), given.reshape(-1))
+    return made
+
+
+def cast(array: Any, dtype: Any) -> Array:
+    """The array in the dtype (None: its own), where it lies."""
+    if not on_gpu(array):
+        return np.asarray(array, dtype)
+    there: Array = array if dtype is None else array.astype(dtype, copy=False)
+    return there
+
+
+def on_host(array: Any) -> Array:
+    """A NumPy array with the elements of one on any device."""
+    if not on_gpu(array):
+        return np.asarray(array)
+    flat = array.copy().reshape(-1)
+    return fetched(flat).reshape(array.shape)
 
 
 def content(leaf: Any) -> Any:

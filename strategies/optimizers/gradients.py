@@ -13,7 +13,7 @@ import numpy as np
 
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.same_error import wrong_context
-from strategies.core.values import Array, as_array
+from strategies.core.values import Array, as_array, cast, on_host
 from strategies.foreign.registry import refused_for_variable
 from strategies.replication.contexts import has_strategy
 from strategies.replication.replication import Replication
@@ -40,7 +40,7 @@ def checked_pairs(pairs: Pairs, strategy: Replication) -> tuple[list[Gradient], 
         kept = variable.storage
         if kept.dtype.kind in "biu":
             raise TypeError(f"{variable} holds integers: an optimizer needs floating-point numbers")
-        plain = type(gradient) is np.ndarray
+        plain = type(gradient) is np.ndarray and not kept.on_gpu
         if not (plain and gradient.dtype == kept.dtype and gradient.shape == kept.shape):
             gradient = _fitted(gradient, variable, position)
         gradients.append(gradient)
@@ -83,10 +83,13 @@ def _wrong_strategy(variable: Variable, strategy: Replication) -> RuntimeError:
 def _fitted(gradient: Any, variable: Variable, position: int) -> Gradient:
     """The gradient in the variable's dtype."""
     dtype, shape = variable.dtype, variable.shape
+    gpu = variable.storage.on_gpu
     if isinstance(gradient, IndexedSlices):
+        if gpu:
+            raise TypeError(f"{variable} lies on a GPU: its gradient can't be IndexedSlices")
         return gradient.fitted(shape, dtype, variable)
     try:
-        array = as_array(gradient, "gradient", dtype)
+        array = as_array(gradient, "gradient", dtype, gpu=gpu)
     except (RuntimeError, ValueError) as error:
         raise TypeError(
             f"the gradient at position {position}, a {type(gradient).__name__} for {variable},"
@@ -138,7 +141,7 @@ def _square(gradient: Gradient) -> float:
     values = gradient.values if isinstance(gradient, IndexedSlices) else gradient
     wide = np.complex128 if values.dtype.kind == "c" else np.float64
     with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.sum(np.square(np.abs(values.astype(wide)))))
+        return float(on_host(np.square(np.abs(values.astype(wide))).sum()))
 
 
 def _factor(norm: float, limit: float) -> float:
@@ -158,4 +161,4 @@ def _times(array: Array, factor: float) -> Array:
     dtype = array.dtype
     wide = np.dtype(np.float32) if dtype.itemsize <= 2 else dtype
     with np.errstate(invalid="ignore"):
-        return np.asarray(array.astype(wide, copy=False) * wide.type(factor), dtype)
+        return cast(array.astype(wide, copy=False) * wide.type(factor), dtype)

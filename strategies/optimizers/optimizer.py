@@ -13,7 +13,7 @@ from collectives import Fusion
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.same_error import propagate, wrong_context
 from strategies.core.storage import Storage, assign
-from strategies.core.values import Array
+from strategies.core.values import Array, as_array, on_host
 from strategies.optimizers.gradients import (
     absent_text,
     check_limits,
@@ -98,6 +98,8 @@ class Optimizer(ABC):
             raise ValueError("variables has no variable")
         for position, variable in enumerate(variables):
             check_variable(variable, position)
+            if variable.storage.on_gpu:
+                raise TypeError(f"{variable} lies on a GPU: give its gradient as an array there")
         kinds = [(variable.shape, variable.dtype) for variable in variables]
         fusion = Fusion(variables[0].strategy.communicator, kinds)
         self._fused = list(variables), fusion
@@ -244,7 +246,7 @@ class Optimizer(ABC):
             "iterations": np.array(max(counted), np.int64),
             "learning_rate": np.array(self.learning_rate, np.float64),
         }
-        kept = {name: slot.read() for name, slot in self._numbered_slots().items()}
+        kept = {name: on_host(slot.read()) for name, slot in self._numbered_slots().items()}
         return tensors | self._restored | kept
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
@@ -257,7 +259,8 @@ class Optimizer(ABC):
         self._restored = {name: each for name, each in tensors.items() if name.startswith("slots/")}
         for name, slot in self._numbered_slots().items():
             # What was saved before the first step has no slots: they begin anew.
-            slot.change(assign, self._restored.pop(name, 0))
+            restored = self._restored.pop(name, 0)
+            slot.change(assign, as_array(restored, name, slot.dtype, gpu=slot.on_gpu))
 
 
 def _as_number(value: Any, step: int) -> float:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from collectives.cuda.runtime import on_gpu
 from strategies.core.values import Array
 
 Slots: TypeAlias = Mapping[str, Array]
@@ -37,7 +38,8 @@ class UpdateRule(ABC):
         All arrays have the variable's shape and dtype, or are equal parts of such; iterations count
         from 1.
         """
-        if value.size <= _BLOCK_ELEMENTS:
+        # Blocks on a GPU would only be more launches.
+        if value.size <= _BLOCK_ELEMENTS or on_gpu(value):
             self._apply(value, gradient, slots, iteration)
             return
         for own, change, *kept in _blocks([value, gradient, *slots.values()]):

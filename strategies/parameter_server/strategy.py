@@ -55,8 +55,7 @@ class ParameterServerStrategy(Strategy):
     RankFailedError where a server has died, DeadlineExceededError where an answer takes too long.
     """
 
-    aggregates = False
-    steps_together = False
+    aggregates = steps_together = variables_on_gpus = False
 
     def __init__(
         self,

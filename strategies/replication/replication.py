@@ -47,6 +47,9 @@ class Replication:
     mirrors_variables = True
     """Whether variables follow their synchronization and aggregation; they are plain otherwise."""
 
+    variables_on_gpus = True
+    """Whether a variable may be an array on a GPU."""
+
     aggregates = True
     """Whether values assigned inside `run` are aggregated first, or applied as they arrive."""
 

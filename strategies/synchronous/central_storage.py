@@ -40,6 +40,8 @@ class CentralStorageStrategy(Strategy):
     GPU and has none. Making one is collective.
     """
 
+    variables_on_gpus = False
+
     def __init__(
         self,
         compute_devices: Sequence[str] | None = None,

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import enum
 
-import numpy as np
-
 from strategies.core.indexed_slices import IndexedSlices
 from strategies.core.options import ReduceOp
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Storage
-from strategies.core.values import Array
+from strategies.core.values import Array, cast
 from strategies.replication.contexts import get_replica_context, has_strategy
 from strategies.replication.replication import Replication
 
@@ -161,7 +159,7 @@ class Replicated:
         if op is None:
             return self.strategy.broadcast_first(value)
         (total,) = self.strategy.all_reduce_arrays([value], op, batch=False)
-        return np.asarray(total)
+        return cast(total, None)
 
     def _share_of(self, value: Array) -> Array:
         """What one replica stores of a value assigned to an ON_READ variable for all of them."""
@@ -169,7 +167,7 @@ class Replicated:
             return value
         copies = self.strategy.communicator.size
         if self.storage.dtype.kind not in "iu":
-            return np.asarray(value / self.storage.dtype.type(copies), self.storage.dtype)
+            return cast(value / self.storage.dtype.type(copies), self.storage.dtype)
         # Whole shares, rounded towards zero; a float64 would lose bits of large integers.
         shares = value // copies
-        return np.asarray(shares + ((value < 0) & (shares * copies != value)), self.storage.dtype)
+        return cast(shares + ((value < 0) & (shares * copies != value)), self.storage.dtype)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from strategies.core.values import Array, as_array
+from collectives.cuda.runtime import on_gpu
+from strategies.core.values import Array, as_array, cast
 
 _OF_PYTHON: dict[Any, Any] = {float: np.float32, int: np.int32}
 
@@ -16,20 +17,33 @@ def as_initial(initial_value: Any, dtype: Any) -> Array:
 
     dtype None: as TensorFlow chooses it for numbers of Python and lists, tuples and ranges of them;
     otherwise NumPy's. (Of a list of NumPy's scalars TensorFlow takes the first one's, into which
-    the others may not fit.) Raises TypeError where fractions or imaginary parts would be lost,
-    ValueError for numbers after a bool, OverflowError for an integer of Python that the dtype can't
-    hold.
+    the others may not fit.) An array on a GPU is copied there. Raises TypeError where fractions or
+    imaginary parts would be lost, ValueError for numbers after a bool, OverflowError for an integer
+    of Python that the dtype can't hold.
     """
     value = initial_value() if callable(initial_value) else initial_value
+    if on_gpu(value):
+        return _on_gpu(value, dtype)
     array = np.array(as_array(value, "initial_value"))
     if dtype is not None:
         wanted = np.dtype(_OF_PYTHON.get(dtype) or getattr(dtype, "as_numpy_dtype", dtype))
     else:
         wanted = _small(value, array) if _of_python(value) else array.dtype
-    if not fits(array.dtype, wanted):
-        raise TypeError(f"initial_value has dtype {array.dtype}, not {wanted}: convert it first")
+    _check_fits(array.dtype, wanted)
     given = np.array(value, wanted) if _of_python(value) else array
     return given.astype(wanted.newbyteorder("="), copy=False)
+
+
+def _on_gpu(value: Any, dtype: Any) -> Array:
+    given = as_array(value, "initial_value", gpu=True)
+    wanted = given.dtype if dtype is None else np.dtype(_OF_PYTHON.get(dtype) or dtype)
+    _check_fits(given.dtype, wanted)
+    return cast(given.copy(), wanted)
+
+
+def _check_fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> None:
+    if not fits(given, wanted):
+        raise TypeError(f"initial_value has dtype {given}, not {wanted}: convert it first")
 
 
 def _of_python(value: Any) -> bool:

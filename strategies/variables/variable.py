@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from collectives.cuda.runtime import on_gpu
 from strategies.core.indexed_slices import IndexedSlices, check_rows
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Change, LocalStorage, Storage, assign, assign_add, assign_sub
-from strategies.core.values import Array, as_array
+from strategies.core.values import Array, as_array, on_host
 from strategies.replication.contexts import get_strategy, has_strategy
 from strategies.replication.replication import Replication
 from strategies.variables import scatter
@@ -33,7 +34,8 @@ class Variable(Replicated, NDArrayOperatorsMixin):
 
     initial_value: an array, a number, or a function that gives one; the chief's counts, on every
     rank, and names, shapes and dtypes must agree (MismatchError, ShapeMismatchError,
-    DtypeMismatchError on every rank). Creating a variable in a strategy's scope is collective.
+    DtypeMismatchError on every rank). An array on a GPU stays there, on every rank (TypeError where
+    the strategy keeps values on the host). Creating a variable in a strategy's scope is collective.
     dtype: None is the array's own; numbers of Python alone, and lists and ranges of them, are
     float32 or int32 (int64 where that is too small), as in TensorFlow. TypeError where fractions or
     imaginary parts would be lost, ValueError for a list of numbers after a bool.
@@ -64,6 +66,9 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         with made_together(what):
             _check_rules(synchronization, aggregation)
             local = as_initial(initial_value, dtype)
+            if on_gpu(local) and not self.strategy.variables_on_gpus:
+                kind = type(self.strategy).__name__
+                raise TypeError(f"{what} lies on a GPU: {kind} keeps values on the host")
         self.storage: Storage = (
             LocalStorage(self.strategy.mirror(local, what))
             if self.on_read
@@ -104,8 +109,8 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         return self.read_value()
 
     def numpy(self) -> Array:
-        """As `read_value`."""
-        return self.read_value()
+        """As `read_value`, on the host."""
+        return on_host(self.read_value())
 
     def assign(self, value: Any) -> Variable:
         """Replace the value, by one of the same shape (ValueError otherwise).
@@ -130,8 +135,9 @@ class Variable(Replicated, NDArrayOperatorsMixin):
 
     def _checked(self, value: Any, method: str) -> Array:
         with self._propagating(method):
-            self._check_dtype(as_array(value, "value").dtype)
-            array = as_array(value, "value", self.dtype)
+            gpu = self.storage.on_gpu
+            self._check_dtype(as_array(value, "value", gpu=gpu and on_gpu(value)).dtype)
+            array = as_array(value, "value", self.dtype, gpu=gpu)
             if array.shape != self.shape:
                 raise ValueError(f"value has shape {array.shape}: {self} has shape {self.shape}")
             return array
@@ -145,6 +151,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
 
         Raises ValueError for rows that don't exist, IndexError where there are no rows at all.
         """
+        self._refuse_rows_on_gpu()
         whole = self.on_read and not self._inside_run()
         with PropagatedErrors(self.strategy.communicator if whole else None, self, "sparse_read"):
             places = as_array(indices, "indices")
@@ -191,6 +198,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
 
     def _scatter(self, change: Change, slices: IndexedSlices) -> Variable:
         method = change.__name__
+        self._refuse_rows_on_gpu()
         with self._propagating(method):
             if not isinstance(slices, IndexedSlices):
                 raise TypeError(f"sparse_delta is a {type(slices).__name__}: must be IndexedSlices")
@@ -200,9 +208,17 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         self.storage.change(change, given.indices, given.values)
         return self
 
+    def _refuse_rows_on_gpu(self) -> None:
+        if self.storage.on_gpu:
+            raise NotImplementedError(
+                f"{self} lies on a GPU: rows are read and changed on the host"
+            )
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError(f"{self} can't be read without a copy: use copy=None, or np.asarray")
+        if self.storage.on_gpu:
+            raise TypeError(f"{self} lies on a GPU, and isn't copied implicitly: use numpy()")
         value = self.read_value() if self.on_read else self.storage.read()
         return np.asarray(value, dtype)
 
@@ -219,8 +235,7 @@ class Variable(Replicated, NDArrayOperatorsMixin):
         return self.read_value() if self.on_read else self.storage.view()
 
     def __getitem__(self, index: Any) -> Any:
-        part = self._value()[index]
-        return part.copy() if isinstance(part, np.ndarray) else part
+        return self._value()[index].copy()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read_value())

@@ -8,7 +8,8 @@ from collectives.execution.device_path import Request
 from collectives.gpu.ipc_path import IpcPath
 from collectives.reductions.reduction import ReduceOp
 from tests.collectives.oracle import reduced, value
-from tests.devices.simulated import ARENA_UNIT, GARBAGE
+from tests.devices.simulated import ARENA_UNIT
+from tests.devices.simulated_memory import GARBAGE
 
 REDUCTIONS = ["all_reduce", "reduce", "reduce_scatter"]
 

@@ -4,10 +4,9 @@ Streams are threads, so that work is really asynchronous: what is read too early
 what isn't ordered by events runs in any order. A host thread's operation on a device array
 (`OnDevice`) by NumPy's operators waits for the thread's current stream and then runs at once.
 
-Memory is kept until `close`: work may use addresses of memory that the host has freed.
+Memory that the host has freed is overwritten and reused (`simulated_memory`).
 """
 
-import bisect
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
@@ -19,14 +18,13 @@ import numpy as np
 from collectives.cuda.interface import Cuda
 from collectives.reductions.reduction import ReduceOp, reduction_for
 from tests.devices.simulated_arrays import Foreign, OnDevice, address_of, memory_at, plain
+from tests.devices.simulated_memory import Pool
 from tests.devices.simulated_streams import SimulatedStream
 
 KERNELS: dict[str, Callable[[int, Sequence[Any]], None]] = {}
 """What `launch` runs, by name: (blocks, arguments), where arrays are plain views. Tests fill it."""
 
-GARBAGE = 0xAB
 ARENA_UNIT = 2 << 20
-_ALIGNMENT = 256
 
 
 class _Here(threading.local):
@@ -35,7 +33,7 @@ class _Here(threading.local):
     rank, device, stream = 0, 0, None
 
     def __init__(self):
-        self.null_streams = {}
+        self.null_streams, self.graphs = {}, []
 
 
 class _Arena(NamedTuple):
@@ -61,9 +59,7 @@ class SimulatedCuda(Cuda):
         self.streams: dict[int, SimulatedStream] = {}  # by handle
         self.closed = threading.Event()
         self._here, self._lock = _Here(), threading.Lock()
-        self._memory: list[tuple[int, int, Any]] = []  # (begin, end, what owns it), sorted
-        self._freed: list[Any] = []
-        self._pinned: list[Any] = []
+        self._memory, self._pinned = Pool(), Pool()
 
     # For tests.
 
@@ -86,8 +82,8 @@ class SimulatedCuda(Cuda):
         for stream in list(self.streams.values()):
             stream.end()
         errors = [stream.error for stream in self.streams.values() if stream.error is not None]
-        self._memory.clear()
-        self._freed.clear()
+        self._memory.close()
+        self._pinned.close()
         if errors:
             raise errors[0]
 
@@ -102,7 +98,7 @@ class SimulatedCuda(Cuda):
     def from_host(self, values):
         """A device array of these values, at once."""
         values = np.asarray(plain(values))
-        array = self.empty(values.shape, values.dtype)
+        array = self._empty(values.shape, values.dtype, settled=True)
         plain(array)[...] = values
         return array
 
@@ -112,9 +108,19 @@ class SimulatedCuda(Cuda):
 
     def owns(self, address, nbytes):
         """Whether all of it is memory of one allocation on a GPU."""
-        with self._lock:
-            index = bisect.bisect_right(self._memory, address, key=lambda entry: entry[0])
-            return index > 0 and address + nbytes <= self._memory[index - 1][1]
+        return self._memory.owns(address, nbytes)
+
+    def open_graph(self, graph):
+        """Note what the calling thread captures."""
+        self._here.graphs.append(graph)
+
+    def refuse_capture(self, what):
+        """Where the thread captures anything: raise, and make the capture fail, as CUDA does."""
+        graphs = self._here.graphs = [graph for graph in self._here.graphs if graph.open]
+        for graph in graphs:
+            graph.invalid = True
+        if graphs or self.captures():
+            raise RuntimeError(f"{what} during capture")
 
     # `Cuda`'s interface.
 
@@ -166,24 +172,25 @@ class SimulatedCuda(Cuda):
         if isinstance(original, Foreign) and original.stream is not self.current_stream():
             original.stream.wait(self.current_stream().record())
 
-    def _allocate(self, nbytes):
+    def _allocate(self, nbytes, *, settled=False):
         """Bytes of garbage at an address with the GPU's alignment."""
-        if self.current_stream().capturing():
-            raise RuntimeError("memory was allocated during capture")
-        memory = np.full(nbytes + 2 * _ALIGNMENT, GARBAGE, np.uint8)
-        begin = -address_of(memory) % _ALIGNMENT
-        array = memory[begin : begin + nbytes].view(OnDevice)
-        array.cuda, array.gpu = self, self.device
+        self.refuse_capture("memory was allocated")
+        held, memory = self._memory.allocate(nbytes, self.current_stream(), settled=settled)
+        array = held.view(OnDevice)
+        array.cuda, array.gpu, array.memory = self, self.device, memory
         with self._lock:
             self.allocations += 1
-            bisect.insort(self._memory, (address_of(array), address_of(array) + nbytes, memory))
-        return array
+        return array[:nbytes]
 
     def empty(self, shape, dtype):
+        return self._empty(shape, dtype)
+
+    def _empty(self, shape, dtype, *, settled=False):
         shape = (shape,) if np.ndim(shape) == 0 else tuple(shape)
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
-        return self._allocate(count * dtype.itemsize).view(dtype).reshape(shape)
+        memory = self._allocate(count * dtype.itemsize, settled=settled)
+        return memory.view(dtype).reshape(shape)
 
     def at(self, address, length, dtype):
         dtype = np.dtype(dtype)
@@ -246,19 +253,18 @@ class SimulatedCuda(Cuda):
         self.launches.append((kernel, blocks))
 
     def pinned(self, nbytes):
-        if self.current_stream().capturing():
-            raise RuntimeError("memory was allocated during capture")
-        memory = np.full(nbytes, GARBAGE, np.uint8)
-        self._pinned.append(memory)
-        return memory
+        self.refuse_capture("memory was allocated")
+        held, _ = self._pinned.allocate(nbytes)
+        return held[:nbytes]
 
-    def _copy(self, source, target, host):
+    def _unheld(self, host):
+        """The pinned memory itself: a copy holds it as little as a GPU does."""
         assert type(host) is np.ndarray
-        begin, end = address_of(host), address_of(host) + host.nbytes
-        assert any(
-            address_of(memory) <= begin and end <= address_of(memory) + memory.nbytes
-            for memory in self._pinned
-        ), "the host's buffer is not pinned"
+        assert self._pinned.owns(address_of(host), host.nbytes), "the host's buffer is not pinned"
+        assert host.flags.c_contiguous
+        return memory_at(address_of(host), host.size, host.dtype)
+
+    def _copy(self, source, target):
         assert source.ndim == target.ndim == 1
         assert source.size == target.size
         assert source.dtype == target.dtype
@@ -267,17 +273,17 @@ class SimulatedCuda(Cuda):
         self.current_stream().put(partial(np.copyto, target, source))
 
     def copy_to_host(self, source, target):
-        self._copy(self._operand(source), target, target)
+        self._copy(self._operand(source), self._unheld(target))
 
     def copy_to_device(self, source, target):
-        self._copy(source, self._operand(target), source)
+        self._copy(self._unheld(source), self._operand(target))
 
     def allocate_arena(self, nbytes):
         assert nbytes > 0
         assert nbytes % ARENA_UNIT == 0
         memory = self._allocate(nbytes)
         self.open_arenas[address_of(memory)] = _Arena(memory, self.rank, self.uuid(self.device), [])
-        return memory
+        return self.at(address_of(memory), nbytes, np.uint8)
 
     def export_arena(self, arena):
         assert self.open_arenas[address_of(arena)].owner == self.rank
@@ -301,7 +307,4 @@ class SimulatedCuda(Cuda):
         assert self.open_arenas[address].owner == self.rank
         if self.open_arenas[address].openers:
             raise RuntimeError("an arena was freed that other processes have open")
-        plain(self.open_arenas.pop(address).memory)[...] = GARBAGE
-        with self._lock:
-            index = [entry[0] for entry in self._memory].index(address)
-            self._freed.append(self._memory.pop(index))
+        del self.open_arenas[address]

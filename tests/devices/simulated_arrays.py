@@ -10,8 +10,23 @@ _ABOUT_THE_ARRAY_ONLY = {np.moveaxis, np.shares_memory, np.may_share_memory, np.
 
 
 def plain(array):
-    """The simulator's own view of a device array: unordered, so only for work on a stream."""
-    return np.ndarray.view(array, np.ndarray) if isinstance(array, OnDevice) else array
+    """The simulator's own view of a device array: unordered, so only for work on a stream.
+
+    It doesn't keep the array's memory from being reused.
+    """
+    if not isinstance(array, OnDevice):
+        return array
+    view, memory = np.ndarray.view(array, np.ndarray), array.memory
+    if memory is None:
+        return view
+    offset = _address(view) - _address(memory)
+    unheld = np.ndarray(view.shape, view.dtype, memory, offset, view.strides)
+    unheld.flags.writeable = view.flags.writeable
+    return unheld
+
+
+def _address(array):
+    return array.__array_interface__["data"][0]
 
 
 def memory_at(address, length, dtype):
@@ -23,7 +38,7 @@ def memory_at(address, length, dtype):
 
 
 def address_of(array):
-    return plain(array).__array_interface__["data"][0]
+    return _address(np.ndarray.view(array, np.ndarray))
 
 
 def _interface(array, read_only):
@@ -67,6 +82,7 @@ class OnDevice(np.ndarray):
 
     def __array_finalize__(self, source):
         self.cuda, self.gpu = getattr(source, "cuda", None), getattr(source, "gpu", None)
+        self.memory = getattr(source, "memory", None)
 
     @property
     def __cuda_array_interface__(self):
@@ -86,6 +102,7 @@ class OnDevice(np.ndarray):
     def _made(self, function):
         """The result of `function`, in new memory."""
         assert self.gpu == self.cuda.device, "the array lies on another GPU than the current one"
+        self.cuda.refuse_capture("memory was allocated")
         self.cuda.current_stream().synchronize()
         with np.errstate(all="ignore"):
             return self.cuda.from_host(function())
@@ -118,7 +135,7 @@ class OnDevice(np.ndarray):
 
     def __setitem__(self, key, value):
         _refuse_host_arrays((value,))
-        self._do(lambda: plain(self).__setitem__(key, plain(value)))
+        self._do(partial(plain(self).__setitem__, key, plain(value)))
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **named):
         if method not in ("__call__", "reduce") or ufunc.nout != 1:
@@ -133,6 +150,8 @@ class OnDevice(np.ndarray):
     def __array_function__(self, function, types, arguments, named):
         if function in _ABOUT_THE_ARRAY_ONLY:
             return super().__array_function__(function, types, arguments, named)
+        if function is np.zeros_like and not named:
+            return self._made(lambda: np.zeros_like(*map(plain, arguments)))
         raise TypeError(f"numpy.{function.__name__} of a device array")
 
     def __repr__(self):

@@ -17,6 +17,7 @@ class SimulatedGraph:
 
     def __init__(self, origin):
         self.origin, self.streams, self.nodes, self.open = origin, {origin}, [], True
+        self.invalid, self.discarded = False, []
 
     def launch(self, stream):
         for node in self.nodes:
@@ -71,9 +72,19 @@ class SimulatedStream:
             self.seen.add(len(self.graph.nodes))
             self.graph.nodes.append(function)
             return
+        self._enqueue(function)
+
+    def _enqueue(self, function):
         with self._idle:
             self._pending += 1
             self._work.put(function)
+
+    def discard(self, function):
+        """Work on memory that was freed: as `put`, but never part of a graph."""
+        if self.graph is not None:
+            self.graph.discarded.append((self, function))
+        elif not self.cuda.closed.is_set():
+            self._enqueue(function)
 
     def end(self):
         """End the thread. Work that has not begun is skipped where the GPU is closed."""
@@ -106,7 +117,8 @@ class SimulatedStream:
 
     def synchronize(self):
         if self.graph is not None:
-            raise RuntimeError("a stream was waited for, or memory allocated, during capture")
+            self.graph.invalid = True
+            raise RuntimeError("a stream was waited for during capture")
         with self._idle:
             if not self._idle.wait_for(lambda: self._pending == 0, _HANGS_SECONDS):
                 raise RuntimeError(f"a stream hangs: waited for {_HANGS_SECONDS} s")
@@ -118,6 +130,7 @@ class SimulatedStream:
         if self.graph is not None:
             raise RuntimeError("the stream captures already")
         self.graph = SimulatedGraph(self)
+        self.cuda.open_graph(self.graph)
 
     def end_capture(self):
         graph, joined = self.graph, self.seen
@@ -126,6 +139,10 @@ class SimulatedStream:
         graph.open = False
         for stream in graph.streams:
             stream.graph, stream.seen = None, set()
+        for stream, function in graph.discarded:
+            stream.discard(function)
+        if graph.invalid:
+            raise RuntimeError("the capture was ended by what can't be captured")
         if len(joined) < len(graph.nodes):
             raise RuntimeError("the capture holds work that its stream doesn't wait for")
         return graph

@@ -38,8 +38,10 @@ def test_tables_are_made_anew_for_other_addresses_and_few_are_kept():
     kinds = kinds_of(np.float32)
 
     def program(comm, cuda):
+        kept = []
         for step in range(12):
             arrays = on_device(cuda, contents(comm.rank, kinds, step))
+            kept.append(arrays)  # freed memory would be used again, and the table with it
             check(comm.all_reduce_many(arrays, out=arrays), comm.size, kinds, step=step)
         buckets = [comm._many_on_gpus._memory._sets.popitem()[1].buckets[0]]
         assert len(buckets[0]._tables) == 8
@@ -80,6 +82,26 @@ def test_calls_on_several_streams_do_not_disturb_each_other():
         for step, (stream, results) in enumerate(calls):
             with cuda.on(stream):
                 check(results, comm.size, kinds, step=step)
+
+    run(2, program)
+
+
+def test_buckets_that_are_given_up_are_not_reused_before_the_calls_that_use_them(lags):
+    """`lags`: copies are work on streams, for which the host doesn't wait."""
+    kinds = kinds_of(np.float32)
+
+    def program(comm, cuda):
+        first, second = cuda.new_stream(), cuda.new_stream()
+        with cuda.on(first):
+            arrays = on_device(cuda, contents(comm.rank, kinds))
+            comm.all_reduce_many(arrays)
+            cuda.slow(first, 0.3)
+            results = comm.all_reduce_many(arrays)
+        with cuda.on(second):
+            for length in range(1, 6):
+                comm.all_reduce_many([cuda.from_host(np.ones(length, np.float32))] * 2)
+        with cuda.on(first):
+            check(results, comm.size, kinds)
 
     run(2, program)
 

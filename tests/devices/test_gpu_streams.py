@@ -171,3 +171,20 @@ def test_a_graph_captures_what_nccl_does_by_itself():
                 same(out, np.full(3, 2 * number + 1, np.float32))
 
     run(2, program, backend="nccl")
+
+
+def test_what_a_graph_uses_is_held():
+    def program(comm, cuda):
+        stream = cuda.new_stream()
+        with cuda.on(stream):
+            out = comm.all_reduce(cuda.from_host(np.ones(3)))
+            array = cuda.from_host(np.full(3, comm.rank, np.float64))
+            stream.begin_capture()
+            comm.all_reduce(array, out=out)
+            del array
+            graph = stream.end_capture()
+            cuda.from_host(np.full(3, 7.0))  # which takes the memory, if it is free
+            graph.launch(stream)
+            same(out, np.ones(3))
+
+    run(2, program, backend="nccl")

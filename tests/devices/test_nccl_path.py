@@ -197,3 +197,48 @@ def test_the_short_way_of_repeated_calls_reduces_what_is_there_now():
             [name for name, *_ in nccl.calls[rank] if name != "unique_id"] for rank in range(3)
         ]
         assert kinds[0] == kinds[1] == kinds[2] == ["init_rank", *["all_reduce"] * 16, "destroy"]
+
+
+def test_the_short_ways_of_movements_and_of_reduce_scatter():
+    """As above: rank 1's arrays have gaps. Counts differ by rank, and from call to call."""
+    size = 3
+
+    def program(comm, cuda):
+        rank = comm.rank
+        wide = cuda.from_host(np.full((6, 4), -1, np.float32))
+        for number in range(4):
+            given = wide[:, :2] if rank == 1 else cuda.empty((6, 2), np.dtype("f4"))
+            given[...] = cuda.from_host(np.full((6, 2), 10 * number + rank, np.float32))
+            assert comm.broadcast(given, root=1) is given
+            same(given, np.full((6, 2), 10 * number + 1, np.float32))
+            given[...] = cuda.from_host(np.full((6, 2), 10 * number + rank, np.float32))
+            block = comm.reduce_scatter(given, "mean")
+            same(block, np.full((2, 2), 10 * number + 1, np.float32))
+            out = cuda.empty((2, 2), np.dtype("f4"))
+            assert comm.reduce_scatter(given, out=out) is out
+            same(out, np.full((2, 2), 30 * number + 3, np.float32))
+            rows = np.arange(size, dtype=np.float32) + 10 * number
+            joined = cuda.empty((18, 2), np.dtype("f4"))
+            assert comm.all_gather(given, out=joined) is joined
+            same(joined, np.repeat(rows, 6)[:, None].repeat(2, 1))
+            own = given[: 1 + (rank + number) % 2]
+            counts = [1 + (each + number) % 2 for each in range(size)]
+            same(comm.all_gather(own), np.repeat(rows, counts)[:, None].repeat(2, 1))
+            with pytest.raises(ValueError, match="out has 5 rows on rank 2"):
+                comm.all_gather(given, out=joined[:5] if rank == 2 else None)
+        bound = {key[1] for key in comm._bound}
+        assert bound == {"broadcast", "reduce_scatter", "all_gather"}
+        whole = cuda.from_host(np.full((6, 2), rank, np.float32))
+        comm.reduce_scatter(whole, out=whole[1:3])
+        same(whole[1:3], np.full((2, 2), 3, np.float32))
+        with pytest.raises(TypeError, match="out has dtype"):
+            comm.all_gather(whole, out=cuda.empty((18, 2), np.dtype("f8")))
+        with pytest.raises(ValueError, match="axes"):
+            comm.all_gather(whole, axis=2)
+
+    with simulated() as (gpus, nccl):
+        run(size, program, gpus=gpus, backend="nccl")
+        for rank in range(size):
+            names = [name for name, *_ in nccl.calls[rank]]
+            each = {"broadcast": 4, "reduce_scatter": 9, "all_gather": 4, "group_start": 4}
+            assert {name: names.count(name) for name in each} == each

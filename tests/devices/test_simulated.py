@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from collectives.reductions.reduction import ReduceOp
 from collectives.transports import local
 from collectives.transports.nccl_driver import NcclError
-from tests.devices import simulated
 from tests.devices.simulated import ARENA_UNIT, SimulatedCuda
+from tests.devices.simulated_arrays import OnDevice, plain
+from tests.devices.simulated_memory import GARBAGE
 from tests.devices.simulated_nccl import DTYPES, SimulatedNccl
 
 SUM, MAX, AVERAGE, FLOAT32 = 0, 2, 4, 7
@@ -74,7 +76,7 @@ def test_a_result_that_is_not_waited_for_is_garbage(cuda, on_ranks):
         return early, target.get()
 
     for early, late in on_ranks(2, reduced):
-        assert set(early.tobytes()) == {simulated.GARBAGE}
+        assert set(early.tobytes()) == {GARBAGE}
         assert late.tolist() == [3] * 4
 
 
@@ -151,8 +153,6 @@ def test_a_graph_replays_with_new_values(cuda, on_ranks):
             side.wait(stream.record())
             all_reduce(nccl, comm, array, array, SUM, side)
             with pytest.raises(RuntimeError, match="capture"):
-                cuda.empty(1, np.dtype(np.int8))
-            with pytest.raises(RuntimeError, match="capture"):
                 stream.record().done()
             stream.wait(side.record())
             array += 1
@@ -166,6 +166,86 @@ def test_a_graph_replays_with_new_values(cuda, on_ranks):
         return results
 
     assert on_ranks(2, replayed) == [[[0, 0], [3, 3], [5, 5]]] * 2
+
+
+CAPTURED = {
+    "device memory": lambda cuda, array: cuda.empty(1, np.dtype(np.int8)),
+    "pinned memory": lambda cuda, array: cuda.pinned(8),
+    "arithmetic": lambda cuda, array: array + array,
+    "a wait": lambda cuda, array: cuda.current_stream().synchronize(),
+}
+
+
+@pytest.mark.parametrize("what", CAPTURED)
+def test_an_allocation_or_a_wait_ends_a_capture(cuda, what):
+    """Also one on another stream of the thread, but for a wait, which is for one stream."""
+    array, stream, other = cuda.from_host(np.ones(1)), cuda.new_stream(), cuda.new_stream()
+    for current in (stream, other):
+        stream.begin_capture()
+        with cuda.on(current):
+            if current is stream or what != "a wait":
+                with pytest.raises(RuntimeError, match="during capture"):
+                    CAPTURED[what](cuda, array)
+                with pytest.raises(RuntimeError, match="can't be captured"):
+                    stream.end_capture()
+            else:
+                CAPTURED[what](cuda, array)
+                stream.end_capture()
+    assert (array + array).get().tolist() == [2]
+
+
+# --- freed memory --------------------------------------------------------------------------------
+
+
+def test_freed_memory_is_overwritten_and_reused_in_the_order_of_its_stream(cuda):
+    stream, other = cuda.new_stream(), cuda.new_stream()
+    target, late = (cuda.from_host(np.zeros(4, np.float32)) for _ in range(2))
+    with cuda.on(stream):
+        array = cuda.from_host(np.arange(4, dtype=np.float32))
+        address, raw = cuda.address(array), plain(array)
+        cuda.put(stream, partial(np.copyto, plain(target), raw))
+        cuda.slow(other, SLOW_SECONDS)
+        cuda.put(other, partial(np.copyto, plain(late), raw))
+        assert cuda.owns(address, 16)
+        view = array[1:3]
+        del array
+        assert cuda.owns(address, 16), "a view holds it"
+        del view
+        assert not cuda.owns(address, 16)
+    with cuda.on(other):
+        assert cuda.address(cuda.empty(4, np.dtype("f4"))) != address
+    with cuda.on(stream):
+        again = cuda.empty(3, np.dtype("i4"))
+        assert cuda.address(again) == address
+        assert set(again.get().tobytes()) == {GARBAGE}
+        assert target.get().tolist() == [0, 1, 2, 3]
+    other.synchronize()
+    assert set(plain(late).tobytes()) == {GARBAGE}
+
+
+def test_memory_that_only_a_graph_uses_is_reused(cuda):
+    stream, target = cuda.new_stream(), cuda.from_host(np.zeros(4, np.float32))
+    with cuda.on(stream):
+        array = cuda.from_host(np.ones(4, np.float32))
+        stream.begin_capture()
+        target[...] = array
+        del array
+        graph = stream.end_capture()
+        graph.launch(stream)
+        assert set(target.get().tobytes()) == {GARBAGE}
+
+
+def test_pinned_memory_is_reused_whatever_copies_are_under_way(cuda):
+    stream, target = cuda.new_stream(), cuda.from_host(np.zeros(8, np.uint8))
+    with cuda.on(stream):
+        pinned = cuda.pinned(8)
+        pinned[:] = 3
+        address = pinned.ctypes.data
+        cuda.slow(stream, SLOW_SECONDS)
+        cuda.copy_to_device(pinned, target)
+        del pinned
+        assert cuda.pinned(8).ctypes.data == address
+        assert set(target.get().tobytes()) == {GARBAGE}
 
 
 def test_a_capture_must_be_joined(cuda):
@@ -246,7 +326,7 @@ def test_device_arrays_do_not_mix_with_the_hosts(cuda):
         with pytest.raises(TypeError):
             mixed()
     assert (array.sum() + 1).get() == 3
-    assert type(array.astype(np.float32).reshape(2, 1)[0]) is simulated.OnDevice
+    assert type(array.astype(np.float32).reshape(2, 1)[0]) is OnDevice
 
 
 def test_foreign_streams_and_ones_own_wait_for_each_other(cuda):
@@ -275,7 +355,7 @@ def test_arenas_are_opened_by_others_and_closed_before_they_are_freed(cuda):
     opened = cuda.open_arena(handle, ARENA_UNIT)
     opened[:4] = 7
     cuda.be_rank(0, 0)
-    assert arena[:5].get().tolist() == [7] * 4 + [simulated.GARBAGE]
+    assert arena[:5].get().tolist() == [7] * 4 + [GARBAGE]
     with pytest.raises(RuntimeError, match="have open"):
         cuda.free_arena(arena)
     cuda.be_rank(1, 0)

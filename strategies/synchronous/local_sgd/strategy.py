@@ -87,6 +87,8 @@ class LocalSGDStrategy(Strategy):
     steps_together = False
     """A replica whose step fails raises by itself, and the others go on."""
 
+    variables_on_gpus = False
+
     def __init__(
         self,
         sync_every: int | None = None,
