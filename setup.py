@@ -45,6 +45,7 @@ setup(
         "cuda12": ["cupy-cuda12x>=14", "nvidia-nccl-cu12>=2.18.1"],
         "cuda13": ["cupy-cuda13x>=14", "nvidia-nccl-cu13>=2.27.7"],
         "torch": ["torch>=2.13"],
+        "jax": ["jax>=0.5", "optax>=0.2"],
         "bench": bench,
         "docs": docs,
         "examples": examples,

@@ -3,8 +3,9 @@
     python examples/jax_digits.py                     one process
     mpirun -n 2 python examples/jax_digits.py         two ranks, each with half of every batch
 
-With --checkpoint FILE, parameters and momenta are saved at the end, and restored if the file
-exists.
+With --sync-every N the ranks train by themselves, and average their parameters every N steps (local
+SGD); with --outer an outer optimizer moves them (DiLoCo, arXiv:2311.08105). With --checkpoint FILE,
+parameters and the optimizer's state are saved at the end, and restored if the file exists.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from digits_plot import plot_training
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import strategies
 from strategies.jax import PytreeState
-
-RATE, MOMENTUM = 0.05, 0.9
 
 
 def initial_parameters():
@@ -72,8 +72,14 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="examples over all ranks")
     parser.add_argument("--plot", metavar="FILE", help="write a plot of loss and throughput")
     parser.add_argument("--checkpoint", metavar="FILE", help="saved at the end; restored first")
+    parser.add_argument("--sync-every", type=int, metavar="N", help="average every N steps")
+    parser.add_argument("--outer", action="store_true", help="with an outer optimizer, as DiLoCo")
     given = parser.parse_args()
-    strategy = strategies.MultiWorkerMirroredStrategy()
+    if given.sync_every is None:
+        strategy = strategies.MultiWorkerMirroredStrategy()
+    else:
+        outer = strategies.optimizers.SGD(0.7, momentum=0.9, nesterov=True) if given.outer else None
+        strategy = strategies.LocalSGDStrategy(given.sync_every, outer_optimizer=outer)
     comm = strategy.communicator
 
     digits = load_digits()
@@ -82,19 +88,20 @@ def main() -> None:
         images, digits.target, test_size=0.2, random_state=0
     )
     parameters = initial_parameters()
-    state = PytreeState(strategy, (parameters, jax.tree.map(np.zeros_like, parameters)))
+    optimizer = optax.adam(0.003)
+    training = parameters, optimizer.init(parameters)
+    state = PytreeState(strategy, training, parameters=lambda training: training[0])
     checkpoint = strategies.Checkpoint(training=state)
     if given.checkpoint and Path(given.checkpoint).exists():
         checkpoint.restore(given.checkpoint)
-    value_and_grad = strategy.value_and_grad(loss_of)  # the means over all ranks
+    value_and_grad = strategy.value_and_grad(loss_of)  # means over the replicas in sync
 
     @jax.jit
-    def step(state, images, labels):
-        parameters, momenta = state
+    def step(training, images, labels):
+        parameters, slots = training
         loss, gradients = value_and_grad(parameters, images, labels)
-        momenta = jax.tree.map(lambda m, g: MOMENTUM * m + g, momenta, gradients)
-        parameters = jax.tree.map(lambda p, m: p - RATE * m, parameters, momenta)
-        return loss, (parameters, momenta)
+        updates, slots = optimizer.update(gradients, slots)
+        return loss, (optax.apply_updates(parameters, updates), slots)
 
     part = given.batch_size // comm.size
     losses, speeds = [], []
@@ -106,8 +113,10 @@ def main() -> None:
             own = batch[comm.rank * part : (comm.rank + 1) * part]
             loss, state.value = step(state.value, train[own], labels[own])
             total += float(loss)
+        if given.sync_every is not None:
+            strategy.synchronize()
         speeds.append(steps * given.batch_size / (time.perf_counter() - start))
-        losses.append(total / steps)
+        losses.append(float(strategy.reduce("mean", total / steps, axis=None)))
         right = (logits_of(state.value[0], test).argmax(1) == test_labels).mean()
         if comm.rank == 0:
             print(

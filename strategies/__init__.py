@@ -71,9 +71,10 @@ from strategies.replication.contexts import (
 )
 from strategies.replication.losses import compute_average_loss, scale_regularization_loss
 from strategies.synchronous.central_storage import CentralStorageStrategy
-from strategies.synchronous.default import DefaultStrategy, OneDeviceStrategy, TPUStrategy
+from strategies.synchronous.default import DefaultStrategy, OneDeviceStrategy
 from strategies.synchronous.local_sgd.strategy import LocalSGDStrategy
 from strategies.synchronous.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+from strategies.synchronous.tpu import TPUStrategy
 from strategies.variables.aggregation import VariableAggregation, VariableSynchronization
 from strategies.variables.variable import Variable
 

@@ -23,6 +23,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
 ]
 
 
@@ -118,9 +119,23 @@ class MPIClusterResolver(_KnownCluster):
     def __init__(self, communicator: Communicator | None = None) -> None:
         if communicator is None or not hasattr(communicator, "all_gather_object"):
             communicator = world_of(communicator)
+        self.communicator = communicator
         self._cluster = worker_cluster(communicator.all_gather_object(socket.gethostname()))
         self.task_type = "worker"
         self.task_id = communicator.rank
+
+
+class TPUClusterResolver(MPIClusterResolver):
+    """The ranks of an MPI world, each with the devices that JAX finds on its host.
+
+    As `tf.distribute.cluster_resolver.TPUClusterResolver`. tpu: None, "" or "local". Raises
+    ValueError for a name, since no TPU is looked up: start one rank on each of its hosts.
+    """
+
+    def __init__(self, tpu: str | None = None, communicator: Communicator | None = None) -> None:
+        if tpu not in (None, "", "local"):
+            raise ValueError(f"tpu={tpu!r}: must be None, '' or 'local': start a rank on each host")
+        super().__init__(communicator)
 
 
 class SlurmClusterResolver(_KnownCluster):

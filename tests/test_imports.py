@@ -79,13 +79,13 @@ STRATEGIES = {
     | {"collectives.arrays", "collectives.lifecycle", "collectives.messaging"}
     | {"collectives.shm", "collectives.transports"},
     "synchronous": {"base", "cluster", "cluster_resolver", "communication", "core"}
-    | {"cross_device_ops", "input", "optimizers", "replication", "variables"}
+    | {"cross_device_ops", "input", "jax", "optimizers", "replication", "variables"}
     | {"collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.scope", "collectives.transports"},
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
     | {"jax", "keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
-    "jax": {"core", "replication", "collectives.jax"},
+    "jax": {"cluster_resolver", "core", "replication", "collectives", "collectives.jax"},
     "estimator": {"tensorflow"},
     "tensorflow": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
@@ -186,6 +186,8 @@ LAZY = {
         "collectives/jax/ordering.py",
         "collectives/jax/primitive.py",
         "strategies/jax/gradients.py",
+        "strategies/jax/mesh.py",
+        "strategies/jax/replicas.py",
         "strategies/jax/states.py",
         "strategies/keras/jax_gradients.py",
     },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from collectives import Communicator
 from strategies.base.cross_replica import gather_nest, reduce_nest
@@ -284,6 +284,4 @@ class Strategy(Replication):
 
 def get_strategy() -> Strategy:
     """The strategy in force: the default one outside of every scope."""
-    strategy = contexts.get_strategy()
-    assert isinstance(strategy, Strategy)
-    return strategy
+    return cast(Strategy, contexts.get_strategy())

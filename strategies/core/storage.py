@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -105,6 +105,19 @@ class LocalStorage(Storage):
     def zeros(self) -> LocalStorage:
         """An array of this process's own."""
         return LocalStorage(np.zeros_like(self._array))
+
+
+class ReplacedArrays(Protocol):
+    """Arrays that a program replaces in each step, and that replicas average."""
+
+    def step(self, arrays: Sequence[Any]) -> None:
+        """Replace the arrays by those that a step of this replica gave."""
+
+    def restore(self, arrays: Sequence[Array]) -> None:
+        """Replace the arrays by equal ones on all replicas."""
+
+    def averages(self) -> list[Array] | None:
+        """The arrays after an averaging; None where there was none since this was last called."""
 
 
 def assign(array: Array, value: Array) -> None:

@@ -13,10 +13,10 @@ from strategies.core.options import (
     CommunicationOptions,
 )
 from strategies.experimental import coordinator, partitioners
-from strategies.synchronous.default import TPUStrategy
 from strategies.synchronous.mirrored import (
     MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy,
 )
+from strategies.synchronous.tpu import TPUStrategy
 
 __all__ = [
     "CollectiveCommunication",

@@ -1,8 +1,8 @@
-"""Pytrees in checkpoints."""
+"""Pytrees that a strategy trains, and that checkpoints save."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,36 +15,105 @@ from strategies.replication.replication import Replication
 class PytreeState:
     """A pytree that begins with the chief's arrays, and that `strategies.Checkpoint` saves.
 
-        state = PytreeState(strategy, (parameters, optimizer_state))
+        state = PytreeState(strategy, (parameters, optimizer_state), lambda value: value[0])
         checkpoint = strategies.Checkpoint(training=state)
         state.value = step(state.value, batch)
 
     Arrays of JAX don't change, so the program stores each step's pytree in `value`. Arrays are
     saved under the paths of their keys, numbers as arrays. Making one is collective.
 
+    parameters: a function of the pytree that returns the part which is trained. LocalSGDStrategy
+        needs it: each assignment of `value` counts as one step, after which the parameters are
+        averaged where a round ends. The rest, as an optimizer's state, is each rank's own, and a
+        checkpoint has the chief's. Other strategies don't use it.
+
     Raises a MismatchError on every rank where the ranks' pytrees differ in structure, shapes or
-    dtypes.
+    dtypes; ValueError under LocalSGDStrategy without `parameters`, for parameters that aren't
+    floats, and where a pytree is assigned whose structure, shapes or dtypes are others.
     """
 
-    def __init__(self, strategy: Replication, value: Any) -> None:
-        self.value = value
+    def __init__(
+        self,
+        strategy: Replication,
+        value: Any,
+        parameters: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self._value, self._averaged = value, None
+        self._kinds, self._trained = _kinds_of(value), list[int]()
         tensors = {name: np.array(each) for name, each in self.saved_tensors().items()}
         for name, each in tensors.items():
             strategy.mirror(each, f"PytreeState: {name}")
         self.restore_tensors(tensors)
+        self._averaged = strategy.averaged(lambda: self._begin(parameters))
+
+    @property
+    def value(self) -> Any:
+        """The pytree; after an averaging with the means."""
+        averages = None if self._averaged is None else self._averaged.averages()
+        if averages is not None:
+            leaves, structure = jax.tree.flatten(self._value)
+            for number, array in zip(self._trained, averages, strict=True):
+                # `asarray` may share the memory, which the next round changes.
+                leaves[number] = jax.numpy.array(array)
+            self._value = jax.tree.unflatten(structure, leaves)
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if self._averaged is None:
+            self._value = value
+            return
+        kinds = _kinds_of(value)
+        if kinds != self._kinds:
+            raise ValueError(
+                "PytreeState: value has another structure, or other shapes or dtypes: must be as"
+                f" before, {jax.tree.unflatten(self._kinds[0], self._kinds[1])}"
+            )
+        self._value = value
+        self._averaged.step(self._trained_leaves())
 
     def saved_tensors(self) -> Mapping[str, Array]:
         """The arrays by their paths, such as "layers/0/kernel"."""
-        return dict(zip(self._names(), map(np.asarray, jax.tree.leaves(self.value)), strict=True))
+        leaves = map(np.asarray, jax.tree.leaves(self.value))
+        return dict(zip(self._names(), leaves, strict=True))
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Replace `value` by a pytree of the same structure."""
         leaves = [jax.numpy.array(tensors[name]) for name in self._names()]
-        self.value = jax.tree.unflatten(jax.tree.structure(self.value), leaves)
+        self._value = jax.tree.unflatten(jax.tree.structure(self._value), leaves)
+        if self._averaged is not None:
+            self._averaged.restore([np.asarray(each) for each in self._trained_leaves()])
+
+    def _trained_leaves(self) -> list[Any]:
+        leaves = jax.tree.leaves(self._value)
+        return [leaves[number] for number in self._trained]
+
+    def _begin(self, parameters: Callable[[Any], Any] | None) -> list[Array]:
+        """Find the parameters among the leaves; copies of them."""
+        if parameters is None:
+            raise ValueError(
+                "PytreeState: under this strategy the parameters are averaged: name them by"
+                " parameters=, such as parameters=lambda value: value[0]"
+            )
+        leaves, structure = jax.tree.flatten(self._value)
+        numbers = jax.tree.unflatten(structure, range(len(leaves)))
+        self._trained = jax.tree.leaves(parameters(numbers))
+        for number in self._trained:
+            if not jax.numpy.issubdtype(leaves[number].dtype, jax.numpy.inexact):
+                kind, name = leaves[number].dtype, self._names()[number]
+                raise ValueError(f"PytreeState: {name} is {kind}: parameters must be floats")
+        return [np.array(each) for each in self._trained_leaves()]
 
     def _names(self) -> list[str]:
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self.value)[0]]
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(self._value)[0]]
         return ["/".join(_text(key) for key in path) for path in paths]
+
+
+def _kinds_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    leaves, structure = jax.tree.flatten(value)
+    arrays = [each if hasattr(each, "dtype") else jax.numpy.asarray(each) for each in leaves]
+    return structure, [(each.shape, each.dtype) for each in arrays]
 
 
 def _text(key: Any) -> str:

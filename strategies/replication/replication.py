@@ -21,7 +21,7 @@ from strategies.core.indexed_slices import Gradient, IndexedSlices, map_apart, r
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
 from strategies.core.same_error import compare
-from strategies.core.storage import LocalStorage, Storage
+from strategies.core.storage import LocalStorage, ReplacedArrays, Storage
 from strategies.core.values import Array
 from strategies.core.world import world_of
 
@@ -234,6 +234,13 @@ class Replication:
         """Note that all replicas have restored the same values of a framework's parameters."""
 
     # Replicas that don't take each step together override the following.
+
+    def averaged(self, arrays: Callable[[], Sequence[Array]]) -> ReplacedArrays | None:
+        """What averages the arrays that the function gives, equal on all replicas.
+
+        Here None: the function isn't called.
+        """
+        return None
 
     def chief_first(self, action: Callable[[], Any]) -> Any:
         """The action's result, on all ranks.

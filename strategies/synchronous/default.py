@@ -1,11 +1,11 @@
-"""Strategies of one replica: the default one, and one on a named device. TPUs aren't supported."""
+"""Strategies of one replica: the default one, and one on a named device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 from collectives import BackendUnavailableError, Communicator
 from collectives.transports.local import alone
@@ -88,14 +88,3 @@ class OneDeviceStrategy(Strategy):
             world_of(communicator)
         super().__init__(Communicator(alone()))
         self.device = f"/device:{kind}:{number}"
-
-
-class TPUStrategy:
-    """Raises NotImplementedError: the arrays of this package are on CPUs."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """NotImplementedError, with the alternatives."""
-        raise NotImplementedError(
-            "TPUStrategy: TPUs aren't supported; use MirroredStrategy for the ranks of one node, or"
-            " MultiWorkerMirroredStrategy for several, under mpirun"
-        )

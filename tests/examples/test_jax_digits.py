@@ -14,13 +14,18 @@ EPOCH = re.compile(
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_it_learns_to_read_digits(launch, tmp_path, ranks):
-    for module in ("jax", "sklearn", "matplotlib"):
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, ()), (2, ()), (2, ("--sync-every", "8")), (2, ("--sync-every", "8", "--outer"))],
+    ids=["alone", "in step", "local SGD", "DiLoCo"],
+)
+def test_it_learns_to_read_digits(launch, tmp_path, ranks, options):
+    for module in ("jax", "optax", "sklearn", "matplotlib"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} isn't installed: the example with JAX can't be tested")
     plot = tmp_path / "plot.png"
     command = [sys.executable, PROGRAM, "--checkpoint", str(tmp_path / "state.safetensors")]
+    command += options
     ended = launch(ranks, [*command, "--epochs", "5", "--plot", str(plot)], timeout=150)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     epochs = EPOCH.findall(ended.stdout)

@@ -1,4 +1,6 @@
-"""OneDeviceStrategy, and TPUStrategy, whose error names the alternative."""
+"""OneDeviceStrategy, and TPUStrategy without JAX, whose error names the alternative."""
+
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from strategies import (
     has_strategy,
     optimizers,
 )
-from strategies.synchronous.default import OneDeviceStrategy, TPUStrategy
+from strategies.synchronous.default import OneDeviceStrategy
+from strategies.synchronous.tpu import TPUStrategy
 from tests.strategies.support import refusal
 
 
@@ -74,7 +77,8 @@ def test_a_gpu_where_there_is_none():
 
 
 @pytest.mark.parametrize("arguments", [(), ("resolver",)])
-def test_there_are_no_tpus(arguments):
+def test_there_are_no_tpus_without_jax(monkeypatch, arguments):
+    monkeypatch.setitem(sys.modules, "strategies.jax.mesh", None)  # where JAX is installed
     text = refusal(NotImplementedError, "TPUs aren't supported", TPUStrategy, *arguments)
     assert "use MirroredStrategy" in text
     refusal(NotImplementedError, "MultiWorker", TPUStrategy, tpu_cluster_resolver=None)

@@ -29,6 +29,7 @@ from strategies.replication.contexts import require_cross_replica
 from strategies.synchronous.local_sgd.averaging import Averaging, RankStates, ReplicaStorage
 from strategies.synchronous.local_sgd.loops import Loops, Part, Reason, without_left
 from strategies.synchronous.local_sgd.modules import AveragedModules
+from strategies.synchronous.local_sgd.replaced import AveragedArrays
 from strategies.synchronous.local_sgd.rounds import agreed_rounds
 from strategies.variables.variable import Variable
 
@@ -46,8 +47,9 @@ _SCALER = (
 class LocalSGDStrategy(Strategy):
     """Independent training, in which parameters are averaged every N steps or T seconds.
 
-    A step is one `apply_gradients`, or one step of a torch optimizer (`distribute`): it applies the
-    replica's own gradients, which are not summed, with slots of its own. After `sync_every` steps
+    A step is one `apply_gradients`, one step of a torch optimizer (`distribute`), or one value that
+    is assigned to a `strategies.jax.PytreeState`: it applies the replica's own gradients, which are
+    not summed, with slots of its own. After `sync_every` steps
     all variables that an optimizer changed since are averaged over the ranks, in few messages. With
     `sync_seconds` the ranks agree at each averaging on the number of steps until the next: as many
     as the slowest one takes in that time, but at most twice as many as before; the first comes
@@ -154,6 +156,10 @@ class LocalSGDStrategy(Strategy):
         optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self._modules.add(model, optimizers)
         return model, optimizer
+
+    def averaged(self, arrays: Callable[[], Sequence[Array]]) -> AveragedArrays:
+        """What averages arrays that the program replaces in each step. All replicas call it."""
+        return AveragedArrays(self._averaging, arrays(), self._end_step, keep=self._keeps_agreed)
 
     def restored(self, parameters: Iterable[Any]) -> None:
         """A restored value is an agreed value."""

@@ -58,3 +58,84 @@ def test_pytrees_in_checkpoints(jax, comm, tmp_path):
         )
     with pytest.raises(collectives.MismatchError):
         PytreeState(strategy, jnp.ones(2 + comm.rank))
+
+
+def gradient(parameters, target):
+    return {"kernel": parameters["kernel"] - target, "bias": 2 * parameters["bias"] + target[0]}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("outer", [False, True], ids=["mean", "DiLoCo"])
+def test_local_sgd_averages_parameters(jax, comm, tmp_path, outer):
+    """As NumPy does for all ranks; momenta stay each rank's own, also where arrays are donated."""
+    from strategies.jax import PytreeState
+
+    settings = {"momentum": 0.9, "nesterov": True}
+    outer_optimizer = strategies.optimizers.SGD(0.7, **settings) if outer else None
+    strategy = strategies.LocalSGDStrategy(2, outer_optimizer=outer_optimizer)
+    targets = np.random.default_rng(0).normal(size=(5, comm.size, 3)).astype("float32")
+    begin = {"kernel": np.arange(3, dtype="float32"), "bias": np.float32(1)}
+
+    def step(state, target, tree=jax.tree):
+        """One step with momentum, of JAX or NumPy."""
+        parameters, momenta, count = state
+        momenta = tree.map(lambda m, g: m / 2 + g, momenta, gradient(parameters, target))
+        return tree.map(lambda p, m: p - m / 4, parameters, momenta), momenta, count + 1
+
+    own = jax.tree.map(lambda each: jax.numpy.asarray(each) + comm.rank, begin)
+    value = (own, jax.tree.map(jax.numpy.zeros_like, own), 0)
+    state = PytreeState(strategy, value, lambda value: value[0])
+    compiled = jax.jit(step, donate_argnums=0)
+    for target in targets:
+        state.value = compiled(state.value, target[comm.rank])
+    kernel = np.array(state.value[0]["kernel"])
+    path = comm.broadcast_object(str(tmp_path / "state.safetensors"))
+    strategies.Checkpoint(training=state).save(path)
+
+    replicas = [(begin, jax.tree.map(np.zeros_like, begin), 0) for _ in range(comm.size)]
+    agreed, velocity = begin, jax.tree.map(np.zeros_like, begin)
+    for number, target in enumerate(targets, 1):
+        replicas = [step(*each) for each in zip(replicas, target, strict=True)]
+        if number == 5:
+            np.testing.assert_allclose(kernel, replicas[comm.rank][0]["kernel"], rtol=1e-4)
+        elif number % 2:
+            continue
+        means = jax.tree.map(lambda *each: np.mean(each, 0), *(each[0] for each in replicas))
+        if outer:
+            moved = jax.tree.map(lambda a, m: 0.7 * (a - m), agreed, means)
+            velocity = jax.tree.map(lambda v, g: 0.9 * v - g, velocity, moved)
+            agreed = jax.tree.map(lambda a, v, g: a + 0.9 * v - g, agreed, velocity, moved)
+        else:
+            agreed = means
+        replicas = [(agreed, *each[1:]) for each in replicas]
+    for wanted, given in zip(
+        *map(jax.tree.leaves, (replicas[comm.rank], state.value)), strict=True
+    ):
+        np.testing.assert_allclose(given, wanted, rtol=1e-4, atol=1e-6)
+    assert len(set(comm.all_gather_object(np.asarray(state.value[0]["kernel"]).tobytes()))) == 1
+
+    restored = PytreeState(strategy, value, lambda value: value[0])
+    strategies.Checkpoint(training=restored).restore(path)
+    restored.value = compiled(restored.value, targets[0][comm.rank])
+    strategy.synchronize()
+    first = [step(replicas[0], each)[0]["kernel"] for each in targets[0]]
+    if not outer:
+        np.testing.assert_allclose(restored.value[0]["kernel"], np.mean(first, 0), rtol=1e-4)
+    assert restored.value[2] == 6
+
+
+@pytest.mark.ranks(2)
+def test_pytrees_that_cannot_be_averaged(jax, comm):
+    from strategies.jax import PytreeState
+
+    strategy, value = strategies.LocalSGDStrategy(1), (jax.numpy.ones(2), jax.numpy.arange(2))
+    with pytest.raises(ValueError, match="name them by parameters="):
+        PytreeState(strategy, value)
+    with pytest.raises(ValueError, match="1 is int32: parameters must be floats"):
+        PytreeState(strategy, value, lambda value: value)
+    state = PytreeState(strategy, value, lambda value: value[0])
+    for wrong in (value[0], (value[0][:1], value[1]), (value[1], value[1])):
+        with pytest.raises(ValueError, match="must be as before"):
+            state.value = wrong
+    state.value = (value[0] * (comm.rank + 2.0), value[1])
+    assert state.value[0].tolist() == [2.5, 2.5]
