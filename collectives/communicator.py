@@ -84,10 +84,9 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         algorithm: str | None = None,
     ) -> Any:
         """Like `all_reduce`, but only the root returns the result; None on other ranks."""
-        if algorithm is None:
-            result = self._call_cache.reduce(array, op, self._root(root), out)
-            if result is not PASS:
-                return result
+        root = self._root(root)
+        if algorithm is None and (got := self._call_cache.reduce(array, op, root, out)) is not PASS:
+            return got
         return self._run(
             self._operations.reduce(array, op, root=root, out=out, algorithm=algorithm)
         )
@@ -113,10 +112,8 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row. `out`
         receives the result; ValueError on every rank if it has another length.
         """
-        if algorithm is None:
-            result = self._call_cache.all_gather(array, axis, out)
-            if result is not PASS:
-                return result
+        if algorithm is None and (got := self._call_cache.all_gather(array, axis, out)) is not PASS:
+            return got
         return self._run(
             self._operations.all_gather(array, axis=axis, out=out, algorithm=algorithm)
         )
@@ -125,10 +122,9 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
     ) -> Any:
         """Like `all_gather`, but only the root returns the result; None on other ranks."""
-        if algorithm is None:
-            result = self._call_cache.gather(array, self._root(root), axis)
-            if result is not PASS:
-                return result
+        root = self._root(root)
+        if algorithm is None and (got := self._call_cache.gather(array, root, axis)) is not PASS:
+            return got
         return self._run(self._operations.gather(array, root=root, axis=axis, algorithm=algorithm))
 
     def scatter(
@@ -151,9 +147,9 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
     ) -> Any:
         """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`."""
         if algorithm is None:
-            result = self._call_cache.reduce_scatter(array, op, axis, out)
-            if result is not PASS:
-                return result
+            got = self._call_cache.reduce_scatter(array, op, axis, out)
+            if got is not PASS:
+                return got
         return self._run(
             self._operations.reduce_scatter(array, op, axis=axis, out=out, algorithm=algorithm)
         )
@@ -170,10 +166,8 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
 
         Shapes, dtypes, `out` and errors are those of `all_reduce`, without "mean" (ValueError).
         """
-        if algorithm is None:
-            result = self._call_cache.scan("scan", array, op, out)
-            if result is not PASS:
-                return result
+        if algorithm is None and (got := self._call_cache.scan("scan", array, op, out)) is not PASS:
+            return got
         return self._run(self._operations.scan(array, op, out=out, algorithm=algorithm))
 
     def exscan(
@@ -191,9 +185,9 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         infinity for "min", the smallest or minus infinity for "max".
         """
         if algorithm is None:
-            result = self._call_cache.scan("exscan", array, op, out)
-            if result is not PASS:
-                return result
+            got = self._call_cache.scan("exscan", array, op, out)
+            if got is not PASS:
+                return got
         return self._run(self._operations.exscan(array, op, out=out, algorithm=algorithm))
 
     def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
