@@ -66,10 +66,8 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
                 bound = None
             if bound is not None and (result := bound(array, out)) is not PASS:
                 return result
-        if algorithm is None:
-            result = self._call_cache.all_reduce(array, op, out, what)
-            if result is not PASS:
-                return result
+        if algorithm is None and (got := self._cached.all_reduce(array, op, out, what)) is not PASS:
+            return got
         return self._run(
             self._operations.all_reduce(array, op, out=out, algorithm=algorithm, what=what)
         )
@@ -85,7 +83,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
     ) -> Any:
         """Like `all_reduce`, but only the root returns the result; None on other ranks."""
         root = self._root(root)
-        if algorithm is None and (got := self._call_cache.reduce(array, op, root, out)) is not PASS:
+        if algorithm is None and (got := self._cached.reduce(array, op, root, out)) is not PASS:
             return got
         return self._run(
             self._operations.reduce(array, op, root=root, out=out, algorithm=algorithm)
@@ -98,7 +96,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         """
         if algorithm is None:
             root = self._root(root)
-            result = self._call_cache.broadcast(array, root, on_root=self.rank == root)
+            result = self._cached.broadcast(array, root, on_root=self.rank == root)
             if result is not PASS:
                 return result
         return self._run(self._operations.broadcast(array, root=root, algorithm=algorithm))
@@ -112,7 +110,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         (ShapeMismatchError, DtypeMismatchError on every rank). A 0-d array counts as one row. `out`
         receives the result; ValueError on every rank if it has another length.
         """
-        if algorithm is None and (got := self._call_cache.all_gather(array, axis, out)) is not PASS:
+        if algorithm is None and (got := self._cached.all_gather(array, axis, out)) is not PASS:
             return got
         return self._run(
             self._operations.all_gather(array, axis=axis, out=out, algorithm=algorithm)
@@ -123,7 +121,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
     ) -> Any:
         """Like `all_gather`, but only the root returns the result; None on other ranks."""
         root = self._root(root)
-        if algorithm is None and (got := self._call_cache.gather(array, root, axis)) is not PASS:
+        if algorithm is None and (got := self._cached.gather(array, root, axis)) is not PASS:
             return got
         return self._run(self._operations.gather(array, root=root, axis=axis, algorithm=algorithm))
 
@@ -146,10 +144,11 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         algorithm: str | None = None,
     ) -> Any:
         """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`."""
-        if algorithm is None:
-            got = self._call_cache.reduce_scatter(array, op, axis, out)
-            if got is not PASS:
-                return got
+        if (
+            algorithm is None
+            and (got := self._cached.reduce_scatter(array, op, axis, out)) is not PASS
+        ):
+            return got
         return self._run(
             self._operations.reduce_scatter(array, op, axis=axis, out=out, algorithm=algorithm)
         )
@@ -166,7 +165,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
 
         Shapes, dtypes, `out` and errors are those of `all_reduce`, without "mean" (ValueError).
         """
-        if algorithm is None and (got := self._call_cache.scan("scan", array, op, out)) is not PASS:
+        if algorithm is None and (got := self._cached.scan("scan", array, op, out)) is not PASS:
             return got
         return self._run(self._operations.scan(array, op, out=out, algorithm=algorithm))
 
@@ -184,10 +183,8 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         "bitwise_xor", 1 for "product", all bits set for "bitwise_and", the largest value or
         infinity for "min", the smallest or minus infinity for "max".
         """
-        if algorithm is None:
-            got = self._call_cache.scan("exscan", array, op, out)
-            if got is not PASS:
-                return got
+        if algorithm is None and (got := self._cached.scan("exscan", array, op, out)) is not PASS:
+            return got
         return self._run(self._operations.exscan(array, op, out=out, algorithm=algorithm))
 
     def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
@@ -197,7 +194,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
         into equal parts along its first axis, and the result, or `out`, has its shape; a rank
         raises a MismatchError if what it received differs from its own parts in shape or dtype.
         """
-        if algorithm is None and (got := self._call_cache.all_to_all(arrays, out)) is not PASS:
+        if algorithm is None and (got := self._cached.all_to_all(arrays, out)) is not PASS:
             return got
         return self._run(self._operations.all_to_all(arrays, out=out, algorithm=algorithm))
 
@@ -223,7 +220,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
 
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""
-        if self._call_cache.barrier(what) is PASS:
+        if self._cached.barrier(what) is PASS:
             self._run(self._operations.barrier(what))
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:

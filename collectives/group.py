@@ -79,8 +79,8 @@ class Group(Deferred):
         self._mailboxes: list[Mailbox] = []
         super().__init__()
         self._closed = False
-        self._call_cache = CallCache(self._engine, self._check_open)
-        self._bound = self._call_cache.known
+        self._cached = CallCache(self._engine, self._check_open)
+        self._bound = self._cached.known
         many = Many(self._engine)
         self._many = ManyReducer(self._engine, many)
         self._operations = Operations(self._engine, many)

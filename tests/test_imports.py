@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_FILES = 10
+MOST_FILES, MOST_LINES = 10, 300
+PACKAGES = ("collectives", "strategies", "bench")
 
 # For each folder, and each module that lies in none, what it may import of `collectives`.
 # Top to bottom: what users call, what serves their calls, what is served.
@@ -285,6 +286,11 @@ def test_folders_form_a_hierarchy(rules):
 @pytest.mark.parametrize("package", ["collectives", "strategies"])
 def test_few_files_lie_outside_of_folders(package):
     assert len(list((ROOT / package).glob("*.py"))) <= MOST_FILES
+
+
+def test_no_file_is_long():
+    paths = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    assert {str(path) for path in paths if len(path.read_text().splitlines()) > MOST_LINES} == set()
 
 
 @pytest.mark.parametrize(
