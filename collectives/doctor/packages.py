@@ -17,6 +17,7 @@ EXTRAS = {
     "cuda13": ("cupy-cuda13x", "nvidia-nccl-cu13"),
     "bench": ("rich", "matplotlib", "scikit-learn"),
     "examples": ("rich", "scikit-learn"),
+    "jax": ("jax", "optax"),
     "docs": ("mkdocs-material", "mkdocstrings-python", "ruff"),
     "torch": ("torch",),
     "test": ("pytest", "pytest-mpi", "pytest-timeout", "hypothesis", "pyyaml"),
