@@ -35,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help="bytes, such as 8,4M")
     parser.add_argument("--batch", type=int, default=16, help="images of each rank (default: 16)")
     parser.add_argument("--only", choices=("calls", "training"), help="one table")
+    text = "leave out psum, whose runtime (jax.distributed) slows down all programs of its process"
+    parser.add_argument("--no-psum", action="store_true", help=text)
     parser.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables there")
     return parser
@@ -47,7 +49,8 @@ def _measure(options: argparse.Namespace) -> None:
     from bench.jax import operations
 
     world = MPI.COMM_WORLD.Dup()
-    failure = operations.start_distributed() if options.only != "training" else ""
+    compared = options.only != "training" and not options.no_psum
+    failure = operations.start_distributed() if compared else ""
     lines = [f"- {name}: {value}" for name, value in _header(jax, MPI, world, options).items()]
     if failure:
         lines.append(f"- psum: not measured: {failure.splitlines()[0]}")
@@ -65,7 +68,7 @@ def _measure(options: argparse.Namespace) -> None:
 def _header(jax: Any, mpi: Any, world: Any, options: argparse.Namespace) -> dict[str, object]:
     vendor, version = mpi.get_vendor()
     return {
-        "command": f"mpirun -n {world.size} python -m bench.jax",
+        "command": f"mpirun -n {world.size} python -m bench.jax{' --no-psum' * options.no_psum}",
         "jax": f"{jax.__version__}, {options.batch} images of each rank per step",
         "mpi": f"{vendor} {'.'.join(map(str, version))}",
         "python": platform.python_version(),

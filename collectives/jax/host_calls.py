@@ -138,7 +138,8 @@ def _handle(pointer: Any) -> int | None:
     try:
         with _noted():
             function = _functions[frame.attributes.values[0].contents.value[0]]
-            function(_arrays(frame.arguments), _arrays(frame.results))
+            known: dict[int, Any] = {}
+            function(_arrays(frame.arguments, known), _arrays(frame.results, known))
         return None
     except BaseException as error:
         text = "".join(traceback.format_exception_only(error)).strip().encode()
@@ -163,13 +164,17 @@ def _declare(frame: Any) -> None:
     version.major, version.minor = ffi.MAJOR_VERSION, ffi.MINOR_VERSION
 
 
-def _arrays(buffers: Any) -> list[Any]:
-    return [_array(buffers.buffers[index].contents) for index in range(buffers.size)]
+def _arrays(buffers: Any, known: dict[int, Any]) -> list[Any]:
+    return [_array(buffers.buffers[index].contents, known) for index in range(buffers.size)]
 
 
-def _array(buffer: Any) -> Any:
-    """A view of the buffer's memory."""
-    shape = tuple(buffer.dims[: buffer.rank])
+def _array(buffer: Any, known: dict[int, Any]) -> Any:
+    """A view of the buffer's memory.
+
+    The same view for a result in the place of an argument: calls recognize it as in place. `known`
+    holds the views by address.
+    """
+    shape, address = tuple(buffer.dims[: buffer.rank]), buffer.data
     dtype = ffi.DTYPES.get(buffer.dtype)
     if dtype is None:
         raise TypeError(f"XLA's dtype {buffer.dtype}: must be a number or bool")
@@ -178,7 +183,10 @@ def _array(buffer: Any) -> Any:
         length *= each
     if not length:
         return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, _bytes(length).from_address(buffer.data))
+    found = known.get(address)
+    if found is None or found.shape != shape or found.dtype != dtype:
+        found = known[address] = np.ndarray(shape, dtype, _bytes(length).from_address(address))
+    return found
 
 
 @lru_cache(maxsize=4096)
