@@ -7,7 +7,7 @@ import math
 import operator
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from collectives import Communicator
 from strategies.cluster_resolver import TPUClusterResolver
+
+_Results = TypeVar("_Results")
 
 REPLICA = "replica"
 """The axis of the replicas, for collectives of `jax.lax` in `TPUStrategy.run`."""
@@ -107,16 +109,25 @@ class ReplicaMesh:
             )
         self.factors = list(_prime_factors(self.cores))
         self._names = [f"core_{number}" for number in range(len(self.factors))]
+        self._on_cpu = devices[0].platform == "cpu"
         self._devices = np.array(devices).reshape(self.replicas, *self.factors)
         self.mesh = Mesh(self._devices, (REPLICA, *self._names))
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.by_replica = NamedSharding(self.mesh, PartitionSpec(REPLICA))
 
+    def wait_on_cpu(self, results: _Results) -> _Results:
+        """The results of a compiled function; on devices of the CPU, when they are computed.
+
+        There the collectives of two functions in flight can hold all threads of XLA while each
+        waits for a device that has none left: a deadlock, which XLA ends after 30 minutes.
+        """
+        return jax.block_until_ready(results) if self._on_cpu else results
+
     def place(self, value: Any, sharding: NamedSharding) -> jax.Array:
         """An array that is equal on all processes, with this sharding. Collective."""
         known = not isinstance(value, jax.Array) or value.is_fully_replicated
         if not (known or value.is_fully_addressable):
-            return jax.device_put(value, sharding)
+            return self.wait_on_cpu(jax.device_put(value, sharding))
         host = np.asarray(value)
         host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
         if self._compare is not None:

@@ -33,7 +33,8 @@ class PerReplicaArray:
     @property
     def values(self) -> tuple[np.ndarray[Any, Any], ...]:
         """The arrays of this process's replicas, in order."""
-        whole = jax.jit(lambda each: each, out_shardings=self._mesh.by_replica)(self.stacked)
+        by_replica = jax.jit(lambda each: each, out_shardings=self._mesh.by_replica)
+        whole = self._mesh.wait_on_cpu(by_replica(self.stacked))
         rows = {each.index[0].start or 0: each.data for each in whole.addressable_shards}
         return tuple(np.asarray(rows[number][0]) for number in sorted(rows))
 
@@ -110,7 +111,7 @@ class Replicas:
             for each in leaves
         ]
         self._agree(fn, structure, arrays)
-        results = self._compiled(fn, structure, apart)(*arrays)
+        results = self._mesh.wait_on_cpu(self._compiled(fn, structure, apart)(*arrays))
         return jax.tree.map(lambda each: PerReplicaArray(each, self._mesh), results)
 
     def _on_mesh(self, value: Any) -> jax.Array:
@@ -171,7 +172,8 @@ class Replicas:
         arrays = list(map(self._stacked, leaves))
         self._agree(what, structure, arrays)
         compiled = jax.jit(function, out_shardings=self._mesh.replicated)
-        return jax.tree.unflatten(structure, map(compiled, arrays))
+        results = [self._mesh.wait_on_cpu(compiled(each)) for each in arrays]
+        return jax.tree.unflatten(structure, results)
 
     def _stacked(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, PerReplicaArray):

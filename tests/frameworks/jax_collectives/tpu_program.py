@@ -163,6 +163,23 @@ def test_logical_devices(resolver):
         np.testing.assert_array_equal(strategy.experimental_local_results(kernels)[0], kernel)
 
 
+def test_many_steps(resolver):
+    """Steps that nothing waits for: XLA's threads would deadlock with several in flight."""
+    strategy = strategies.TPUStrategy(resolver)
+
+    def step(row):
+        return strategies.get_replica_context().all_reduce("mean", row) + 1
+
+    def replica_number(context):
+        return np.full(3, context.replica_id_in_sync_group, "float32")
+
+    rows = strategy.experimental_distribute_values_from_function(replica_number)
+    for _ in range(500):
+        rows = strategy.run(step, (rows,))
+    for row in strategy.experimental_local_results(rows):
+        np.testing.assert_array_equal(row, np.full(3, (DEVICES - 1) / 2 + 500))
+
+
 def test_differences(resolver):
     """Ranks that call different things all raise, and the next call works."""
     strategy, rank = strategies.TPUStrategy(resolver), resolver.task_id
@@ -185,6 +202,7 @@ def main():
     test_starting(resolver)
     test_training(resolver)
     test_values_of_replicas(resolver)
+    test_many_steps(resolver)
     if resolver.communicator.size < DEVICES:
         test_logical_devices(resolver)
     if resolver.communicator.size > 1:
