@@ -79,6 +79,8 @@ def wait_until_refused(port):
             socket.create_connection(("127.0.0.1", port)).close()
         except ConnectionRefusedError:
             return
+        except ConnectionResetError:  # It was closed while this connection was being made.
+            continue
     pytest.fail(f"port {port} is still open")
 
 
