@@ -25,24 +25,13 @@ def describe(
     stream: Stream | None = None,
 ) -> dict[str, Any]:
     """The entries of the header, by name, as seen by rank 0."""
-    import mpi4py
-    from mpi4py import MPI
-
     settings = options.settings
-    vendor, version = MPI.get_vendor()
     calls = settings.calls or "as many as move 1M, at most 200"
     described: dict[str, Any] = {
         "collective": options.collective,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "mpi": f"{vendor} {'.'.join(map(str, version))}",
-        "mpi4py": mpi4py.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "thread level": _thread_level(MPI),
+        **machine(),
         "ranks": comm.size,
         "nodes": comm.nodes,
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
         "repeats": settings.repeats,
         "warm-up repeats": settings.warmup,
         "calls in a repeat": calls,
@@ -57,6 +46,24 @@ def describe(
         if options.tensor_bytes:
             described["tensor bytes"] = shown(options.tensor_bytes)
     return described
+
+
+def machine() -> dict[str, Any]:
+    """The date, the libraries and the processor."""
+    import mpi4py
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+        "mpi4py": mpi4py.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "thread level": _thread_level(MPI),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+    }
 
 
 def _other_type(options: argparse.Namespace, peer: Peer | None) -> str | None:

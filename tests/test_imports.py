@@ -20,6 +20,7 @@ COLLECTIVES = {
     "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
     | {"reductions", "shm", "transports", "waiting", "world"},
     "jax": {"communicator", "world"},
+    "compression": {"communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
     "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}

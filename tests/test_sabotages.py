@@ -48,6 +48,18 @@ SABOTAGES = {
         "            pass\n        return alike",
         "test_fences",
     ),
+    # Compression
+    "PowerSGD forgets what it left out": Sabotage(
+        "self._errors[number] = matrices[number] - left @ own[number].T",
+        "self._errors[number][...] = 0",
+        "test_compression",
+    ),
+    "the largest elements are taken, and the others forgotten": Sabotage(
+        "carried[chosen] = 0", "carried[...] = 0", "test_compression"
+    ),
+    "only the leaders have the compressed sums": Sabotage(
+        "self._node.broadcast(flat)", "pass", "test_compression"
+    ),
     # Bound calls
     "a bound call does not wait for the other rank": Sabotage(
         "if not one_word or peer[index] != word:\n"

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.hosts.namespaces import find_mpirun, hosts, launch_line, shape, why_not
+from bench.hosts.namespaces import hosts, launch_line, shape
+from bench.hosts.table import add_options, print_table
 from bench.reports.columns import machine_lines, settings_line
 
 _UNSHAPED = "unshaped"
@@ -27,37 +29,15 @@ _HEADER = """\
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every layout over every link; 2 where that isn't possible here."""
-    options = _options(arguments)
-    found = find_mpirun()
-    problem = why_not() or (None if found else "no mpirun was found")
-    if problem is not None or found is None:
-        print(f"hosts can't be simulated here: {problem}", file=sys.stderr)
-        return 2
-    lines: list[str] = []
-    for layout in options.layouts.split(","):
-        count, _, ranks = layout.partition("x")
-        for rate in options.rates.split(","):
-            report = _measure(found, int(count), int(ranks), rate, options)
-            if not lines:
-                command = sys.argv[1:] if arguments is None else arguments
-                lines = [*_head(report["header"], command), "", *_HEADER.splitlines()]
-                print("\n".join(lines), flush=True)
-            rows = list(_rows(report, f"{count} × {ranks}", rate))
-            print("\n".join(rows), flush=True)
-            lines += rows
-    if options.markdown is not None:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 0
+    command = sys.argv[1:] if arguments is None else arguments
+    return print_table(_options(arguments), _measure, partial(_head, command), _rows)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=__doc__)
-    parser.add_argument("--layouts", default="2x1,2x2", help="hosts x ranks (default: 2x1,2x2)")
-    parser.add_argument("--rates", default=f"{_UNSHAPED},1gbit", help="default: unshaped,1gbit")
+    add_options(parser, rates=f"{_UNSHAPED},1gbit", repeats=20)
     parser.add_argument("--collective", default="all_reduce", help="default: all_reduce")
     parser.add_argument("--sizes", default="8,4K,64K,1M,16M", help="default: 8,4K,64K,1M,16M")
-    parser.add_argument("--repeats", type=int, default=20, help="default: 20")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
     return parser.parse_args(arguments)
 
 
@@ -77,11 +57,11 @@ def _measure(
         return found
 
 
-def _head(header: dict[str, object], command: Sequence[str]) -> list[str]:
+def _head(command: Sequence[str], report: dict[str, Any]) -> list[str]:
     """What was measured, and on what."""
-    line = " ".join(["python -m bench.hosts", *command])
+    header, line = report["header"], " ".join(["python -m bench.hosts", *command])
     text = f"`{line}`: {header['collective']}, out of place, medians. {settings_line(header)}."
-    return ["; ".join(machine_lines(header)) + ".", "", text]
+    return ["; ".join(machine_lines(header)) + ".", "", text, "", *_HEADER.splitlines()]
 
 
 def _rows(report: dict[str, Any], layout: str, rate: str) -> Iterator[str]:

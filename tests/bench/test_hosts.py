@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.hosts import run
+from bench.hosts import compression, run, table
 from bench.hosts.namespaces import why_not
 
 REASON = why_not()
@@ -10,9 +10,10 @@ REASON = why_not()
 LINK, BURST = 0.125, 256e3
 
 
-def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys):
-    monkeypatch.setattr(run, "why_not", lambda: "tc is not installed")
-    assert run.main([]) == 2
+@pytest.mark.parametrize("program", [run, compression])
+def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys, program):
+    monkeypatch.setattr(table, "why_not", lambda: "tc is not installed")
+    assert program.main([]) == 2
     assert capsys.readouterr().err == "hosts can't be simulated here: tc is not installed\n"
 
 
@@ -28,3 +29,18 @@ def test_a_table_over_a_shaped_link(tmp_path, capsys):
     assert [row[2].strip() for row in rows] == ["8", str(1 << 24)]
     assert all(float(row[5]) > 0 for row in rows)
     assert float(rows[1][6]) < LINK * (1 + BURST / (1 << 24)) * 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=f"no hosts can be simulated: {REASON}")
+def test_bytes_of_compressed_gradients_on_the_link(tmp_path):
+    path = tmp_path / "table.md"
+    arguments = ["--layouts", "2x2", "--rates", "1gbit", "--repeats", "2", "--markdown", str(path)]
+    assert compression.main([*arguments, "--compressions", "float16,powersgd(4)"]) == 0
+    rows = [line.split("|")[1:-1] for line in path.read_text().splitlines() if "2 × 2" in line]
+    assert [row[2].strip() for row in rows] == ["exact", "float16", "powersgd(4)"]
+    exact, narrow, factors = (float(row[5]) for row in rows)
+    # Between two hosts each sends the 16.8 MB once; headers take a few percent.
+    assert 16.8 < exact < 18
+    assert 0.49 < narrow / exact < 0.53
+    assert factors < exact / 20

@@ -1,0 +1,5 @@
+"""Lossy compression of gradients between hosts, for links that are slower than the computation."""
+
+from collectives.compression.reducer import CompressedReducer
+
+__all__ = ["CompressedReducer"]
