@@ -2,8 +2,8 @@
 
 Hosts and links are those of `python -m bench.hosts`. A step reduces gradients of float32, 4.2
 million elements in all, whose shapes are those of a small transformer; the repeats of the
-compressions alternate. Bytes are those that the first host's network device sent, protocols'
-headers included.
+compressions alternate. BLAS has one thread on each rank. Bytes are those that the first host's
+network device sent, protocols' headers included.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _measure(
         shape(agent, addresses, rate)
         report = Path(folder) / "report.json"
         line, environment = launch_line(mpirun, agent, addresses, [ranks] * count)
-        line += [sys.executable, "-m", "bench.hosts.compression", "--json", str(report)]
+        # The hosts share the cores, so that more threads than ranks would wait for each other.
+        line += ["env", "OPENBLAS_NUM_THREADS=1", sys.executable]
+        line += ["-m", "bench.hosts.compression", "--json", str(report)]
         line += ["--compressions", options.compressions, "--repeats", str(options.repeats)]
         subprocess.run(line, env=os.environ | environment, check=True, stdout=sys.stderr)
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
