@@ -48,16 +48,16 @@ def measure(options: argparse.Namespace) -> int:
         print(f"hosts can't be simulated here: {problem}", file=sys.stderr)
         return CAN_NOT_MEASURE
     for count in options.hosts:
-        costs, rows = _run(mpirun, count, options)
+        layout, costs, rows = _run(mpirun, count, options)
         print(_HEADER)
-        print("\n".join(_lines(count, options.collective, costs, rows)), flush=True)
+        print("\n".join(_lines(layout, options.collective, costs, rows)), flush=True)
     return 0
 
 
 def _run(
     mpirun: str, count: int, options: argparse.Namespace
-) -> tuple[CostParameters, list[dict[str, Any]]]:
-    """The fitted parameters, and the rows of `python -m bench`."""
+) -> tuple[Layout, CostParameters, list[dict[str, Any]]]:
+    """The layout, whose hosts share cores; its fitted parameters; the rows of `python -m bench`."""
     with hosts(count) as (addresses, agent), tempfile.TemporaryDirectory() as folder:
         shape(agent, addresses, options.rate)
         line, environment = launch_line(mpirun, agent, addresses, [1] * count)
@@ -72,16 +72,18 @@ def _run(
                 [*line, sys.executable, *program], env=environment, check=True, stdout=sys.stderr
             )
         (fitted,) = Path(folder).glob("figures-*.json")
-        figures = json.loads(fitted.read_text(encoding="utf-8"))["figures"]
+        saved = json.loads(fitted.read_text(encoding="utf-8"))
         rows: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["rows"]
-        return CostParameters(**figures), rows
+        key = saved["key"]
+        layout = Layout(tuple(key["local_sizes"]), key["crowding"])
+        return layout, CostParameters(**saved["figures"]), rows
 
 
 def _lines(
-    count: int, collective: str, costs: CostParameters, rows: list[dict[str, Any]]
+    layout: Layout, collective: str, costs: CostParameters, rows: list[dict[str, Any]]
 ) -> Iterator[str]:
     """One for each size and algorithm, and then how the predictions and the choice did."""
-    layout = Layout((1,) * count)
+    count = len(layout.local_sizes)
     ratios: list[float] = []
     losses: list[float] = []
     for nbytes in dict.fromkeys(row["nbytes"] for row in rows):

@@ -277,7 +277,7 @@ def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys):
 
 
 def test_predictions_beside_measurements():
-    costs, layout = CostParameters(), Layout((1, 1))
+    costs, layout = CostParameters(), Layout((1, 1), 2.0)
     taken = {"ring": 0.5, "native": 2.0, "auto": 4.0}
     rows = [
         {
@@ -288,7 +288,7 @@ def test_predictions_beside_measurements():
         }
         for name, seconds in taken.items()
     ]
-    lines = list(measured._lines(2, "all_reduce", costs, rows))
+    lines = list(measured._lines(layout, "all_reduce", costs, rows))
     chosen = cost_model.choose("all_reduce", 1 << 20, layout, ("native",), costs).algorithm
     predicted = cost_model.expected("all_reduce", "ring", 1 << 20, layout, costs)
     assert f"| ring | 500000.0 | {predicted * 1e6:.1f} | {predicted / 0.5:.2f} |" in lines[0]
