@@ -104,13 +104,14 @@ STRATEGIES = {
     | {"collectives.calls", "collectives.reductions"},
     "replication": {"communication", "core", "foreign", "collectives"}
     | {"collectives.consistency"},
-    "communication": {"core", "collectives", "collectives.calls"}
+    "communication": {"core", "collectives", "collectives.calls", "collectives.compression"}
     | {"collectives.consistency", "collectives.cuda", "collectives.gpu"},
     "input": {"core", "collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.cuda", "collectives.scope"},
     "cluster_resolver": {"cluster", "core", "collectives"},
     "cluster": set(),
-    "core": {"collectives", "collectives.arrays", "collectives.consistency"}
+    "core": {"collectives", "collectives.arrays", "collectives.compression"}
+    | {"collectives.consistency"}
     | {"collectives.cuda", "collectives.errors", "collectives.gpu", "collectives.scope"},
     "foreign": {"collectives.consistency"},
     "errors": {"collectives.messaging"},

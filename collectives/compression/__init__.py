@@ -1,5 +1,6 @@
 """Lossy compression of gradients between hosts, for links that are slower than the computation."""
 
+from collectives.compression.compressors import parse
 from collectives.compression.reducer import CompressedReducer
 
-__all__ = ["CompressedReducer"]
+__all__ = ["CompressedReducer", "parse"]

@@ -141,7 +141,10 @@ class TopK(Compressor):
         return flat
 
 
-def parse(text: str) -> Callable[[Shapes, np.dtype[Any]], Compressor]:
+MakeCompressor: TypeAlias = Callable[[Shapes, np.dtype[Any]], Compressor]
+
+
+def parse(text: str) -> MakeCompressor:
     """What makes the compressor of that name; ValueError for any other text."""
     if text in _CASTS:
         return lambda shapes, dtype: Cast(_CASTS[text])

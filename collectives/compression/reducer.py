@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.compression.compressors import ALLOWED, Compressor, parse
+from collectives.compression.compressors import ALLOWED, Compressor, MakeCompressor, parse
 from collectives.reductions.reduction import Array, ReduceOp, as_op
 
 _COMPRESSED = ("float32", "float64")
+_Kinds: TypeAlias = tuple[ReduceOp, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]
 
 
 class CompressedReducer:
-    """Reduces one list of gradients in every step; between nodes it moves fewer bytes.
+    """Reduces the same list of gradients in every step; between nodes it moves fewer bytes.
 
     The ranks of a node add their gradients exactly, in shared memory. One rank of each node, the
     leader, exchanges the sums with the other leaders:
@@ -27,9 +28,9 @@ class CompressedReducer:
     - "topk(fraction)": as the elements of largest magnitude of each array, and their positions
       (Stich et al. 2018, arXiv:1809.07599).
 
-    What the last two leave out of a step is added to the next (error feedback), so a reducer serves
-    one list of shapes and dtypes, and one op. Arrays of other dtypes than float32 and float64 are
-    reduced exactly, and so are all where there is one node.
+    What the last two leave out of a step is added to the next (error feedback), so that a list
+    keeps its shapes, dtypes and op; several lists have names. Arrays of other dtypes than float32
+    and float64 are reduced exactly, and so are all where there is one node.
     """
 
     def __init__(self, communicator: Communicator, compression: str) -> None:
@@ -53,10 +54,8 @@ class CompressedReducer:
             self._node = communicator.split(communicator.node)
             leads = communicator.local_rank == 0
             self._leaders = communicator.split(0 if leads else None)
-        self._kinds: tuple[Any, ...] | None = None
-        self._text = ""
-        self._parts: list[_Part] = []
-        self._others: list[int] = []
+        self._lists: dict[Hashable, _List] = {}
+        self._last: _List | None = None
 
     @property
     def bytes_between_nodes(self) -> int:
@@ -64,18 +63,21 @@ class CompressedReducer:
 
         Without arrays that are never compressed. 0 on other ranks, and with one node.
         """
-        return sum(each.compressor.bytes_sent for each in self._parts)
+        return 0 if self._last is None else self._last.bytes_sent
 
     def all_reduce_many(
-        self, arrays: Sequence[Any], op: ReduceOp | str = "mean"
+        self, arrays: Sequence[Any], op: ReduceOp | str = "mean", *, of: Hashable = None
     ) -> list[np.ndarray[Any, Any]]:
         """The approximate sums or means over all ranks, as new arrays. Collective.
 
         arrays: arrays of NumPy, or what `numpy.asarray` makes such of. The results are the same on
         the ranks of a node; on all nodes, if their processors and versions of NumPy are equal.
+        of: a name of the list, equal on all ranks. Lists of different names share no errors that
+        are fed back.
 
         Raises on every rank: ValueError for an op that is neither "sum" nor "mean", and for shapes,
-        dtypes or an op other than in the first call; a MismatchError where ranks differ.
+        dtypes or an op other than in the first call of the name; a MismatchError where ranks
+        differ.
         """
         try:
             given, op = [np.asarray(each) for each in arrays], as_op(op)
@@ -83,48 +85,48 @@ class CompressedReducer:
             # The other ranks raise, too, if this is not so on all.
             self._communicator.barrier(f"CompressedReducer.all_reduce_many: {error}")
             raise
-        kinds = (op, *((each.dtype, each.shape) for each in given))
-        if kinds != self._kinds:
-            self._begin(kinds, given)
-        self._communicator.barrier(self._text)
+        kinds = op, tuple((each.dtype, each.shape) for each in given)
+        known = self._lists.get(of)
+        if known is None or kinds != known.kinds:
+            known = self._begin(known, kinds, given, of)
+        self._communicator.barrier(known.text)
+        self._last = known
         results: list[Any] = [None] * len(given)
-        exact = [given[number] for number in self._others]
+        exact = [given[number] for number in known.others]
         reduced = self._communicator.all_reduce_many(exact, op) if exact else []
-        for number, array in zip(self._others, reduced, strict=True):
+        for number, array in zip(known.others, reduced, strict=True):
             results[number] = array
-        for part in self._parts:
-            for number, array in zip(part.numbers, self._reduced(part, given), strict=True):
+        for part in known.parts:
+            for number, array in zip(part.numbers, self._reduced(part, given, op), strict=True):
                 results[number] = array
         return results
 
-    def _begin(self, kinds: tuple[Any, ...], given: Sequence[Array]) -> None:
-        op, *described = kinds
+    def _begin(
+        self, known: _List | None, kinds: _Kinds, given: Sequence[Array], of: Hashable
+    ) -> _List:
+        """The list of these kinds; raises where `known` is one of others, of the same name."""
+        op, described = kinds
         arrays = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in described)
-        text = f"CompressedReducer.all_reduce_many {op.value} of {arrays}"
+        name = "" if of is None else f" of {of}"
+        text = f"CompressedReducer.all_reduce_many{name}: {op.value} of {arrays}"
         # Ranks that differ must all raise, also where only some begin.
         self._communicator.barrier(text)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"op={op.value!r}: must be 'sum' or 'mean' of compressed gradients")
-        if self._kinds is not None:
+        if known is not None:
             raise ValueError(
-                f"{text}: the first call was {self._text.partition(' ')[2]}; other arrays need a"
-                " reducer of their own"
+                f"{text}: the first call was {known.text.partition(': ')[2]}; other arrays need"
+                " another name"
             )
-        several = self._node is not None
-        dtypes = dict.fromkeys(each.dtype for each in given if several and _compressed(each))
-        for dtype in dtypes:
-            numbers = [number for number, each in enumerate(given) if each.dtype == dtype]
-            shapes = [given[number].shape for number in numbers]
-            self._parts.append(_Part(numbers, shapes, dtype, self._make(shapes, dtype)))
-        compressed = {number for part in self._parts for number in part.numbers}
-        self._others = [number for number in range(len(given)) if number not in compressed]
-        self._mean = op is ReduceOp.MEAN
-        self._kinds, self._text = kinds, text
+        made = self._lists[of] = _List(
+            kinds, text, given, None if self._node is None else self._make
+        )
+        return made
 
-    def _reduced(self, part: _Part, given: Sequence[Array]) -> list[Array]:
+    def _reduced(self, part: _Part, given: Sequence[Array], op: ReduceOp) -> list[Array]:
         assert self._node is not None
         flat = np.concatenate([given[number].reshape(-1) for number in part.numbers])
-        if self._mean:
+        if op is ReduceOp.MEAN:
             # Before the sum: a mean of 16 bits can't overflow where its gradients don't.
             flat /= self._communicator.size
         if self._node.size > 1:
@@ -138,18 +140,38 @@ class CompressedReducer:
         return part.cut(flat)
 
 
+class _List:
+    """A list of arrays that is reduced again and again."""
+
+    def __init__(
+        self, kinds: _Kinds, text: str, given: Sequence[Array], make: MakeCompressor | None
+    ) -> None:
+        """`make` None: nothing is compressed."""
+        self.kinds, self.text = kinds, text
+        self.parts: list[_Part] = []
+        dtypes = dict.fromkeys(each.dtype for each in given if make and _compressed(each))
+        for dtype in dtypes:
+            assert make is not None
+            numbers = [number for number, each in enumerate(given) if each.dtype == dtype]
+            shapes = [given[number].shape for number in numbers]
+            self.parts.append(_Part(numbers, shapes, make(shapes, dtype)))
+        compressed = {number for part in self.parts for number in part.numbers}
+        self.others = [number for number in range(len(given)) if number not in compressed]
+
+    @property
+    def bytes_sent(self) -> int:
+        """By the compressors, in the last call."""
+        return sum(each.compressor.bytes_sent for each in self.parts)
+
+
 class _Part:
     """The compressed arrays of one dtype."""
 
     def __init__(
-        self,
-        numbers: Sequence[int],
-        shapes: Sequence[tuple[int, ...]],
-        dtype: np.dtype[Any],
-        compressor: Compressor,
+        self, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]], compressor: Compressor
     ) -> None:
         self.numbers, self.compressor = numbers, compressor
-        self._shapes, self._dtype = shapes, dtype
+        self._shapes = shapes
 
     def cut(self, flat: Array) -> list[Array]:
         """The arrays, which lie one after the other in `flat`."""

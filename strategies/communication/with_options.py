@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
+from collectives.compression import CompressedReducer
 from collectives.consistency.uncaught import raised_on_all
 from collectives.cuda.runtime import on_gpu
 from strategies.communication.over_nccl import OverNccl, find_nccl
@@ -28,6 +29,8 @@ class CollectivesWithOptions:
 
     def __init__(self, communicator: Communicator, options: CommunicationOptions) -> None:
         self._communicator, self.options = communicator, options
+        self._compression = options.compression
+        self._compressed: CompressedReducer | None = None
         self._nccl: OverNccl | None = None
         self._looked = False
 
@@ -41,6 +44,13 @@ class CollectivesWithOptions:
         by_options = partial(self._all_reduce_hosts, op, self.options.merge(options))
         with self.deadline(options):
             return reduce_apart(self._communicator, arrays, op.value, by_options)
+
+    def compressed_sums(self, gradients: Sequence[Array], of: Hashable) -> list[Array]:
+        """The sums, compressed as the first options said; `of` names the gradients. Collective."""
+        assert self._compression is not None
+        if self._compressed is None:
+            self._compressed = CompressedReducer(self._communicator, self._compression)
+        return self._compressed.all_reduce_many(gradients, "sum", of=of)
 
     def _all_reduce_hosts(
         self, op: ReduceOp, options: CommunicationOptions, arrays: Sequence[Any]
@@ -116,7 +126,9 @@ def agreed_options(
             if problem:
                 if first:
                     warn_fallback(f"rank {rank}: {problem}")
-                return CommunicationOptions(given.bytes_per_pack, given.timeout_seconds)
+                return CommunicationOptions(
+                    given.bytes_per_pack, given.timeout_seconds, compression=given.compression
+                )
     if first:
         log.debug("communication: %r; for AUTO see Communicator.explain", given)
     return given

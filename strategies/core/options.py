@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
+from collectives.compression import parse
+
 Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
 """By an attribute's name what makes its value of a given one, or raises."""
 
@@ -126,6 +128,14 @@ def _checked_implementation(given: Any) -> CommunicationImplementation:
     )
 
 
+def _checked_compression(given: Any) -> str | None:
+    if given is None:
+        return None
+    text = given if isinstance(given, str) else repr(given)
+    parse(text)
+    return text
+
+
 @dataclass(init=False, repr=False, unsafe_hash=True)
 class CommunicationOptions(CheckedAttributes):
     """Options of collectives, for a strategy or for a single call.
@@ -136,35 +146,42 @@ class CommunicationOptions(CheckedAttributes):
     timeout_seconds: how long a call waits for other ranks before it raises DeadlineExceededError;
     None keeps the communicator's deadline, 0 is no deadline.
     implementation: a `CommunicationImplementation` or its name in any case.
+    compression: of the gradients that the optimizers of `strategies` sum, between nodes, as
+    `collectives.compression.CompressedReducer` does it. For a strategy, not for a single call. What
+    was left out of a step is not kept in checkpoints.
 
     Raises ValueError for anything else, also where it is assigned, AttributeError for other
-    attributes. As `tf.distribute.experimental.CommunicationOptions`.
+    attributes. But for the compression as `tf.distribute.experimental.CommunicationOptions`.
     """
 
     checks: ClassVar[Checks] = {
         "bytes_per_pack": _checked_bytes,
         "timeout_seconds": _checked_seconds,
         "implementation": _checked_implementation,
+        "compression": _checked_compression,
     }
 
     bytes_per_pack: int
     timeout_seconds: float | None
     implementation: CommunicationImplementation
+    compression: str | None
 
     def __init__(
         self,
         bytes_per_pack: int = 0,
         timeout_seconds: float | None = None,
         implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        compression: str | None = None,
     ) -> None:
         self.bytes_per_pack, self.timeout_seconds = bytes_per_pack, timeout_seconds
+        self.compression = compression
         self.implementation = cast(CommunicationImplementation, implementation)
 
     @property
     def leave_it_to_collectives(self) -> bool:
-        """Whether they set neither the algorithm nor the size of messages."""
+        """Whether they set neither the algorithm nor the size of messages, nor a compression."""
         auto = self.implementation is CommunicationImplementation.AUTO
-        return auto and not self.bytes_per_pack
+        return auto and not self.bytes_per_pack and self.compression is None
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """New options: the given ones where they aren't the defaults, these elsewhere.
@@ -179,12 +196,15 @@ class CommunicationOptions(CheckedAttributes):
             options.bytes_per_pack or self.bytes_per_pack,
             self.timeout_seconds if kept else options.timeout_seconds,
             self.implementation if auto else options.implementation,
+            options.compression or self.compression,
         )
 
     def __repr__(self) -> str:
+        compression = "" if self.compression is None else f", compression={self.compression!r}"
         return (
             f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack},"
-            f" timeout_seconds={self.timeout_seconds}, implementation={self.implementation.name})"
+            f" timeout_seconds={self.timeout_seconds}, implementation={self.implementation.name}"
+            f"{compression})"
         )
 
 

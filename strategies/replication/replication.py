@@ -69,6 +69,7 @@ class Replication:
         self._collectives = CollectivesWithOptions(communicator, options)
         self.reduces_plainly = options.leave_it_to_collectives
         """Whether `collectives` alone decides how arrays are reduced, which may be in place."""
+        self.compresses = options.compression is not None
         self.trains_alone = communicator.size == 1
         """Whether no other rank trains with this one."""
         self.variable_numbers = count()
@@ -212,6 +213,9 @@ class Replication:
     def _dense_sums(
         self, optimizer: Any, gradients: Sequence[Array], variables: Sequence[Any]
     ) -> Sequence[Array]:
+        if self.compresses:
+            numbers = tuple(each.number for each in variables)
+            return self._collectives.compressed_sums(gradients, f"variables {numbers}")
         fusion = optimizer.fusion_of(variables) if self.reduces_plainly else None
         if fusion is None:
             return self.all_reduce_arrays(gradients, ReduceOp.SUM)

@@ -222,8 +222,11 @@ def test_wrong_calls():
         raises(MismatchError, "op='some'", given, ("mean", "some")[comm.rank])
         reducer.all_reduce_many(given)
         raises(MismatchError, "all_reduce_many", given[comm.rank :])
-        raises(ValueError, "other arrays need a reducer of their own", given[1:])
+        raises(ValueError, "other arrays need another name", given[1:])
         raises(ValueError, "other arrays need", given, "sum")
+        reducer.all_reduce_many(given[1:], "sum", of="others")
+        with pytest.raises(MismatchError, match="of others"):
+            reducer.all_reduce_many(given[1:], "sum", of=("others", "own")[comm.rank])
         again = reducer.all_reduce_many(given)
         np.testing.assert_allclose(again[1], means(2)[1], rtol=1e-6)
 

@@ -7,7 +7,7 @@ import pytest
 
 from collectives import Communicator, DeadlineExceededError, OpMismatchError
 from collectives.transports.local import alone
-from strategies import MultiWorkerMirroredStrategy, get_replica_context
+from strategies import MultiWorkerMirroredStrategy, Variable, get_replica_context, optimizers
 from strategies.communication import with_options
 from strategies.core.options import (
     CollectiveCommunication,
@@ -344,3 +344,58 @@ def test_calls_whose_options_differ_are_refused_on_every_rank(comm):
     same_refusal(comm, OpMismatchError, "bytes_per_pack=11", strategy.run, replica)
     assert strategy.reduce("sum", 1.0, axis=None) == comm.size
     strategy.communicator.close()
+
+
+# --- compression ----------------------------------------------------------------------------------
+
+
+def test_the_compression_is_checked():
+    options = CommunicationOptions(compression="topk(0.5)")
+    assert repr(options).endswith("implementation=AUTO, compression='topk(0.5)')")
+    assert not options.leave_it_to_collectives
+    assert CommunicationOptions().merge(options) == options == options.merge(CommunicationOptions())
+    for wrong in ("topk", 16):
+        with pytest.raises(ValueError, match="compression="):
+            options.compression = wrong
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_gradients_are_compressed_between_nodes(comm):
+    """Those of an optimizer's step; metrics and reductions of values stay exact."""
+    from mpi4py import MPI
+
+    with Communicator(MPI.COMM_WORLD, deadline=60, node_of=[0, 1, 1]) as spread:
+        options = CommunicationOptions(compression="topk(0.25)")
+        strategy = MultiWorkerMirroredStrategy(None, options, communicator=spread)
+        with strategy.scope():
+            first, second = Variable(np.zeros(8)), Variable(np.zeros((2, 2)))
+            optimizer = optimizers.SGD(1.0)
+        gradient = np.arange(8.0) ** 2 * (1 + comm.rank)
+
+        def step(variables):
+            pairs = [
+                (gradient[: each.numpy().size].reshape(each.shape), each) for each in variables
+            ]
+            optimizer.apply_gradients(pairs)
+            return get_replica_context().all_reduce("sum", gradient)
+
+        exact = strategy.run(step, ([first, second],))
+        np.testing.assert_array_equal(exact, np.arange(8.0) ** 2 * 6)
+        # 2 of 8 and 1 of 4 are the largest, on both nodes.
+        np.testing.assert_array_equal(first, [0, 0, 0, 0, 0, 0, -36 * 6, -49 * 6])
+        np.testing.assert_array_equal(second, [[0, 0], [0, -9 * 6]])
+        # Another list of variables begins anew; this one goes on with what it has left out.
+        strategy.run(step, ([second],))
+        np.testing.assert_array_equal(second, [[0, 0], [0, -9 * 12]])
+        for _ in range(3):
+            strategy.run(step, ([first, second],))
+        assert np.count_nonzero(first) > 2
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_ranks_with_other_compressions_are_refused(comm):
+    options = CommunicationOptions(compression=("float16", None)[comm.rank])
+    with pytest.raises(ValueError, match="compression='float16'"):
+        MultiWorkerMirroredStrategy(None, options, communicator=comm)

@@ -594,6 +594,12 @@ def lists_of_communication_options():
         together = dense(seed=1 + RANK)
         together.compile("sgd", "mse")
     trained(alone, together, X, Y, epochs=2)
+    options = strategies.CommunicationOptions(compression="float16")
+    strategy = strategies.MultiWorkerMirroredStrategy(communication_options=options)
+    with strategy.scope():
+        raised_everywhere(
+            NotImplementedError, "can't be compressed", lambda: dense().compile("sgd", "mse")
+        )
 
 
 @check

@@ -239,12 +239,13 @@ def test_what_is_refused(torch, comm, monkeypatch):
     optimizer.add_param_group({"params": [other]})
     with pytest.raises(ValueError, match=r"parameter of shape \(7,\) that the model did not have"):
         optimizer.step()
-    options = strategies.CommunicationOptions(
-        implementation=strategies.CommunicationImplementation.RING
-    )
-    ring = strategies.MultiWorkerMirroredStrategy(communication_options=options, communicator=comm)
-    with pytest.raises(ValueError, match="must have neither cross_device_ops"):
-        ring.distribute(network(torch), [])
+    for options in (
+        strategies.CommunicationOptions(implementation="RING"),
+        strategies.CommunicationOptions(compression="float16"),
+    ):
+        others = strategies.MultiWorkerMirroredStrategy(None, options, communicator=comm)
+        with pytest.raises(ValueError, match="must have neither cross_device_ops"):
+            others.distribute(network(torch), [])
 
 
 def test_samplers(torch, comm):
