@@ -81,7 +81,7 @@ def _measure_here(options: argparse.Namespace) -> int:
     """On every rank: the seconds of the slowest, and the bytes that rank 0's host sent."""
     comm = collectives.world(deadline=300)
     chance = np.random.default_rng(comm.rank)
-    gradients = [chance.standard_normal(shape, np.float32) for shape in _SHAPES]
+    gradients = [chance.standard_normal(each, np.float32) for each in _SHAPES]
 
     def exact() -> Any:
         return comm.all_reduce_many(gradients, "mean")
@@ -122,8 +122,8 @@ def _bytes_sent() -> int:
 def _head(command: Sequence[str], report: dict[str, Any]) -> list[str]:
     """What was measured, and on what."""
     line = " ".join(["python -m bench.hosts.compression", *command])
-    machine = "; ".join(machine_lines(report["header"]))
-    return [f"{machine}.", "", f"`{line}`: medians.", "", *_HEADER.splitlines()]
+    described = "; ".join(machine_lines(report["header"]))
+    return [f"{described}.", "", f"`{line}`: medians.", "", *_HEADER.splitlines()]
 
 
 def _rows(report: dict[str, Any], layout: str, rate: str) -> Iterator[str]:
