@@ -132,6 +132,8 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
 
         The other ranks pass None. An error in the root's array is raised on every rank.
         """
+        if algorithm is None:
+            return self._cached.scatter(array, self._root(root), axis)
         return self._run(self._operations.scatter(array, root=root, axis=axis, algorithm=algorithm))
 
     def reduce_scatter(
@@ -225,8 +227,7 @@ class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, pickled, also on the root; for small metadata."""
-        root = self._root(root)
-        return self._run(objects.broadcast_object(obj, root, on_root=self.rank == root))
+        return self._cached.broadcast_object(obj, self._root(root))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Copies of every rank's object in rank order, pickled; for small metadata."""

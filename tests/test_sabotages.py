@@ -25,6 +25,25 @@ class Sabotage(NamedTuple):
 
 
 SABOTAGES = {
+    # What travels with the check between nodes
+    "rows are joined in the order of the nodes": Sabotage(
+        "places[rank] = buffer.content, buffer.words, at",
+        "places[places.index(None)] = buffer.content, buffer.words, at",
+        "test_between_nodes",
+    ),
+    "a rank reads the rows of the call before": Sabotage(
+        "return self._joined[self._check.sequence & 1]",
+        "return self._joined[self._check.sequence - 1 & 1]",
+        "test_between_nodes",
+    ),
+    "a part of a reduction is that of another rank": Sabotage(
+        "target[...] = folded[self._part]",
+        "target[...] = folded[: len(target)]",
+        "test_between_nodes",
+    ),
+    "the array behind the root's pickle isn't counted": Sabotage(
+        "few = length + nbytes <= row.most", "few = nbytes <= row.most", "test_between_nodes"
+    ),
     # The agreement
     "the fingerprint ignores the op": Sabotage(
         "return self[:-2]", "return (self[0], *self[2:-2])", "test_mismatches"

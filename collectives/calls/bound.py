@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from collectives.calls import PASS
-from collectives.calls.bound_between_nodes import bind_exchange, exchanged_reduction
+from collectives.calls.bound_between_nodes import ReductionExchange, exchanged_reduction
 from collectives.calls.bound_small import (
     DATA,
     bind_small,
@@ -23,12 +23,14 @@ from collectives.calls.bound_small import (
     small_fold,
     small_reduction,
 )
+from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
 from collectives.consistency.call_check import CallCheck
+from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
-from collectives.schedules.paths import SHARED
+from collectives.schedules.paths import DISSEMINATION, SHARED
 from collectives.shm.addresses import Publish
 from collectives.shm.layout import ARRIVALS
 from collectives.shm.node import Node
@@ -47,22 +49,26 @@ def bind(
     signature: Signature,
     run: Run,
     publish: Publish | None = None,
+    exchange: Exchange | None = None,
     path: str = SHARED,
 ) -> Call:
     """A function (source, target) that makes the call, and returns what `run` returns.
 
     publish(index, source, target) stores what other ranks read, at that word of this rank's
     segment, before they can see the call. run(source, target, index) is called once all ranks have
-    made it; index is None where the ranks don't all share memory, and nothing was published. PASS
-    where a first registered array has been made since.
+    made it; index is None where the ranks don't all share memory, and nothing was published: there
+    `exchange` sends data with the check. PASS where a first registered array has been made since.
     """
     node, check = node_of_all(engine), engine.call_check
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     if node is not None and check is not None:
         return _bind_on_node(engine, node, check, signature, base, run, publish, path)
+    path = path if exchange is None else DISSEMINATION
 
     def call(source: Any, target: Any) -> Any:
-        return engine.perform_bound(signature, base, path, run, source, target, None)
+        return engine.perform_bound(
+            signature, base, path, run, source, target, None, exchange=exchange
+        )
 
     return call
 
@@ -132,9 +138,11 @@ def bind_all_reduce(
     small = small_reduction(engine, op, dtype, count * dtype.itemsize)
     if small is not None:
         return bind_small(engine, signature, small, shape)
-    exchanged = exchanged_reduction(engine, op, dtype, count * dtype.itemsize)
+    exchanged = exchanged_reduction(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     if exchanged is not None:
-        return bind_exchange(engine, signature, exchanged, shape)
+        exchange = ReductionExchange(engine, exchanged, count)
+        call = bind(engine, signature, exchange.deliver, exchange=exchange)
+        return of_shape(call, shape, dtype)
     run, publish = _component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     return of_shape(bind(engine, signature, run, publish), shape, dtype)
 
@@ -179,6 +187,15 @@ def bind_broadcast(
     engine: Engine, signature: Signature, nbytes: int, root: int
 ) -> Callable[[Any, Array], Any]:
     """The function (None, buffer): the root's content in every rank's buffer of bytes."""
+    most, on_root = room_of_row(engine, 1), engine.rank == root
+    if 0 < nbytes <= most:
+        rows = ExchangedRows(engine, most, nbytes=nbytes if on_root else 0)
+
+        def take(source: None, target: Array, index: int | None) -> None:
+            if not on_root:
+                target[...] = rows.joined()[:nbytes]
+
+        return bind(engine, signature, take, exchange=rows)
     small = small_broadcast(engine, nbytes, root)
     run, publish = small or _component(engine, "broadcast", None, _BYTES, nbytes, (), root)
     return bind(engine, signature, run, publish)
@@ -190,11 +207,15 @@ def bind_reduce_scatter(
     """The function (source, target): `target` is this rank's part, `lengths` those of all."""
     nbytes = sum(lengths) * dtype.itemsize
     small = small_reduction(engine, op, dtype, nbytes)
+    stop = sum(lengths[: engine.rank + 1])
+    part = slice(stop - lengths[engine.rank], stop)
     if small is not None:
-        stop = sum(lengths[: engine.rank + 1])
-        part = slice(stop - lengths[engine.rank], stop)
         every = range(engine.size)
         return bind(engine, signature, *small_fold(engine, small, sum(lengths), every, part))
+    exchanged = exchanged_reduction(engine, "reduce_scatter", op, dtype, nbytes)
+    if exchanged is not None:
+        exchange = ReductionExchange(engine, exchanged, sum(lengths), part)
+        return bind(engine, signature, exchange.deliver, exchange=exchange)
     run, publish = _component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
     return bind(engine, signature, run, publish)
 

@@ -7,7 +7,7 @@ kind of its parts beside its arrival, 0 if they differ, and all ranks compare th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from collectives.arrays.kinds import to_array
 from collectives.calls.all_to_all import exchange, exchange_bytes
 from collectives.calls.bound import Call, Run, bind
 from collectives.calls.bound_small import DATA, node_of_all
-from collectives.calls.objects import numbers_of_all
+from collectives.calls.rows import rows_of_all
 from collectives.consistency.signature import Signature, dtype_name, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
-from collectives.schedules.paths import QUICKEST, STAGED
+from collectives.schedules.paths import NATIVE, QUICKEST, STAGED
 from collectives.shm.addresses import FIRST_NUMBER, Publish
 from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
@@ -28,22 +28,22 @@ from collectives.shm.selector import PathSelector
 
 _BYTES = np.dtype(np.uint8)
 _DIFFERENT = 0
+# Between nodes every rank gets all parts of few bytes, of which it needs its own.
+EXCHANGED_BYTES = 4 << 10
 
 
 def bind_differing(engine: Engine, nbytes: int) -> Call:
     """The function (arrays, None) → the received arrays; this rank's differ, and have `nbytes`."""
-    own = None if engine.node is None else engine.node.steps.memory.own
-
-    def publish(index: int, source: Any, target: Any) -> None:
-        assert own is not None
-        own[index + FIRST_NUMBER] = _DIFFERENT
+    rows = rows_of_all(engine, _DIFFERENT, 0, 0)
 
     def run(arrays: Any, target: Any, index: int | None) -> list[Array]:
         if index is None:
-            numbers_of_all(engine, _DIFFERENT)
+            # As the ranks whose parts are alike do, with the same messages.
+            rows.numbers(index)
         return exchange(engine, arrays)
 
-    return bind(engine, Signature("all_to_all", nbytes=nbytes), run, publish)
+    signature = Signature("all_to_all", nbytes=nbytes)
+    return bind(engine, signature, run, rows.publish, rows.exchange)
 
 
 def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Call:
@@ -56,24 +56,19 @@ def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]
     kind = fingerprint((dtype_name(dtype), shape))
     count, size, node = math.prod(shape), engine.size, node_of_all(engine)
     nbytes = count * size * dtype.itemsize
-    move, publish = _between_nodes(engine, count), None
-    words: Sequence[memoryview] = ()
-    if node is not None:
-        words = node.steps.memory.words
-        small = nbytes <= SMALL_BYTES
-        made = _small(node, count, dtype, kind) if small else _large(engine, node, nbytes, kind)
-        move, publish = made
+    if node is None:
+        return _bind_between_nodes(engine, shape, dtype, kind)
+    words = node.steps.memory.words
+    small = nbytes <= SMALL_BYTES
+    made = _small(node, count, dtype, kind) if small else _large(engine, node, nbytes, kind)
+    move, publish = made
 
     def run(source: Array, target: Array, index: int | None) -> list[Array] | None:
-        if index is None:
-            kinds = [each for each, _ in numbers_of_all(engine, kind)]
-        else:
-            kinds = [each[index + FIRST_NUMBER] for each in words]
-        if kinds.count(kind) == size:
+        assert index is not None
+        if [each[index + FIRST_NUMBER] for each in words].count(kind) == size:
             move(source, target, index)
             return None
-        parts = source.reshape(size, *shape)
-        return exchange(engine, [parts[peer, ...] for peer in range(size)])
+        return exchange(engine, list(source.reshape(size, *shape)))
 
     return bind(engine, Signature("all_to_all", nbytes=nbytes), run, publish)
 
@@ -128,27 +123,47 @@ def _large(engine: Engine, node: Node, nbytes: int, kind: int) -> tuple[Run, Pub
     return move, node.addresses.publisher(kind)
 
 
-def _between_nodes(engine: Engine, count: int) -> Callable[[Array, Array, int | None], None]:
-    """By messages, whose lengths are known."""
-    rank, size = engine.rank, engine.size
+def _bind_between_nodes(
+    engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any], kind: int
+) -> Call:
+    """The kinds travel with the check, and few bytes too: each rank gets the parts of all."""
+    size, rank, part = engine.size, engine.rank, math.prod(shape) * dtype.itemsize
+    nbytes = part * size
+    few = nbytes <= EXCHANGED_BYTES
+    rows = rows_of_all(engine, kind, 0, nbytes if few else 0)
+    reader = rows.reader([nbytes] * size) if few else None
+    every = np.empty((size, size, part) if reader else 0, _BYTES)
+    native = engine.paths("all_to_all_equal", None, _BYTES).get(NATIVE)
 
-    def move(source: Array, target: Array, index: int | None) -> None:
-        outgoing, incoming = source.reshape(size, count), target.reshape(size, count)
-        lengths = [outgoing[0].nbytes] * size
-        lengths[rank] = 0
-        writes = [_writer(part) for part in outgoing]
-        received = exchange_bytes(engine, writes, lengths, lengths)
-        incoming[rank] = outgoing[rank]
-        for peer in range(size):
-            if peer != rank:
-                incoming[peer] = received[peer].view(source.dtype)
+    def run(source: Array, target: Array, index: int | None) -> list[Array] | None:
+        _, kinds, _ = rows.numbers(index)
+        if kinds.count(kind) != size:
+            return exchange(engine, list(source.reshape(size, *shape)))
+        outgoing, incoming = source.view(_BYTES), target.view(_BYTES)
+        if reader is not None:
+            reader(index, every.reshape(-1))
+            incoming.reshape(size, part)[...] = every[:, rank]
+        elif native is not None:
+            engine.path = NATIVE
+            native(outgoing, incoming, (), 0)
+        else:
+            _by_messages(engine, outgoing.reshape(size, part), incoming.reshape(size, part))
+        return None
 
-    return move
+    signature = Signature("all_to_all", nbytes=nbytes)
+    return bind(engine, signature, run, rows.publish, rows.exchange)
 
 
-def _writer(part: Array) -> Callable[[Array], None]:
-    content = part.view(_BYTES)
+def _by_messages(engine: Engine, outgoing: Array, incoming: Array) -> None:
+    """The parts of bytes to and from each rank, whose lengths are known."""
+    rank, lengths = engine.rank, [outgoing.shape[1]] * engine.size
+    lengths[rank] = 0
+    received = exchange_bytes(engine, [_writer(part) for part in outgoing], lengths, lengths)
+    for peer in range(engine.size):
+        incoming[peer] = outgoing[rank] if peer == rank else received[peer]
 
+
+def _writer(content: Array) -> Callable[[Array], None]:
     def write(buffer: Array) -> None:
         buffer[...] = content
 

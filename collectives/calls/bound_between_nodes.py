@@ -1,4 +1,4 @@
-"""Bound all_reduce of small arrays between nodes: the data travel with the check of the call.
+"""Small reductions between nodes: the data travel with the check of the call.
 
 The leader of each node folds the arrays of its ranks, and then those of all nodes, in the order of
 the nodes, so that every rank has the same bits.
@@ -6,61 +6,73 @@ the nodes, so that every rank has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.calls import PASS
 from collectives.calls.bound_small import SMALL_BYTES_OF_ALL
 from collectives.consistency.dissemination import LARGEST_EXCHANGE, Block
-from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
-from collectives.schedules.paths import DISSEMINATION
 from collectives.shm.layout import SMALL_BYTES
-from collectives.shm.node_barrier import SEQUENCE_BITS
+
+_WHOLE = slice(None)
+# Every rank gets the reduction of everything, of which it needs a part.
+_SCATTERED_BYTES = 8 << 10
 
 
 def exchanged_reduction(
-    engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
+    engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
 ) -> Reduction | None:
     """The reduction of arrays so small that they travel with the check; None for others."""
     nodes = 1 if engine.call_check is None else engine.call_check.nodes
     if nodes == 1:
         return None
-    small = 0 < nbytes <= min(SMALL_BYTES, LARGEST_EXCHANGE // nodes)
+    most = _SCATTERED_BYTES if collective == "reduce_scatter" else SMALL_BYTES
+    small = 0 < nbytes <= min(most, LARGEST_EXCHANGE // nodes)
     reduction = reduction_for(op, dtype)
     small = small and nbytes * engine.size <= SMALL_BYTES_OF_ALL
     return reduction if small and reduction.plain_fold else None
 
 
-class _ReductionExchange:
-    """As `dissemination.Exchange`: one array of each rank, all of a shape."""
+class ReductionExchange:
+    """As `dissemination.Exchange`: as many elements of each rank, in the dtype of the fold."""
 
-    def __init__(self, engine: Engine, reduction: Reduction, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, engine: Engine, reduction: Reduction, count: int, part: slice = _WHOLE
+    ) -> None:
+        """`part` is what this rank gets of the result."""
+        assert engine.call_check is not None
         assert reduction.plain_fold is not None
         self._fold, self._errstate = reduction.plain_fold, engine.errstate.run
-        self._dtype, self._shape = reduction.dtype, shape
-        self.nbytes = int(np.prod(shape, dtype=np.int64)) * reduction.dtype.itemsize
+        self._reduction, self._size, self._check = reduction, engine.size, engine.call_check
+        self._dtype, self._part, self._nbytes = (
+            reduction.dtype,
+            part,
+            count * reduction.dtype.itemsize,
+        )
         self.source: Any = None
         self.target: Any = None
         self._arrays: dict[tuple[int, int], tuple[Array, Array]] = {}
         """Blocks as arrays, with their buffers, which are the same in most calls."""
-        self.slots: list[list[Array]] = []
+        self._slots: list[list[Array]] = []
         """Of this node's ranks, by parity; the leader's comes first, and takes the result."""
+        self._folded: Array | None = None
+        """The result of a rank alone on its node, unless it lies in the target."""
         if engine.node is not None and engine.node.steps.size > 1:
             memory = engine.node.steps.memory
-            self.slots = [
+            self._slots = [
                 [self._array(slots[parity], 0) for slots in memory.slots] for parity in range(2)
             ]
             self._rank = memory.rank
 
     def _array(self, content: Array, start: int) -> Array:
-        return content[start : start + self.nbytes].view(self._dtype).reshape(self._shape)
+        elements: Array = content[start : start + self._nbytes].view(self._dtype)
+        return elements
 
     def _array_of(self, block: Block) -> Array:
-        content, start = block
+        content, start = block[0].content, block[1]
         known = self._arrays.get((id(content), start))
         if known is None:
             known = self._arrays[id(content), start] = self._array(content, start), content
@@ -68,19 +80,28 @@ class _ReductionExchange:
 
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
-        if self.slots:
-            self.slots[parity][self._rank][...] = self.source
+        if self._slots:
+            self._slots[parity][self._rank][...] = self._given()
 
-    def pack(self, block: Block, parity: int) -> None:
+    def _given(self) -> Any:
+        return self.target if self.source is None else self.source
+
+    def pack(self, block: Block, parity: int) -> int:
         """Fold the slots of the node's ranks."""
-        if self.slots:
-            self._reduce(self.slots[parity], self._array_of(block))
+        if self._slots:
+            self._reduce(self._slots[parity], self._array_of(block))
         else:
-            self._array_of(block)[...] = self.source
+            self._array_of(block)[...] = self._given()
+        return self._nbytes
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
-        """Fold into the leader's slot, or straight into the target."""
-        out = self.slots[parity][0] if self.slots else self.target
+        """Fold into the leader's slot; without slots straight into the target, if it takes all."""
+        if self._slots:
+            out = self._slots[parity][0]
+        elif self._part is _WHOLE and self.target is not None:
+            self._folded, out = None, self.target
+        else:
+            self._folded = out = np.empty(self._nbytes // self._dtype.itemsize, self._dtype)
         self._reduce([self._array_of(block) for block in blocks], out)
 
     def _reduce(self, arrays: Sequence[Array], out: Array) -> None:
@@ -89,32 +110,13 @@ class _ReductionExchange:
             self._errstate(self._fold, first, each, out)
             first = out
 
-
-def bind_exchange(
-    engine: Engine, signature: Signature, reduction: Reduction, shape: tuple[int, ...]
-) -> Callable[[Array, Any], Any]:
-    """The function (array, out) → result; PASS where `out` can't take the result as it comes."""
-    exchange, dtype = _ReductionExchange(engine, reduction, shape), reduction.dtype
-    base, check = fingerprint(signature.agreed) << SEQUENCE_BITS, engine.call_check
-    assert check is not None
-
-    def deliver(array: Array, out: Array) -> None:
-        if exchange.slots:
-            out[...] = exchange.slots[check.sequence & 1][0]
-        if reduction.divides:
-            engine.errstate.run(reduction.finish, out.reshape(-1), engine.size)
-
-    def all_reduce(array: Array, out: Any) -> Any:
-        if out is None:
-            out = np.empty(shape, dtype)
-        elif (
-            type(out) is not np.ndarray
-            or not out.flags.carray
-            or out.shape != shape
-            or out.dtype != dtype
-        ):
-            return PASS
-        engine.perform_bound(signature, base, DISSEMINATION, deliver, array, out, exchange=exchange)
-        return out
-
-    return all_reduce
+    def deliver(self, source: Any, target: Array | None, index: int | None) -> None:
+        """Store this rank's part into the target, unless it gets none: for `bound.bind`."""
+        folded = self._slots[self._check.sequence & 1][0] if self._slots else self._folded
+        self._folded = None
+        if target is None:
+            return
+        if folded is not None:
+            target[...] = folded[self._part]
+        if self._reduction.divides:
+            self._errstate(self._reduction.finish, target, self._size)

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from collectives.calls.bound import bind, of_shape
-from collectives.calls.bound_small import small_fold, small_reduction
+from collectives.calls.bound_between_nodes import ReductionExchange, exchanged_reduction
+from collectives.calls.bound_small import fold_parts, small_fold, small_reduction
+from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
 from collectives.calls.scans import identity, prefix
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 
 _WHOLE = slice(None)
 
@@ -36,6 +38,11 @@ def bind_reduce(
         ranks = range(engine.size if gets else 0)
         call = bind(engine, signature, *small_fold(engine, small, count, ranks, _WHOLE))
         return of_shape(call, shape, dtype, gets=gets)
+    exchanged = exchanged_reduction(engine, "reduce", op, dtype, count * dtype.itemsize)
+    if exchanged is not None:
+        exchange = ReductionExchange(engine, exchanged, count)
+        call = bind(engine, signature, exchange.deliver, exchange=exchange)
+        return of_shape(call, shape, dtype, gets=gets)
 
     def run(source: Array | None, target: Array | None, index: int | None) -> None:
         into = engine.work(count, dtype) if target is None else target
@@ -49,18 +56,29 @@ def bind_scan(
 ) -> Callable[[Array, Any], Any]:
     """The function (array, out) → the reduction of the ranks up to this one, or below it."""
     count, collective = math.prod(shape), signature.collective
-    small = small_reduction(engine, op, dtype, count * dtype.itemsize)
-    if small is None:
-
-        def run(source: Array | None, target: Array, index: int | None) -> None:
-            target[...] = prefix(engine, collective, target if source is None else source, op)
-
-        return of_shape(bind(engine, signature, run), shape, dtype)
-    ranks = range(engine.rank + (collective == "scan"))
-    fold, publish = small_fold(engine, small, count, ranks, _WHOLE)
+    nbytes, ranks = count * dtype.itemsize, range(engine.rank + (collective == "scan"))
+    small = small_reduction(engine, op, dtype, nbytes)
     nothing = identity(op, dtype)
 
     def fill(source: Any, target: Array, index: Any) -> None:
         target[...] = nothing
 
-    return of_shape(bind(engine, signature, fold if ranks else fill, publish), shape, dtype)
+    if small is not None:
+        fold, publish = small_fold(engine, small, count, ranks, _WHOLE)
+        return of_shape(bind(engine, signature, fold if ranks else fill, publish), shape, dtype)
+    reduction, most = reduction_for(op, dtype), room_of_row(engine, engine.size)
+    fold_two, errstate = reduction.plain_fold, engine.errstate.run
+    if fold_two is not None and 0 < nbytes <= most:
+        rows = ExchangedRows(engine, most, nbytes=nbytes)
+
+        def fold_rows(source: Any, target: Array, index: Any) -> None:
+            every = rows.joined()[: nbytes * engine.size].view(dtype).reshape(-1, count)
+            errstate(fold_parts, fold_two, list(every[: len(ranks)]), target)
+
+        call = bind(engine, signature, fold_rows if ranks else fill, exchange=rows)
+        return of_shape(call, shape, dtype)
+
+    def run(source: Array | None, target: Array, index: int | None) -> None:
+        target[...] = prefix(engine, collective, target if source is None else source, op)
+
+    return of_shape(bind(engine, signature, run), shape, dtype)

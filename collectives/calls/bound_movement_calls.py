@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.kinds import like, to_array
+from collectives.arrays.kinds import is_device, like, to_array
 from collectives.arrays.tensors import refuse_lost_gradient, to_torch
 from collectives.calls import PASS
 from collectives.calls.all_to_all import Parts, store
@@ -16,14 +16,23 @@ from collectives.calls.bound import bind_broadcast
 from collectives.calls.bound_all_gather import bind_all_gather, bind_gather
 from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing
 from collectives.calls.bound_calls import Bound, BoundCalls
+from collectives.calls.bound_from_root import Sent, bind_broadcast_object, bind_scatter
 from collectives.calls.counts import ANY_ROOM
-from collectives.calls.movements import broadcast_output, broadcast_signature, rows_of, signature_of
+from collectives.calls.movements import (
+    Scattered,
+    broadcast_output,
+    broadcast_signature,
+    look_at,
+    rows_of,
+    signature_of,
+)
+from collectives.calls.objects import outcome_of
 from collectives.cuda.runtime import on_gpu
 from collectives.reductions.reduction import Array
 
 
 class BoundMovementCalls(BoundCalls):
-    """broadcast, all_gather, gather, all_to_all."""
+    """broadcast, all_gather, gather, scatter, all_to_all, broadcast_object."""
 
     def broadcast(self, array: Any, root: int, *, on_root: bool) -> Any:
         """As `Communicator.broadcast`."""
@@ -132,6 +141,31 @@ class BoundMovementCalls(BoundCalls):
         axis = 0 if rows is None else rows.axis
         return self._call(("gather", source.dtype, shape, axis, root), bind, source, None)
 
+    def scatter(self, array: Any, root: int, axis: int) -> Any:
+        """As `Communicator.scatter`."""
+        return self._engine.whole(self._scatter, array, root, axis)
+
+    def _scatter(self, array: Any, root: int, axis: int) -> Any:
+        engine, rows, sent = self._engine, [], None
+
+        def look() -> Scattered:
+            found, seen = look_at(engine, array, axis)
+            rows.append(seen.flat)
+            return found
+
+        if engine.rank == root:
+            pickled = outcome_of(look)
+            on_cpu = bool(rows) and not is_device(rows[0])
+            sent = Sent(pickled, rows[0].nbytes, rows[0]) if on_cpu else Sent(pickled, ANY_ROOM)
+        source = array, rows[0] if rows else None
+        return self._call(("scatter", root), partial(bind_scatter, engine, root), sent, source)
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """As `Communicator.broadcast_object`."""
+        bind = partial(bind_broadcast_object, self._engine, root)
+        sent = Sent(outcome_of(lambda: obj)) if self._engine.rank == root else None
+        return self._call(("broadcast_object", root), bind, sent, None)
+
     def all_to_all(self, arrays: Any, out: Any) -> Any:
         """As `Communicator.all_to_all`."""
         size, plain = self._engine.size, type(arrays) is np.ndarray
@@ -153,10 +187,12 @@ class BoundMovementCalls(BoundCalls):
     def _all_to_all_parts(self, parts: Parts) -> Any:
         arrays, first = parts.arrays, parts.arrays[0]
         if parts.alike:
+            # In the machine's order of bytes.
             source = np.concatenate([array.reshape(-1) for array in arrays])
-            target = np.empty((len(arrays), *first.shape), first.dtype)
+            target = np.empty((len(arrays), *first.shape), source.dtype)
             differing = self._all_to_all(source, target.reshape(-1), first.shape)
-            return parts.deliver(differing or [target[peer, ...] for peer in range(len(arrays))])
+            alike = target.astype(first.dtype, copy=False)
+            return parts.deliver(differing or [alike[peer, ...] for peer in range(len(arrays))])
         bind = partial(bind_differing, self._engine, parts.nbytes)
         return parts.deliver(self._call(("all_to_all", parts.nbytes), bind, arrays, None))
 

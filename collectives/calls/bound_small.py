@@ -6,7 +6,6 @@ Each rank stores its elements beside its arrival, and folds or copies those of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ from collectives.calls import PASS
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
+from collectives.reductions.reduction import Array, Fold, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import SHARED
-from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
+from collectives.shm.layout import ARRIVALS, SMALL_BYTES
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.selector import LEAST_BYTES
@@ -73,17 +72,22 @@ def small_fold(
         stores[index][...] = target if source is None else source
 
     def run(source: Any, target: Array, index: Any) -> None:
-        first, second, *rest = parts[index]
-        errstate(fold, first, second, target)
-        for each in rest:
-            errstate(fold, target, each, target)
+        errstate(fold_parts, fold, parts[index], target)
         if reduction.divides:
             errstate(finish, target, size)
 
-    def copy(source: Any, target: Array, index: Any) -> None:
-        target[...] = parts[index][0]
+    return (run if ranks else _nothing), publish
 
-    return (run if len(ranks) > 1 else copy if ranks else _nothing), publish
+
+def fold_parts(fold: Fold, parts: Sequence[Array], target: Array) -> None:
+    """Fold one part or more, one after the other."""
+    if len(parts) == 1:
+        target[...] = parts[0]
+        return
+    first, second, *rest = parts
+    fold(first, second, target)
+    for each in rest:
+        fold(target, each, target)
 
 
 def small_broadcast(engine: Engine, nbytes: int, root: int) -> tuple[Run, Publish | None] | None:
@@ -109,56 +113,6 @@ def small_broadcast(engine: Engine, nbytes: int, root: int) -> tuple[Run, Publis
 
 def _nothing(source: Any, target: Any, index: Any) -> None:
     """The root has its content."""
-
-
-class SmallRows:
-    """The rows of all ranks, each of which stores its own beside its arrival if they are few."""
-
-    def __init__(self, node: Node) -> None:
-        memory, self._rank = node.steps.memory, node.steps.rank
-        # Registered arrays of more bytes are read where they are.
-        most = LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
-        self._most = min(most, SMALL_BYTES_OF_ALL // memory.size)
-        self._slots = {
-            at + DATA: [slots[parity][ROW_BYTES:] for slots in memory.slots]
-            for parity, at in enumerate(ARRIVALS)
-        }
-
-    def few(self, nbytes: int) -> bool:
-        """Whether a rank stores its rows, of so many bytes."""
-        return nbytes <= self._most
-
-    def storer(self, nbytes: int) -> Callable[[int, Array], None]:
-        """The function (index, source) that publishes this rank's bytes, which are few."""
-        places = {index: slots[self._rank][:nbytes] for index, slots in self._slots.items()}
-
-        def store(index: int, source: Array) -> None:
-            places[index][...] = source
-
-        return store
-
-    def reader(self, lengths: Sequence[int]) -> Callable[[int, Array], None] | None:
-        """The function (index, target) that joins so many bytes of each rank.
-
-        None where they aren't few on each.
-        """
-        if not self.few(max(lengths)):
-            return None
-        ends = list(accumulate(lengths))
-        places = list(map(slice, [0, *ends], ends))
-        reads = {
-            index: [
-                (place, slot[:length])
-                for place, slot, length in zip(places, slots, lengths, strict=True)
-            ]
-            for index, slots in self._slots.items()
-        }
-
-        def read(index: int, target: Array) -> None:
-            for place, content in reads[index]:
-                target[place] = content
-
-        return read
 
 
 def bind_small(

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from collectives.calls.bound_all_to_all import EXCHANGED_BYTES
 from collectives.calls.bound_between_nodes import exchanged_reduction
 from collectives.calls.bound_small import small_reduction
+from collectives.calls.exchanged_rows import room_of_row
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, reduction_for
 from collectives.schedules.paths import DISSEMINATION, QUICKEST, SHARED
@@ -23,7 +25,7 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
     small = collective == "all_reduce" and small_reduction(engine, ReduceOp.SUM, dtype, nbytes)
     if small:
         return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
-    if collective == "all_reduce" and exchanged_reduction(engine, ReduceOp.SUM, dtype, nbytes):
+    if _travels_with_check(engine, collective, nbytes, dtype):
         return f"{DISSEMINATION} runs, with the comparison of the call: few bytes"
     # Movements treat elements as bytes.
     paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
@@ -33,6 +35,17 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
         return _measured(route, nbytes)
     choice = engine.price(collective, nbytes, paths)
     return f"{choice}\n  by {engine.costs_source}" if choice.seconds else str(choice)
+
+
+def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> bool:
+    """Whether so many bytes travel with the check between nodes, of which each rank has a part."""
+    if collective in ("all_reduce", "reduce", "reduce_scatter"):
+        return exchanged_reduction(engine, collective, ReduceOp.SUM, dtype, nbytes) is not None
+    if collective in ("all_gather", "gather"):
+        return nbytes <= engine.size * room_of_row(engine, engine.size)
+    if collective == "all_to_all":
+        return nbytes <= min(EXCHANGED_BYTES, room_of_row(engine, engine.size))
+    return collective == "broadcast" and 0 < nbytes <= room_of_row(engine, 1)
 
 
 def _measured(route: PathSelector, nbytes: int) -> str:

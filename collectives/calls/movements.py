@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +22,12 @@ from collectives.arrays.kinds import (
 )
 from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
 from collectives.calls import Operation
-from collectives.calls.arguments import Rows
+from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.counts import ANY_ROOM, counts_of_all
 from collectives.calls.objects import broadcast_pickle
 from collectives.consistency.signature import ANY_LENGTH, Signature, dtype_name, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
-from collectives.schedules.schedule import split_lengths
 
 
 def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
@@ -121,7 +120,7 @@ def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation
     return Operation(signature, perform, is_device(rows.flat))
 
 
-class _Scattered(NamedTuple):
+class Scattered(NamedTuple):
     """What the other ranks must know of the root's array."""
 
     rows: int
@@ -130,37 +129,60 @@ class _Scattered(NamedTuple):
     dtype: np.dtype[Any]
     on_gpu: bool
 
+    def lengths(self, size: int) -> list[int]:
+        """The elements that each rank gets."""
+        elements = math.prod(self.rest)
+        return [count * elements for count in split_rows(self.rows, size)]
+
+    def deliver(self, engine: Engine, block: Array, array: Any) -> Any:
+        """This rank's elements as an array, of the library of the array that it gave."""
+        shaped = block.reshape(split_rows(self.rows, engine.size)[engine.rank], *self.rest)
+        return like(array)(packed(np.moveaxis(shaped, 0, self.axis)))
+
+
+def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:
+    """The root's array. Raises where it can't be scattered."""
+    rows = Rows(to_array(array), axis)
+    refuse_lost_gradient(array, "array")
+    on_gpu = is_device(rows.flat)
+    if on_gpu and engine.devices is None:
+        # The other ranks have started the call where arrays on the CPU are moved.
+        raise TypeError("scatter_async: the array lies on a GPU: must lie on the CPU")
+    return Scattered(rows.count, rows.rest, rows.axis, rows.dtype, on_gpu), rows
+
+
+def scatter_block(
+    engine: Engine, found: Scattered, flat_array: Array | None, root: int, algorithm: str | None
+) -> Array:
+    """This rank's elements; `flat_array` are all, on the root alone."""
+    lengths = found.lengths(engine.size)
+    total, devices = sum(lengths), engine.devices
+    if flat_array is not None:
+        whole = flat_array
+    elif found.on_gpu and devices is not None and not devices.over_host:
+        whole = devices.room(total, found.dtype)
+    else:
+        whole = engine.work(total, found.dtype)
+    engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
+    block: Array = engine.own_part(whole, lengths).copy()
+    return block
+
 
 def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root: bool) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
     algorithms.check_name("scatter", algorithm)
-    rows: list[Rows] = []
-
-    def look(engine: Engine) -> _Scattered:
-        rows[:] = [Rows(to_array(array), axis)]
-        refuse_lost_gradient(array, "array")
-        on_gpu = is_device(rows[0].flat)
-        if on_gpu and engine.devices is None:
-            # The other ranks have started the call where arrays on the CPU are moved.
-            raise TypeError("scatter_async: the array lies on a GPU: must lie on the CPU")
-        return _Scattered(rows[0].count, rows[0].rest, rows[0].axis, rows[0].dtype, on_gpu)
 
     def perform(engine: Engine) -> Any:
-        count, rest, place, dtype, on_gpu = broadcast_pickle(
-            engine, partial(look, engine) if on_root else None, root
-        )
-        counts = split_lengths(count, engine.size)
-        lengths = (counts * int(np.prod(rest, dtype=np.int64))).tolist()
-        total = sum(lengths)
-        if on_root:
-            whole = rows[0].flat
-        elif on_gpu and engine.devices is not None and not engine.devices.over_host:
-            whole = engine.devices.room(total, dtype)
-        else:
-            whole = engine.work(total, dtype)
-        engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
-        block = engine.own_part(whole, lengths).copy()
-        shaped = block.reshape(counts[engine.rank], *rest)
-        return like(array)(packed(np.moveaxis(shaped, 0, place)))
+        rows: list[Rows] = []
+
+        def look() -> Scattered:
+            found, seen = look_at(engine, array, axis)
+            rows.append(seen)
+            return found
+
+        found: Scattered = broadcast_pickle(engine, look if on_root else None, root)
+        given = rows[0].flat if on_root else None
+        block = scatter_block(engine, found, given, root, algorithm)
+        return found.deliver(engine, block, array)
 
     return Operation(Signature("scatter", root=root, detail=forced(algorithm)), perform)

@@ -37,20 +37,25 @@ def broadcast_pickle(engine: Engine, make: Callable[[], Any] | None, root: int) 
 
     Thus no rank waits for a root that failed. The other ranks pass None.
     """
-    content = b"" if make is None else _outcome(make)
+    content = b"" if make is None else outcome_of(make)
     length = np.array([len(content)], np.int64)
     engine.run("broadcast", None, length, root=root)
     buffer = np.empty(int(length[0]), np.uint8)
     if make is not None:
         buffer[:] = np.frombuffer(content, np.uint8)
     engine.run("broadcast", None, buffer, root=root)
-    result, error = _read(buffer)
+    return result_of(engine, buffer)
+
+
+def result_of(engine: Engine, content: Array) -> Any:
+    """The result that `outcome_of` has pickled on one rank; raises its exception, on all ranks."""
+    result, error = _read(content)
     if error is not None:
         raise raised_on_all(error, engine.rank)
     return result
 
 
-def _outcome(make: Callable[[], Any]) -> bytes:
+def outcome_of(make: Callable[[], Any]) -> bytes:
     """The pickle of (result, None), or of (None, exception)."""
     try:
         return pickle.dumps((make(), None), pickle.HIGHEST_PROTOCOL)
@@ -64,20 +69,13 @@ def _outcome(make: Callable[[], Any]) -> bytes:
 
 def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:
     """Every rank's result of `make`; if it raises on any rank, its exception on all ranks."""
-    outcomes = gather_pickles(engine, _outcome(make))
+    outcomes = gather_pickles(engine, outcome_of(make))
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
             if engine.size > 1:
                 error.args = (f"rank {rank}: {error}",)
             raise raised_on_all(error, engine.rank)
     return [result for result, _ in outcomes]
-
-
-def broadcast_object(obj: Any, root: int, *, on_root: bool) -> Operation:
-    """The root's object, or on every rank the error of pickling it."""
-    make = (lambda: obj) if on_root else None
-    signature = Signature("broadcast_object", root=root)
-    return Operation(signature, lambda engine: broadcast_pickle(engine, make, root))
 
 
 def all_gather_object(obj: Any) -> Operation:

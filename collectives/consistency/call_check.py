@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.consistency.dissemination import Exchange
 from collectives.consistency.nodes_check import NodesCheck
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.errors import DeadlineExceededError, MismatchError
+from collectives.shm.layout import ROW_BYTES, SMALL_BYTES
 from collectives.shm.node_barrier import (
     ALIKE,
     DIFFERENT,
@@ -47,6 +51,8 @@ class CallCheck:
         self._nodes_check = (
             None if leaders is None else NodesCheck(leaders, wait_policy, self._absent)
         )
+        self.slots = _slots(node_barrier) if self._several_nodes else []
+        """The memory of this node's ranks, by parity of the call, for data that travel with it."""
         self.sequence = 0
         """Number of the last call that was made, or that other ranks may have seen."""
 
@@ -54,6 +60,11 @@ class CallCheck:
     def nodes(self) -> int:
         """The number of nodes."""
         return len(self._nodes)
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The ranks of each node."""
+        return self._nodes
 
     @property
     def leads(self) -> bool:
@@ -149,6 +160,12 @@ class CallCheck:
             self._nodes_check.close()
         if self._leaders is not None and self.node_barrier is not None:
             self._leaders.close()
+
+
+def _slots(node_barrier: NodeBarrier | None) -> list[list[NDArray[np.uint8]]]:
+    if node_barrier is not None:
+        return node_barrier.memory.slots
+    return [[np.zeros(ROW_BYTES + SMALL_BYTES, np.uint8) for _ in range(2)]]
 
 
 def ranks_of(nodes: list[list[int]], chosen: list[int]) -> dict[int, str]:

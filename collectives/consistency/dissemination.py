@@ -13,20 +13,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from collectives.consistency.signature import FINGERPRINT_BITS
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.transports.base import Transport
 from collectives.transports.neighbors import Buffer, NeighborChannel
 from collectives.waiting.wait_policy import WaitPolicy
 
-Block = tuple[NDArray[np.uint8], int]
-"""A buffer of messages, and where a node's data begin in it."""
+Block = tuple[Buffer, int]
+"""A buffer of messages, and the byte, a multiple of 8, where a node's data begin in it."""
 
 LARGEST_EXCHANGE = 128 << 10
-"""The most bytes of all nodes together that may travel with the check."""
+"""The most bytes of all nodes together that may travel with the check, equally many of each."""
 DIFFERENT = (1 << FINGERPRINT_BITS) - 1
 """In place of the fingerprint: of a node whose ranks disagree, or that has found a difference."""
 
@@ -34,12 +31,18 @@ DIFFERENT = (1 << FINGERPRINT_BITS) - 1
 _HEAD_BYTES = 16
 _NO_DEADLINE = (1 << 64) - 1
 _LONG = 1e9
+# In front of each block.
+_LENGTH_BYTES = 8
+
+
+def padded(nbytes: int) -> int:
+    """The room of so many bytes: what follows begins at a multiple of 8."""
+    return nbytes + 7 & ~7
 
 
 class Exchange(Protocol):
-    """Data that travel with the check of a call, `nbytes` bytes of each node."""
+    """Data that travel with the check of a call; their receivers need not know how many."""
 
-    nbytes: int
     source: Any
     target: Any
     """This rank's data and the memory for the result, set before every call."""
@@ -47,8 +50,11 @@ class Exchange(Protocol):
     def store(self, parity: int) -> None:
         """Store this rank's data where its node's leader reads them."""
 
-    def pack(self, block: Block, parity: int) -> None:
-        """As the leader: store the data of the node's ranks. May be called again."""
+    def pack(self, block: Block, parity: int) -> int:
+        """As the leader: store the data of the node's ranks; how many bytes. May be called again.
+
+        A node may have `LARGEST_EXCHANGE // nodes` bytes.
+        """
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
         """As the leader: use the data of all nodes, in the order of the nodes."""
@@ -58,15 +64,14 @@ class Rounds:
     """The state of one call's rounds."""
 
     __slots__ = (
-        "_only", "blocks", "deadline", "exchange", "nbytes", "number", "parity", "round", "sent",
-        "status", "word",
+        "_only", "blocks", "deadline", "exchange", "number", "parity", "round", "sent", "status",
+        "word",
     )  # fmt: skip
 
     def __init__(self, word: int, exchange: Exchange | None, *, only: bool = False) -> None:
         """`only`: take no other word of this number, which would be of rounds that were ended."""
         self.word, self.status, self.exchange, self._only = word, word, exchange, only
         self.parity, self.number = word & 1, word & SEQUENCE_MASK
-        self.nbytes = 0 if exchange is None else exchange.nbytes
         self.deadline = math.inf
         """The shortest of the nodes whose messages have arrived and of this one, in seconds."""
         self.round = 0
@@ -110,14 +115,15 @@ class Dissemination:
         rank, size = leaders.rank, leaders.size
         self._order = [(rank - node) % size for node in range(size)]
         distances = [1 << k for k in range((size - 1).bit_length())]
-        nbytes = _HEAD_BYTES + LARGEST_EXCHANGE // 2
+        self._counts = [min(distance, size - distance) for distance in distances]
+        most = _LENGTH_BYTES + padded(LARGEST_EXCHANGE // size)
+        nbytes = _HEAD_BYTES + max(self._counts) * most
         self._targets = [(rank + distance) % size for distance in distances]
         self._sources = [(rank - distance) % size for distance in distances]
         self._channels = [
             leaders.open_neighbor_channel(target, source, nbytes)
             for target, source in zip(self._targets, self._sources, strict=True)
         ]
-        self._counts = [min(distance, size - distance) for distance in distances]
 
     @property
     def count(self) -> int:
@@ -148,29 +154,31 @@ class Dissemination:
         outgoing.words[0] = rounds.status
         outgoing.words[1] = _NO_DEADLINE if long else int(rounds.deadline * 1e9)
         if rounds.exchange is not None:
-            nbytes = rounds.nbytes
             if not rounds.blocks:
-                rounds.blocks.append((outgoing.content, length))
-                rounds.exchange.pack(rounds.blocks[0], parity)
-                length += nbytes
+                rounds.blocks.append((outgoing, length + _LENGTH_BYTES))
+                nbytes = rounds.exchange.pack(rounds.blocks[0], parity)
+                outgoing.words[length >> 3] = nbytes
+                length += _LENGTH_BYTES + padded(nbytes)
             elif rounds.alike:
-                for content, start in rounds.blocks[: self._counts[rounds.round]]:
-                    outgoing.content[length : length + nbytes] = content[start : start + nbytes]
-                    length += nbytes
+                for buffer, start in rounds.blocks[: self._counts[rounds.round]]:
+                    first = start - _LENGTH_BYTES
+                    content = buffer.content[first : start + padded(buffer.words[first >> 3])]
+                    outgoing.content[length : length + len(content)] = content
+                    length += len(content)
         channel.send(parity, length)
         rounds.sent = True
 
     def _receive(self, rounds: Rounds, incoming: Buffer) -> None:
-        nbytes = rounds.nbytes
         if incoming.words[1] != _NO_DEADLINE:
             rounds.deadline = min(rounds.deadline, incoming.words[1] / 1e9)
         if incoming.words[0] != rounds.status:
             rounds.differ()
-        elif nbytes:
-            end = _HEAD_BYTES + self._counts[rounds.round] * nbytes
-            rounds.blocks += [
-                (incoming.content, start) for start in range(_HEAD_BYTES, end, nbytes)
-            ]
+        elif rounds.exchange is not None:
+            start = _HEAD_BYTES
+            for _ in range(self._counts[rounds.round]):
+                nbytes, start = incoming.words[start >> 3], start + _LENGTH_BYTES
+                rounds.blocks.append((incoming, start))
+                start += padded(nbytes)
         rounds.round, rounds.sent = rounds.round + 1, False
 
     def finish(self, rounds: Rounds, answer: Callable[[], object]) -> None:

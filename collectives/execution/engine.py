@@ -88,7 +88,7 @@ class Engine(CallScope):
     ) -> Any:
         """As `perform`, of a bound call: `base` holds its fingerprint.
 
-        The data of `exchange` travel with the check; the arguments are its source and target.
+        The data of `exchange` travel with the check; the first arguments are its source and target.
         """
         return self.whole(self._perform, signature, base, None, path, exchange, run, *arguments)
 
@@ -115,7 +115,7 @@ class Engine(CallScope):
             elif exchange is None:
                 check.check_word(signature, base)
             else:
-                exchange.source, exchange.target = arguments
+                exchange.source, exchange.target = arguments[:2]
                 try:
                     check.check_word(signature, base, None, exchange)
                 finally:

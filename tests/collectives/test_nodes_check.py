@@ -5,7 +5,6 @@ import random
 import threading
 from collections import defaultdict
 
-import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -169,23 +168,28 @@ class Leaders:
         return Words(self.world, self.rank)
 
     def open_neighbor_channel(self, target, source, nbytes):
-        return Neighbors(self.world, self.rank, target, source, min(nbytes, 16 + 8 * self.size))
+        return Neighbors(self.world, self.rank, target, source, min(nbytes, 16 + 24 * self.size))
 
 
 class Values:
-    """An exchange of one number of each node."""
-
-    nbytes = 8
+    """An exchange of a number of each node, once of every other one and twice of the rest."""
 
     def __init__(self, value):
         self.value, self.all = value, None
 
     def pack(self, block, parity):
-        content, start = block
-        content[start : start + 8].view(np.int64)[:] = self.value
+        (buffer, start), count = block, 1 + self.value // 1000 % 2
+        for word in range(start >> 3, (start >> 3) + count):
+            buffer.words[word] = self.value
+        return 8 * count
 
     def unpack(self, blocks, parity):
-        self.all = [int(content[start : start + 8].view(np.int64)[0]) for content, start in blocks]
+        words = [(buffer.words, start >> 3) for buffer, start in blocks]
+        self.all = [words[start] for words, start in words]
+        assert self.all == [
+            words[start + each // 1000 % 2]
+            for (words, start), each in zip(words, self.all, strict=True)
+        ]
 
 
 class Check(NodesCheck):

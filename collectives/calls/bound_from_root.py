@@ -1,0 +1,167 @@
+"""Bound calls in which the root sends what the others don't know: scatter and broadcast_object.
+
+The root's pickle travels with the check of the call, and few bytes of an array behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.calls.bound import Call, bind
+from collectives.calls.bound_small import DATA, node_of_all
+from collectives.calls.exchanged_rows import ExchangedRows, Head, room_of_row
+from collectives.calls.movements import Scattered, scatter_block
+from collectives.calls.objects import result_of
+from collectives.consistency.signature import Signature
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
+from collectives.shm.addresses import FIRST_NUMBER
+from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
+from collectives.shm.node import Node
+
+_BYTES = np.dtype(np.uint8)
+
+
+class Sent(NamedTuple):
+    """What the root sends."""
+
+    pickled: bytes
+    nbytes: int = 0
+    """How many bytes the array has."""
+    array: Array | None = None
+    """The array, flat, if it may travel with the check."""
+
+    def within(self, most: int) -> Array:
+        """What travels of it: all, or the pickle alone, or nothing."""
+        if len(self.pickled) > most:
+            return np.empty(0, _BYTES)
+        content = np.frombuffer(self.pickled, _BYTES)
+        if self.array is None or len(content) + self.nbytes > most:
+            return content
+        return np.concatenate([content, self.array.view(_BYTES)])
+
+
+_NOTHING = Sent(b"")
+
+Receive = Callable[[Any, Array | None, Any], Any]
+
+
+def bind_from_root(engine: Engine, signature: Signature, root: int, receive: Receive) -> Call:
+    """The function (sent, source) of a `Sent`, None on other ranks than the root.
+
+    receive(result, data, source) ends the call: `result` was pickled on the root, `data` are the
+    bytes of its array, None where they did not travel with the check. What the root has pickled as
+    an exception is raised on all ranks.
+    """
+    node, most = node_of_all(engine), room_of_row(engine, 1)
+    row: _NodeRow | _ExchangedRow | _MessageRow
+    if node is not None:
+        row = _NodeRow(node, root)
+    elif most >= 0:
+        row = _ExchangedRow(engine, most, root)
+    else:
+        row = _MessageRow(engine, root)
+
+    def run(sent: Sent | None, source: Any, index: int | None) -> Any:
+        length, nbytes, content = row.content(index, sent)
+        if length <= row.most:
+            pickled = content[:length]
+        else:
+            pickled = np.empty(length, _BYTES)
+            if sent is not None:
+                pickled[...] = np.frombuffer(sent.pickled, _BYTES)
+            engine.run("broadcast", None, pickled, root=root)
+        few = length + nbytes <= row.most
+        data = content[length : length + nbytes] if few else None
+        return receive(result_of(engine, pickled), data, source)
+
+    return bind(engine, signature, run, row.publish, row.exchange)
+
+
+class _NodeRow:
+    """Beside the root's arrival."""
+
+    exchange = None
+    most = SMALL_BYTES
+
+    def __init__(self, node: Node, root: int) -> None:
+        memory = node.steps.memory
+        self._words = memory.words[root]
+        self._slots = {
+            at + DATA: memory.slots[root][parity][ROW_BYTES:] for parity, at in enumerate(ARRIVALS)
+        }
+        self.publish = self._publish if memory.rank == root else None
+
+    def _publish(self, index: int, sent: Any, target: Any) -> None:
+        content = sent.within(self.most)
+        self._words[index + FIRST_NUMBER] = len(sent.pickled)
+        self._words[index + FIRST_NUMBER + 1] = sent.nbytes
+        self._slots[index][: len(content)] = content
+
+    def content(self, index: Any, sent: Sent | None) -> tuple[int, int, Array]:
+        """The lengths of the pickle and of the array, and what travelled."""
+        first = index + FIRST_NUMBER
+        return self._words[first], self._words[first + 1], self._slots[index]
+
+
+class _ExchangedRow(ExchangedRows):
+    """In the messages that compare the call."""
+
+    def __init__(self, engine: Engine, most: int, root: int) -> None:
+        super().__init__(engine, most)
+        self.most, self._root = most, root
+
+    def row(self) -> tuple[Head, Any]:
+        """What the root sends."""
+        sent = _NOTHING if self.source is None else self.source
+        content = sent.within(self.most)
+        return (len(sent.pickled), sent.nbytes, len(content)), content
+
+    def content(self, index: Any, sent: Sent | None) -> tuple[int, int, Array]:
+        """The lengths of the pickle and of the array, and what travelled."""
+        _, lengths, nbytes = self.numbers()
+        return lengths[self._root], nbytes[self._root], self.joined()
+
+
+class _MessageRow:
+    """Nothing travels with the check: the lengths follow it."""
+
+    publish = exchange = None
+    most = -1
+
+    def __init__(self, engine: Engine, root: int) -> None:
+        self._engine, self._root = engine, root
+
+    def content(self, index: Any, sent: Sent | None) -> tuple[int, int, Array]:
+        """The lengths of the pickle and of the array; no content."""
+        given = _NOTHING if sent is None else sent
+        lengths = np.array([len(given.pickled), given.nbytes], np.int64)
+        self._engine.run("broadcast", None, lengths, root=self._root)
+        return int(lengths[0]), int(lengths[1]), np.empty(0, _BYTES)
+
+
+def bind_broadcast_object(engine: Engine, root: int) -> Call:
+    """The function (sent, None) → the root's object."""
+    signature = Signature("broadcast_object", root=root)
+    return bind_from_root(engine, signature, root, lambda result, data, source: result)
+
+
+def bind_scatter(engine: Engine, root: int) -> Call:
+    """The function (sent, (array, flat)) → this rank's block.
+
+    `flat` are the elements of the root's array, None elsewhere; `array` is what the rank gave.
+    """
+
+    def receive(found: Scattered, data: Array | None, source: tuple[Any, Array | None]) -> Any:
+        array, flat = source
+        if data is None:
+            block = scatter_block(engine, found, flat, root, None)
+        else:
+            nbytes = [length * found.dtype.itemsize for length in found.lengths(engine.size)]
+            block = engine.own_part(data, nbytes).copy().view(found.dtype)
+        return found.deliver(engine, block, array)
+
+    return bind_from_root(engine, Signature("scatter", root=root), root, receive)

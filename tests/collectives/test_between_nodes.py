@@ -1,0 +1,227 @@
+"""Collectives between imitated nodes: few bytes travel with the check of the call, more don't."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator, OpMismatchError
+from collectives.calls.exchanged_rows import room_of_row
+from tests.collectives.oracle import case, reduced, value, values
+
+pytestmark = pytest.mark.mpi
+
+LAYOUTS = {
+    "each alone": lambda rank, size: rank,
+    "every second": lambda rank, size: rank % 2,
+    "one apart": lambda rank, size: int(rank == size - 1),
+}
+FEW, MANY = 2, 20_000
+
+
+@pytest.fixture(params=LAYOUTS)
+def part(comm, request):
+    node_of = [LAYOUTS[request.param](rank, comm.size) for rank in range(comm.size)]
+    with Communicator(MPI.COMM_WORLD, node_of=node_of, deadline=20) as part:
+        yield part
+
+
+def path_of_last(comm):
+    """The path of the last call, as the flight recorder has it."""
+    return comm._engine.recorder.entries()[-1][2]
+
+
+def check(comm, collective, rows, call, expected):
+    """Twice, as the second call is found again; and the path is that of few or many bytes."""
+    for _ in range(2):
+        with case(collective, rows):
+            result = call()
+            if expected is None:
+                assert result is None
+            else:
+                np.testing.assert_array_equal(result, expected)
+                assert result.dtype == expected.dtype
+            few = path_of_last(comm) == "dissemination"
+            assert few == (rows == FEW), path_of_last(comm)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("rows", [FEW, MANY])
+def test_reductions(part, rows):
+    rank, size = part.rank, part.size
+    array, every = value(rank, (rows * size, 3)), values(size, (rows * size, 3))
+    total, root = reduced("sum", every), size - 1
+    check(
+        part, "reduce", rows, lambda: part.reduce(array, root=root), total if rank == root else None
+    )
+    out = np.empty_like(total)
+    check(
+        part,
+        "reduce",
+        rows,
+        lambda: part.reduce(array, "mean", out=out),
+        total / size if rank == 0 else None,
+    )
+    block = slice(rank * rows, (rank + 1) * rows)
+    check(
+        part,
+        "reduce_scatter",
+        rows,
+        lambda: part.reduce_scatter(array, "max"),
+        reduced("max", every)[block],
+    )
+    check(
+        part,
+        "reduce_scatter",
+        rows,
+        lambda: part.reduce_scatter(array, "mean"),
+        (total / size)[block],
+    )
+    check(part, "scan", rows, lambda: part.scan(array), reduced("sum", every[: rank + 1]))
+    below = reduced("sum", every[:rank]) if rank else np.zeros_like(array)
+    check(part, "exscan", rows, lambda: part.exscan(array), below)
+    kept = array.copy()
+    check(
+        part,
+        "scan in place",
+        rows,
+        lambda: part.scan(kept, "min", out=kept),
+        reduced("min", every[: rank + 1]),
+    )
+    assert (array == value(rank, (rows * size, 3))).all()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("rows", [FEW, MANY])
+def test_movements(part, rows):
+    rank, size = part.rank, part.size
+    every = [value(each, (rows + each, 3), np.float32, 100) for each in range(size)]
+    joined = np.concatenate(every)
+    check(part, "all_gather", rows, lambda: part.all_gather(every[rank]), joined)
+    out = np.empty_like(joined)
+    check(part, "all_gather into out", rows, lambda: part.all_gather(every[rank], out=out), joined)
+    check(
+        part,
+        "gather",
+        rows,
+        lambda: part.gather(every[rank], root=1),
+        joined if rank == 1 else None,
+    )
+    mixed = [value(each, (3, rows), np.int64, 100) for each in range(size)]
+    check(
+        part,
+        "axis",
+        rows,
+        lambda: part.all_gather(mixed[rank], axis=1),
+        np.concatenate(mixed, axis=1),
+    )
+    for root in (0, size - 1):
+        content = value(root, (rows, 5), np.complex128)
+        check(
+            part,
+            "broadcast",
+            rows,
+            lambda root=root: part.broadcast(value(rank, (rows, 5), np.complex128), root=root),
+            content,
+        )
+    whole = [value(each, (rows * size, 2), np.int16) for each in range(size)]
+    received = np.concatenate([each[rank * rows : (rank + 1) * rows] for each in whole])
+    check(part, "all_to_all", rows, lambda: part.all_to_all(whole[rank]), received)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("on_one_node", [False, True])
+def test_what_the_root_alone_knows(comm, part, on_one_node):
+    """Blocks of arrays and objects of all lengths: around what travels, and more."""
+    part = comm if on_one_node else part
+    rank, size = part.rank, part.size
+    root, kept = size - 1, []
+    for rows in (0, 1, 2 * size, 2 * size + 1, 2728, 2730, MANY):
+        whole = value(root, (3, rows, 2), np.int32, 100)
+        block = np.array_split(whole, size, axis=1)[rank]
+        for _ in range(2):
+            with case("rows", rows):
+                result = part.scatter(whole if rank == root else None, root=root, axis=1)
+                np.testing.assert_array_equal(result, block)
+                assert result.flags.carray
+                assert result.dtype == np.int32
+                kept.append((result, block))
+    for length in (0, 10, 30_000, 65_000, 65_500, 200_000):
+        sent = {"root": root, "content": bytes(range(250)) * (length // 250)}
+        assert part.broadcast_object(sent if rank == root else None, root) == sent
+    for result, block in kept:  # later calls have used the same memory
+        np.testing.assert_array_equal(result, block)
+    for wrong, axis in ((np.array([{}]), 0), (np.ones(2), 3)):
+        with pytest.raises((TypeError, ValueError)):
+            part.scatter(wrong if rank == 0 else None, axis=axis)
+        with pytest.raises((TypeError, AttributeError)):
+            part.broadcast_object(lambda: 0)
+    assert part.broadcast_object(rank, 0) == 0
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_ranks_choose_for_themselves(part):
+    """Few bytes on one rank and many on another; parts of different kinds; empty rows."""
+    rank, size = part.rank, part.size
+    lengths = [[3, 0, 1], [3, MANY, 1], [0, 0, 0], [MANY, 0, MANY]]
+    for counts in [*lengths, *lengths]:
+        every = [value(each, (counts[each], 2), np.int32, 100) for each in range(size)]
+        np.testing.assert_array_equal(part.all_gather(every[rank]), np.concatenate(every))
+        joined = part.gather(every[rank])
+        assert (joined is None) == (rank > 0)
+        if rank == 0:
+            np.testing.assert_array_equal(joined, np.concatenate(every))
+        parts = [np.full(counts[peer] + 1, 10 * rank + peer) for peer in range(size)]
+        for peer, received in enumerate(part.all_to_all(parts)):
+            np.testing.assert_array_equal(received, np.full(counts[rank] + 1, 10 * peer + rank))
+    # One rank sends parts of another shape than the others.
+    alike = np.full((size, 2 + (rank == 0)), rank)
+    received = part.all_to_all([*alike])
+    assert [each.tolist() for each in received] == [
+        [peer] * (2 + (peer == 0)) for peer in range(size)
+    ]
+
+
+@pytest.mark.ranks(2, 3)
+def test_sizes_around_the_most_that_travels(part):
+    most, size, rank = room_of_row(part._engine, part.size), part.size, part.rank
+    for nbytes in (most - 1, most, most + 1):
+        every = [np.arange(nbytes, dtype=np.uint8) * (each + 1) for each in range(size)]
+        np.testing.assert_array_equal(part.all_gather(every[rank]), np.concatenate(every))
+        assert (path_of_last(part) == "dissemination") == (nbytes <= most)
+    most = room_of_row(part._engine, 1)
+    for nbytes in (most - 1, most, most + 1):
+        content = np.arange(nbytes, dtype=np.uint8) * (rank + 3)
+        expected = np.arange(nbytes, dtype=np.uint8) * (size + 2)
+        np.testing.assert_array_equal(part.broadcast(content, root=size - 1), expected)
+        assert (path_of_last(part) == "dissemination") == (nbytes <= most)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_wrong_room_and_a_mismatch_leave_the_ranks_in_step(part):
+    rank, size = part.rank, part.size
+    for _ in range(2):
+        out = np.empty((2 * size + (rank == 0), 2))
+        with pytest.raises(ValueError, match=f"out has {2 * size + 1} rows on rank 0"):
+            part.all_gather(value(rank, (2, 2)), out=out)
+        with pytest.raises(OpMismatchError):
+            part.scan(value(rank, 3), "sum" if rank else "max")
+        np.testing.assert_array_equal(
+            part.scan(value(rank, 3)), reduced("sum", values(rank + 1, 3))
+        )
+
+
+@pytest.mark.ranks(2)
+def test_nodes_too_many_for_their_numbers(comm, monkeypatch):
+    """With thousands of nodes not even the numbers of rows travel: imitated by a small limit."""
+    for module in ("calls.exchanged_rows", "calls.bound_between_nodes"):
+        monkeypatch.setattr(f"collectives.{module}.LARGEST_EXCHANGE", 16)
+    with Communicator(MPI.COMM_WORLD, node_of=range(comm.size), deadline=20) as part:
+        every = [value(each, (1 + each, 2)) for each in range(2)]
+        np.testing.assert_array_equal(part.all_gather(every[part.rank]), np.concatenate(every))
+        assert path_of_last(part) != "dissemination"
+        received = part.all_to_all(np.arange(4) + 10 * part.rank)
+        np.testing.assert_array_equal(
+            received, [2 * part.rank, 2 * part.rank + 1, 10 + 2 * part.rank, 11 + 2 * part.rank]
+        )
+        np.testing.assert_array_equal(part.scan(np.ones(9)), np.full(9, part.rank + 1.0))
+        assert part.broadcast(np.full(9, part.rank), root=1)[8] == 1
