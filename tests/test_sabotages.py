@@ -36,6 +36,11 @@ SABOTAGES = {
         "return self._joined[self._check.sequence - 1 & 1]",
         "test_between_nodes",
     ),
+    "the root's node is taken for that of the first rank": Sabotage(
+        'self._between("reduce", None, own, node)',
+        'self._between("reduce", None, own, 0)',
+        "test_between_nodes",
+    ),
     "a part of a reduction is that of another rank": Sabotage(
         "target[...] = folded[self._part]",
         "target[...] = folded[: len(target)]",

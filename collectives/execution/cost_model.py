@@ -131,7 +131,7 @@ def expected(
     elif path == SHARED:
         seconds = _shared(collective, nbytes, layout, costs)
     elif path == HIERARCHICAL:
-        seconds = _hierarchical(nbytes, layout, costs)
+        seconds = _hierarchical(collective, nbytes, layout, costs)
     else:
         link = costs.schedule_link
         inside = estimate(collective, path, layout.size, nbytes, link)
@@ -167,15 +167,25 @@ def _shared(collective: str, nbytes: int, layout: Layout, costs: CostParameters)
     return costs.shared_start + waits + touched
 
 
-def _hierarchical(nbytes: int, layout: Layout, costs: CostParameters) -> float:
-    """Within the nodes, between ranks of equal local rank, and within the nodes again."""
+# The collectives within the nodes, besides the one between ranks of equal local rank.
+_WITHIN: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "reduce": ("reduce_scatter", "gather"),
+    "broadcast": ("broadcast", "all_gather"),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_gather": ("all_gather",),
+}
+
+
+def _hierarchical(collective: str, nbytes: int, layout: Layout, costs: CostParameters) -> float:
+    """Within the nodes, and between ranks of equal local rank."""
     slices = min(layout.local_sizes)
     nodes, slice_bytes, link = len(layout.local_sizes), -(-nbytes // slices), costs.schedule_link
     across = min(
-        estimate("all_reduce", name, nodes, slice_bytes, link)
-        for name in algorithms.names("all_reduce")
+        estimate(collective, name, nodes, slice_bytes, link)
+        for name in algorithms.names(collective)
     )
-    within = [_shared(each, nbytes, layout, costs) for each in ("reduce_scatter", "all_gather")]
+    within = [_shared(each, nbytes, layout, costs) for each in _WITHIN[collective]]
     return sum(within) + costs.schedule_start + across
 
 

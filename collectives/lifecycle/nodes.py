@@ -21,6 +21,7 @@ from collectives.errors import MismatchError
 from collectives.execution.cost_model import Layout
 from collectives.execution.engine import Engine
 from collectives.lifecycle.setup import check_backend
+from collectives.shm.hierarchical import Levels
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import NodeBarrier
@@ -214,21 +215,22 @@ def _join(
     def gather(numbers: list[int]) -> list[list[int]]:
         return gather_pickles(node, pickle.dumps(numbers))
 
-    slices, several = min(map(len, where.members)), where.nodes > 1
+    levels = None
+    if where.nodes > 1:
+        levels = Levels(where.members, engine.rank, _across(engine, where), engine.work)
     return Node(
         node.transport,
         segments,
         steps,
         gather,
-        slices=slices if several else None,
-        across=_across(engine, where, slices) if several else None,
+        levels=levels,
         oversubscribed=engine.layout.oversubscription > 1,
     )
 
 
-def _across(engine: Engine, where: Topology, slices: int) -> Engine | None:
-    """The ranks of equal local rank on all nodes; None on all but the first `slices` of a node."""
-    takes_part = where.local_rank < slices
+def _across(engine: Engine, where: Topology) -> Engine | None:
+    """The ranks of equal local rank on all nodes; None where a node has no such rank."""
+    takes_part = where.local_rank < min(map(len, where.members))
     transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
     return None if transport is None else Engine(transport, engine.wait_policy)
 

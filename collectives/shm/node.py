@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from collectives.caching import LRU
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.schedules.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
-from collectives.schedules.schedule import split_lengths
+from collectives.schedules.spec import spec_of
 from collectives.shm.addresses import AddressExchange, DataPath
 from collectives.shm.copy_in_copy_out import CopyInCopyOut
 from collectives.shm.cross_memory_attach import CrossMemoryAttach
+from collectives.shm.hierarchical import Hierarchical, Levels
 from collectives.shm.packed import Packed
 from collectives.shm.peer_memory import open_peer_memory
 from collectives.shm.pool import Gather, Pool
 from collectives.shm.progress import ProgressCounters
 from collectives.shm.selector import LEAST_BYTES, PathSelector, without_addresses
 from collectives.shm.zero_copy import ZeroCopy
-from collectives.transports.base import Native, Transport, own_part
+from collectives.transports.base import Native, Transport
 
 Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
 """As a native collective; may return the name of the data path that it took."""
-
-
-class Across(Protocol):
-    """The ranks of equal local rank on all nodes."""
-
-    def run(self, collective: str, source: None, target: Array, *, op: ReduceOp) -> object:
-        """A collective, in place."""
-
-    def close(self) -> None:
-        """Release the transport. Collective."""
 
 
 class Node:
@@ -46,18 +38,16 @@ class Node:
         steps: ProgressCounters,
         gather: Gather,
         *,
-        slices: int | None,
-        across: Across | None,
+        levels: Levels | None,
         oversubscribed: bool,
     ) -> None:
         """`transport` connects the node's ranks, `gather` exchanges lists of numbers between them.
 
-        `slices`: the ranks of each node that take part in traffic between nodes, None where there
-        is one node; `across` is this rank's part in that traffic, if it has one.
+        `levels` is None where there is one node.
         """
         self._transport, self._segments, self.steps = transport, segments, steps
         self.pool, self.common = Pool(transport, gather), Pool(transport, gather, common=True)
-        self._slices, self._across = slices, across
+        self._levels = levels
         self._peers = open_peer_memory(steps)
         self.addresses = AddressExchange(steps, self.pool, oversubscribed=oversubscribed)
         self._packed: LRU[tuple[str, np.dtype[Any]], Packed] = LRU()
@@ -65,7 +55,7 @@ class Node:
     @property
     def memory_is_all(self) -> bool:
         """Whether all ranks are on this node."""
-        return self._slices is None
+        return self._levels is None
 
     def paths(
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any], native: Native | None
@@ -76,7 +66,7 @@ class Node:
         """
         if not hasattr(CopyInCopyOut, collective):
             return {}
-        if self._slices is None:
+        if self._levels is None:
             paths = self._data_paths(collective, op, dtype)
             alone = {
                 name: PathSelector(self.addresses, None, {name: path}, least_bytes=0, forced=True)
@@ -92,9 +82,11 @@ class Node:
             folds = op is not None
             quickest = PathSelector(self.addresses, zero_copy, paths, least, folds=folds)
             return {**alone, SHARED: shared, QUICKEST: quickest}
-        if collective == "all_reduce" and op is not None:
-            return {HIERARCHICAL: self._hierarchical(op, dtype, self._slices)}
-        return {}
+        in_node = cache(
+            lambda name: self.shared(name, op if spec_of(name).reduces else None, dtype)
+        )
+        path = Hierarchical(self._levels, in_node, op, dtype).find(collective)
+        return {} if path is None else {HIERARCHICAL: path}
 
     def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> PathSelector:
         """The selector of a collective of this node's ranks alone."""
@@ -119,30 +111,10 @@ class Node:
         key = (op.value, dtype)
         return self._packed.get(key) or self._packed.put(key, Packed(self.steps, op, dtype))
 
-    def _hierarchical(self, op: ReduceOp, dtype: np.dtype[Any], slices: int) -> Path:
-        """Reduce-scatter on the node, all-reduce of each slice between nodes, all-gather again."""
-        reduce_scatter = self.shared("reduce_scatter", op, dtype)
-        all_gather = self.shared("all_gather", op, dtype)
-        rank, size = self.steps.rank, self.steps.size
-
-        def run(source: Array | None, target: Array, lengths: Sequence[int], root: int) -> None:
-            parts = [*split_lengths(len(target), slices).tolist(), *[0] * (size - slices)]
-            own: Array = own_part(target, parts, rank)
-            if size > 1:
-                reduce_scatter(target if source is None else source, own, parts, 0)
-            elif source is not None:
-                own[:] = source
-            if self._across is not None:
-                self._across.run("all_reduce", None, own, op=op)
-            if size > 1:
-                all_gather(None, target, parts, 0)
-
-        return run
-
     def close(self) -> None:
         """Free the memory, except windows with arrays that are still referenced. Collective."""
-        if self._across is not None:
-            self._across.close()
+        if self._levels is not None and self._levels.across is not None:
+            self._levels.across.close()
         self.pool.close()
         self.common.close()
         self._transport.free(self._segments)

@@ -210,6 +210,51 @@ def test_a_wrong_room_and_a_mismatch_leave_the_ranks_in_step(part):
         )
 
 
+@pytest.mark.ranks(3, 4, 5)
+@pytest.mark.parametrize("nodes", ["halves", "every second", "one apart"])
+def test_two_levels(comm, nodes):
+    """Every collective that can be made in the memory of nodes and between them."""
+    rank, size = comm.rank, comm.size
+    maps = {"halves": [each * 2 // size for each in range(size)]} | {
+        name: [LAYOUTS[name](each, size) for each in range(size)] for name in LAYOUTS
+    }
+    with Communicator(MPI.COMM_WORLD, node_of=maps[nodes], deadline=20) as part:
+        for length in (0, 1, 11, 3000 * size + 1, 400_000):
+            with case("length", length):
+                check_two_levels(part, length, in_blocks=nodes == "halves" and size == 4)
+        if (nodes, size) != ("halves", 4):
+            for call in (part.reduce_scatter, part.all_gather):
+                with pytest.raises(ValueError, match="algorithm='hierarchical': there is no such"):
+                    call(np.ones(7), algorithm="hierarchical")
+        assert part.all_reduce(rank) == sum(range(size))
+
+
+def check_two_levels(part, length, *, in_blocks):
+    rank, size, way = part.rank, part.size, {"algorithm": "hierarchical"}
+    array, every = value(rank, length, np.float32), values(size, length, np.float32)
+    for op in ("sum", "mean", "max"):
+        expected = reduced(op, every)
+        np.testing.assert_array_equal(part.all_reduce(array, op, **way), expected)
+        for root in range(size):
+            result = part.reduce(array, op, root=root, **way)
+            assert (result is None) == (rank != root)
+            if rank == root:
+                np.testing.assert_array_equal(result, expected)
+        if in_blocks:
+            blocks = np.array_split(expected, size)
+            np.testing.assert_array_equal(part.reduce_scatter(array, op, **way), blocks[rank])
+    np.testing.assert_array_equal(array, value(rank, length, np.float32))
+    for root in range(size):
+        np.testing.assert_array_equal(part.broadcast(array.copy(), root=root, **way), every[root])
+    if in_blocks:
+        rows = [value(each, (length // 3 + each, 3), np.int16) for each in range(size)]
+        joined = np.concatenate(rows)
+        np.testing.assert_array_equal(part.all_gather(rows[rank], **way), joined)
+        out = np.empty_like(joined)
+        part.all_gather(rows[rank], out=out, **way)
+        np.testing.assert_array_equal(out, joined)
+
+
 @pytest.mark.ranks(2)
 def test_nodes_too_many_for_their_numbers(comm, monkeypatch):
     """With thousands of nodes not even the numbers of rows travel: imitated by a small limit."""
