@@ -81,17 +81,15 @@ class ReductionExchange:
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
         if self._slots:
-            self._slots[parity][self._rank][...] = self._given()
-
-    def _given(self) -> Any:
-        return self.target if self.source is None else self.source
+            given = self.target if self.source is None else self.source
+            self._slots[parity][self._rank][...] = given
 
     def pack(self, block: Block, parity: int) -> int:
         """Fold the slots of the node's ranks."""
         if self._slots:
             self._reduce(self._slots[parity], self._array_of(block))
         else:
-            self._array_of(block)[...] = self._given()
+            self._array_of(block)[...] = self.target if self.source is None else self.source
         return self._nbytes
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:

@@ -98,7 +98,7 @@ class Rounds:
         Those of the next call may have begun, where a vote has completed this one.
         """
         following = self.number + 1 & SEQUENCE_MASK
-        return not self.accepts(word) and word & SEQUENCE_MASK != following
+        return word & SEQUENCE_MASK != following and not self.accepts(word)
 
 
 class Dissemination:
@@ -118,6 +118,8 @@ class Dissemination:
         self._counts = [min(distance, size - distance) for distance in distances]
         most = _LENGTH_BYTES + padded(LARGEST_EXCHANGE // size)
         nbytes = _HEAD_BYTES + max(self._counts) * most
+        self.count = len(distances)
+        """The number of rounds."""
         self._targets = [(rank + distance) % size for distance in distances]
         self._sources = [(rank - distance) % size for distance in distances]
         self._channels = [
@@ -125,23 +127,21 @@ class Dissemination:
             for target, source in zip(self._targets, self._sources, strict=True)
         ]
 
-    @property
-    def count(self) -> int:
-        """The number of rounds."""
-        return len(self._channels)
-
     def advance(self, rounds: Rounds) -> bool:
         """Send and receive what can be; whether all rounds are complete. Does not wait."""
-        while rounds.round < len(self._channels):
+        while rounds.round < self.count:
             channel = self._channels[rounds.round]
             if not rounds.sent:
                 self._send(rounds, channel)
-            words = channel.incoming.words
-            while channel.arrived() and rounds.succeeds(words[0]):
-                channel.discard()
-            if not channel.arrived() or not rounds.accepts(words[0]):
+            if not channel.arrived():
                 return False
-            self._receive(rounds, channel.incoming)
+            incoming = channel.incoming
+            if rounds.accepts(incoming.words[0]):
+                self._receive(rounds, incoming)
+            elif rounds.succeeds(incoming.words[0]):
+                channel.discard()
+            else:
+                return False
         return True
 
     def absent(self, rounds: Rounds) -> dict[int, str]:

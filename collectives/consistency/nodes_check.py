@@ -60,6 +60,7 @@ class NodesCheck:
         self._wait_policy, self._absent_ranks = wait_policy, absent
         self._words = leaders.open_control_channel()
         self._rounds = Dissemination(leaders, wait_policy, absent)
+        self._gap = _GAPS / self._rounds.count
         self._began = self._before = -math.inf
         """When the last two calls began, in seconds of `time.monotonic`."""
         self._completed = self._answered = self._withdrawn = -1
@@ -93,8 +94,7 @@ class NodesCheck:
 
     def _is_late(self, rounds: Rounds) -> bool:
         """Whether a leader whose message has arrived may have waited for longer than its lease."""
-        gap = rounds.deadline * _GAPS / self._rounds.count
-        return self._began - self._before > gap
+        return self._began - self._before > rounds.deadline * self._gap
 
     def _was_stopped(self, rounds: Rounds) -> bool:
         """Whether this process stood still for so long that a leader may have withdrawn."""

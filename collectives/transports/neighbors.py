@@ -38,7 +38,7 @@ class NeighborChannel(ABC):
 
         It is another one than before if that is still being sent.
         """
-        if not self.sent(parity):
+        if self._sending[parity] is not None and not self.sent(parity):
             self._abandon(parity)
             self._outgoing[parity], self._sending[parity] = Buffer(self.nbytes), None
         return self._outgoing[parity]
