@@ -74,8 +74,8 @@ SABOTAGES = {
     ),
     # Compression
     "PowerSGD forgets what it left out": Sabotage(
-        "self._errors[number] = matrices[number] - left @ own[number].T",
-        "self._errors[number][...] = 0",
+        "errors.append(matrices[number] - left @ own[number].T)",
+        "errors.append(0 * matrices[number])",
         "test_compression",
     ),
     "the largest elements are taken, and the others forgotten": Sabotage(

@@ -29,12 +29,19 @@ ALLOWED = "'float16', 'bfloat16', 'powersgd(rank)' or 'topk(fraction)'"
 class Compressor(ABC):
     """The sum over the leaders, of flat arrays."""
 
+    feeds_back = False
+    """Whether sums leave out something that is added to the next one."""
+
     bytes_sent = 0
     """Bytes of the arrays that this leader gave to collectives in the last call."""
 
     @abstractmethod
     def sum(self, leaders: Communicator, flat: Array) -> Array:
         """The approximate sum, which may be `flat`."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Keep what the last sum has left out. Without this call it might not have been made."""
 
     def _sent(self, *arrays: Array) -> None:
         self.bytes_sent += sum(each.nbytes for each in arrays)
@@ -54,6 +61,9 @@ class Cast(Compressor):
         leaders.all_reduce(narrow, out=narrow)
         return narrow.astype(flat.dtype)
 
+    def commit(self) -> None:
+        """Nothing is kept: what rounding leaves out is lost."""
+
 
 class PowerSGD(Compressor):
     """Matrices of low rank, by one step of power iteration, with error feedback.
@@ -62,6 +72,8 @@ class PowerSGD(Compressor):
     more dimensions is a matrix with the rows of its first axis. Vectors, and matrices that have no
     more elements than their factors, are summed exactly.
     """
+
+    feeds_back = True
 
     def __init__(self, rank: int, shapes: Shapes, dtype: np.dtype[Any]) -> None:
         generator = np.random.default_rng(_SEED)
@@ -78,6 +90,7 @@ class PowerSGD(Compressor):
             else:
                 self._whole.append(place)
         self._errors = [np.zeros(shape, dtype) for _, shape in self._matrices]
+        self._next = self._factors, self._errors
 
     def sum(self, leaders: Communicator, flat: Array) -> Array:
         """`flat`, overwritten."""
@@ -93,12 +106,23 @@ class PowerSGD(Compressor):
         lefts = [np.linalg.qr(each).Q for each in first]
         own = [each.T @ left for each, left in zip(matrices, lefts, strict=True)]
         self._sent(*own)
-        self._factors = leaders.all_reduce_many(own)
+        rights = leaders.all_reduce_many(own)
+        errors = []
         for number, (place, shape) in enumerate(self._matrices):
             left = lefts[number]
-            np.matmul(left, self._factors[number].T, out=flat[place].reshape(shape))
-            self._errors[number] = matrices[number] - left @ own[number].T
+            np.matmul(left, rights[number].T, out=flat[place].reshape(shape))
+            errors.append(matrices[number] - left @ own[number].T)
+        # From a column of zeros, the next power iteration would begin nowhere.
+        factors = [
+            np.where(new.any(axis=0), new, old)
+            for new, old in zip(rights, self._factors, strict=True)
+        ]
+        self._next = factors, errors
         return flat
+
+    def commit(self) -> None:
+        """The new factors are those of the next sum."""
+        self._factors, self._errors = self._next
 
 
 class TopK(Compressor):
@@ -109,6 +133,8 @@ class TopK(Compressor):
     with the number of nodes.
     """
 
+    feeds_back = True
+
     def __init__(self, fraction: float, shapes: Shapes, dtype: np.dtype[Any]) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         self._places: list[tuple[int, int, int]] = []
@@ -117,7 +143,7 @@ class TopK(Compressor):
             if size:
                 self._places.append((begin, begin + size, math.ceil(fraction * size)))
             begin += size
-        self._errors = np.zeros(begin, dtype)
+        self._errors = self._next = np.zeros(begin, dtype)
         self._index = np.dtype(np.uint32 if begin < 1 << 32 else np.uint64)
 
     def sum(self, leaders: Communicator, flat: Array) -> Array:
@@ -134,12 +160,15 @@ class TopK(Compressor):
         indices, values = chosen.astype(self._index), carried[chosen]
         self._sent(indices, values)
         places, parts = leaders.all_gather(indices), leaders.all_gather(values)
-        # After the exchange: a call that failed has sent nothing.
         carried[chosen] = 0
-        self._errors = carried
+        self._next = carried
         flat[...] = 0
         np.add.at(flat, places, parts)
         return flat
+
+    def commit(self) -> None:
+        """What was not sent is added to the next sum."""
+        self._errors = self._next
 
 
 MakeCompressor: TypeAlias = Callable[[Shapes, np.dtype[Any]], Compressor]

@@ -22,14 +22,16 @@ class CompressedReducer:
     The ranks of a node add their gradients exactly, in shared memory. One rank of each node, the
     leader, exchanges the sums with the other leaders:
 
-    - "float16", "bfloat16": as elements of 2 bytes. Their sums are rounded, too.
+    - "float16", "bfloat16": as elements of 2 bytes. Their sums are rounded, too. In float16,
+      magnitudes above 65504 become infinite, those below 3e-8 zero.
     - "powersgd(rank)": as two factors of that rank, for arrays of two and more dimensions
       (Vogels et al. 2019, arXiv:1905.13727). Other arrays are added exactly.
     - "topk(fraction)": as the elements of largest magnitude of each array, and their positions
       (Stich et al. 2018, arXiv:1809.07599).
 
     What the last two leave out of a step is added to the next (error feedback), so that a list
-    keeps its shapes, dtypes and op; several lists have names. Arrays of other dtypes than float32
+    keeps its shapes, dtypes and op; several lists have names. A step that fails, or whose result is
+    not finite, changes nothing of what is added to the next. Arrays of other dtypes than float32
     and float64 are reduced exactly, and so are all where there is one node.
     """
 
@@ -71,7 +73,8 @@ class CompressedReducer:
         """The approximate sums or means over all ranks, as new arrays. Collective.
 
         arrays: arrays of NumPy, or what `numpy.asarray` makes such of. The results are the same on
-        the ranks of a node; on all nodes, if their processors and versions of NumPy are equal.
+        the ranks of a node; those of powersgd on all nodes, if their processors, versions of NumPy
+        and numbers of BLAS threads are equal; all others on all nodes.
         of: a name of the list, equal on all ranks. Lists of different names share no errors that
         are fed back.
 
@@ -81,36 +84,56 @@ class CompressedReducer:
         """
         try:
             given, op = [np.asarray(each) for each in arrays], as_op(op)
+            known = self._list_of(of, given, op)
         except Exception as error:
             # The other ranks raise, too, if this is not so on all.
             self._communicator.barrier(f"CompressedReducer.all_reduce_many: {error}")
             raise
-        kinds = op, tuple((each.dtype, each.shape) for each in given)
-        known = self._lists.get(of)
-        if known is None or kinds != known.kinds:
-            known = self._begin(known, kinds, given, of)
         self._communicator.barrier(known.text)
-        self._last = known
+        # Only now: lists that some ranks alone know would compare equal in different calls.
+        self._lists[of] = self._last = known
+        self._keep_deadline()
         results: list[Any] = [None] * len(given)
         exact = [given[number] for number in known.others]
         reduced = self._communicator.all_reduce_many(exact, op) if exact else []
         for number, array in zip(known.others, reduced, strict=True):
             results[number] = array
+        finite = True
         for part in known.parts:
-            for number, array in zip(part.numbers, self._reduced(part, given, op), strict=True):
+            flat = self._sum(part, given, op)
+            finite = finite and (not part.compressor.feeds_back or bool(np.isfinite(flat).all()))
+            for number, array in zip(part.numbers, part.cut(flat), strict=True):
                 results[number] = array
+        if finite:
+            # A failed step, and one with infinite gradients, which programs skip, leave no trace.
+            for part in known.parts:
+                part.compressor.commit()
         return results
 
-    def _begin(
-        self, known: _List | None, kinds: _Kinds, given: Sequence[Array], of: Hashable
-    ) -> _List:
-        """The list of these kinds; raises where `known` is one of others, of the same name."""
-        op, described = kinds
-        arrays = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in described)
-        name = "" if of is None else f" of {of}"
+    def forget(self, of: Hashable) -> None:
+        """Release what was left out of the list of that name, if there is one. Not collective.
+
+        On every rank, before the next call of the name, which begins a new list.
+        """
+        forgotten = self._lists.pop(of, None)
+        if forgotten is self._last:
+            self._last = None
+
+    def close(self) -> None:
+        """Close the communicators of the nodes and leaders. Collective."""
+        for each in (self._leaders, self._node):
+            if each is not None:
+                each.close()
+
+    def _list_of(self, of: Hashable, given: Sequence[Array], op: ReduceOp) -> _List:
+        """The list of that name; raises ValueError where these are not its kinds of arrays."""
+        kinds = op, tuple((each.dtype, each.shape) for each in given)
+        known = self._lists.get(of)
+        if known is not None and known.kinds == kinds:
+            return known
+        arrays = ", ".join(f"{each.dtype}{list(each.shape)}" for each in given)
+        name = "" if of is None else f" of {of!r}"
         text = f"CompressedReducer.all_reduce_many{name}: {op.value} of {arrays}"
-        # Ranks that differ must all raise, also where only some begin.
-        self._communicator.barrier(text)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"op={op.value!r}: must be 'sum' or 'mean' of compressed gradients")
         if known is not None:
@@ -118,12 +141,15 @@ class CompressedReducer:
                 f"{text}: the first call was {known.text.partition(': ')[2]}; other arrays need"
                 " another name"
             )
-        made = self._lists[of] = _List(
-            kinds, text, given, None if self._node is None else self._make
-        )
-        return made
+        return _List(kinds, text, given, None if self._node is None else self._make)
 
-    def _reduced(self, part: _Part, given: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _keep_deadline(self) -> None:
+        """Wait as long on the nodes, and between them, as the communicator does now."""
+        for each in (self._node, self._leaders):
+            if each is not None and each.deadline != self._communicator.deadline:
+                each.deadline = self._communicator.deadline
+
+    def _sum(self, part: _Part, given: Sequence[Array], op: ReduceOp) -> Array:
         assert self._node is not None
         flat = np.concatenate([given[number].reshape(-1) for number in part.numbers])
         if op is ReduceOp.MEAN:
@@ -137,7 +163,7 @@ class CompressedReducer:
                 flat = part.compressor.sum(self._leaders, flat)
         if self._node.size > 1:
             self._node.broadcast(flat)
-        return part.cut(flat)
+        return flat
 
 
 class _List:

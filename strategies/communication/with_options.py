@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 from collectives import Communicator
 from collectives.calls.reductions import ReduceInput
@@ -31,6 +32,7 @@ class CollectivesWithOptions:
         self._communicator, self.options = communicator, options
         self._compression = options.compression
         self._compressed: CompressedReducer | None = None
+        self._named: set[Hashable] = set()
         self._nccl: OverNccl | None = None
         self._looked = False
 
@@ -45,12 +47,27 @@ class CollectivesWithOptions:
         with self.deadline(options):
             return reduce_apart(self._communicator, arrays, op.value, by_options)
 
-    def compressed_sums(self, gradients: Sequence[Array], of: Hashable) -> list[Array]:
-        """The sums, compressed as the first options said; `of` names the gradients. Collective."""
+    @property
+    def compressed(self) -> CompressedReducer:
+        """Compresses as the first options said. Collective at the first use."""
         assert self._compression is not None
         if self._compressed is None:
             self._compressed = CompressedReducer(self._communicator, self._compression)
-        return self._compressed.all_reduce_many(gradients, "sum", of=of)
+        return self._compressed
+
+    def compressed_sums(
+        self, gradients: Sequence[Array], of: Hashable, owners: Sequence[Any]
+    ) -> list[Array]:
+        """The sums; `of` names the gradients, as long as all owners live. Collective."""
+        if of not in self._named:
+            self._named.add(of)
+            for each in owners:
+                finalize(each, self._forget, of).atexit = False
+        return self.compressed.all_reduce_many(gradients, "sum", of=of)
+
+    def _forget(self, of: Hashable) -> None:
+        self._named.discard(of)
+        self.compressed.forget(of)
 
     def _all_reduce_hosts(
         self, op: ReduceOp, options: CommunicationOptions, arrays: Sequence[Any]

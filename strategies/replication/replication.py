@@ -215,7 +215,7 @@ class Replication:
     ) -> Sequence[Array]:
         if self.compresses:
             numbers = tuple(each.number for each in variables)
-            return self._collectives.compressed_sums(gradients, f"variables {numbers}")
+            return self._collectives.compressed_sums(gradients, f"variables {numbers}", variables)
         fusion = optimizer.fusion_of(variables) if self.reduces_plainly else None
         if fusion is None:
             return self.all_reduce_arrays(gradients, ReduceOp.SUM)

@@ -225,10 +225,82 @@ def test_wrong_calls():
         raises(ValueError, "other arrays need another name", given[1:])
         raises(ValueError, "other arrays need", given, "sum")
         reducer.all_reduce_many(given[1:], "sum", of="others")
-        with pytest.raises(MismatchError, match="of others"):
+        with pytest.raises(MismatchError, match="of 'others'"):
             reducer.all_reduce_many(given[1:], "sum", of=("others", "own")[comm.rank])
         again = reducer.all_reduce_many(given)
         np.testing.assert_allclose(again[1], means(2)[1], rtol=1e-6)
+
+    on_nodes([0, 1], calls)
+
+
+@pytest.mark.parametrize("compression", ["powersgd(2)", "topk(0.25)"])
+def test_steps_that_leave_no_trace(compression):
+    """Failed ones and infinite ones; those after them are as without them, to the bit."""
+
+    def failing(*arguments):
+        raise ArithmeticError("of the last dtype")
+
+    def reduce(comm):
+        reducer, undisturbed = (CompressedReducer(comm, compression) for _ in range(2))
+        given = [*gradients(comm.rank), *gradients(comm.rank, "float64")]
+        for _ in range(2):
+            reducer.all_reduce_many(given)
+            undisturbed.all_reduce_many(given)
+        compressor = reducer._lists[None].parts[1].compressor
+        compressor.sum = failing
+        with pytest.raises(ArithmeticError, match="of the last dtype"):
+            reducer.all_reduce_many(given)
+        del compressor.sum
+        check_same_on_all([each.all_reduce_many(given) for each in (reducer, undisturbed)])
+        infinite = [each.copy() for each in given]
+        if comm.rank == 1:
+            infinite[-1][3:] = np.nan
+            infinite[0][1, 2] = np.inf
+        found = reducer.all_reduce_many(infinite)
+        assert not np.isfinite(found[0]).all()
+        assert not np.isfinite(found[-1]).all()
+        for _ in range(2):
+            check_same_on_all([each.all_reduce_many(given) for each in (reducer, undisturbed)])
+
+    on_nodes([0, 1], reduce)
+
+
+def test_power_sgd_after_zeros():
+    """A matrix of that rank still comes whole: its factors don't start from zeros."""
+
+    def reduce(comm):
+        reducer = CompressedReducer(comm, "powersgd(2)")
+        low = np.outer(np.arange(30.0), np.ones(20)) + np.outer(np.arange(30) % 7, np.arange(20))
+        low *= comm.rank + 1
+        for given in (low * 0, low * 0, low):
+            (result,) = reducer.all_reduce_many([given], "sum")
+            np.testing.assert_allclose(result, given / (comm.rank + 1) * 3, atol=1e-9)
+
+    on_nodes([0, 1], reduce)
+
+
+def test_forgotten_names_deadlines_and_the_end():
+    """The list of a forgotten name begins anew, on all ranks or on some."""
+
+    def calls(comm):
+        reducer = CompressedReducer(comm, "topk(0.25)")
+        given = np.arange(1.0, 9) * (1 + comm.rank)
+        exact = np.arange(1.0, 9) * 3
+        comm.deadline = 20
+        first = reducer.all_reduce_many([given], "sum", of="it")[0]
+        assert {reducer._node.deadline, reducer._leaders.deadline} == {20}
+        assert np.count_nonzero(first) == 2
+        reducer.forget("it")
+        reducer.forget("unknown")
+        for result in (first, reducer.all_reduce_many([given], "sum", of="it")[0]):
+            np.testing.assert_array_equal(result, np.where(exact > 18, exact, 0))
+        if comm.rank == 1:
+            reducer.forget("it")
+        reducer.all_reduce_many([given], "sum", of="it")
+        assert len(reducer._lists) == 1
+        reducer.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            reducer.all_reduce_many([given], "sum", of="it")
 
     on_nodes([0, 1], calls)
 

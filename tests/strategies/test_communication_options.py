@@ -1,5 +1,6 @@
 """CommunicationOptions: their content, merging (§2.10) and effects."""
 
+import gc
 import logging
 
 import numpy as np
@@ -391,6 +392,12 @@ def test_gradients_are_compressed_between_nodes(comm):
         for _ in range(3):
             strategy.run(step, ([first, second],))
         assert np.count_nonzero(first) > 2
+        # What was left out is released with the variables.
+        known = strategy._collectives.compressed._lists
+        assert len(known) == 2
+        del first
+        gc.collect()
+        assert list(known) == [f"variables ({second.number},)"]
 
 
 @pytest.mark.mpi
