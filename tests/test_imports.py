@@ -17,8 +17,8 @@ COLLECTIVES = {
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
-    "torch": {"arrays", "communicator", "consistency", "errors", "launching", "lifecycle"}
-    | {"reductions", "shm", "transports", "waiting", "world"},
+    "torch": {"arrays", "communicator", "compression", "consistency", "errors", "launching"}
+    | {"lifecycle", "reductions", "shm", "transports", "waiting", "world"},
     "jax": {"communicator", "world"},
     "compression": {"communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
@@ -103,7 +103,7 @@ STRATEGIES = {
     "cross_device_ops": {"communication", "core", "replication", "collectives"}
     | {"collectives.calls", "collectives.reductions"},
     "replication": {"communication", "core", "foreign", "collectives"}
-    | {"collectives.consistency"},
+    | {"collectives.compression", "collectives.consistency"},
     "communication": {"core", "collectives", "collectives.calls", "collectives.compression"}
     | {"collectives.consistency", "collectives.cuda", "collectives.gpu"},
     "input": {"core", "collectives", "collectives.arrays", "collectives.consistency"}

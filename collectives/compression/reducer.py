@@ -75,8 +75,8 @@ class CompressedReducer:
         arrays: arrays of NumPy, or what `numpy.asarray` makes such of. The results are the same on
         the ranks of a node; those of powersgd on all nodes, if their processors, versions of NumPy
         and numbers of BLAS threads are equal; all others on all nodes.
-        of: a name of the list, equal on all ranks. Lists of different names share no errors that
-        are fed back.
+        of: a name of the list, whose `repr` is equal on all ranks. Lists of different names share
+        no errors that are fed back.
 
         Raises on every rank: ValueError for an op that is neither "sum" nor "mean", and for shapes,
         dtypes or an op other than in the first call of the name; a MismatchError where ranks
@@ -164,6 +164,16 @@ class CompressedReducer:
         if self._node.size > 1:
             self._node.broadcast(flat)
         return flat
+
+
+class ListName:
+    """A name that no other list has, although the ranks compare its text alone."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 class _List:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import finalize
 
 import numpy as np
 import torch
 
 from collectives.arrays.tensors import from_torch, to_torch
 from collectives.communicator import Communicator
+from collectives.compression import CompressedReducer, ListName
 
 Finish = Callable[[], None]
 
@@ -94,6 +96,9 @@ class DenseBucket:
                 self._flat.mul_(scale)
             if narrowed:
                 self._sent.copy_(self._flat)
+        return self._reduce(op, overlap)
+
+    def _reduce(self, op: str, overlap: bool) -> Finish:
         if not overlap:
             self._comm.all_reduce(self._array, op, out=self._array)
             return self._finish
@@ -146,6 +151,28 @@ class DenseBucket:
     def _finish(self) -> None:
         if self._sent is not self._flat:
             self._flat.copy_(self._sent)
+
+
+class CompressedBucket(DenseBucket):
+    """Parameters of one dtype on the CPU, whose gradients are compressed between nodes."""
+
+    def __init__(
+        self, comm: Communicator, members: Sequence[Member], compressed: CompressedReducer
+    ) -> None:
+        super().__init__(comm, members, None)
+        self._compressed = compressed
+        self._name = ListName(f"{members[0].name} to {members[-1].name}")
+        finalize(self, compressed.forget, self._name).atexit = False
+
+    def _reduce(self, op: str, overlap: bool) -> Finish:
+        """Never on a thread: the reducer makes several calls, of which only the first compares."""
+        assert not overlap
+        # In the shapes of the parameters, which PowerSGD takes as matrices.
+        gradients = [from_torch(place, "gradients") for place in self._places]
+        reduced = self._compressed.all_reduce_many(gradients, op, of=self._name)
+        for gradient, result in zip(gradients, reduced, strict=True):
+            gradient[...] = result
+        return self._finish
 
 
 class SparseBucket:
@@ -225,8 +252,9 @@ def make_buckets(
 
     Their gradients arrive first. `limits` are the bytes of the first bucket and of the others: the
     first is small, so that its reduction begins early. `sparse` holds positions of parameters with
-    sparse gradients.
+    sparse gradients. `wire` is as of DenseBucket, or compresses one bucket for each dtype.
     """
+    compressed = isinstance(wire, CompressedReducer)
     closed: list[list[Member]] = []
     open_ones: dict[Any, tuple[list[Member], int]] = {}
     buckets: list[Bucket] = []
@@ -238,12 +266,13 @@ def make_buckets(
         kind = parameter.dtype, parameter.device
         group, size = open_ones.get(kind, ([], 0))
         size += parameter.numel() * parameter.itemsize
-        if group and size > limits[min(len(closed), 1)]:
+        if group and not compressed and size > limits[min(len(closed), 1)]:
             closed.append(group)
             group, size = [], parameter.numel() * parameter.itemsize
         group.append(member)
         open_ones[kind] = group, size
     closed.extend(group for group, _ in open_ones.values())
-    buckets.extend(DenseBucket(comm, group, wire) for group in closed)
+    make = CompressedBucket if compressed else DenseBucket
+    buckets.extend(make(comm, group, wire) for group in closed)
     buckets.extend(SparseBucket(comm, members[position]) for position in sorted(sparse))
     return buckets

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import torch
 
 from collectives.communicator import Communicator
+from collectives.compression import CompressedReducer
 from collectives.errors import CollectiveError
 from collectives.torch.buckets import Bucket, Member, make_buckets
 from collectives.torch.parameters import (
     changed,
+    check_options,
     describe,
     distinct,
     listed,
@@ -72,6 +74,7 @@ class GradientReducer:
         weighted: bool = False,
         unused: Literal["error", "zeros"] = "error",
         wire_dtype: Any = None,
+        compressed: CompressedReducer | None = None,
         sparse: Collection[str] = (),
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
@@ -90,18 +93,15 @@ class GradientReducer:
         overlap: reduce each bucket but the last during backward, on a thread, or all at its end.
         bucket_bytes, first_bucket_bytes: the most that a bucket, and the first one, holds, unless a
             single parameter is larger.
+        compressed: reduces dense gradients on the CPU at the end of backward; of `comm`.
 
         Raises ValueError for these arguments and, on every rank, where the ranks' parameters or
         arguments differ, or another reducer, not closed, has one of the parameters; TypeError for a
         parameter without memory (lazy or on the meta device).
         """
-        if op not in ("mean", "sum") or unused not in ("error", "zeros"):
-            raise ValueError(
-                f"op={op!r}, unused={unused!r}: must be 'mean' or 'sum', and 'error' or 'zeros'"
-            )
-        if weighted and op != "mean":
-            raise ValueError(f"op={op!r}: only a mean is weighted")
-        self._comm, self._op, self._overlap = comm, op, overlap
+        compression = None if compressed is None else compressed.compression
+        check_options(op, unused, weighted, wire_dtype, compression)
+        self._comm, self._op, self._overlap = comm, op, overlap and compressed is None
         self._weighted, self._unused = weighted, unused
         members = distinct(named_parameters)
         self._names = {id(each.parameter): each.name for each in members}
@@ -119,13 +119,14 @@ class GradientReducer:
         if comm.size == 1:
             return
         limits = first_bucket_bytes, bucket_bytes
-        given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {limits=}, {sorted(sparse)}"
+        given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {compression=}, {limits=}"
         twice = [each.name for each in self._trained if is_reduced([each.parameter])]
         refuse_second(comm, twice)
-        refuse_differences(comm, [given, *map(describe, self._trained)])
+        refuse_differences(comm, [f"{given}, {sorted(sparse)}", *map(describe, self._trained)])
         names = [each.name for each in self._trained]
         positions = [names.index(each) for each in sparse if each in names]
-        self._buckets = make_buckets(comm, self._trained, positions, wire_dtype, limits)
+        wire = wire_dtype if compressed is None else compressed
+        self._buckets = make_buckets(comm, self._trained, positions, wire, limits)
         for number, bucket in enumerate(self._buckets):
             for member in bucket.members:
                 self._bucket_of[id(member.parameter)] = number

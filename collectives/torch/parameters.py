@@ -27,6 +27,20 @@ def distinct(named_parameters: Iterable[tuple[str, Any]]) -> list[Member]:
     return list(found.values())
 
 
+def check_options(
+    op: str, unused: str, weighted: bool, wire_dtype: Any, compression: str | None
+) -> None:
+    """ValueError for options of a reducer that don't exist, or not together."""
+    if op not in ("mean", "sum") or unused not in ("error", "zeros"):
+        raise ValueError(
+            f"op={op!r}, unused={unused!r}: must be 'mean' or 'sum', and 'error' or 'zeros'"
+        )
+    if weighted and op != "mean":
+        raise ValueError(f"op={op!r}: only a mean is weighted")
+    if compression is not None and wire_dtype is not None:
+        raise ValueError(f"wire_dtype={wire_dtype}, compression={compression!r}: only one of them")
+
+
 def describe(member: Member) -> str:
     """What must be equal on all ranks."""
     parameter = member.parameter

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator, MismatchError
+from collectives.compression import CompressedReducer
 from collectives.consistency.uncaught import raised_on_all
 from strategies.communication.with_options import CollectivesWithOptions
 from strategies.core.indexed_slices import Gradient, IndexedSlices, map_apart, reduce_slices
@@ -75,6 +76,11 @@ class Replication:
         self.variable_numbers = count()
         """The numbers of new variables: the order of creation, equal on all ranks."""
         self._series_numbers = count()
+
+    @property
+    def compressed(self) -> CompressedReducer | None:
+        """What compresses gradients, if the options say so. Collective at the first use."""
+        return self._collectives.compressed if self.compresses else None
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -44,8 +44,9 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     with PropagatedErrors(strategy.communicator, "distribute"):
         optimizers = checked(strategy, model, optimizer)
     _close_earlier(model)
-    sparse = _sparse_parameters(model)
-    reducer = GradientReducer(communicator, model.named_parameters(), sparse=sparse, **options)
+    options |= {"sparse": _sparse_parameters(model)}
+    options |= {"compressed": strategy.compressed if together else None}
+    reducer = GradientReducer(communicator, model.named_parameters(), **options)
     if not strategy.trains_alone:
         _mirror(strategy, model)
 
@@ -100,10 +101,15 @@ def checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
             f"distribute: model is a {wrapper}, which reduces gradients itself: give the module"
             " that it wraps, or train without distribute"
         )
-    if not strategy.reduces_plainly:
+    if not strategy.reduces_plainly and not strategy.compresses:
         raise ValueError(
             "distribute: gradients of torch are reduced as collectives chooses: the strategy must"
-            " have neither cross_device_ops nor communication options of its own"
+            " have neither cross_device_ops nor communication options but a compression"
+        )
+    devices = {each.device.type for each in model.parameters()}
+    if strategy.compresses and devices - {"cpu"}:
+        raise TypeError(
+            f"distribute: compressed gradients lie on the CPU; the model's on {devices}"
         )
     known = {id(each) for each in model.parameters()}
     for each in optimizers:
