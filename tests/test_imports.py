@@ -95,7 +95,7 @@ STRATEGIES = {
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
-    | {"collectives.consistency", "collectives.torch"},
+    | {"collectives.compression", "collectives.consistency", "collectives.torch"},
     "metrics": {"core", "replication", "variables", "collectives.scope"},
     "optimizers": {"core", "foreign", "replication", "variables", "collectives"}
     | {"collectives.cuda"},

@@ -202,8 +202,9 @@ class Strategy(Replication):
         wire_dtype: torch.float16 or torch.bfloat16 for smaller messages; None keeps the dtype.
 
         Raises TypeError for other objects, and for wrappers such as DistributedDataParallel;
-        ValueError for an optimizer with parameters that aren't the model's, and on every rank where
-        the ranks' models differ; RuntimeError inside `run`.
+        ValueError for an optimizer with parameters that aren't the model's, for a `wire_dtype`
+        under a strategy that compresses, and on every rank where the ranks' models differ;
+        RuntimeError inside `run`.
         """
         contexts.require_cross_replica("Strategy.distribute", self)
         from strategies.torch.distribution import distribute

@@ -146,9 +146,9 @@ class CommunicationOptions(CheckedAttributes):
     timeout_seconds: how long a call waits for other ranks before it raises DeadlineExceededError;
     None keeps the communicator's deadline, 0 is no deadline.
     implementation: a `CommunicationImplementation` or its name in any case.
-    compression: of the gradients that the optimizers of `strategies` sum, between nodes, as
-    `collectives.compression.CompressedReducer` does it. For a strategy, not for a single call. What
-    was left out of a step is not kept in checkpoints.
+    compression: of gradients between nodes, as `collectives.compression.CompressedReducer` does it:
+    of the optimizers of `strategies`, and of models of torch and Keras. For a strategy, not for a
+    single call. What was left out of a step is not kept in checkpoints.
 
     Raises ValueError for anything else, also where it is assigned, AttributeError for other
     attributes. But for the compression as `tf.distribute.experimental.CommunicationOptions`.

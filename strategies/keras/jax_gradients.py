@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives.jax.host_calls import HostFunction, host_call
-from strategies.keras.training import Training
+from strategies.keras.training import Positions, Training
 
 
 def reduce_gradients(
@@ -22,12 +22,13 @@ def reduce_gradients(
     Calls of one program run in the order of the trace: each depends on the one before. None stays
     None: it stands for a variable without influence, on all ranks that trace the same program.
     """
-    present = [each for each in gradients if each is not None]
+    positions = tuple(index for index, each in enumerate(gradients) if each is not None)
+    present = [gradients[index] for index in positions]
     if not present:
         return list(gradients)
     weight = jnp.asarray(training.weight, jnp.float32)
     inputs = [weight, *present, *_order(training)]
-    results = host_call(_mean_function(training, number), inputs, present)
+    results = host_call(_mean_function(training, number, positions), inputs, present)
     training.last_reduction = results[0]
     reduced = iter(results)
     return [None if each is None else next(reduced) for each in gradients]
@@ -54,23 +55,24 @@ def _order(training: Training) -> list[Any]:
     return [jnp.ravel(last)[:1]]
 
 
-def _mean_function(training: Training, number: int) -> HostFunction:
-    if number not in training.host_functions:
+def _mean_function(training: Training, number: int, positions: Positions) -> HostFunction:
+    key = number, positions
+    if key not in training.host_functions:
 
         def mean(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             # A further input only determines the order.
             weight, given = inputs[0], inputs[1 : 1 + len(outputs)]
             factor, _ = training.exchange(number, float(weight))
             if factor == 1:
-                training.mean_into(given, outputs)
+                training.mean_into(given, outputs, number, positions)
                 return
             for source, target in zip(given, outputs, strict=True):
                 if factor == 0:
                     target[...] = 0  # a product with 0 would keep NaN
                 else:
                     np.multiply(source, source.dtype.type(factor), out=target)
-            training.mean_into(outputs, outputs)
+            training.mean_into(outputs, outputs, number, positions)
 
-        training.host_functions[number] = mean
-    function: HostFunction = training.host_functions[number]
+        training.host_functions[key] = mean
+    function: HostFunction = training.host_functions[key]
     return function

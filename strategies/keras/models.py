@@ -28,11 +28,8 @@ def prepare(model: Any, training: Training) -> None:
     Where `tf.distribute` creates variables and splits data, only steps, gradients, callbacks and
     output are the ranks'.
 
-    ValueError for a loss whose mean over the ranks isn't the whole batch's, NotImplementedError
-    under a strategy that compresses gradients.
+    ValueError for a loss whose mean over the ranks isn't the whole batch's.
     """
-    if training.reduces and training.owner.compresses:
-        raise NotImplementedError("compile: gradients of Keras's optimizers can't be compressed")
     check_losses(model, training)
     kind = type(model)
 

@@ -25,13 +25,14 @@ def reduce_gradients(
     factor, absent_anywhere = training.exchange(number, training.weight, absent)
     if absent_anywhere:
         gradients = _filled(training, gradients, variables)
-    present = [each for each in gradients if each is not None]
+    positions = tuple(index for index, each in enumerate(gradients) if each is not None)
+    present = [gradients[index] for index in positions]
     if factor == 0:
         torch._foreach_zero_(present)  # a product with 0 would keep NaN
     elif factor != 1 and present:
         torch._foreach_mul_(present, factor)
     if present:
-        training.mean_into(present, present)
+        training.mean_into(present, present, number, positions)
     return list(gradients)
 
 

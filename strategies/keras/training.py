@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 
 from collectives import CollectiveMismatchError, Communicator
+from collectives.compression import CompressedReducer, ListName
 from collectives.consistency.uncaught import raised_on_all
 
 Reduce = Callable[[Sequence[Any]], Sequence[Any]]
+Positions = tuple[int, ...]
 
 _ENDED = 0
 """The number of ranks that have no further batch; optimizers have numbers from 1."""
@@ -46,8 +48,8 @@ class Training:
         """The number of rows of the piece that this rank's data gave last."""
         self.in_epoch = False
         """Whether the ranks take the steps of an epoch of `fit`."""
-        self.host_functions: dict[int, Any] = {}
-        """The functions that compiled programs call, by the optimizer's number."""
+        self.host_functions: dict[tuple[int, Positions], Any] = {}
+        """The functions that compiled programs call, by optimizers' numbers and their variables."""
         self.last_reduction: Any = None
         """A result of the last reduction in a JAX program, on which the next one depends."""
         self.step: Any = None
@@ -55,6 +57,7 @@ class Training:
         self._mean = mean
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._next_numbers = count(1)
+        self._names: dict[tuple[int, Positions], ListName] = {}
 
     @property
     def weight(self) -> float:
@@ -102,13 +105,32 @@ class Training:
             f" batch, ranks {ended} have none. Every rank must be given the same global batches"
         )
 
-    def mean_into(self, arrays: Sequence[Any], out: Sequence[Any]) -> None:
+    def mean_into(
+        self, arrays: Sequence[Any], out: Sequence[Any], optimizer: int, positions: Positions
+    ) -> None:
         """Write the mean over the ranks of NumPy arrays or torch tensors. Collective.
 
-        `out` may be the arrays themselves.
+        out: may be the arrays themselves.
+        optimizer, positions: the optimizer's number, and which of its variables have the gradients.
         """
+        if self.owner.compresses:
+            compressed: CompressedReducer = self.owner.compressed
+            name = self._name_of(optimizer, positions)
+            means = compressed.all_reduce_many(arrays, "mean", of=name)
+            for target, mean in zip(map(np.asarray, out), means, strict=True):
+                target[...] = mean
+            return
         if self._mean is None:
             self.communicator.all_reduce_many(arrays, "mean", out=out)
             return
         for target, mean in zip(out, self._mean(arrays), strict=True):
             target[...] = mean
+
+    def _name_of(self, optimizer: int, positions: Positions) -> ListName:
+        """The name of gradients that are compressed together, as long as this object lives."""
+        name = self._names.get((optimizer, positions))
+        if name is None:
+            text = f"gradients {positions} of optimizer {optimizer}"
+            name = self._names[optimizer, positions] = ListName(text)
+            finalize(self, self.owner.compressed.forget, name).atexit = False
+        return name

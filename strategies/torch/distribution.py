@@ -104,7 +104,7 @@ def checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
     if not strategy.reduces_plainly and not strategy.compresses:
         raise ValueError(
             "distribute: gradients of torch are reduced as collectives chooses: the strategy must"
-            " have neither cross_device_ops nor communication options but a compression"
+            " have neither cross_device_ops nor communication options without a compression"
         )
     devices = {each.device.type for each in model.parameters()}
     if strategy.compresses and devices - {"cpu"}:

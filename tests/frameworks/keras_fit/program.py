@@ -6,6 +6,7 @@ one start serves all checks, since importing the frameworks takes longest.
 
 import copy
 import json
+import math
 import sys
 import tempfile
 import traceback
@@ -594,12 +595,34 @@ def lists_of_communication_options():
         together = dense(seed=1 + RANK)
         together.compile("sgd", "mse")
     trained(alone, together, X, Y, epochs=2)
-    options = strategies.CommunicationOptions(compression="float16")
-    strategy = strategies.MultiWorkerMirroredStrategy(communication_options=options)
-    with strategy.scope():
-        raised_everywhere(
-            NotImplementedError, "can't be compressed", lambda: dense().compile("sgd", "mse")
-        )
+
+
+@check
+def compressed_gradients():
+    """topk(1) leaves nothing out of a step; of topk(0.3) every rank applies the same."""
+    from mpi4py import MPI
+
+    nodes = collectives.Communicator(MPI.COMM_WORLD, node_of=[0, *[1] * (SIZE - 1)], deadline=60)
+    for compression in ("topk(1)", "topk(0.3)"):
+        options = strategies.CommunicationOptions(compression=compression)
+        strategy = strategies.MultiWorkerMirroredStrategy(None, options, communicator=nodes)
+        alone = dense()
+        alone.compile("sgd", "mse")
+        with strategy.scope():
+            together = dense(seed=1 + RANK)
+            together.compile("sgd", "mse")
+        if compression == "topk(1)":
+            trained(alone, together, X, Y, epochs=2)
+        else:
+            losses = together.fit(X, Y, batch_size=BATCH, epochs=5, verbose=0).history["loss"]
+            assert losses[-1] < losses[0]
+            assert_same_everywhere(weights_of(together).tobytes())
+        share = float(compression[5:-1])
+        kept = sum(math.ceil(share * each.size) for each in together.get_weights())
+        sent = strategy.compressed.bytes_between_nodes
+        assert sent == (8 * kept if nodes.local_rank == 0 else 0), sent
+        strategy.compressed.close()
+    nodes.close()
 
 
 @check

@@ -21,6 +21,7 @@ QUICK = {
         "a_stop_on_one_rank_within_an_epoch",
         "errors_are_those_of_every_rank",
         "keras_is_as_it_was_outside",
+        "compressed_gradients",
         "gradients_that_some_ranks_lack",
         "optimizers_in_containers",
         "weights_that_no_reduction_keeps_equal",

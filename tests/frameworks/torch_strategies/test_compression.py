@@ -55,7 +55,6 @@ def test_convergence(torch, nodes):
             own = chosen.chunk(nodes.size)[nodes.rank]
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
-            check_same_on_all(nodes, [model[0].weight.grad])
             torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
         check_same_on_all(nodes, model.parameters())
