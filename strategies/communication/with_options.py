@@ -59,15 +59,16 @@ class CollectivesWithOptions:
         self, gradients: Sequence[Array], of: Hashable, owners: Sequence[Any]
     ) -> list[Array]:
         """The sums; `of` names the gradients, as long as all owners live. Collective."""
+        compressed = self.compressed
         if of not in self._named:
             self._named.add(of)
             for each in owners:
-                finalize(each, self._forget, of).atexit = False
-        return self.compressed.all_reduce_many(gradients, "sum", of=of)
+                finalize(each, self._forget, compressed, of).atexit = False
+        return compressed.all_reduce_many(gradients, "sum", of=of)
 
-    def _forget(self, of: Hashable) -> None:
+    def _forget(self, compressed: CompressedReducer, of: Hashable) -> None:
         self._named.discard(of)
-        self.compressed.forget(of)
+        compressed.forget(of)
 
     def _all_reduce_hosts(
         self, op: ReduceOp, options: CommunicationOptions, arrays: Sequence[Any]

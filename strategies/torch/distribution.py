@@ -106,10 +106,11 @@ def checked(strategy: Replication, model: Any, optimizer: Any) -> Sequence[Any]:
             "distribute: gradients of torch are reduced as collectives chooses: the strategy must"
             " have neither cross_device_ops nor communication options without a compression"
         )
-    devices = {each.device.type for each in model.parameters()}
-    if strategy.compresses and devices - {"cpu"}:
+    devices = {each.device.type for each in model.parameters()} - {"cpu"}
+    if strategy.compresses and devices:
         raise TypeError(
-            f"distribute: compressed gradients lie on the CPU; the model's on {devices}"
+            f"distribute: the model has parameters on {', '.join(sorted(devices))}: gradients are"
+            " compressed on the CPU"
         )
     known = {id(each) for each in model.parameters()}
     for each in optimizers:

@@ -166,6 +166,8 @@ def test_an_interrupted_backward_leaves_no_trace(torch, nodes):
     assert len(strategy.compressed._lists) == 2
     with pytest.raises(ValueError, match="only one of them"):
         strategy.distribute(models[0], optimizers[0], wire_dtype=torch.float16)
+    with pytest.raises(TypeError, match="parameters on meta: gradients are compressed on the CPU"):
+        strategy.distribute(torch.nn.Linear(2, 2, device="meta"), [])
     strategy.gradients_of(models[1]).close()
     del model, models, optimizer, optimizers, own, other
     gc.collect()
