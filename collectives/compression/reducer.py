@@ -90,7 +90,7 @@ class CompressedReducer:
             self._communicator.barrier(f"CompressedReducer.all_reduce_many: {error}")
             raise
         self._communicator.barrier(known.text)
-        # Only now: lists that some ranks alone know would compare equal in different calls.
+        # After the only barrier, which ranks that know the list and ranks that don't make alike.
         self._lists[of] = self._last = known
         self._keep_deadline()
         results: list[Any] = [None] * len(given)
