@@ -16,7 +16,8 @@ COLLECTIVES = {
     "__init__": {"algorithms", "analysis", "communicator", "errors", "fusion", "lifecycle"}
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
-    "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports", "world"},
+    "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports"}
+    | {"waiting", "world"},
     "torch": {"arrays", "communicator", "compression", "consistency", "errors", "launching"}
     | {"lifecycle", "reductions", "shm", "transports", "waiting", "world"},
     "jax": {"communicator", "world"},

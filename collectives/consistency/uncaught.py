@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from collectives.errors import DeadlineExceededError, RankFailedError, in_step
+from collectives.waiting.last_resort import abort
 
 Error = TypeVar("Error", bound=BaseException)
 
@@ -87,7 +88,7 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
             show(kind, error, trace)
             _drain_output()
         finally:
-            mpi.COMM_WORLD.Abort(1)
+            abort(mpi.COMM_WORLD)
 
     sys.excepthook = show_and_abort
 

@@ -31,6 +31,7 @@ from collectives.launching.launcher import (
     find_launcher,
 )
 from collectives.launching.start import start_mpi
+from collectives.waiting.last_resort import abort
 from collectives.world import world
 
 LIMIT = 30.0
@@ -145,7 +146,7 @@ def _abort_if_stuck(report: Report, mpi: Any, outcomes: list[Outcome]) -> None:
     if not report.prints:
         mpi.COMM_WORLD.Barrier()
     time.sleep(_FORWARDING_SECONDS)
-    mpi.COMM_WORLD.Abort(1)
+    abort(mpi.COMM_WORLD)
 
 
 def _conclude(report: Report, failures: int) -> None:

@@ -45,8 +45,7 @@ ALIKE, DIFFERENT = 1, 2
 """Verdict of the node's leader after its exchange with the other nodes."""
 
 GRACE_SECONDS = 2.0
-# The number of bits in a word.
-_NODES_NOTED = 64
+_NODES_NOTED = 64  # the bits of a word
 
 
 def word_of(fingerprint: int, sequence: int) -> int:
@@ -243,8 +242,9 @@ class NodeBarrier:
         except DeadlineExceededError as error:
             while not published():
                 if self._withdraw_leader(word, sequence):
+                    error = self._wait_policy.renewed(error, absent)
                     error.withdrawn = True
-                    raise
+                    raise error from None
                 # The leader is committed to the call until the other nodes arrive, or it abandons.
                 self._await_bound(lambda: published() or not self._committed(sequence), absent)
         if self.memory.fence is not None:

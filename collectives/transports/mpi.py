@@ -28,6 +28,7 @@ from collectives.transports.mpi_native import native
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from collectives.transports.neighbors import NeighborChannel
 from collectives.transports.pages import give_pages_back, has_room, take_pages
+from collectives.waiting.last_resort import abort
 from collectives.waiting.wait_policy import WaitPolicy
 
 _EXCHANGE_TAG = 0
@@ -195,7 +196,7 @@ class MpiTransport(Transport):
         # mpirun forwards no more output once a rank aborts.
         time.sleep(_HANDOVER_SECONDS)
         if self.threads:
-            self.comm.Abort(1)
+            abort(self.comm)
         os._exit(1)
 
     @property

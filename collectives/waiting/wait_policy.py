@@ -169,6 +169,10 @@ class WaitPolicy:
         self.before_raise(error)
         return error
 
+    def renewed(self, error: DeadlineExceededError, absent: Absent) -> DeadlineExceededError:
+        """The error of a wait that went on after it, with the ranks that are absent by now."""
+        return error if self.limited else self.exceeded(absent())
+
     def _text(self, waited: str, absent: dict[int, str]) -> str:
         ranks = ", ".join(f"rank {rank}{note}" for rank, note in sorted(absent.items()))
         call = self.call

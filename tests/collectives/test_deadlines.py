@@ -157,6 +157,22 @@ def test_who_came_and_left_is_not_named(comm, record_directory):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(5)
+def test_a_nodes_other_ranks_name_whom_its_leader_names(comm, record_directory):
+    """Node 1 first waits for a message of node 3, which waits for node 2, the late one."""
+    with Communicator(MPI.COMM_WORLD, deadline=PATIENT, node_of=[0, 1, 1, 2, 3]) as nodes:
+        nodes.barrier()
+        nodes.deadline = 0.3 if nodes.rank == 2 else 0.8
+        if nodes.rank != 3:
+            with pytest.raises(collectives.DeadlineExceededError, match="rank 3") as caught:
+                CALLS["small"](nodes)
+            assert caught.value.absent == (3,)
+        wait_for_all()
+        nodes.deadline = PATIENT
+        np.testing.assert_array_equal(CALLS["small"](nodes), expected(nodes))
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_the_first_asynchronous_call(patient, record_directory):
     late = 0

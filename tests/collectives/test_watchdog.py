@@ -1,5 +1,6 @@
 """The thread that watches calls inside libraries."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -66,3 +67,19 @@ def test_what_is_watched_may_come_and_go_while_it_is_looked_at(hasty_threads):
     end.set()
     looker.join()
     assert not problems
+
+
+def test_a_process_ends_though_mpi_can_not_end_the_job():
+    """MPI_Abort may wait for a host that can't be reached, and holds Python's lock."""
+    program = """
+import ctypes
+from collectives.waiting import last_resort
+last_resort.ABORT_SECONDS = 0.2
+class Stuck:
+    def Abort(self, code):
+        ctypes.PyDLL(None).sleep(20)
+last_resort.abort(Stuck())
+"""
+    line = [sys.executable, "-c", program]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=15, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
