@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.worlds.cleanup import end_group, find_segments, kill_tagged, remove_segments
@@ -40,24 +41,34 @@ def run_programs(parts, *, timeout, options=(), prefix=()):
     return run_launcher(line, {}, timeout=timeout)
 
 
-def run_launcher(line, environment, *, timeout):
-    """Run mpirun's command line, with more environment variables, and clean up after it."""
+@contextmanager
+def launched(line, environment, **streams):
+    """Start mpirun's command line, with more environment variables; end it and clean up after it.
+
+    `streams` are Popen's.
+    """
     segments = find_segments()
     with tempfile.TemporaryDirectory() as directory:
         variables = world_environment(directory) | {"PYTHONPATH": str(ROOT)} | environment
         process = subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
             env=variables,
             start_new_session=True,
+            **streams,
         )
         try:
-            output, errors = process.communicate(timeout=timeout)
+            yield process
         finally:
             end_group(process)
             kill_tagged(DIRECTORY_VARIABLE, directory)
             remove_segments(segments)
+
+
+def run_launcher(line, environment, *, timeout):
+    """Run mpirun's command line, with more environment variables, and clean up after it."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with launched(line, environment, **pipes) as process:
+        output, errors = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(line, process.returncode, output, errors)
