@@ -126,6 +126,7 @@ def split(ranks):
 def check_failures(failures, absent, *, others=()):
     """Every rank has the error, in time; it names those ranks, and may name `others`."""
     for rank, failure in failures.items():
+        assert failure["absent"] != "no error", rank
         assert set(absent) <= set(failure["absent"]) <= {*absent, *others}, (rank, failure)
         assert DEADLINE <= failure["seconds"] < 2 * DEADLINE + GRACE + LOAD, (rank, failure)
 
