@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.arrays.tensor_memory import TensorMemory
+from collectives.arrays.tensors import to_torch
 from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.cuda.runtime import cuda
@@ -63,3 +64,13 @@ class BoundCalls:
         if bound is not None:
             self.known.put(key, bound)
         return PASS
+
+
+def as_tensor(call: Callable[..., Any], *arguments: Any) -> Any:
+    """The array that a call returns as a tensor; None where it returns None.
+
+    For `CallScope.whole`: a signal's exception in the conversion must not look like that of a call
+    that was not made.
+    """
+    result = call(*arguments)
+    return None if result is None else to_torch(result)

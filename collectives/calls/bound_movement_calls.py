@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import is_device, like, to_array
-from collectives.arrays.tensors import refuse_lost_gradient, to_torch
+from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import PASS
 from collectives.calls.all_to_all import Parts, store
 from collectives.calls.arguments import Rows, contiguous_apart, stores_rows
 from collectives.calls.bound import bind_broadcast
 from collectives.calls.bound_all_gather import bind_all_gather, bind_gather
 from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing
-from collectives.calls.bound_calls import Bound, BoundCalls
+from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
 from collectives.calls.bound_from_root import Sent, bind_broadcast_object, bind_scatter
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import (
@@ -71,8 +71,10 @@ class BoundMovementCalls(BoundCalls):
             joined = self._all_gather(array, rest, room, contiguous_apart(array, target), target)
             return joined if out is None else out
         if (views := self._tensors.views(array, out)) is not None:
-            result = self.all_gather(views[0], axis, views[1])
-            return to_torch(result) if out is None else out
+            if out is None:
+                return self._engine.whole(as_tensor, self.all_gather, views[0], axis, None)
+            self.all_gather(views[0], axis, views[1])
+            return out
         if on_gpu(array):
             return self._on_gpu("all_gather", array, out, axis=axis)
         rows = Rows(to_array(array), axis)
@@ -115,8 +117,7 @@ class BoundMovementCalls(BoundCalls):
         if plain:
             return self._gather(contiguous_apart(array, None), array.shape, root)
         if (views := self._tensors.views(array, None)) is not None:
-            result = self.gather(views[0], root, axis)
-            return None if result is None else to_torch(result)
+            return self._engine.whole(as_tensor, self.gather, views[0], root, axis)
         if on_gpu(array):
             return PASS
         rows = Rows(to_array(array), axis)
@@ -170,15 +171,23 @@ class BoundMovementCalls(BoundCalls):
         """As `Communicator.all_to_all`."""
         size, plain = self._engine.size, type(arrays) is np.ndarray
         if not plain and (views := self._tensors.views(arrays, out)) is not None:
-            result = self.all_to_all(*views)
-            return to_torch(result) if out is None else out
+            if out is None:
+                return self._engine.whole(as_tensor, self.all_to_all, *views)
+            self.all_to_all(*views)
+            return out
         divisible = plain and arrays.ndim and not len(arrays) % size
         if divisible and stores_rows(out, arrays) and (out is None or len(out) == len(arrays)):
             result = np.empty(arrays.shape, arrays.dtype) if out is None else out
             target, shape = result.reshape(-1), (len(arrays) // size, *arrays.shape[1:])
             differing = self._all_to_all(contiguous_apart(arrays, target), target, shape)
-            if differing is not None:
+            if differing is None:
+                return result
+            # After the call: `whole` around all of it would cost every call time.
+            try:
                 store(differing, list(result.reshape(size, *shape)))
+            except BaseException as error:
+                self._engine.leave(error)
+                raise
             return result
         if on_gpu(arrays) or (not hasattr(arrays, "shape") and any(map(on_gpu, arrays))):
             return PASS

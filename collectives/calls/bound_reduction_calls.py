@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import Output, may_overlap
-from collectives.arrays.tensors import refuse_lost_gradient, to_torch
+from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, contiguous_apart, split_rows, stores_rows
 from collectives.calls.bound import bind_all_reduce, bind_reduce_scatter
-from collectives.calls.bound_calls import Bound, BoundCalls
+from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
 from collectives.calls.bound_folds import bind_reduce, bind_scan
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import refuse_mean
@@ -27,17 +27,23 @@ class BoundReductionCalls(BoundCalls):
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
         """As `Communicator.all_reduce`."""
         if (views := self._tensors.views(array, out)) is not None:
-            source, target = views
-            known = what is None and type(op) is str
-            bound = self.known.get((op, source.dtype, source.shape)) if known else None
-            result: Any = PASS if bound is None else bound(source, target)
-            if result is PASS:
-                result = self.all_reduce(source, op, target, what)
-            return to_torch(result) if out is None else out
+            if out is None:
+                return self._engine.whole(as_tensor, self._all_reduce_memory, *views, op, what)
+            self._all_reduce_memory(*views, op, what)
+            return out
         if on_gpu(array):
             return PASS if what is not None else self._on_gpu("all_reduce", array, out, op)
         given = ReduceInput(array, op)
         return self._engine.whole(self._all_reduce, given, op, given.output(out), what)
+
+    def _all_reduce_memory(
+        self, source: Array, target: Array | None, op: ReduceOp | str, what: str | None
+    ) -> Any:
+        """Of tensors' memory."""
+        known = what is None and type(op) is str
+        bound = self.known.get((op, source.dtype, source.shape)) if known else None
+        result: Any = PASS if bound is None else bound(source, target)
+        return self.all_reduce(source, op, target, what) if result is PASS else result
 
     def _all_reduce(
         self, given: ReduceInput, op: ReduceOp | str, output: Output, what: str | None
@@ -71,8 +77,12 @@ class BoundReductionCalls(BoundCalls):
             if bound is not None and (result := bound(array, out)) is not PASS:
                 return result
         elif (views := self._tensors.views(array, out)) is not None:
-            result = self._fold(collective, views[0], op, root, views[1])
-            return result if result is None else to_torch(result) if out is None else out
+            if out is None:
+                return self._engine.whole(
+                    as_tensor, self._fold, collective, views[0], op, root, None
+                )
+            self._fold(collective, views[0], op, root, views[1])
+            return out
         if on_gpu(array):
             return PASS
         given = ReduceInput(array, op)
@@ -105,8 +115,10 @@ class BoundReductionCalls(BoundCalls):
     def reduce_scatter(self, array: Any, op: ReduceOp | str, axis: Any, out: Any) -> Any:
         """As `Communicator.reduce_scatter`."""
         if (views := self._tensors.views(array, out)) is not None:
-            result = self.reduce_scatter(views[0], op, axis, views[1])
-            return to_torch(result) if out is None else out
+            if out is None:
+                return self._engine.whole(as_tensor, self.reduce_scatter, views[0], op, axis, None)
+            self.reduce_scatter(views[0], op, axis, views[1])
+            return out
         if on_gpu(array):
             return self._on_gpu("reduce_scatter", array, out, op, axis)
         rank, size = self._engine.rank, self._engine.size

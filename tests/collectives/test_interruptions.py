@@ -263,6 +263,24 @@ class AllToAll(PathSelector):
         return [self.at._replace(rank=rank).given(call, 2) + self.at.rank for rank in ranks]
 
 
+class Differing(PathSelector):
+    """The interrupted rank divides one array; the parts of the others differ."""
+
+    def make(self, call):
+        ranks, given = range(self.at.size), self.at.given(call, 2)
+        parts = [given + rank for rank in ranks]
+        if self.at.rank == INTERRUPTED_RANK:
+            return self.at.comm.all_to_all(np.concatenate(parts))
+        parts[self.at.rank] = np.zeros(5)
+        return self.at.comm.all_to_all(parts)[INTERRUPTED_RANK]
+
+    def expect(self, call):
+        if self.at.rank != INTERRUPTED_RANK:
+            return self.at._replace(rank=INTERRUPTED_RANK).given(call, 2) + self.at.rank
+        sent = [self.at._replace(rank=rank).given(call, 2) for rank in range(self.at.size)]
+        return np.concatenate(sent) + self.at.rank
+
+
 class Barrier(PathSelector):
     most = 1000
 
@@ -310,7 +328,7 @@ ROUTES = [
         Fused,
         MadeFusion,
     ),
-    *(Objects, AnObject, AllToAll, Barrier, Zeros, Split),
+    *(Objects, AnObject, AllToAll, Differing, Barrier, Zeros, Split),
 ]
 BY_DEFAULT = (Small, Large, IntoStrides, Schedule, Broadcast, Many, Objects)
 BY_DEFAULT += (GatheredAnew, Sent, Received)

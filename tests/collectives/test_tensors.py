@@ -8,7 +8,9 @@ import pytest
 
 from collectives import Communicator
 from collectives.arrays.kinds import to_numpy
+from collectives.arrays.tensors import to_torch
 from collectives.transports.local import alone, run
+from tests.collectives.interrupting import Interruption, InterruptionError, share_memory
 
 torch = pytest.importorskip("torch", reason="torch isn't installed: tensors can't be tested")
 
@@ -254,3 +256,25 @@ def test_an_absent_gradient_is_named():
         comm.all_reduce(None)
     with pytest.raises(ValueError, match=r"out\[1\] has shape"):
         comm.all_reduce_many([torch.ones(3)] * 2, out=[torch.ones(3), torch.ones(2)])
+
+
+def test_an_exception_in_a_new_tensor_s_making_ends_the_communicator(monkeypatch):
+    """The other ranks have made the call: a repeated one would pair with their next call."""
+    share_memory(monkeypatch)
+    names = ("all_reduce", "reduce", "scan", "reduce_scatter", "all_gather", "gather", "all_to_all")
+
+    def outcome(transport, name):
+        comm = Communicator(transport, deadline=10)
+        call, tensor = getattr(comm, name), torch.arange(4.0) + comm.rank
+        call(tensor)
+        if comm.rank:
+            return call(tensor)
+        begin = Interruption((to_torch.__code__, 0, 1))
+        with pytest.raises(InterruptionError), begin:
+            call(tensor)
+        with pytest.raises(RuntimeError, match="can't go on"):
+            call(tensor)
+        return begin.where
+
+    for name in names:
+        assert run(2, lambda transport, name=name: outcome(transport, name))[0], name
