@@ -23,8 +23,8 @@ from bench.reports.columns import machine_lines, settings_line
 
 _UNSHAPED = "unshaped"
 _HEADER = """\
-| hosts × ranks | link | size (B) | ours (µs) | mpi4py (µs) | ratio | GB/s |
-|---|---|---:|---:|---:|---:|---:|"""
+| collective | hosts × ranks | link | size (B) | ours (µs) | mpi4py (µs) | ratio | GB/s |
+|---|---|---|---:|---:|---:|---:|---:|"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=__doc__)
     add_options(parser, rates=f"{_UNSHAPED},1gbit", repeats=20)
-    parser.add_argument("--collective", default="all_reduce", help="default: all_reduce")
+    parser.add_argument("--collectives", default="all_reduce", help="default: all_reduce")
     parser.add_argument("--sizes", default="8,4K,64K,1M,16M", help="default: 8,4K,64K,1M,16M")
     return parser.parse_args(arguments)
 
@@ -44,23 +44,28 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _measure(
     mpirun: str, count: int, ranks: int, rate: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The report of `python -m bench` on so many hosts."""
+    """The reports of `python -m bench` on so many hosts, joined."""
     with hosts(count) as (addresses, agent), tempfile.TemporaryDirectory() as folder:
         if rate != _UNSHAPED:
             shape(agent, addresses, rate)
-        report = Path(folder) / "report.json"
-        line, environment = launch_line(mpirun, agent, addresses, [ranks] * count)
-        line += [sys.executable, "-m", "bench", options.collective, "--sizes", options.sizes]
-        line += ["--repeats", str(options.repeats), "--peer", "mpi4py", "--json", str(report)]
-        subprocess.run(line, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL)
-        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-        return found
+        path = Path(folder) / "report.json"
+        launch, environment = launch_line(mpirun, agent, addresses, [ranks] * count)
+        joined: dict[str, Any] = {"rows": []}
+        for collective in options.collectives.split(","):
+            line = [*launch, sys.executable, "-m", "bench", collective, "--sizes", options.sizes]
+            line += ["--repeats", str(options.repeats), "--peer", "mpi4py", "--json", str(path)]
+            variables = os.environ | environment
+            subprocess.run(line, env=variables, check=True, stdout=subprocess.DEVNULL)
+            report = json.loads(path.read_text(encoding="utf-8"))
+            joined["header"] = report["header"]
+            joined["rows"] += [row | {"collective": collective} for row in report["rows"]]
+        return joined
 
 
 def _head(command: Sequence[str], report: dict[str, Any]) -> list[str]:
     """What was measured, and on what."""
     header, line = report["header"], " ".join(["python -m bench.hosts", *command])
-    text = f"`{line}`: {header['collective']}, out of place, medians. {settings_line(header)}."
+    text = f"`{line}`: out of place, medians. {settings_line(header)}."
     return ["; ".join(machine_lines(header)) + ".", "", text, "", *_HEADER.splitlines()]
 
 
@@ -70,4 +75,4 @@ def _rows(report: dict[str, Any], layout: str, rate: str) -> Iterator[str]:
         ours, peer = place["seconds"]["median"], place["peer"]["seconds"]["median"]
         nbytes, ratio = row["nbytes"], place["peer"]["ratio"]
         figures = f"{ours * 1e6:.1f} | {peer * 1e6:.1f} | {ratio:.2f} | {nbytes / ours / 1e9:.3f}"
-        yield f"| {layout} | {rate} | {nbytes} | {figures} |"
+        yield f"| {row['collective']} | {layout} | {rate} | {nbytes} | {figures} |"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.caching import LRU
 from collectives.calls.bound import Call, bind
 from collectives.calls.bound_small import DATA, node_of_all
 from collectives.calls.exchanged_rows import ExchangedRows, Head, room_of_row
@@ -49,12 +50,18 @@ _NOTHING = Sent(b"")
 Receive = Callable[[Any, Array | None, Any], Any]
 
 
-def bind_from_root(engine: Engine, signature: Signature, root: int, receive: Receive) -> Call:
+def bind_from_root(
+    engine: Engine,
+    signature: Signature,
+    root: int,
+    receive: Receive,
+    read: Callable[[Engine, Array], Any] = result_of,
+) -> Call:
     """The function (sent, source) of a `Sent`, None on other ranks than the root.
 
     receive(result, data, source) ends the call: `result` was pickled on the root, `data` are the
-    bytes of its array, None where they did not travel with the check. What the root has pickled as
-    an exception is raised on all ranks.
+    bytes of its array, None where they did not travel with the check. `read` returns what was
+    pickled, and raises it if it is an exception, as all ranks do.
     """
     node, most = node_of_all(engine), room_of_row(engine, 1)
     row: _NodeRow | _ExchangedRow | _MessageRow
@@ -76,7 +83,7 @@ def bind_from_root(engine: Engine, signature: Signature, root: int, receive: Rec
             engine.run("broadcast", None, pickled, root=root)
         few = length + nbytes <= row.most
         data = content[length : length + nbytes] if few else None
-        return receive(result_of(engine, pickled), data, source)
+        return receive(read(engine, pickled), data, source)
 
     return bind(engine, signature, run, row.publish, row.exchange)
 
@@ -154,6 +161,11 @@ def bind_scatter(engine: Engine, root: int) -> Call:
 
     `flat` are the elements of the root's array, None elsewhere; `array` is what the rank gave.
     """
+    known: LRU[bytes, Scattered] = LRU()
+
+    def read(engine: Engine, pickled: Array) -> Scattered:
+        content = pickled.tobytes()
+        return known.recall(content) or known.put(content, result_of(engine, pickled))
 
     def receive(found: Scattered, data: Array | None, source: tuple[Any, Array | None]) -> Any:
         array, flat = source
@@ -164,4 +176,4 @@ def bind_scatter(engine: Engine, root: int) -> Call:
             block = engine.own_part(data, nbytes).copy().view(found.dtype)
         return found.deliver(engine, block, array)
 
-    return bind_from_root(engine, Signature("scatter", root=root), root, receive)
+    return bind_from_root(engine, Signature("scatter", root=root), root, receive, read)

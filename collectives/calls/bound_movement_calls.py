@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from collectives.arrays.kinds import is_device, like, to_array
 from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.all_to_all import Parts, store
 from collectives.calls.arguments import Rows, contiguous_apart, stores_rows
@@ -28,11 +30,17 @@ from collectives.calls.movements import (
 )
 from collectives.calls.objects import outcome_of
 from collectives.cuda.runtime import on_gpu
+from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
 
 class BoundMovementCalls(BoundCalls):
     """broadcast, all_gather, gather, scatter, all_to_all, broadcast_object."""
+
+    def __init__(self, engine: Engine, check_open: Callable[[], None]) -> None:
+        super().__init__(engine, check_open)
+        self._scattered: LRU[Scattered, bytes] = LRU()
+        """Pickled, because programs scatter arrays of few kinds."""
 
     def broadcast(self, array: Any, root: int, *, on_root: bool) -> Any:
         """As `Communicator.broadcast`."""
@@ -147,19 +155,24 @@ class BoundMovementCalls(BoundCalls):
         return self._engine.whole(self._scatter, array, root, axis)
 
     def _scatter(self, array: Any, root: int, axis: int) -> Any:
-        engine, rows, sent = self._engine, [], None
-
-        def look() -> Scattered:
-            found, seen = look_at(engine, array, axis)
-            rows.append(seen.flat)
-            return found
-
+        engine, flat, sent = self._engine, None, None
         if engine.rank == root:
-            pickled = outcome_of(look)
-            on_cpu = bool(rows) and not is_device(rows[0])
-            sent = Sent(pickled, rows[0].nbytes, rows[0]) if on_cpu else Sent(pickled, ANY_ROOM)
-        source = array, rows[0] if rows else None
-        return self._call(("scatter", root), partial(bind_scatter, engine, root), sent, source)
+            sent, flat = self._sent(array, axis)
+        bind = partial(bind_scatter, engine, root)
+        return self._call(("scatter", root), bind, sent, (array, flat))
+
+    def _sent(self, array: Any, axis: int) -> tuple[Sent, Array | None]:
+        """What the root of a scatter sends, and its elements; the error if there are none."""
+        try:
+            found, rows = look_at(self._engine, array, axis)
+        except Exception as error:
+            return Sent(outcome_of(partial(_raise, error))), None
+        pickled = self._scattered.recall(found)
+        if pickled is None:
+            pickled = self._scattered.put(found, outcome_of(lambda: found))
+        if is_device(rows.flat):
+            return Sent(pickled, ANY_ROOM), rows.flat
+        return Sent(pickled, rows.flat.nbytes, rows.flat), rows.flat
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """As `Communicator.broadcast_object`."""
@@ -209,3 +222,7 @@ class BoundMovementCalls(BoundCalls):
         """None, or the received arrays where the target does not hold them."""
         bind = partial(bind_all_to_all, self._engine, shape, source.dtype)
         return self._call(("all_to_all", source.dtype, shape), bind, source, target)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -22,13 +22,15 @@ def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys, program):
 def test_a_table_over_a_shaped_link(tmp_path, capsys):
     path = tmp_path / "table.md"
     arguments = ["--layouts", "2x1", "--rates", "1gbit", "--sizes", "8,16M", "--repeats", "2"]
-    assert run.main([*arguments, "--markdown", str(path)]) == 0
+    arguments += ["--collectives", "all_reduce,broadcast", "--markdown", str(path)]
+    assert run.main(arguments) == 0
     text = path.read_text()
     assert capsys.readouterr().out == text
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| 2 × 1")]
-    assert [row[2].strip() for row in rows] == ["8", str(1 << 24)]
-    assert all(float(row[5]) > 0 for row in rows)
-    assert float(rows[1][6]) < LINK * (1 + BURST / (1 << 24)) * 1.02
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if "| 2 × 1 |" in line]
+    assert [row[0].strip() for row in rows] == ["all_reduce"] * 2 + ["broadcast"] * 2
+    assert [row[3].strip() for row in rows] == ["8", str(1 << 24)] * 2
+    assert all(float(row[6]) > 0 for row in rows)
+    assert float(rows[1][7]) < LINK * (1 + BURST / (1 << 24)) * 1.02
 
 
 @pytest.mark.slow
