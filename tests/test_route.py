@@ -26,6 +26,7 @@ TARGETS = {
     "broadcast, 8 B": (12, 7),
     "all_to_all, 8 B": (12, 7),
     "all_to_all, 1 MiB, out=": (30, 12),
+    "scatter, 8 B": (40, 14),
     "run + apply_gradients, 10 variables": (150, 14),
     "strategy.reduce, a number": (60, 12),
 }
@@ -81,6 +82,7 @@ def rows(comm):
     yield "reduce, 8 B", lambda: comm.reduce(number, root=1)
     yield "broadcast, 8 B", lambda: comm.broadcast(number)
     yield "all_to_all, 8 B", lambda: comm.all_to_all(pair)
+    yield "scatter, 8 B", lambda: comm.scatter(pair if comm.rank == 0 else None)
     yield "all_to_all, 1 MiB, out=", lambda: comm.all_to_all(array, out=out)
     strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
     with strategy.scope():

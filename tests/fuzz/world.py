@@ -69,7 +69,8 @@ class Group:
     def forget_native(self):
         """Offer no collectives of MPI's own."""
         engine = self.comm._engine
-        across = None if engine.node is None else engine.node._across
+        levels = None if engine.node is None else engine.node._levels
+        across = None if levels is None else levels.across
         between = [across.transport] if across is not None else []
         for transport in (engine.transport, self.comm._duplicate.transport, *between):
             transport.native = lambda collective, op, dtype: None
