@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import sys
 import termios
 import time
@@ -84,6 +85,9 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
             show(kind, error, trace)
             return
         try:
+            if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+                # torch's hook calls this one, and would print what it has collected afterwards.
+                sys.stderr = sys.__stderr__
             _defer_to_other_rank(error, mpi.COMM_WORLD.rank)
             show(kind, error, trace)
             _drain_output()

@@ -18,6 +18,19 @@ ALIKE = {
         "ShapeMismatchError: the ranks called arrays of different shapes",
         (0, 1, 2),
     ),
+    # As torch.distributed.init_process_group does, in order to print a prefix before each line.
+    "a mismatch within a hook that collects what it prints": (
+        "import io\n"
+        "hook = sys.excepthook\n"
+        "def collect(*error):\n"
+        "    stderr, sys.stderr = sys.stderr, io.StringIO()\n"
+        "    hook(*error)\n"
+        "    stderr.write(sys.stderr.getvalue())\n"
+        "sys.excepthook = collect\n"
+        "comm.all_reduce(numpy.ones(3 + rank))",
+        "ShapeMismatchError: the ranks called arrays of different shapes",
+        (0, 1, 2),
+    ),
     "an asynchronous mismatch": (
         "comm.all_reduce_async(numpy.ones(3 + rank)).wait()",
         "ShapeMismatchError: the ranks called arrays of different shapes",
@@ -79,7 +92,7 @@ for way, use in {
 LEFT = re.compile(r"^rank (\d): (.*) \(raised on all ranks: rank \d of the .*\)$", re.MULTILINE)
 
 
-BY_DEFAULT = ("a mismatch", "a model in run")
+BY_DEFAULT = ("a mismatch within a hook that collects what it prints", "a model in run")
 
 
 @pytest.mark.parametrize("case", slow_but(ALIKE, *BY_DEFAULT))
