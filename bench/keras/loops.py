@@ -32,8 +32,10 @@ def tensorflows_own(world: Any) -> Any:
         del os.environ["TF_CONFIG"]
 
 
-def epoch_of(strategy: Any, batch: int, steps: int) -> Epoch:
-    """Steps of `batch` images for each replica."""
+def epoch_of(
+    strategy: Any, batch: int, steps: int, around: Callable[[Epoch], Epoch] = lambda step: step
+) -> Epoch:
+    """Steps of `batch` images for each replica, each of them wrapped by `around`."""
     rows = batch * strategy.num_replicas_in_sync
     images, labels = images_and_labels(batch * steps)
 
@@ -47,10 +49,12 @@ def epoch_of(strategy: Any, batch: int, steps: int) -> Epoch:
         loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
     train = tf.function(_step(strategy, model, optimizer, loss_of, rows))
 
+    step = around(lambda: train(iterator))
+
     def epoch() -> float:
         total = 0.0
         for _ in range(steps):
-            total += train(iterator)
+            total += step()
         return float(total)
 
     return epoch

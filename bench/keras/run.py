@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.in_step import IN_STEP, with_barrier
 from bench.timing import Subject, interleave
 
 _WARMUP = 1
@@ -62,6 +63,7 @@ def _measure(options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     tables["fit"] = {
         _APART: training.apart(*size),
+        IN_STEP: training.in_step(*size),
         "compile in the scope": training.together(*size),
     }
     lines = [f"- {name}: {value}" for name, value in _header(keras, MPI, world, options).items()]
@@ -85,11 +87,15 @@ def _loops(world: Any, batch: int, steps: int) -> dict[str, Epoch]:
 
     own = loops.tensorflows_own(world)
     ways = {
-        _APART: tf.distribute.get_strategy(),
         "strategies.tensorflow": MultiWorkerMirroredStrategy(),
         "TensorFlow's own": own,
     }
-    return {name: loops.epoch_of(strategy, batch, steps) for name, strategy in ways.items()}
+    alone = tf.distribute.get_strategy()
+    return {
+        _APART: loops.epoch_of(alone, batch, steps),
+        IN_STEP: loops.epoch_of(alone, batch, steps, around=with_barrier),
+        **{name: loops.epoch_of(strategy, batch, steps) for name, strategy in ways.items()},
+    }
 
 
 def _rows(epochs: dict[str, Epoch], options: argparse.Namespace, world: Any) -> Iterator[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
+import collectives
+
 Epoch = Callable[[], Any]
 
 
@@ -41,6 +43,13 @@ def apart(batch: int, steps: int) -> Epoch:
     return _epoch_of(_compiled(), batch, steps)
 
 
+def in_step(batch: int, steps: int) -> Epoch:
+    """Each rank for itself, with a barrier after each step."""
+    barrier = collectives.world().barrier
+    after = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: barrier())
+    return _epoch_of(_compiled(), batch, steps, callbacks=[after])
+
+
 def together(batch: int, steps: int) -> Epoch:
     """`compile` in a strategy's scope, with a batch of as many images for each rank."""
     on_tensorflow = keras.config.backend() == "tensorflow"
@@ -58,6 +67,6 @@ def _compiled() -> Any:
     return model
 
 
-def _epoch_of(model: Any, batch: int, steps: int) -> Epoch:
+def _epoch_of(model: Any, batch: int, steps: int, **options: Any) -> Epoch:
     images, labels = images_and_labels(batch * steps)
-    return lambda: model.fit(images, labels, batch_size=batch, verbose=0)
+    return lambda: model.fit(images, labels, batch_size=batch, verbose=0, **options)

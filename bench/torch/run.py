@@ -104,11 +104,13 @@ def _calls(
 
 
 def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
+    from bench.in_step import IN_STEP, with_barrier
     from bench.torch import training
 
     ours, peer = groups.values()
     small = {
         "apart": training.apart(None),
+        IN_STEP: with_barrier(training.apart(None)),
         f"DDP, {PEER}": training.data_parallel(peer),
         f"DDP, {OURS}": training.data_parallel(ours),
         "strategy.distribute": training.distributed(None),
