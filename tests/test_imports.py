@@ -88,7 +88,8 @@ STRATEGIES = {
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
     | {"jax", "keras", "replication", "torch", "collectives", "collectives.arrays"}
     | {"collectives.consistency", "collectives.cuda", "collectives.torch"},
-    "jax": {"cluster_resolver", "core", "replication", "collectives", "collectives.jax"},
+    "jax": {"cluster_resolver", "core", "replication", "collectives", "collectives.compression"}
+    | {"collectives.jax"},
     "estimator": {"tensorflow"},
     "tensorflow": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}

@@ -61,6 +61,8 @@ def _compiled(**parameters: Any) -> Any:
 def _jvp(primals: Any, tangents: Any, *, call: Call, count: int) -> Any:
     if KINDS[call.kind].transpose is None:
         raise NotImplementedError(f"{call.kind} has no derivative: use sendrecv")
+    if call.by is not None:
+        raise NotImplementedError("a mean by another function has no derivative: use all_reduce")
     if call.kind == "scan" and call.op != "sum":
         raise NotImplementedError(f"scan of {call.op!r} has no derivative: only of 'sum'")
     primals, after = primals[:count], primals[count:]

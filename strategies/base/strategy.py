@@ -232,6 +232,8 @@ class Strategy(Replication):
         """`jax.value_and_grad` whose value and gradients are means over the replicas.
 
         The result may be compiled; calls of it are collective, with one message for all arrays.
+        Under a strategy that compresses, the gradients are compressed, and the value isn't;
+        `value_and_grad` itself is collective then.
         `function` returns the mean over this replica's batch. Auxiliary data stays the replica's
         own. Under LocalSGDStrategy nothing is averaged.
 

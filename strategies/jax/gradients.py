@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
+from collectives import Communicator
+from collectives.compression import CompressedReducer, ListName
 from collectives.jax import all_reduce
+from collectives.jax.functions import mean_by
+from collectives.jax.kinds import ReduceList
 from strategies.replication.replication import Replication
 
 
@@ -19,22 +24,47 @@ def value_and_grad(
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """As `Strategy.value_and_grad`."""
-    if not strategy.reduces_plainly:
+    if not strategy.reduces_plainly and not strategy.compresses:
         raise ValueError(
             "value_and_grad: gradients of JAX are reduced as collectives chooses: the strategy must"
-            " have neither cross_device_ops nor communication options of its own"
+            " have neither cross_device_ops nor communication options without a compression"
         )
+    averages = _exactly
+    if strategy.compresses and strategy.num_replicas_in_sync > 1:
+        assert strategy.compressed is not None
+        averages = _Compressed(strategy.compressed, next(strategy.derivative_numbers)).averages
     differentiated = jax.value_and_grad(function, argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
         value, gradients = differentiated(*args, **kwargs)
         if strategy.num_replicas_in_sync == 1:
             return value, gradients
-        comm = strategy.communicator
-        if has_aux:
-            own, aux = value
-            mean, gradients = all_reduce((own, gradients), "mean", comm=comm)
-            return (mean, aux), gradients
-        return all_reduce((value, gradients), "mean", comm=comm)
+        own, aux = value if has_aux else (value, None)
+        mean, gradients = averages(own, gradients, strategy.communicator)
+        return ((mean, aux) if has_aux else mean), gradients
 
     return averaged
+
+
+def _exactly(value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
+    """The means of both, in one message."""
+    mean: tuple[Any, Any] = all_reduce((value, gradients), "mean", comm=comm)
+    return mean
+
+
+class _Compressed:
+    """The compressed gradients of one function. What is left out is kept for the process's life."""
+
+    def __init__(self, reducer: CompressedReducer, number: int) -> None:
+        self._reducer, self._number = reducer, number
+        self._reductions: dict[str, ReduceList] = {}
+
+    def averages(self, value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
+        """The exact mean of the value, and the approximate one of the gradients."""
+        kinds = ", ".join(f"{each.dtype}{list(each.shape)}" for each in jax.tree.leaves(gradients))
+        if kinds not in self._reductions:
+            # A program that is compiled again goes on with what its earlier form left out.
+            name = ListName(f"gradients of function {self._number}")
+            self._reductions[kinds] = partial(self._reducer.all_reduce_many, of=name)
+        mean = all_reduce(value, "mean", comm=comm)
+        return mean, mean_by(self._reductions[kinds], gradients, comm=comm)

@@ -75,6 +75,8 @@ class Replication:
         """Whether no other rank trains with this one."""
         self.variable_numbers = count()
         """The numbers of new variables: the order of creation, equal on all ranks."""
+        self.derivative_numbers = count()
+        """The numbers of differentiated functions: the order of creation, equal on all ranks."""
         self._series_numbers = count()
 
     @property

@@ -34,6 +34,37 @@ def test_value_and_gradients_are_means(jax, comm):
     np.testing.assert_array_equal(own(jax.numpy.full(2, 1.0 + comm.rank))[1], 2.0 + 2 * comm.rank)
 
 
+def test_compressed_gradients(jax, comm):
+    """What is left out of a step is added to a later one, of another program, too."""
+    from mpi4py import MPI
+
+    def loss(parameters, inputs):
+        return ((inputs @ parameters["kernel"]).sum(0) * weights + parameters["bias"]).sum()
+
+    chance = np.random.default_rng(0)
+    weights = chance.normal(size=5).astype("float32")
+    rows = chance.normal(size=(comm.size, 12, 8)).astype("float32")
+    parameters = {"kernel": jax.numpy.ones((8, 5)), "bias": jax.numpy.ones(5)}
+    with collectives.Communicator(MPI.COMM_WORLD, deadline=30, node_of=[0, 1, 1]) as nodes:
+        options = strategies.CommunicationOptions(compression="topk(0.25)")
+        strategy = strategies.MultiWorkerMirroredStrategy(None, options, communicator=nodes)
+        derivatives = jax.jit(strategy.value_and_grad(loss))
+        exact, total = np.zeros((8, 5)), np.zeros((8, 5))
+        for step in range(16):
+            batches = rows[:, : 4 + step % 3]
+            value, gradients = derivatives(parameters, batches[comm.rank])
+            own = [jax.value_and_grad(loss)(parameters, each) for each in batches]
+            np.testing.assert_allclose(value, np.mean([each for each, _ in own]), rtol=1e-4)
+            exact += np.mean([each["kernel"] for _, each in own], axis=0)
+            total += gradients["kernel"]
+            assert np.count_nonzero(gradients["kernel"]) <= 2 * 10
+        assert np.linalg.norm(total - exact) < 0.3 * np.linalg.norm(exact)
+        (known,) = strategy.compressed._lists.values()
+        assert "function 0: mean of float32[5], float32[8, 5]" in known.text
+        with pytest.raises(NotImplementedError, match="has no derivative"):
+            jax.jvp(derivatives, (parameters, rows[0]), (parameters, rows[0]))
+
+
 def test_pytrees_in_checkpoints(jax, comm, tmp_path):
     from strategies.jax import PytreeState
 
