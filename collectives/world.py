@@ -10,6 +10,10 @@ from collectives.consistency.uncaught import end_the_job_on_exceptions
 from collectives.launching.launcher import check_launch
 from collectives.launching.start import start_mpi
 from collectives.lifecycle.setup import check_backend
+from collectives.lifecycle.unstarted import (
+    end_the_unstarted_job_on_exceptions,
+    leave_exceptions_to_mpi,
+)
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE, check_deadline
 
 
@@ -23,6 +27,8 @@ _UNSET = _Unset()
 _FOREVER = 365 * 86400.0
 
 _world: Communicator | None = None
+
+end_the_unstarted_job_on_exceptions()
 
 
 def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) -> Communicator:
@@ -53,6 +59,7 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
         mpi = start_mpi(_start_seconds(seconds))
         check_launch(mpi, os.environ)
         if mpi.COMM_WORLD.size > 1:
+            leave_exceptions_to_mpi()
             end_the_job_on_exceptions(mpi)
         # Wrong arguments of one rank are raised on all ranks, which wait for each other.
         _world = Communicator(mpi.COMM_WORLD, backend=backend, deadline=seconds)

@@ -9,7 +9,7 @@ import termios
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,6 +23,9 @@ Error = TypeVar("Error", bound=BaseException)
 _LONGEST_TRUST = 5.0
 _LONGEST_HANDOVER = 1.0
 _FURTHER_HOP = 0.2
+
+# Whatever the program has put in place of sys.stderr.
+_STANDARD_ERROR = 2
 
 _SHOWN_BY = "_collectives_shown_by"
 
@@ -90,7 +93,7 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
                 sys.stderr = sys.__stderr__
             _defer_to_other_rank(error, mpi.COMM_WORLD.rank)
             show(kind, error, trace)
-            _drain_output()
+            drain_output()
         finally:
             abort(mpi.COMM_WORLD)
 
@@ -126,21 +129,23 @@ def _show_in_one_piece(*error: Any) -> None:
     sys.stderr.write("".join(traceback.format_exception(*error)))
 
 
-def _drain_output() -> None:
+def drain_output() -> None:
     """Let mpirun read the output, because it forwards nothing more once a rank aborts."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        # What a program has put there instead may have no such method, or be closed.
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
     limit = time.monotonic() + _LONGEST_HANDOVER
-    while _unread_bytes(sys.stderr) and time.monotonic() < limit:
+    while _unread_bytes() and time.monotonic() < limit:
         time.sleep(0.001)
     # There is a further hop from the local process manager to mpirun, which can't be observed.
     time.sleep(_FURTHER_HOP)
 
 
-def _unread_bytes(stream: Any) -> int:
-    """Bytes of a pipe that the other end has not read yet; 0 if it is not a pipe."""
+def _unread_bytes() -> int:
+    """Bytes of standard error that mpirun has not read yet; 0 if it is not a pipe."""
     try:
-        count = fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4))
-    except (OSError, ValueError):
+        count = fcntl.ioctl(_STANDARD_ERROR, termios.FIONREAD, bytes(4))
+    except OSError:
         return 0
     return int.from_bytes(count, sys.byteorder)

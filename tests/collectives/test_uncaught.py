@@ -118,6 +118,20 @@ def test_under_mpi4pys_runner_too(launch, tmp_path):
     assert [rank for rank, _ in LEFT.findall(ended.stderr)] == ["1"]
 
 
+def test_an_exception_before_the_start_of_mpi_ends_the_job(launch):
+    program = (
+        "import collectives, os, sys\n"
+        "if '1' in (os.environ.get('PMI_RANK'), os.environ.get('OMPI_COMM_WORLD_RANK')):\n"
+        "    sys.stdout = None\n"
+        "    raise FileNotFoundError('no such data')\n"
+        "collectives.world()"
+    )
+    ended = launch(2, [sys.executable, "-c", program], timeout=20)
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+    assert "\nFileNotFoundError: no such data\n" in ended.stderr
+
+
 def test_what_one_rank_alone_knows_of_it_is_shown_there(launch):
     program = (
         "import strategies\n"
