@@ -46,7 +46,8 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
     Raises:
         BackendUnavailableError: MPI is missing, or NCCL where it is requested.
         LaunchError: a launcher started several processes and MPI has one rank
-            (COLLECTIVES_ALLOW_SINGLETON=1 permits it); torchrun started them, and MPI is not MPICH.
+            (COLLECTIVES_ALLOW_SINGLETON=1 permits it); torchrun started them, and MPI is not MPICH;
+            a rank started this process (the same variable permits it).
         DeadlineExceededError: under torchrun, ranks did not start within the deadline.
         RankFailedError: under torchrun, a rank ended while MPI started.
         ValueError: the backend is unknown, or not that of the first call.

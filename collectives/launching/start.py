@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives.errors import LaunchError
+from collectives.launching.children import leave_job_of_parent, mark_rank, no_rank
 from collectives.launching.ending import end_with_world, killed_with_world
 from collectives.launching.exchange import Exchange, Listening
 from collectives.launching.launcher import (
@@ -42,18 +43,20 @@ def session() -> str:
 def start_mpi(seconds: float = DEFAULT_DEADLINE) -> Any:
     """The `mpi4py.MPI` module, initialized; under torchrun, together with all other ranks.
 
-    Raises BackendUnavailableError if there is no MPI, and what `start_through` raises.
+    Raises BackendUnavailableError if there is no MPI, LaunchError in a process that a rank has
+    started, and what `start_through` raises.
     """
     launch = None
     if not is_initialized() and os.environ.get(ALLOW_SINGLETON) != "1":
         launch = find_torch_launch(os.environ)
     if launch is None or launch.size == 1 or started_by_mpi(os.environ):
-        return load()
+        if not is_initialized():
+            leave_job_of_parent()
+        mpi = load()
+        mark_rank()
+        return mpi
     if os.environ.get(_STARTED) == str(launch):
-        raise LaunchError(
-            f"a process that {launch} has started is no rank. To let it run as a world of one,"
-            f" set {ALLOW_SINGLETON}=1"
-        )
+        raise no_rank(str(launch))
     load_mpich(launch.size)
     return start_through(open_store(launch, seconds), launch.rank, launch.size, seconds)
 

@@ -151,3 +151,23 @@ def test_another_mpis_mpirun_is_refused_for_real():
     assert ended.returncode != 0
     # MPICH itself ends a process that Open MPI's mpirun has started.
     assert "LaunchError: 2 processes" in ended.stderr or "unsupported PMI version" in ended.stderr
+
+
+CHILDREN = """
+import collectives, os, subprocess, sys
+comm = collectives.world()
+program = "import collectives; print(collectives.world().size)"
+child = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True, text=True, timeout=20,
+    env=os.environ | {"COLLECTIVES_ALLOW_SINGLETON": str(comm.rank)},
+)
+refused = "LaunchError: a process that rank 0 of 2 has started is no rank" in child.stderr
+expected = (0, "1\\n", False) if comm.rank else (1, "", True)
+assert (child.returncode, child.stdout, refused) == expected, child
+"""
+
+
+def test_a_process_that_a_rank_of_mpirun_has_started_is_no_rank(launch):
+    ended = launch(2, [sys.executable, "-c", CHILDREN], timeout=60)
+    assert ended.returncode == 0, ended.stderr
