@@ -4,12 +4,15 @@ It lies outside of the package `collectives`, whose import fails where a package
 absent or broken: `import torch` must not fail with it.
 """
 
+import sys
 import warnings
 
 
 def register() -> None:
     """Register the backend with torch, or warn that it can't be."""
+    used = "collectives" in sys.modules
     try:
+        from collectives.lifecycle.unstarted import leave_exceptions_to_mpi
         from collectives.torch.registration import register
     except Exception as error:
         warnings.warn(
@@ -20,3 +23,6 @@ def register() -> None:
         )
     else:
         register()
+        if not used:
+            # Processes that mpirun starts and that use torch alone may not belong together.
+            leave_exceptions_to_mpi()

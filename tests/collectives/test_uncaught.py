@@ -1,6 +1,7 @@
 """Uncaught errors: one traceback where all ranks raise the same, and the end of the job."""
 
 import re
+import subprocess
 import sys
 import time
 
@@ -130,6 +131,27 @@ def test_an_exception_before_the_start_of_mpi_ends_the_job(launch):
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1, ended.stderr
     assert "\nFileNotFoundError: no such data\n" in ended.stderr
+
+
+# A stand-in for torch suffices: the entry point registers nothing with it.
+ENTRY = """
+import os, socket, sys, types
+ends = socket.socketpair()
+os.environ["PMI_FD"] = str(ends[0].fileno())
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.distributed = sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")
+torch.distributed.is_available = lambda: False
+if {used}:
+    import collectives
+import collectives_torch_entry
+collectives_torch_entry.register()
+assert (sys.excepthook is not sys.__excepthook__) is {used}
+"""
+
+
+def test_programs_that_import_torch_alone_keep_their_hook():
+    for used in (True, False):
+        subprocess.run([sys.executable, "-W", "error", "-c", ENTRY.format(used=used)], check=True)
 
 
 def test_what_one_rank_alone_knows_of_it_is_shown_there(launch):
