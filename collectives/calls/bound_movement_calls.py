@@ -209,12 +209,11 @@ class BoundMovementCalls(BoundCalls):
     def _all_to_all_parts(self, parts: Parts) -> Any:
         arrays, first = parts.arrays, parts.arrays[0]
         if parts.alike:
-            # In the machine's order of bytes.
-            source = np.concatenate([array.reshape(-1) for array in arrays])
-            target = np.empty((len(arrays), *first.shape), source.dtype)
+            # In the dtype that other ranks send, also where NumPy would choose another.
+            source = np.concatenate([array.reshape(-1) for array in arrays], dtype=first.dtype)
+            target = np.empty((len(arrays), *first.shape), first.dtype)
             differing = self._all_to_all(source, target.reshape(-1), first.shape)
-            alike = target.astype(first.dtype, copy=False)
-            return parts.deliver(differing or [alike[peer, ...] for peer in range(len(arrays))])
+            return parts.deliver(differing or [target[peer, ...] for peer in range(len(arrays))])
         bind = partial(bind_differing, self._engine, parts.nbytes)
         return parts.deliver(self._call(("all_to_all", parts.nbytes), bind, arrays, None))
 
