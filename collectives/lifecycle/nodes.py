@@ -128,7 +128,10 @@ def split(color: int | None, key: int) -> Operation:
 
 
 def settle(engine: Engine, where: Topology) -> None:
-    """Set up shared memory within each node, and check every call from now on."""
+    """Set up shared memory within each node, and check every call from now on.
+
+    Where ranks share no memory a check by messages stays: a second one would get its messages.
+    """
     if engine.size == 1:
         return
     part = engine.transport.split(where.node, engine.rank)
@@ -140,7 +143,8 @@ def settle(engine: Engine, where: Topology) -> None:
     segments = _share(engine, node)
     if segments is None:
         part.close()
-        agree_by_messages(engine)
+        if engine.call_check is None:
+            agree_by_messages(engine)
         return
     members = where.members
     memory = NodeMemory(segments, part.rank, part.fence)
@@ -151,6 +155,8 @@ def settle(engine: Engine, where: Topology) -> None:
     )
     leaders = _leaders(engine, where)
     describe = partial(_describe, engine)
+    if engine.call_check is not None:
+        engine.call_check.close()
     engine.call_check = CallCheck(engine.wait_policy, node_barrier, leaders, members, describe)
 
 
