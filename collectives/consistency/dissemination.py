@@ -81,8 +81,8 @@ class Rounds:
 
     @property
     def alike(self) -> bool:
-        """Whether no other word was received."""
-        return self.status == self.word
+        """Whether all words so far, this node's included, are those of the same call."""
+        return self.status >> SEQUENCE_BITS != DIFFERENT
 
     def differ(self) -> None:
         """Note that the words differ."""
@@ -186,7 +186,7 @@ class Dissemination:
 
         They are sent only while this rank makes progress (MPI 4.1, section 3.5).
         """
-        if rounds.exchange is not None and rounds.status == rounds.word:
+        if rounds.exchange is not None and rounds.alike:
             blocks = [rounds.blocks[distance] for distance in self._order]
             rounds.exchange.unpack(blocks, rounds.parity)
         for channel in self._channels[: rounds.round]:

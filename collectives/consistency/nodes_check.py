@@ -12,11 +12,15 @@ call before, since no leader completes a call without all others. So it is not l
 short time ago, the *gap*. A message that arrives in round k may be older than the one of round
 k − 1 by another gap. After a withdrawal the data of the call are sent by new rounds.
 
+The deadline that counts is the shortest of all ranks. The rounds, which follow every vote on equal
+words, tell it to all leaders alike, for the next call. A leader whose deadline is shorter by then
+votes at once: another one that began long after the call before would send its message, find itself
+late when it receives this one's, and wait for an answer while this leader uses the data.
+
 A leader completes the rounds in the first half of its deadline alone, though its process may have
 been stopped meanwhile. One that completes them during a vote sends COMPLETE to all. One that had
 completed them before the vote does so at its next call. If it is stopped for a deadline before
-that, the others withdraw the call, and their repetition raises UnusableError. The deadline that
-counts is the shortest of all ranks, which the messages of the rounds carry.
+that, the others withdraw the call, and their repetition raises UnusableError.
 """
 
 from __future__ import annotations
@@ -61,8 +65,10 @@ class NodesCheck:
         self._words = leaders.open_control_channel()
         self._rounds = Dissemination(leaders, wait_policy, absent)
         self._gap = _GAPS / self._rounds.count
-        self._began = self._before = -math.inf
-        """When the last two calls began, in seconds of `time.monotonic`."""
+        self._began = -math.inf
+        """When the last call began, in seconds of `time.monotonic`."""
+        self._shortest = math.inf
+        """The shortest deadline of all ranks in the last call that had rounds."""
         self._completed = self._answered = self._withdrawn = -1
         """The last numbers of calls: by rounds alone, answered COMPLETE, withdrawn."""
 
@@ -74,27 +80,31 @@ class NodesCheck:
         """
         number = word & SEQUENCE_MASK
         rounds = Rounds(word, exchange)
-        self._before, self._began = self._began, time.monotonic()
+        before, self._began = self._began, time.monotonic()
         if self._wait_policy.deadline is not None:
             rounds.deadline = self._wait_policy.deadline
-        # A caller that limits the wait withdraws all the time.
-        late = self._withdrawn == number or self._wait_policy.limited or self._is_late(rounds)
-        if late or not self._run(rounds) or self._is_late(rounds) or self._was_stopped(rounds):
+        late = (
+            self._withdrawn == number
+            # A caller that limits the wait withdraws all the time.
+            or self._wait_policy.limited
+            or rounds.deadline < self._shortest
+            # A leader whose message has arrived may have waited for longer than its lease.
+            or self._began - before > self._shortest * self._gap
+        )
+        if late or not self._run(rounds) or self._was_stopped(rounds):
             rounds = self._vote(rounds, late)
             received = self._words.of(number)
             received[:] = [0] * len(received)
         else:
             self._completed = number
+        if rounds.alike:
+            self._shortest = rounds.deadline
         self._rounds.finish(rounds, lambda: self._answer_request(number))
-        return rounds.status == rounds.word
+        return rounds.alike
 
     def disagree(self, number: int) -> None:
         """As `agree`, of a node whose own ranks have made different calls."""
         self.agree(DIFFERENT << SEQUENCE_BITS | number, None)
-
-    def _is_late(self, rounds: Rounds) -> bool:
-        """Whether a leader whose message has arrived may have waited for longer than its lease."""
-        return self._began - self._before > rounds.deadline * self._gap
 
     def _was_stopped(self, rounds: Rounds) -> bool:
         """Whether this process stood still for so long that a leader may have withdrawn."""
@@ -161,7 +171,6 @@ class NodesCheck:
             by_rounds = (
                 not late
                 and self._rounds.advance(rounds)
-                and not self._is_late(rounds)
                 and not self._was_stopped(rounds)
                 and not self._was_withdrawn(word)
             )
@@ -191,8 +200,9 @@ class NodesCheck:
             self._completed = number
             self._answer(number)
         elif again:
-            rounds = Rounds(word ^ _REPEATED, rounds.exchange, only=True)
-        if by_rounds or (rounds.alike and rounds.exchange is not None):
+            deadline, rounds = rounds.deadline, Rounds(word ^ _REPEATED, rounds.exchange, only=True)
+            rounds.deadline = deadline
+        if by_rounds or rounds.alike:
             self._wait_for_all(lambda: self._rounds.advance(rounds), self._rounds.absent, rounds)
         return rounds
 

@@ -1,11 +1,14 @@
 """Collectives between imitated nodes: few bytes travel with the check of the call, more don't."""
 
+import time
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import Communicator, OpMismatchError
 from collectives.calls.exchanged_rows import room_of_row
+from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from tests.collectives.oracle import case, reduced, value, values
 
 pytestmark = pytest.mark.mpi
@@ -199,15 +202,54 @@ def test_sizes_around_the_most_that_travels(part):
 @pytest.mark.ranks(2, 3)
 def test_a_wrong_room_and_a_mismatch_leave_the_ranks_in_step(part):
     rank, size = part.rank, part.size
-    for _ in range(2):
+    for deadline in (20, 19):
         out = np.empty((2 * size + (rank == 0), 2))
         with pytest.raises(ValueError, match=f"out has {2 * size + 1} rows on rank 0"):
             part.all_gather(value(rank, (2, 2)), out=out)
+        # A shorter deadline than that of the call before: the nodes vote.
+        part.deadline = deadline
         with pytest.raises(OpMismatchError):
             part.scan(value(rank, 3), "sum" if rank else "max")
         np.testing.assert_array_equal(
             part.scan(value(rank, 3)), reduced("sum", values(rank + 1, 3))
         )
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_may_have_different_deadlines(part):
+    rank, size = part.rank, part.size
+    part.deadline = 20 if rank else None
+    for turn in range(3):
+        handle = part.all_reduce_async(np.full(FEW, rank + turn))
+        assert handle.wait()[0] == sum(range(size)) + size * turn
+    part.deadline = 20 if rank else 2
+    part.barrier()
+    if rank == 0:
+        time.sleep(0.4)
+    part.barrier()
+    # By the deadline of rank 0 the other ranks have begun the last call too long ago.
+    expected = reduced("sum", values(rank + 1, MANY))
+    np.testing.assert_array_equal(part.scan(value(rank, MANY)), expected)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("nodes", LAYOUTS)
+def test_every_channel_is_closed(comm, nodes, monkeypatch):
+    """Also that of the asynchronous calls before they have shared memory."""
+    opened, ranks = [], range(comm.size)
+
+    class Recorded(MpiNeighborChannel):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            opened.append(self)
+
+    monkeypatch.setattr("collectives.transports.mpi.MpiNeighborChannel", Recorded)
+    node_of = [LAYOUTS[nodes](rank, comm.size) for rank in ranks]
+    with Communicator(MPI.COMM_WORLD, node_of=node_of, deadline=20) as part:
+        assert part.all_reduce_async(comm.rank).wait() == sum(ranks)
+        assert part.all_reduce(comm.rank) == sum(ranks)
+    assert len(opened) >= 1
+    assert all(each._receive == MPI.REQUEST_NULL for each in opened)
 
 
 @pytest.mark.ranks(3, 4, 5)
