@@ -184,16 +184,18 @@ class Dissemination:
     def finish(self, rounds: Rounds, answer: Callable[[], object]) -> None:
         """Pass on the data and wait until all messages are sent, calling `answer` meanwhile.
 
-        They are sent only while this rank makes progress (MPI 4.1, section 3.5).
+        They are sent only while this rank makes progress (MPI 4.1, section 3.5). Those of different
+        words may be received in the next call only.
         """
         if rounds.exchange is not None and rounds.alike:
             blocks = [rounds.blocks[distance] for distance in self._order]
             rounds.exchange.unpack(blocks, rounds.parity)
         for channel in self._channels[: rounds.round]:
             channel.discard()
-        for channel in self._channels:
-            if not channel.sent(rounds.parity):
-                self._wait_until_sent(channel, rounds.parity, answer)
+        if rounds.alike:
+            for channel in self._channels:
+                if not channel.sent(rounds.parity):
+                    self._wait_until_sent(channel, rounds.parity, answer)
 
     def _wait_until_sent(
         self, channel: NeighborChannel, parity: int, answer: Callable[[], object]
