@@ -104,15 +104,21 @@ def _calls(
 
 
 def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
+    import torch.distributed as dist
+
     from bench.in_step import IN_STEP, with_barrier
     from bench.torch import training
 
     ours, peer = groups.values()
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
     small = {
         "apart": training.apart(None),
         IN_STEP: with_barrier(training.apart(None)),
+        "DDP of one rank": training.data_parallel(alone),
         f"DDP, {PEER}": training.data_parallel(peer),
         f"DDP, {OURS}": training.data_parallel(ours),
+        f"DDP, {PEER}, views": training.data_parallel(peer, gradient_as_bucket_view=True),
+        f"DDP, {OURS}, views": training.data_parallel(ours, gradient_as_bucket_view=True),
         "strategy.distribute": training.distributed(None),
     }
     large = {

@@ -43,9 +43,9 @@ def apart(_: Any) -> Step:
     return step_of(model, torch.optim.SGD(model.parameters(), 0.01))
 
 
-def data_parallel(group: Any) -> Step:
+def data_parallel(group: Any, **options: Any) -> Step:
     """DistributedDataParallel over a process group."""
-    model = DistributedDataParallel(convolutional(), process_group=group)
+    model = DistributedDataParallel(convolutional(), process_group=group, **options)
     return step_of(model, torch.optim.SGD(model.parameters(), 0.01))
 
 
