@@ -4,19 +4,32 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, register_algorithm
+from collectives.transports.base import LARGEST_TAG
 from collectives.transports.local import LocalTransport, run
 
 
 class SilentTransport(LocalTransport):
-    """Allows the creation of a communicator, and no messages after it."""
+    """Allows the creation of a communicator, and no messages after it, or those of checks alone."""
 
-    silent = False
+    silent = checks = False
 
     def exchange(self, sends, receives):
         assert not self.silent, "a message was sent before the argument was refused"
         super().exchange(sends, receives)
 
-    send = receive = split = None
+    def send(self, buffer, peer, tag, kind):
+        self.check(tag)
+        return super().send(buffer, peer, tag, kind)
+
+    def receive(self, buffer, peer, tag):
+        self.check(tag)
+        return super().receive(buffer, peer, tag)
+
+    def check(self, tag):
+        assert self.checks, "a message was sent before the argument was refused"
+        assert tag > LARGEST_TAG, "data was sent"
+
+    split = None
 
 
 ARRAY = np.arange(6.0).reshape(2, 3)
@@ -98,6 +111,10 @@ REFUSED = {
 }
 
 
+# Refused once the ranks have agreed on the call.
+AFTER_THE_CHECK = ("no such native",)
+
+
 @pytest.mark.parametrize("fault", REFUSED)
 def test_refused_before_any_message(fault):
     call, error, message = REFUSED[fault]
@@ -105,7 +122,7 @@ def test_refused_before_any_message(fault):
     def one_rank(transport):
         comm = Communicator(transport)
         transport.__class__ = SilentTransport
-        transport.silent = True
+        transport.silent, transport.checks = True, fault in AFTER_THE_CHECK
         with pytest.raises(error, match=message):
             call(comm)
 
