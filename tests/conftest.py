@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import gc
 import os
 
 import pytest
@@ -25,6 +26,11 @@ for name, examples in (("worlds", 20), ("slow", 200)):
 def pytest_configure(config):
     """Before any test is imported, so that those that ask for fewer examples get the rest."""
     settings.load_profile("slow" if config.getoption("slow") else "worlds")
+
+
+def pytest_collection_finish():
+    """Spare each garbage collection the thousands of tests, and all modules."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -208,6 +208,7 @@ def test_no_mpirun_fails_with_advice(tmp_path):
     assert "pip install mpich" in text
 
 
+@pytest.mark.slow
 def test_world_that_never_starts_is_ended(tmp_path):
     text = "import os, time\nif 'TEST_WORLD_DIRECTORY' in os.environ: time.sleep(100)\n" + TROUBLED
     outcomes = Suite(tmp_path, text).outcomes("-k", "before or last", "--world-timeout=2")

@@ -84,6 +84,7 @@ def test_pods_mount_what_they_name_and_the_names_of_tasks_are_the_pods():
     assert config["cluster"] == {"worker": addresses}
 
 
+@pytest.mark.slow
 def test_the_container_has_what_the_job_needs_and_nothing_else(tmp_path):
     text = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
     extras = re.search(r"whl\)\[(\w+),\$MPI\]", text)[1]
