@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.slow import slow_but
+from tests.worlds.launcher import find_mpirun, is_open_mpi
 
 pytestmark = pytest.mark.both_mpis
 
@@ -119,6 +120,11 @@ def test_under_mpi4pys_runner_too(launch, tmp_path):
     assert [rank for rank, _ in LEFT.findall(ended.stderr)] == ["1"]
 
 
+# Open MPI 5.0.11's own mpirun ends the ranks, and then sometimes itself never ends: it locks a
+# mutex twice if the other rank is ended while it connects (PMIX_ERR_UNREACH is its last message).
+@pytest.mark.skipif(
+    is_open_mpi(find_mpirun() or "mpirun"), reason="Open MPI's mpirun ends the ranks without us"
+)
 def test_an_exception_before_the_start_of_mpi_ends_the_job(launch):
     program = (
         "import collectives, os, sys\n"
