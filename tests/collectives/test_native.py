@@ -117,8 +117,10 @@ def test_what_one_ranks_mpi_refuses_all_the_same(launch):
     from mpi4py import MPI
     import collectives
     from collectives.transports import mpi_native
+    from collectives.waiting import watchdog
 
-    comm = collectives.world(deadline=1)
+    watchdog.GRACE_SECONDS = 0.2
+    comm = collectives.world(deadline=0.5)
 
     def refused(comm, op, source, target, lengths, root):
         comm.Allreduce([source, MPI.DOUBLE], [target, MPI.DOUBLE], MPI.BAND)
@@ -141,4 +143,4 @@ def test_what_one_ranks_mpi_refuses_all_the_same(launch):
     assert "MPI refused this rank's part of all_reduce: " in ended.stdout
     assert "the communicator can't go on: MPI refused" in ended.stdout
     assert "rank 0" in ended.stderr
-    assert "inside the MPI library for the deadline of 1 s" in ended.stderr
+    assert "inside the MPI library for the deadline of 0.5 s" in ended.stderr

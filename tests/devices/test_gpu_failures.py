@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError, Communicator, DeadlineExceededError
+from collectives.gpu import stream_work
 from collectives.transports import local
 from collectives.transports.nccl_driver import NcclError
 from tests.devices.gpu_worlds import run, simulated
@@ -134,7 +135,8 @@ def test_a_communicator_that_a_graph_uses_is_not_destroyed():
         assert len(nccl.comms) == 2
 
 
-def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline():
+def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline(monkeypatch):
+    monkeypatch.setattr(stream_work, "GRACE_SECONDS", 0.2)
     ended = []
     with simulated() as (gpus, _):
 
