@@ -51,10 +51,14 @@ class World:
         self.lines[line].append((due, content))
         self.sent[line[0]] += 1
 
+    def arrived(self, line):
+        """Whether the next message of a line has arrived."""
+        queue = self.lines[line]
+        return bool(queue) and queue[0][0] <= self.clock
+
     def take(self, line):
         """The next message of a line, if it has arrived."""
-        queue = self.lines[line]
-        return queue.pop(0)[1] if queue and queue[0][0] <= self.clock else None
+        return self.lines[line].pop(0)[1] if self.arrived(line) else None
 
     def sleep(self, rank, seconds=0.0):
         """Let the others run, for so long at least."""
@@ -116,12 +120,16 @@ class Words(ControlChannel):
                 self.world.put((self.rank, peer, "word"), word)
 
     def take(self):
-        # As with MPI, not all that has arrived is visible at once.
-        source = self.world.random.randrange(self.world.size)
-        word = self.world.take((source, self.rank, "word"))
-        if word is not None:
-            self.words[word & 1][source] = word
-        return word is not None
+        # As with MPI, not all that has arrived is visible at once. It is soon, since the check
+        # relies on a message taking less than its time of grace.
+        lines = [(source, self.rank, "word") for source in range(self.world.size)]
+        arrived = [line for line in lines if self.world.arrived(line)]
+        if not arrived or self.world.random.random() < 0.5:
+            return False
+        line = self.world.random.choice(arrived)
+        word = self.world.take(line)
+        self.words[word & 1][line[0]] = word
+        return True
 
     def of(self, number):
         return self.words[number & 1]
