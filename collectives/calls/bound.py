@@ -42,6 +42,8 @@ _LAST = CALLS_KEPT - 1
 
 Run = Callable[[Any, Any, int | None], Any]
 Call = Callable[[Any, Any], Any]
+Make = Callable[[Any, Any, int], Any]
+"""A function (source, target, sequence) that returns the index for `Run` once all have called."""
 
 
 def bind(
@@ -59,36 +61,18 @@ def bind(
     made it; index is None where the ranks don't all share memory, and nothing was published: there
     `exchange` sends data with the check. PASS where a first registered array has been made since.
     """
-    node, check = node_of_all(engine), engine.call_check
-    base = fingerprint(signature.agreed) << SEQUENCE_BITS
-    if node is not None and check is not None:
-        return _bind_on_node(engine, node, check, signature, base, run, publish, path)
-    path = path if exchange is None else DISSEMINATION
+    check = engine.call_check
+    if check is None:
+        return _bind_alone(engine, signature, run, path)
+    node, base = node_of_all(engine), fingerprint(signature.agreed) << SEQUENCE_BITS
+    if node is not None:
+        make = _made_on_node(engine, node, check, signature, base, publish)
+    else:
+        make = _made_between_nodes(check, signature, base, exchange)
+        path = path if exchange is None else DISSEMINATION
+    acquire, release, recorder = engine.lock.acquire, engine.lock.release, engine.recorder
 
-    def call(source: Any, target: Any) -> Any:
-        return engine.perform_bound(
-            signature, base, path, run, source, target, None, exchange=exchange
-        )
-
-    return call
-
-
-# As `CallScope.whole`, in half of the time.
-def _bind_on_node(
-    engine: Engine,
-    node: Node,
-    check: CallCheck,
-    signature: Signature,
-    base: int,
-    run: Run,
-    publish: Publish | None,
-    path: str,
-) -> Call:
-    memory, pool, in_use = node.steps.memory, node.pool, node.pool.in_use
-    own, peer, fence, recorder = memory.own, memory.others[0], memory.fence, engine.recorder
-    one_word = engine.size == 2 and fence is None  # is then proof that both ranks have arrived
-    acquire, release, arrive = engine.lock.acquire, engine.lock.release, check.check_at
-
+    # As `CallScope.whole`, in half of the time.
     def call(source: Any, target: Any) -> Any:
         inside, made, sequence, start = False, False, -1, 0
         try:
@@ -97,19 +81,12 @@ def _bind_on_node(
                 inside, sequence = True, check.sequence + 1
                 if engine.broken is not None:
                     raise engine.refusal()
-                if in_use is not pool.in_use:
+                start = clock()
+                index = make(source, target, sequence)
+                if index is PASS:
                     return PASS
-                start, index = clock(), ARRIVALS[sequence & 1]
-                word = base | sequence & SEQUENCE_MASK
-                if publish is not None:
-                    publish(index + DATA, source, target)
-                if fence is not None:
-                    fence()
-                check.sequence, own[index] = sequence, word
-                if not one_word or peer[index] != word:
-                    arrive(signature, word, sequence)
                 engine.path = path
-                result = run(source, target, index + DATA)
+                result = run(source, target, index)
                 ring, position = recorder.ring, recorder.position
                 ring[position & _LAST] = sequence, signature, engine.path, start, clock()
                 recorder.position, made = position + 1, True
@@ -124,6 +101,62 @@ def _bind_on_node(
             raise
 
     return call
+
+
+def _bind_alone(engine: Engine, signature: Signature, run: Run, path: str) -> Call:
+    def call(source: Any, target: Any) -> Any:
+        def act(engine: Engine) -> Any:
+            engine.path = path
+            return run(source, target, None)
+
+        return engine.perform(signature, act)
+
+    return call
+
+
+def _made_on_node(
+    engine: Engine,
+    node: Node,
+    check: CallCheck,
+    signature: Signature,
+    base: int,
+    publish: Publish | None,
+) -> Make:
+    memory, pool, in_use = node.steps.memory, node.pool, node.pool.in_use
+    own, peer, fence, arrive = memory.own, memory.others[0], memory.fence, check.check_at
+    one_word = engine.size == 2 and fence is None  # is then proof that both ranks have arrived
+
+    def make(source: Any, target: Any, sequence: int) -> Any:
+        if in_use is not pool.in_use:
+            return PASS
+        index, word = ARRIVALS[sequence & 1], base | sequence & SEQUENCE_MASK
+        if publish is not None:
+            publish(index + DATA, source, target)
+        if fence is not None:
+            fence()
+        check.sequence, own[index] = sequence, word
+        if not one_word or peer[index] != word:
+            arrive(signature, word, sequence)
+        return index + DATA
+
+    return make
+
+
+def _made_between_nodes(
+    check: CallCheck, signature: Signature, base: int, exchange: Exchange | None
+) -> Make:
+    def make(source: Any, target: Any, sequence: int) -> None:
+        if exchange is None:
+            check.check_word(signature, base)
+            return
+        exchange.source, exchange.target = source, target
+        try:
+            check.check_word(signature, base, None, exchange)
+        finally:
+            # The arrays are the caller's: they live no longer than it wants.
+            exchange.source = exchange.target = None
+
+    return make
 
 
 def bind_all_reduce(

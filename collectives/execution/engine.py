@@ -18,7 +18,6 @@ import numpy as np
 from collectives.arrays.kinds import empty, is_device
 from collectives.caching import LRU
 from collectives.consistency.call_scope import CallScope
-from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import FlightRecorder, clock
 from collectives.consistency.signature import Signature
 from collectives.errors import RankFailedError, in_step
@@ -75,53 +74,18 @@ class Engine(CallScope):
 
         `line` is where the user made the call, if that was in another thread.
         """
-        return self.whole(self._perform, signature, None, line, "", None, run, self)
+        return self.whole(self._perform, signature, line, run)
 
-    def perform_bound(
-        self,
-        signature: Signature,
-        base: int,
-        path: str,
-        run: Callable[..., Any],
-        *arguments: Any,
-        exchange: Exchange | None = None,
-    ) -> Any:
-        """As `perform`, of a bound call: `base` holds its fingerprint.
-
-        The data of `exchange` travel with the check; the first arguments are its source and target.
-        """
-        return self.whole(self._perform, signature, base, None, path, exchange, run, *arguments)
-
-    def _perform(
-        self,
-        signature: Signature,
-        base: int | None,
-        line: str | None,
-        path: str,
-        exchange: Exchange | None,
-        run: Callable[..., Any],
-        *arguments: Any,
-    ) -> Any:
+    def _perform(self, signature: Signature, line: str | None, run: Callable[[Engine], Any]) -> Any:
         if self.broken is not None:
             raise self.refusal()
         check, start = self.call_check, clock()
         before = -1 if check is None else check.sequence
-        self.path = path
+        self.path = ""
         try:
-            if check is None:
-                return run(*arguments)
-            if base is None:
+            if check is not None:
                 check.check(signature, line)
-            elif exchange is None:
-                check.check_word(signature, base)
-            else:
-                exchange.source, exchange.target = arguments[:2]
-                try:
-                    check.check_word(signature, base, None, exchange)
-                finally:
-                    # The arrays are the caller's: they live no longer than it wants.
-                    exchange.source = exchange.target = None
-            return run(*arguments)
+            return run(self)
         finally:
             number = 0 if check is None else check.sequence
             # A call that was withdrawn counts as not made.
