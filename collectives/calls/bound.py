@@ -188,13 +188,13 @@ def of_shape(
     `array` is any NumPy array of the shape. PASS where `out` can't take the result as it comes. A
     rank that doesn't get the result returns None.
     """
-    ndarray, empty, overlap = np.ndarray, np.empty, np.may_share_memory
+    ndarray, empty, overlap, flat = np.ndarray, np.empty, np.may_share_memory, len(shape) == 1
 
     def call_with(array: Array, out: Any) -> Any:
         flags = array.flags
         source: Array | None
         if array.dtype == dtype and flags.c_contiguous and flags.aligned:
-            source = array.reshape(-1)
+            source = array if flat else array.reshape(-1)
         else:
             source = array.astype(dtype, order="C").reshape(-1)
         if not gets:
@@ -211,7 +211,7 @@ def of_shape(
             or ((out.base is not None or array.base is not None) and overlap(array, out))
         ):
             return PASS
-        return PASS if call(source, out.reshape(-1)) is PASS else out
+        return PASS if call(source, out if flat else out.reshape(-1)) is PASS else out
 
     return call_with
 

@@ -54,8 +54,8 @@ class ReductionExchange:
         )
         self.source: Any = None
         self.target: Any = None
-        self._arrays: dict[tuple[int, int], tuple[Array, Array]] = {}
-        """Blocks as arrays, with their buffers, which are the same in most calls."""
+        self._arrays: dict[Block, Array] = {}
+        """Blocks as arrays. The same blocks return in most calls."""
         self._slots: list[list[Array]] = []
         """Of this node's ranks, by parity; the leader's comes first, and takes the result."""
         self._folded: Array | None = None
@@ -72,11 +72,10 @@ class ReductionExchange:
         return elements
 
     def _array_of(self, block: Block) -> Array:
-        content, start = block[0].content, block[1]
-        known = self._arrays.get((id(content), start))
+        known = self._arrays.get(block)
         if known is None:
-            known = self._arrays[id(content), start] = self._array(content, start), content
-        return known[0]
+            known = self._arrays[block] = self._array(block[0].content, block[1])
+        return known
 
     def store(self, parity: int) -> None:
         """Into this rank's slot."""

@@ -8,7 +8,6 @@ the verdict on its node. Ranks that share no memory count as a node each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +50,8 @@ class CallCheck:
         self._nodes_check = (
             None if leaders is None else NodesCheck(leaders, wait_policy, self._absent)
         )
+        self._alone = self._nodes_check if node_barrier is None else None
+        """The comparison of a rank alone on its node."""
         self.slots = _slots(node_barrier) if self._several_nodes else []
         """The memory of this node's ranks, by parity of the call, for data that travel with it."""
         self.sequence = 0
@@ -97,8 +98,15 @@ class CallCheck:
         call.what, call.sequence, call.line = signature, sequence, line
         # Set before any other rank can see the call, because errors are judged by it from here on.
         self.sequence = sequence
-        word = base | sequence & SEQUENCE_MASK
-        alike = self._withdrawing(self._check, word, sequence, exchange)
+        try:
+            word = base | sequence & SEQUENCE_MASK
+            if self._alone is None:
+                alike = self._check(word, sequence, exchange)
+            else:
+                alike = self._alone.agree(word, exchange)
+        except DeadlineExceededError as error:
+            self._uncount(error, sequence)
+            raise
         self._wait_policy.all_arrived()
         if not alike:
             raise self._describe(signature)
@@ -108,19 +116,18 @@ class CallCheck:
         call = self._wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, None
         assert self.node_barrier is not None
-        if not self._withdrawing(self.node_barrier.wait_for_all, word, sequence):
+        try:
+            alike = self.node_barrier.wait_for_all(word, sequence)
+        except DeadlineExceededError as error:
+            self._uncount(error, sequence)
+            raise
+        if not alike:
             raise self._describe(signature)
 
-    def _withdrawing(
-        self, wait: Callable[..., bool], word: int, sequence: int, *arguments: Any
-    ) -> bool:
-        """The result of `wait`; a withdrawn call is not counted."""
-        try:
-            return wait(word, sequence, *arguments)
-        except DeadlineExceededError as error:
-            if error.withdrawn:
-                self.sequence = sequence - 1
-            raise
+    def _uncount(self, error: DeadlineExceededError, sequence: int) -> None:
+        """A withdrawn call is not counted."""
+        if error.withdrawn:
+            self.sequence = sequence - 1
 
     def end(self) -> None:
         """Publish to the node's ranks that this one makes no further call."""
@@ -128,14 +135,14 @@ class CallCheck:
             self.node_barrier.end()
 
     def _check(self, word: int, sequence: int, exchange: Exchange | None) -> bool:
-        nodes_check = self._nodes_check
         if self.node_barrier is None:
-            return nodes_check is None or nodes_check.agree(word, exchange)
+            return True
         self.node_barrier.arrive(word, sequence)
         if not self._several_nodes:
             return self.node_barrier.wait_for_all(word, sequence)
         if not self.leads:
             return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
+        nodes_check = self._nodes_check
         assert nodes_check is not None
         try:
             if alike := self.node_barrier.collect(word, sequence):

@@ -33,6 +33,7 @@ _NO_DEADLINE = (1 << 64) - 1
 _LONG = 1e9
 # In front of each block.
 _LENGTH_BYTES = 8
+_FIRST_BLOCK = _HEAD_BYTES + _LENGTH_BYTES
 
 
 def padded(nbytes: int) -> int:
@@ -64,8 +65,8 @@ class Rounds:
     """The state of one call's rounds."""
 
     __slots__ = (
-        "_only", "blocks", "deadline", "exchange", "number", "parity", "round", "sent", "status",
-        "word",
+        "_only", "alike", "blocks", "deadline", "exchange", "number", "parity", "round", "sent",
+        "status", "word",
     )  # fmt: skip
 
     def __init__(self, word: int, exchange: Exchange | None, *, only: bool = False) -> None:
@@ -74,19 +75,15 @@ class Rounds:
         self.parity, self.number = word & 1, word & SEQUENCE_MASK
         self.deadline = math.inf
         """The shortest of the nodes whose messages have arrived and of this one, in seconds."""
-        self.round = 0
-        self.sent = False
+        self.alike = word >> SEQUENCE_BITS != DIFFERENT
+        """Whether all words so far, this node's included, are those of the same call."""
+        self.round, self.sent = 0, False
         self.blocks: list[Block] = []
         """Of this node, and of the nodes before it, backwards."""
 
-    @property
-    def alike(self) -> bool:
-        """Whether all words so far, this node's included, are those of the same call."""
-        return self.status >> SEQUENCE_BITS != DIFFERENT
-
     def differ(self) -> None:
         """Note that the words differ."""
-        self.status = DIFFERENT << SEQUENCE_BITS | self.number
+        self.alike, self.status = False, DIFFERENT << SEQUENCE_BITS | self.number
 
     def accepts(self, word: int) -> bool:
         """Whether a message belongs to these rounds."""
@@ -118,6 +115,8 @@ class Dissemination:
         self._counts = [min(distance, size - distance) for distance in distances]
         most = _LENGTH_BYTES + padded(LARGEST_EXCHANGE // size)
         nbytes = _HEAD_BYTES + max(self._counts) * most
+        # The last one that was sent, in seconds and in nanoseconds.
+        self._deadline: tuple[float, int] = math.inf, _NO_DEADLINE
         self.count = len(distances)
         """The number of rounds."""
         self._targets = [(rank + distance) % size for distance in distances]
@@ -127,18 +126,25 @@ class Dissemination:
             for target, source in zip(self._targets, self._sources, strict=True)
         ]
 
-    def advance(self, rounds: Rounds) -> bool:
-        """Send and receive what can be; whether all rounds are complete. Does not wait."""
+    def advance(self, rounds: Rounds, spins: int = 1) -> bool:
+        """Send and receive what can be; whether all rounds are complete.
+
+        Looks for each message `spins` times, and does not wait otherwise.
+        """
         while rounds.round < self.count:
             channel = self._channels[rounds.round]
             if not rounds.sent:
                 self._send(rounds, channel)
-            if not channel.arrived():
+            arrived = channel.arrived
+            for _ in range(spins):
+                if arrived():
+                    break
+            else:
                 return False
-            incoming = channel.incoming
-            if rounds.accepts(incoming.words[0]):
-                self._receive(rounds, incoming)
-            elif rounds.succeeds(incoming.words[0]):
+            word = channel.incoming.words[0]
+            if word == rounds.status or rounds.accepts(word):
+                self._receive(rounds, channel.incoming, word)
+            elif rounds.succeeds(word):
                 channel.discard()
             else:
                 return False
@@ -150,15 +156,14 @@ class Dissemination:
 
     def _send(self, rounds: Rounds, channel: NeighborChannel) -> None:
         parity, length, outgoing = rounds.parity, _HEAD_BYTES, channel.outgoing(rounds.parity)
-        long = rounds.deadline >= _LONG
-        outgoing.words[0] = rounds.status
-        outgoing.words[1] = _NO_DEADLINE if long else int(rounds.deadline * 1e9)
+        words = outgoing.words
+        words[0], words[1] = rounds.status, self._nanoseconds_of(rounds.deadline)
         if rounds.exchange is not None:
             if not rounds.blocks:
-                rounds.blocks.append((outgoing, length + _LENGTH_BYTES))
-                nbytes = rounds.exchange.pack(rounds.blocks[0], parity)
-                outgoing.words[length >> 3] = nbytes
-                length += _LENGTH_BYTES + padded(nbytes)
+                own = outgoing, _FIRST_BLOCK
+                rounds.blocks.append(own)
+                words[_HEAD_BYTES >> 3] = nbytes = rounds.exchange.pack(own, parity)
+                length = _FIRST_BLOCK + (nbytes + 7 & ~7)
             elif rounds.alike:
                 for buffer, start in rounds.blocks[: self._counts[rounds.round]]:
                     first = start - _LENGTH_BYTES
@@ -168,24 +173,33 @@ class Dissemination:
         channel.send(parity, length)
         rounds.sent = True
 
-    def _receive(self, rounds: Rounds, incoming: Buffer) -> None:
-        if incoming.words[1] != _NO_DEADLINE:
-            rounds.deadline = min(rounds.deadline, incoming.words[1] / 1e9)
-        if incoming.words[0] != rounds.status:
+    def _nanoseconds_of(self, deadline: float) -> int:
+        known, nanoseconds = self._deadline
+        if deadline != known:
+            nanoseconds = _NO_DEADLINE if deadline >= _LONG else int(deadline * 1e9)
+            self._deadline = deadline, nanoseconds
+        return nanoseconds
+
+    def _receive(self, rounds: Rounds, incoming: Buffer, word: int) -> None:
+        words = incoming.words
+        if words[1] < self._nanoseconds_of(rounds.deadline):
+            rounds.deadline = words[1] / 1e9
+        if word != rounds.status:
             rounds.differ()
         elif rounds.exchange is not None:
-            start = _HEAD_BYTES
-            for _ in range(self._counts[rounds.round]):
-                nbytes, start = incoming.words[start >> 3], start + _LENGTH_BYTES
+            start = _FIRST_BLOCK
+            rounds.blocks.append((incoming, start))
+            for _ in range(1, self._counts[rounds.round]):
+                start += padded(words[start - _LENGTH_BYTES >> 3]) + _LENGTH_BYTES
                 rounds.blocks.append((incoming, start))
-                start += padded(nbytes)
         rounds.round, rounds.sent = rounds.round + 1, False
 
-    def finish(self, rounds: Rounds, answer: Callable[[], object]) -> None:
-        """Pass on the data and wait until all messages are sent, calling `answer` meanwhile.
+    def finish(self, rounds: Rounds, answer: Callable[[int], object]) -> None:
+        """Pass on the data and wait until all messages are sent.
 
-        They are sent only while this rank makes progress (MPI 4.1, section 3.5). Those of different
-        words may be received in the next call only.
+        Meanwhile `answer` is called with the number. The messages are sent only while this rank
+        makes progress (MPI 4.1, section 3.5). Those of different words may be received in the next
+        call only.
         """
         if rounds.exchange is not None and rounds.alike:
             blocks = [rounds.blocks[distance] for distance in self._order]
@@ -195,14 +209,14 @@ class Dissemination:
         if rounds.alike:
             for channel in self._channels:
                 if not channel.sent(rounds.parity):
-                    self._wait_until_sent(channel, rounds.parity, answer)
+                    self._wait_until_sent(channel, rounds, answer)
 
     def _wait_until_sent(
-        self, channel: NeighborChannel, parity: int, answer: Callable[[], object]
+        self, channel: NeighborChannel, rounds: Rounds, answer: Callable[[int], object]
     ) -> None:
         def sent() -> bool:
-            answer()
-            return channel.sent(parity)
+            answer(rounds.number)
+            return channel.sent(rounds.parity)
 
         self._wait_policy.spin_until(sent, lambda: self._absent(self._targets))
 

@@ -99,7 +99,7 @@ class NodesCheck:
             self._completed = number
         if rounds.alike:
             self._shortest = rounds.deadline
-        self._rounds.finish(rounds, lambda: self._answer_request(number))
+        self._rounds.finish(rounds, self._answer_request)
         return rounds.alike
 
     def disagree(self, number: int) -> None:
@@ -112,10 +112,9 @@ class NodesCheck:
 
     def _run(self, rounds: Rounds) -> bool:
         """Run the rounds; False if the lease has passed, or a vote is requested."""
-        advance = self._rounds.advance
-        for _ in range(self._wait_policy.spins):
-            if advance(rounds):
-                return True
+        advance, spins = self._rounds.advance, self._wait_policy.spins
+        if spins and advance(rounds, spins):
+            return True
         end = self._began + rounds.deadline * _LEASE
         complete = False
 

@@ -199,8 +199,8 @@ def _share(engine: Engine, node: Engine) -> list[memoryview] | None:
         clear(segments[node.rank], node.transport.fence)
     elif together and node.transport.shares and node.size > 1 and node.rank == 0:
         warn_once("no memory is left that ranks can share (/dev/shm): calls go by messages instead")
-    found = numbers_of_all(engine, int(ready), node.size)
-    if all(shared for shared, _ in found) and any(size > 1 for _, size in found):
+    shared, sizes = zip(*numbers_of_all(engine, int(ready), node.size), strict=True)
+    if all(shared) and max(sizes) > 1:
         return segments
     if segments is not None:
         node.transport.free(segments)
