@@ -72,13 +72,13 @@ class Apart:
 
     def holds(self, arrays: list[Array], out: list[Array]) -> bool:
         """Whether no output is written before another array's input in it is read."""
-        key, both = (id(arrays[0]), id(out[0])), [*arrays, *out]
+        key, every = (id(arrays[0]), id(out[0])), arrays if out is arrays else [*arrays, *out]
         found = self._found.recall(key)
-        if found is not None and found.fits(both):
+        if found is not None and found.fits(every):
             return True
         if overlapping(arrays, out):
             return False
-        self._found.put(key, Same(both))
+        self._found.put(key, Same(every))
         return True
 
 
@@ -146,7 +146,8 @@ class ManyReducer:
     def reduce_known(self, arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Any:
         """Make the call where it is bound; PASS elsewhere."""
         key = _key(arrays, op, out, bucket_bytes)
-        known = None if key is None else self._known.recall(key)
+        # To count it as used would compare all shapes once more.
+        known = None if key is None else self._known.get(key)
         if known is None or not known.can_store(arrays, out):
             return PASS
         return known.make(arrays, out)
