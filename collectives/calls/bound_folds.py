@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound import bind, of_shape
+from collectives.calls.bound import bind
 from collectives.calls.bound_between_nodes import ReductionExchange, exchanged_reduction
+from collectives.calls.bound_paths import of_shape
 from collectives.calls.bound_small import fold_parts, small_fold, small_reduction
 from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
 from collectives.calls.scans import identity, prefix
