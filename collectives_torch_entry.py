@@ -1,28 +1,59 @@
-"""The entry point that `import torch` calls.
+"""Registration of the backend "collectives" with torch, which `import torch` calls.
 
-It lies outside of the package `collectives`, whose import fails where a package that it needs is
-absent or broken: `import torch` must not fail with it.
+It lies outside of the package `collectives`, which is imported when a process group is made: a
+program that uses torch alone neither waits for its import nor fails with it. torch is imported
+within the function, because torch itself calls it before it is complete.
 """
 
-import sys
-import warnings
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_NAME = "collectives"
+# init_method="mpi://" reads ranks and addresses from MPI alone.
+_SCHEME = "mpi"
+_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def register() -> None:
-    """Register the backend with torch, or warn that it can't be."""
-    used = "collectives" in sys.modules
-    try:
-        from collectives.lifecycle.unstarted import leave_exceptions_to_mpi
-        from collectives.torch.registration import register
-    except Exception as error:
-        warnings.warn(
-            'the backend "collectives" of torch.distributed is not available, because its package'
-            f" mpi-collectives can't be imported: {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    else:
-        register()
-        if not used:
-            # Processes that mpirun starts and that use torch alone may not belong together.
-            leave_exceptions_to_mpi()
+    """Register the backend, and mpirun as a launcher. A second call does nothing."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or _NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    handlers = dist.rendezvous.__globals__["_rendezvous_handlers"]
+    if _SCHEME not in handlers:
+        dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+    handlers["env"] = _under_mpirun_or(handlers["env"])
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    """The process group."""
+    from collectives.torch.groups import create
+
+    return create(_NAME, options)
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    from collectives.torch.rendezvous import rendezvous
+
+    return rendezvous(url, **options)
+
+
+def _under_mpirun_or(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of env://, the default, where none of torch's variables is set under mpirun.
+
+    torch has no way to register a second handler of a scheme.
+    """
+
+    def choose(url: str, **options: Any) -> Any:
+        if any(name in os.environ for name in _TORCH):
+            return handler(url, **options)
+        from collectives.launching.launcher import started_by_mpi
+
+        return (_rendezvous if started_by_mpi(os.environ) else handler)(url, **options)
+
+    return choose

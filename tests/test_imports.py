@@ -149,7 +149,6 @@ LAZY = {
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",
         "collectives/torch/reduction_round.py",
-        "collectives/torch/registration.py",
         "collectives/torch/rendezvous.py",
         "collectives/torch/sync_batch_norm.py",
         "collectives/torch/untraced.py",

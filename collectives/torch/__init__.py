@@ -2,15 +2,14 @@
 
 Importing this module registers the backend: `torch.distributed.init_process_group("collectives")`.
 Versions of torch that read the entry points of the group "torch.backends" (2.5 and later) register
-it themselves. The other names are imported when they are first used, because `import torch` itself
-may import this module before torch is complete.
+it themselves. The other names are imported when they are first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from collectives.torch.registration import register
+from collectives_torch_entry import register
 
 if TYPE_CHECKING:
     from collectives.torch.functions import (
