@@ -1,19 +1,19 @@
-"""The bound reduce, scan and exscan: small arrays take one step, others what `Engine.run` chooses.
+"""The bound reduce, scan, exscan and reduce_scatter.
 
-The memory of a rank that gets no result is needed by larger arrays alone, within the call.
+Small arrays take one step, others what `Engine.run` or the selector chooses. The memory of a rank
+that gets no result is needed by larger arrays alone, within the call.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound import bind
+from collectives.calls.bound import bind, component, of_shape
 from collectives.calls.bound_between_nodes import ReductionExchange, exchanged_reduction
-from collectives.calls.bound_paths import of_shape
 from collectives.calls.bound_small import fold_parts, small_fold, small_reduction
 from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
 from collectives.calls.scans import identity, prefix
@@ -83,3 +83,22 @@ def bind_scan(
         target[...] = prefix(engine, collective, target if source is None else source, op)
 
     return of_shape(bind(engine, signature, run), shape, dtype)
+
+
+def bind_reduce_scatter(
+    engine: Engine, signature: Signature, op: ReduceOp, dtype: np.dtype[Any], lengths: Sequence[int]
+) -> Callable[[Array, Array], Any]:
+    """The function (source, target): `target` is this rank's part, `lengths` those of all."""
+    nbytes = sum(lengths) * dtype.itemsize
+    small = small_reduction(engine, op, dtype, nbytes)
+    stop = sum(lengths[: engine.rank + 1])
+    part = slice(stop - lengths[engine.rank], stop)
+    if small is not None:
+        every = range(engine.size)
+        return bind(engine, signature, *small_fold(engine, small, sum(lengths), every, part))
+    exchanged = exchanged_reduction(engine, "reduce_scatter", op, dtype, nbytes)
+    if exchanged is not None:
+        exchange = ReductionExchange(engine, exchanged, sum(lengths), part)
+        return bind(engine, signature, exchange.deliver, exchange=exchange)
+    run, publish = component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
+    return bind(engine, signature, run, publish)

@@ -14,11 +14,11 @@ from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.all_to_all import Parts, store
 from collectives.calls.arguments import Rows, contiguous_apart, stores_rows
+from collectives.calls.bound import bind_broadcast
 from collectives.calls.bound_all_gather import bind_all_gather, bind_gather
 from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing
 from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
 from collectives.calls.bound_from_root import Sent, bind_broadcast_object, bind_scatter
-from collectives.calls.bound_paths import bind_broadcast
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import (
     Scattered,

@@ -12,9 +12,9 @@ from collectives.arrays.kinds import Output, may_overlap
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, contiguous_apart, split_rows, stores_rows
+from collectives.calls.bound import bind_all_reduce
 from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
-from collectives.calls.bound_folds import bind_reduce, bind_scan
-from collectives.calls.bound_paths import bind_all_reduce, bind_reduce_scatter
+from collectives.calls.bound_folds import bind_reduce, bind_reduce_scatter, bind_scan
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import refuse_mean
 from collectives.cuda.runtime import on_gpu
