@@ -234,13 +234,13 @@ def test_a_call_that_waits_while_another_thread_closes(launch, call):
                 except RuntimeError as error:
                     outcomes.append(str(error))
             waiting = threading.Thread(target=late)
-            time.sleep(0.5)
+            time.sleep(0.3)
             waiting.start()
             closing.join()
             waiting.join()
             assert outcomes, "it was made"
         else:
-            time.sleep(1.5)
+            time.sleep(0.8)
             comm.close()
         """),
         timeout=80,

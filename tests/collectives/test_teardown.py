@@ -131,7 +131,7 @@ if rank != 0:
     except collectives.DeadlineExceededError as error: assert error.absent == (0,), error.absent
     assert not comm.closed
 else:
-    time.sleep(1.5)
+    time.sleep(1)
 comm.deadline = 20
 comm.all_reduce(np.ones(3))
 """

@@ -74,7 +74,7 @@ def test_a_call_that_fails_ends_the_communicator(name):
         def one_rank(transport):
             gpus.be_rank(transport.rank)
             comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 1
+            comm.deadline = 0.4
             array = filled(gpus, comm.rank)
             call(comm, array).wait()
             if comm.rank == 0:
@@ -97,7 +97,7 @@ def test_what_one_rank_alone_can_not_do_is_no_call_of_its_next_one(monkeypatch):
         def one_rank(transport):
             gpus.be_rank(transport.rank)
             comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 1
+            comm.deadline = 0.4
             array = filled(gpus, comm.rank)
             comm.all_reduce(array)
             if comm.rank == 1:
@@ -143,7 +143,7 @@ def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline(monkeypatch):
         def one_rank(transport):
             gpus.be_rank(transport.rank)
             comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 1
+            comm.deadline = 0.4
             path = comm._devices._path
             path._launches._end_job = ended.append
             if comm.rank == 1:
@@ -157,7 +157,7 @@ def test_a_call_that_nobody_waits_for_ends_the_job_at_the_deadline(monkeypatch):
         local.run(2, one_rank)
     assert ended
     assert "all_reduce" in ended[0]
-    assert "has run on the GPU for the deadline of 1 s" in ended[0]
+    assert "has run on the GPU for the deadline of 0.4 s" in ended[0]
 
 
 def test_work_of_the_caller_does_not_count_for_the_deadline():
@@ -206,7 +206,7 @@ def test_a_rank_that_ends_with_an_exception_aborts():
         def one_rank(transport):
             gpus.be_rank(transport.rank)
             comm = Communicator(transport, backend="nccl", deadline=20)
-            comm.deadline = 1
+            comm.deadline = 0.4
             try:
                 program(comm, gpus)
                 comm.close()

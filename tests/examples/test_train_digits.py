@@ -48,8 +48,7 @@ WAYS = {
     "3 ranks": lambda: on_ranks(3, EXAMPLE),
     "TF_CONFIG": lambda: with_tasks(CLUSTER, TASKS, EXAMPLE),
 }
-by_default = ("TF_CONFIG",)
-any_way = pytest.mark.parametrize("way", slow_but(WAYS, *by_default))
+any_way = pytest.mark.parametrize("way", slow_but(WAYS, "TF_CONFIG"))
 
 
 def lines_of(way):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.slow import slow, slow_but
 
-SECONDS, SLOW_SECONDS = 3, 10
+SECONDS, SLOW_SECONDS = 2, 10
 
 # Planted faults of one line each, and the kinds of faults that must detect them.
 SABOTAGES = {
