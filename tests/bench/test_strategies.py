@@ -23,7 +23,7 @@ def test_every_strategy_is_measured():
     [
         pytest.param("default", 1, 1, marks=pytest.mark.slow),
         pytest.param("one_device", 1, 1, marks=pytest.mark.slow),
-        ("mirrored", 2, 2),
+        pytest.param("mirrored", 2, 2, marks=pytest.mark.slow),
         pytest.param("central_storage", 2, 2, marks=pytest.mark.slow),
         pytest.param("local_SGD,_every_8_steps", 2, 2, marks=pytest.mark.slow),
         pytest.param("multi-worker_mirrored,_dataset_rank", 3, 2, marks=pytest.mark.slow),

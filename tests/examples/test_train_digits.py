@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.examples.support import example, known_lines_of, on_ranks, with_tasks
-from tests.slow import slow, slow_but
+from tests.slow import slow
 
 EPOCHS = 30
 
@@ -48,7 +48,7 @@ WAYS = {
     "3 ranks": lambda: on_ranks(3, EXAMPLE),
     "TF_CONFIG": lambda: with_tasks(CLUSTER, TASKS, EXAMPLE),
 }
-any_way = pytest.mark.parametrize("way", slow_but(WAYS, "TF_CONFIG"))
+any_way = pytest.mark.parametrize("way", slow(*WAYS))
 
 
 def lines_of(way):

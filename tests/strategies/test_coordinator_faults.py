@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from tests.slow import slow, slow_but
 from tests.worlds.dying import launcher_line
 from tests.worlds.programs import run_launcher
 
@@ -129,7 +128,8 @@ strategy.shutdown()
 WAYS = {"killed": "os.kill(os.getpid(), 9)", "interrupted": "raise KeyboardInterrupt"}
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, "killed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_a_worker_that_ends_inside_a_function_blocks_no_rank(way, tmp_path):
     chief = f"""
 def fragile(number):
@@ -212,8 +212,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("scheduled", [30, *slow(0)])
-@pytest.mark.parametrize("kind", slow_but(ENDS, "an exception"))
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduled", [30, 0])
+@pytest.mark.parametrize("kind", ENDS)
 def test_when_the_chief_ends_the_others_do(kind, scheduled, tmp_path):
     ending, code = ENDS[kind]
     chief = f"""

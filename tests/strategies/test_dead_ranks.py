@@ -25,10 +25,7 @@ FAULTS = {
     "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
 }
 
-BY_DEFAULT = {
-    ("mirrored", "raises in merge_call"),
-    ("local_sgd", "is killed"),
-}
+BY_DEFAULT = {("mirrored", "raises in merge_call")}
 PAIRS = [
     pytest.param(strategy, fault, marks=[] if (strategy, fault) in BY_DEFAULT else SLOW)
     for strategy in MADE

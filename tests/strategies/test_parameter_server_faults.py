@@ -118,6 +118,7 @@ else:
     assert ended.seconds < 40
 
 
+@pytest.mark.slow
 @SIZES
 def test_a_killed_worker_does_not_end_the_others(size, servers, tmp_path):
     body = """
