@@ -23,9 +23,10 @@ LARGEST_NATIVE = (1 << 31) - 1
 LEAST_BYTES = 16 << 10
 """Below it, the exchange of addresses costs more than it gains."""
 
-# MPI's own reduction touches more memory than the other paths (docs/explanation/data-paths.md), so
-# that for large arrays a trial is expensive and seldom of use.
-_LARGE_BYTES = 4 << 20
+# MPI's own reduction touches more memory than the other paths (docs/explanation/data-paths.md), and
+# its temporary buffers of this size fault in new pages at every call: a trial is expensive and
+# seldom of use.
+_LARGE_BYTES = 32 << 20
 _CALLS_BEFORE_NATIVE = 50
 
 _clock = time.perf_counter_ns
