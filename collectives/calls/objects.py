@@ -15,8 +15,12 @@ from collectives.errors import in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
-# The exceptions that `pickle` documents for unreadable data.
-_UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError)
+# The exceptions that `pickle` documents for unreadable data, and those of constructors that don't
+# take what was sent.
+_UNREADABLE = (
+    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError,
+    KeyError, TypeError, ValueError,
+)  # fmt: skip
 
 
 def numbers_of_all(engine: Engine, first: int, second: int = 0) -> list[list[int]]:
@@ -60,11 +64,16 @@ def outcome_of(make: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((make(), None), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        try:
-            return pickle.dumps((None, error), pickle.HIGHEST_PROTOCOL)
-        except Exception:  # an exception may hold objects that can't be pickled
-            text = f"{type(error).__name__}: {error}"
-            return pickle.dumps((None, RuntimeError(text)), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((None, _restorable(error)), pickle.HIGHEST_PROTOCOL)
+
+
+def _restorable(error: Exception) -> Exception:
+    """The error, or one of its text where pickle can't restore an error of its class."""
+    try:
+        same = type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # of what it holds, or of its class, whose own code runs
+        same = False
+    return error if same else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:

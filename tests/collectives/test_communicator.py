@@ -336,22 +336,45 @@ def test_ranks_that_cannot_be_joined_raise_alike_and_the_next_call_works(comm):
     np.testing.assert_array_equal(comm.all_gather(np.array([comm.rank])), np.arange(comm.size))
 
 
+class OddError(Exception):
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def test_what_cannot_be_unpickled_is_raised_everywhere_and_the_next_call_works(comm):
+    root = comm.size - 1
+    array = Unreadable(OddError("this", "that"))
+    with pytest.raises(RuntimeError, match="OddError: this and that"):
+        comm.scatter(array if comm.rank == root else None, root=root)
+    with pytest.raises(TypeError, match="'other'"):
+        comm.broadcast_object(OddError("this", "that"), root)
+    with pytest.raises(TypeError, match="'other'"):
+        comm.all_gather_object(OddError("this", "that"))
+    assert comm.all_gather_object(comm.rank) == list(range(comm.size))
+
+
 def test_what_only_the_root_can_see_is_raised_everywhere(comm):
     root = comm.size - 1
     with pytest.raises(ValueError, match="axis=2"):
         comm.scatter(np.ones((2, 2)) if comm.rank == root else None, root=root, axis=2)
     with pytest.raises(TypeError, match="object"):
         comm.scatter(np.array([{}]) if comm.rank == root else None, root=root)
+    array = Unreadable(RuntimeError("it can't be read"))
     with pytest.raises(RuntimeError, match="can't be read"):
-        comm.scatter(Unreadable() if comm.rank == root else None, root=root)
+        comm.scatter(array if comm.rank == root else None, root=root)
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         comm.broadcast_object(lambda: 1, root)
     comm.barrier()
 
 
 class Unreadable:
+    def __init__(self, error):
+        self.error = error
+
     def __array__(self, dtype=None, copy=None):
-        raise RuntimeError("it can't be read")
+        raise self.error
 
 
 def test_axes_counted_from_either_end_are_the_same(comm):
