@@ -7,8 +7,8 @@ moves fields.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
-from typing import ClassVar
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -17,28 +17,31 @@ MAJOR_VERSION, MINOR_VERSION = 0, 1
 METADATA_EXTENSION = 1
 INTERNAL_ERROR = 13
 
-DTYPES = {
-    1: np.dtype(bool),
-    2: np.dtype("int8"),
-    3: np.dtype("int16"),
-    4: np.dtype("int32"),
-    5: np.dtype("int64"),
-    6: np.dtype("uint8"),
-    7: np.dtype("uint16"),
-    8: np.dtype("uint32"),
-    9: np.dtype("uint64"),
-    10: np.dtype("float16"),
-    11: np.dtype("float32"),
-    12: np.dtype("float64"),
-    15: np.dtype("complex64"),
-    16: np.dtype(ml_dtypes.bfloat16),
-    18: np.dtype("complex128"),
-    19: np.dtype(ml_dtypes.float8_e5m2),
-    20: np.dtype(ml_dtypes.float8_e4m3fn),
-    23: np.dtype(ml_dtypes.float8_e4m3b11fnuz),
-    24: np.dtype(ml_dtypes.float8_e5m2fnuz),
-    25: np.dtype(ml_dtypes.float8_e4m3fnuz),
-}
+DTYPES = frozenset(
+    {
+        np.dtype(bool),
+        np.dtype("int8"),
+        np.dtype("int16"),
+        np.dtype("int32"),
+        np.dtype("int64"),
+        np.dtype("uint8"),
+        np.dtype("uint16"),
+        np.dtype("uint32"),
+        np.dtype("uint64"),
+        np.dtype("float16"),
+        np.dtype("float32"),
+        np.dtype("float64"),
+        np.dtype("complex64"),
+        np.dtype(ml_dtypes.bfloat16),
+        np.dtype("complex128"),
+        np.dtype(ml_dtypes.float8_e5m2),
+        np.dtype(ml_dtypes.float8_e4m3fn),
+        np.dtype(ml_dtypes.float8_e4m3b11fnuz),
+        np.dtype(ml_dtypes.float8_e5m2fnuz),
+        np.dtype(ml_dtypes.float8_e4m3fnuz),
+    }
+)
+"""Those of arrays whose elements have whole bytes of their own."""
 
 
 class Extension(ctypes.Structure):
@@ -160,4 +163,45 @@ class Frame(ctypes.Structure):
 
 
 CreateError = ctypes.CFUNCTYPE(c_void_p, POINTER(ErrorArguments))
-Handler = ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
+Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+"""A function of a frame's address."""
+
+
+def _index(*fields: Any) -> int:
+    """The position of a word in a structure, by the fields that lead to it."""
+    return int(sum(each.offset for each in fields)) // 8
+
+
+_ARGUMENTS = _index(Frame.arguments, Buffers.size), _index(Frame.arguments, Buffers.buffers)
+_RESULTS = _index(Frame.results, Buffers.size), _index(Frame.results, Buffers.buffers)
+_VALUES = _index(Frame.attributes, Attributes.values)
+_Words = c_uint64 * (_VALUES + 1)
+_read_word = c_uint64.from_address
+
+
+def asks_version(address: int) -> bool:
+    """Whether XLA calls the handler for its version."""
+    extension = Frame.from_address(address).extension
+    return bool(extension) and extension.contents.type == METADATA_EXTENSION
+
+
+def read(address: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The attribute of a frame, and the addresses of its arguments' and results' memory.
+
+    As words, because the fields of ctypes' structures take several times as long to read.
+    """
+    words = _Words.from_address(address)
+    scalar = _read_word(words[_VALUES]).value
+    value = _read_word(scalar + Scalar.value.offset).value
+    count, result_count = words[_ARGUMENTS[0]], words[_RESULTS[0]]
+    arguments = _memory(words[_ARGUMENTS[1]], count)
+    return _read_word(value).value, arguments, _memory(words[_RESULTS[1]], result_count)
+
+
+def _memory(pointers: int, count: int) -> tuple[int, ...]:
+    if not count:
+        return ()
+    at = Buffer.data.offset
+    return tuple(
+        [_read_word(each + at).value for each in (c_uint64 * count).from_address(pointers)]
+    )

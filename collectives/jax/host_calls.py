@@ -7,25 +7,29 @@ interface isn't known, `jax.pure_callback` takes its place, which copies every a
 from __future__ import annotations
 
 import ctypes
+import math
 import secrets
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from collectives.caching import LRU
 from collectives.jax import ffi_structures as ffi
 
 HostFunction = Callable[[Sequence[Any], Sequence[Any]], None]
 """Reads the first argument's arrays, and writes the second's."""
 
+Kind = tuple[tuple[int, ...], np.dtype[Any]]
+"""The shape and dtype of an array."""
+
 TARGET = "collectives_host_call"
-_functions: dict[int, HostFunction] = {}
-_registered = threading.Lock()
+_SETS_KEPT = 16
+_places: dict[int, _Place] = {}
 
 
 class _Failure:
@@ -59,7 +63,8 @@ def host_call(function: HostFunction, arrays: Sequence[Any], results: Sequence[A
     """
     if uses_ffi():
         call = jax.ffi.ffi_call(TARGET, _shapes(results))
-        return list(call(*arrays, function=np.int64(number_of(function))))
+        number = number_of(function, kinds_of(arrays), kinds_of(results))
+        return list(call(*arrays, function=np.int64(number)))
     return call_back(jax.pure_callback, function, arrays, results)
 
 
@@ -91,15 +96,67 @@ def _shapes(arrays: Sequence[Any]) -> list[Any]:
     return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays]
 
 
+def kinds_of(arrays: Sequence[Any]) -> tuple[Kind, ...]:
+    """What `number_of` takes; TypeError for a dtype that NumPy's memory can't have."""
+    kinds = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in arrays)
+    for _, dtype in kinds:
+        if dtype not in ffi.DTYPES:
+            raise TypeError(f"an array of {dtype}: must be numbers or bools of whole bytes")
+    return kinds
+
+
 @cache
-def number_of(function: HostFunction) -> int:
-    """The number by which a program refers to the function.
+def number_of(
+    function: HostFunction, arguments: tuple[Kind, ...], results: tuple[Kind, ...]
+) -> int:
+    """The number by which a program refers to the function, called with such arrays.
 
     A random one, as a program in JAX's persistent cache would refer to another process's function.
     """
     number = secrets.randbits(62)
-    _functions[number] = function
+    _places[number] = _Place(function, arguments, results)
     return number
+
+
+class _Place:
+    """A function and the kinds of its arrays: at each call XLA gives it their addresses.
+
+    A compiled program uses few sets of addresses in turn. The arrays of each are kept, as making
+    them takes longer than a small reduction, and `all_reduce_many` recognizes a list that recurs.
+    """
+
+    def __init__(
+        self, function: HostFunction, arguments: tuple[Kind, ...], results: tuple[Kind, ...]
+    ) -> None:
+        self._function, self._arguments, self._results = function, arguments, results
+        self._arrays: LRU[Any, tuple[list[Any], list[Any]]] = LRU(_SETS_KEPT)
+
+    def __call__(self, arguments: tuple[int, ...], results: tuple[int, ...]) -> None:
+        key = arguments, results
+        arrays = self._arrays.recall(key)
+        if arrays is None:
+            known: dict[int, Any] = {}
+            read = list(map(partial(_array, known), arguments, self._arguments))
+            written = list(map(partial(_array, known), results, self._results))
+            arrays = self._arrays.put(key, (read, written))
+        self._function(*arrays)
+
+
+def _array(known: dict[int, Any], address: int, kind: Kind) -> Any:
+    """A view of XLA's memory.
+
+    The same view for a result in the place of an argument: calls recognize it as in place. `known`
+    holds the views by address.
+    """
+    shape, dtype = kind
+    length = math.prod(shape) * dtype.itemsize
+    if not length:
+        return np.empty(shape, dtype)
+    found = known.get(address)
+    if found is None or found.shape != shape or found.dtype != dtype:
+        memory: Any = (ctypes.c_char * length).from_address(address)
+        found = known[address] = np.ndarray(shape, dtype, memory)
+    return found
 
 
 @contextmanager
@@ -130,24 +187,22 @@ class _Interface:
     known = False
 
 
-def _handle(pointer: Any) -> int | None:
-    frame = pointer.contents
-    if frame.extension and frame.extension.contents.type == ffi.METADATA_EXTENSION:
-        _declare(frame)
+def _handle(address: int) -> int | None:
+    if ffi.asks_version(address):
+        _declare(ffi.Frame.from_address(address))
         return None
     try:
         with _noted():
-            function = _functions[frame.attributes.values[0].contents.value[0]]
-            known: dict[int, Any] = {}
-            function(_arrays(frame.arguments, known), _arrays(frame.results, known))
+            number, arguments, results = ffi.read(address)
+            _places[number](arguments, results)
         return None
     except BaseException as error:
         text = "".join(traceback.format_exception_only(error)).strip().encode()
-        arguments = ffi.ErrorArguments(
+        described = ffi.ErrorArguments(
             ctypes.sizeof(ffi.ErrorArguments), None, text, ffi.INTERNAL_ERROR
         )
-        create = ffi.CreateError(frame.api.contents.error_create)
-        created: int | None = create(ctypes.byref(arguments))
+        create = ffi.CreateError(ffi.Frame.from_address(address).api.contents.error_create)
+        created: int | None = create(ctypes.byref(described))
         return created
 
 
@@ -162,33 +217,3 @@ def _declare(frame: Any) -> None:
     extension = ctypes.cast(frame.extension, ctypes.POINTER(ffi.MetadataExtension)).contents
     version = extension.metadata.contents.version
     version.major, version.minor = ffi.MAJOR_VERSION, ffi.MINOR_VERSION
-
-
-def _arrays(buffers: Any, known: dict[int, Any]) -> list[Any]:
-    return [_array(buffers.buffers[index].contents, known) for index in range(buffers.size)]
-
-
-def _array(buffer: Any, known: dict[int, Any]) -> Any:
-    """A view of the buffer's memory.
-
-    The same view for a result in the place of an argument: calls recognize it as in place. `known`
-    holds the views by address.
-    """
-    shape, address = tuple(buffer.dims[: buffer.rank]), buffer.data
-    dtype = ffi.DTYPES.get(buffer.dtype)
-    if dtype is None:
-        raise TypeError(f"XLA's dtype {buffer.dtype}: must be a number or bool")
-    length = dtype.itemsize
-    for each in shape:
-        length *= each
-    if not length:
-        return np.empty(shape, dtype)
-    found = known.get(address)
-    if found is None or found.shape != shape or found.dtype != dtype:
-        found = known[address] = np.ndarray(shape, dtype, _bytes(length).from_address(address))
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _bytes(length: int) -> Any:
-    return ctypes.c_char * length

@@ -45,9 +45,7 @@ def results_before() -> list[Any]:
 
 def token_of(ctx: Any, values: list[Any]) -> list[Any]:
     """One token in place of the values, which callbacks would copy; none without values."""
-    dtypes = {
-        str(mlir.dtype_to_ir_type(each)): each for each in ffi.DTYPES.values() if each.itemsize
-    }
+    dtypes = {str(mlir.dtype_to_ir_type(each)): each for each in ffi.DTYPES}
     known = [each for each in values if str(each.type.element_type) in dtypes]
     known = [each for each in known if 0 not in each.type.shape]
     avals = [

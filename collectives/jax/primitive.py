@@ -129,7 +129,8 @@ def _lower_ffi(ctx: Any, call: Call, count: int, operands: Sequence[Any]) -> Any
     lower = jax.ffi.ffi_lowering(
         host_calls.TARGET, has_side_effect=True, operand_output_aliases=aliases
     )
-    number = host_calls.number_of(_host_function(call, count))
+    kinds_in, kinds_out = map(host_calls.kinds_of, (ctx.avals_in, ctx.avals_out))
+    number = host_calls.number_of(_host_function(call, count), kinds_in, kinds_out)
     return lower(ctx, *operands, function=np.int64(number))
 
 

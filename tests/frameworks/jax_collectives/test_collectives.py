@@ -355,11 +355,23 @@ def test_programs_run_in_the_order_of_their_calls(jax, calls, comm):
         np.testing.assert_array_equal(found[1], np.arange(3) + comm.size - 1)
 
 
+def test_arrays_at_more_addresses_than_are_kept(jax, calls, comm):
+    program = jax.jit(lambda x: calls.all_reduce((x, x + 1)))
+    own = [jax.numpy.arange(1000.0) * (number + comm.rank) for number in range(40)]
+    kept = []
+    for number in [*range(40), *reversed(range(40)), 0, 0]:
+        kept.append((number, program(own[number])))
+    for number, (first, second) in kept:
+        total = np.arange(1000.0) * sum(number + rank for rank in range(comm.size))
+        np.testing.assert_array_equal(first, total)
+        np.testing.assert_array_equal(second, total + comm.size)
+
+
 def test_callbacks_where_jax_has_another_interface(jax, calls, comm, monkeypatch):
     from collectives.jax import host_calls
 
     jnp = jax.numpy
-    numbers = list(host_calls._functions)
+    numbers = list(host_calls._places)
     monkeypatch.setattr(host_calls, "uses_ffi", lambda: False)
 
     @jax.jit
@@ -377,7 +389,7 @@ def test_callbacks_where_jax_has_another_interface(jax, calls, comm, monkeypatch
             factor = 1 if number % 2 else comm.size
             np.testing.assert_array_equal(found, (np.arange(3) + number) * factor)
         np.testing.assert_array_equal(gradient, np.full(3, 0 if comm.rank else comm.size))
-    assert list(host_calls._functions) == numbers, "no call went through the other interface"
+    assert list(host_calls._places) == numbers, "no call went through the other interface"
 
     # As of a thread without the context that enables 64 bits.
     def narrow(function, shapes, *arrays):
