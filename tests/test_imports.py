@@ -20,7 +20,7 @@ COLLECTIVES = {
     | {"waiting", "world"},
     "torch": {"arrays", "communicator", "compression", "consistency", "errors", "launching"}
     | {"lifecycle", "reductions", "shm", "transports", "waiting", "world"},
-    "jax": {"communicator", "world"},
+    "jax": {"caching", "communicator", "world"},
     "compression": {"communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},

@@ -16,6 +16,7 @@ from collectives.consistency.dissemination import Exchange
 from collectives.consistency.nodes_check import NodesCheck
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.errors import DeadlineExceededError, MismatchError
+from collectives.shm import intents
 from collectives.shm.layout import ROW_BYTES, SMALL_BYTES
 from collectives.shm.node_barrier import (
     ALIKE,
@@ -71,6 +72,15 @@ class CallCheck:
     def leads(self) -> bool:
         """Whether this rank exchanges words on behalf of its node."""
         return self.node_barrier is None or self.node_barrier.memory.rank == 0
+
+    def all_come(self, seconds: float) -> bool:
+        """Whether no rank waits for long in the next call: all come within that time.
+
+        False where the ranks don't share one node's memory. To be asked only before that call.
+        """
+        if self.node_barrier is None or self._several_nodes:
+            return False
+        return intents.all_come(self.node_barrier.memory, self.sequence + 1, seconds)
 
     def check(self, signature: Signature, line: str | None = None) -> None:
         """Return when every rank has made this call.
@@ -128,6 +138,8 @@ class CallCheck:
         """A withdrawn call is not counted."""
         if error.withdrawn:
             self.sequence = sequence - 1
+            if self.node_barrier is not None:
+                intents.withdraw(self.node_barrier.memory)
 
     def end(self) -> None:
         """Publish to the node's ranks that this one makes no further call."""

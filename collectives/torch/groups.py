@@ -51,8 +51,14 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
     mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)
     comm = Communicator(mpi_comm, deadline=options.timeout.total_seconds())
-    policy = comm._engine.wait_policy
-    messages, queue = Messages(mpi_comm, policy), CallQueue(policy)
+    engine = comm._engine
+
+    def all_come(seconds: float) -> bool:
+        check = engine.call_check
+        return check is None or check.all_come(seconds)
+
+    queue = CallQueue(engine.wait_policy, all_come)
+    messages = Messages(mpi_comm, engine.wait_policy)
     return CollectivesProcessGroup(backend, comm, messages, queue, members)
 
 

@@ -6,6 +6,7 @@ version 2.13 or after: both are there. A call takes torch's options; without any
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,7 +19,7 @@ from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
 from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, split
 from collectives.torch.call_queue import CallQueue
-from collectives.torch.collective_calls import CollectiveCalls
+from collectives.torch.collective_calls import CollectiveCalls, stays_tensor
 from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.names import Names
@@ -32,6 +33,8 @@ AllreduceOptions = _c10d.AllreduceOptions
 CoalescedOptions = _c10d.AllreduceCoalescedOptions
 # How long `shutdown` waits for the other ranks, which may destroy their groups later or never.
 _SHUTDOWN_SECONDS = 5.0
+# As DDP's first bucket.
+_BRIEF_BYTES = 1 << 20
 
 
 @untraced
@@ -65,7 +68,8 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
             self._perform(seconds, call, *arguments)
             return done(outputs)
         work = PendingWork(outputs, name)
-        self._queue.submit(work, lambda: self._perform(seconds, call, *arguments))
+        brief = _bytes_on_cpu(outputs) <= _BRIEF_BYTES
+        self._queue.submit(work, lambda: self._perform(seconds, call, *arguments), brief=brief)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -285,3 +289,11 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
             self._messages.close()
 
     abort = shutdown
+
+
+def _bytes_on_cpu(tensors: Any) -> float:
+    """The bytes of dense tensors in lists; infinity if there are other tensors."""
+    if isinstance(tensors, list):
+        return sum(map(_bytes_on_cpu, tensors))
+    dense = tensors.layout is torch.strided and not stays_tensor(tensors)
+    return tensors.nbytes if dense else math.inf

@@ -386,6 +386,56 @@ def test_works_and_futures(torch, dist, comm):
     assert all(each.is_completed() for each in works)
 
 
+@pytest.mark.parametrize("patient", ["all", "rank 0", "none"])
+def test_brief_calls_of_ranks_that_come_soon(torch, dist, comm, monkeypatch, patient):
+    """They run in the thread of the program, whose other thread then has nothing to do."""
+    from collectives.torch import call_queue
+
+    waits = patient == "all" or (patient == "rank 0" and comm.rank == 0)
+    monkeypatch.setattr(call_queue, "_HANDOVER_SECONDS", 60.0 if waits else 0.0)
+    group = dist.new_group()
+    for turn in range(20):
+        tensor = torch.full((1000,), comm.rank + turn + 1.0)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert patient != "all" or work.is_completed()
+        work.wait()
+        assert tensor[-1].item() == comm.size * (turn + 1 + (comm.size - 1) / 2)
+    large = torch.full((1 << 20,), comm.rank + 1.0)
+    assert group._queue._thread is None or patient != "all"
+    dist.all_reduce(large, group=group, async_op=True).wait()
+    assert group._queue._thread is not None
+    assert large[-1].item() == comm.size * (comm.size + 1) / 2
+    dist.destroy_process_group(group)
+
+
+def test_an_asynchronous_call_waits_for_no_rank_that_waits_for_its_own(torch, dist, comm):
+    tensor, message = torch.full((2,), comm.rank + 1.0), torch.zeros(1)
+    if comm.rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        for peer in range(1, comm.size):
+            dist.send(message, peer)
+    else:
+        dist.recv(message, 0)
+        work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert tensor[0].item() == comm.size * (comm.size + 1) / 2
+
+
+def test_an_interrupt_of_an_asynchronous_call_is_raised_at_once(torch, dist, comm, monkeypatch):
+    from collectives.torch import call_queue
+
+    group = dist.new_group()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(call_queue, "_HANDOVER_SECONDS", 60.0)
+    monkeypatch.setattr(group._calls, "all_reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(torch.zeros(2), group=group, async_op=True)
+    dist.destroy_process_group(group)
+
+
 def test_methods_of_the_group(torch, dist, comm):
     """The forms without options."""
     group, size = dist.group.WORLD, comm.size
