@@ -93,7 +93,7 @@ STRATEGIES = {
     "estimator": {"tensorflow"},
     "tensorflow": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
-    | {"synchronous", "collectives"},
+    | {"synchronous", "collectives", "collectives.caching", "collectives.messaging"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}

@@ -108,17 +108,20 @@ class Replication:
         options: CommunicationOptions | None = None,
         *,
         batch: bool = True,
+        out: Sequence[Array] | None = None,
     ) -> list[Any]:
         """Fold arrays of any kinds over the replicas, each with its peers.
 
-        Cross-device ops reduce them as a batch; a single one alone where `batch` is false. Raises a
+        Cross-device ops reduce them as a batch; a single one alone where `batch` is false. `out`
+        holds arrays of the results' shapes and dtypes, in which they may be stored. Raises a
         MismatchError on every rank where the arrays differ.
         """
         if self.reduces_plainly and options is None:
             if len(arrays) == 1:
-                return [self.communicator.all_reduce(arrays[0], op.value)]
+                target = None if out is None else out[0]
+                return [self.communicator.all_reduce(arrays[0], op.value, out=target)]
             if _ON_HOSTS.issuperset(map(type, arrays)):
-                return self.communicator.all_reduce_many(arrays, op.value)
+                return self.communicator.all_reduce_many(arrays, op.value, out=out)
         return self._all_reduce_by(arrays, op, options, batch or len(arrays) != 1)
 
     def _all_reduce_by(

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
-    collective_util,
     distribute_lib,
     distribute_utils,
     one_device_strategy,
@@ -23,7 +22,7 @@ from strategies.tensorflow.operations import Operations
 from strategies.tensorflow.seeds import replica_seeds
 from strategies.tensorflow.statistics import Statistics
 
-_DEFAULT = collective_util.Options()
+_DEFAULT = CommunicationOptions()
 
 
 class ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc]
@@ -206,10 +205,11 @@ def local_value(value: Any) -> Any:
 
 def _options(options: Any) -> CommunicationOptions | None:
     """TensorFlow's options as those of `strategies`; None where they say nothing."""
-    if options is None or options == _DEFAULT:
+    if options is None:
         return None
-    return CommunicationOptions(
+    given = CommunicationOptions(
         bytes_per_pack=options.bytes_per_pack,
         timeout_seconds=options.timeout_seconds,
         implementation=options.implementation.value,
     )
+    return None if given == _DEFAULT else given

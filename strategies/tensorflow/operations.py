@@ -1,7 +1,7 @@
 """Collectives as TensorFlow operations, eagerly and in a `tf.function`.
 
 Eagerly a collective is called at once with the tensors' memory. In a graph it is one
-`tf.numpy_function`, whose arrays are the tensors' memory, too, and whose results become tensors
+`tf.numpy_function`, whose arrays are the tensors' memory, too, and whose reductions become tensors
 without a copy. Every operation reads and assigns one variable, the token. TensorFlow executes the
 users of a resource in the order of the program, in branches, loops and called functions as well, so
 all ranks execute their collectives in the same order.
@@ -18,6 +18,7 @@ import tensorflow as tf
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
 from strategies.tensorflow.failures import OPERATION, carried, install
+from strategies.tensorflow.result_memory import ResultMemory
 
 
 class Operations:
@@ -27,6 +28,7 @@ class Operations:
         install()
         self.replication = replication
         self.communicator = replication.communicator
+        self._results = ResultMemory()
         with tf.init_scope(), tf.device("/cpu:0"):
             self._token = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_token")
 
@@ -57,8 +59,9 @@ class Operations:
         for each in tensors:
             _refuse_strings("reduce", each)
 
-        def call(*arrays: Any) -> list[Any]:
-            return self.replication.all_reduce_arrays(list(arrays), ReduceOp.SUM, options)
+        def call(*given: Any) -> list[Any]:
+            arrays, out = list(given), self._results.like(given)
+            return self.replication.all_reduce_arrays(arrays, ReduceOp.SUM, options, out=out)
 
         totals = self.execute(call, tensors, [each.shape for each in tensors])
         return [_divided(each, self.communicator.size) for each in totals] if mean else totals

@@ -37,6 +37,49 @@ def test_reductions(tf, strategy, comm, call):
     np.testing.assert_allclose(empty, np.mean(values))
 
 
+def test_results_that_are_kept_stay_as_they_are(tf, strategy, comm, call):
+    """Their memory is used again only once nothing holds it, not even a part of it."""
+
+    @call
+    def reduced(number):
+        own = [tf.fill([1000], number), tf.fill([3, 5], 2 * number), number]
+        return strategy.extended.batch_reduce_to("SUM", [(each, each) for each in own])
+
+    kept = []
+    for turn in range(12):
+        found = reduced(tf.constant(turn + comm.rank, tf.float32))
+        # Every other step's results are dropped at once, or but for one of them.
+        kept.append((turn, {0: found, 1: found[1:2], 2: []}[turn % 3]))
+    for turn, found in kept:
+        total = sum(turn + rank for rank in range(comm.size))
+        for each in found:
+            expected = 2 * total if each.shape == [3, 5] else total
+            np.testing.assert_array_equal(each, np.full(each.shape, expected))
+
+
+def test_memory_for_results_is_used_again_and_aligned(tf):
+    from strategies.tensorflow.result_memory import ALIGNMENT, ResultMemory
+
+    memory = ResultMemory()
+    like = [np.zeros((3, 5), "float32"), np.zeros((), "int8"), np.zeros((0, 2)), np.zeros(1000)]
+    addresses = set()
+    for _ in range(5):
+        made = memory.like(like)
+        assert [(each.shape, each.dtype) for each in made] == [
+            (each.shape, each.dtype) for each in like
+        ]
+        for number, each in enumerate(made):
+            each[...] = number
+            assert each.ctypes.data % ALIGNMENT == 0
+        assert [each.max(initial=number) for number, each in enumerate(made)] == [0, 1, 2, 3]
+        addresses.add(made[0].ctypes.data)
+        del made, each
+    assert len(addresses) == 1
+    kept = memory.like(like)[1]
+    assert memory.like(like)[0].ctypes.data != kept.ctypes.data - ALIGNMENT
+    assert memory.like(like[:1])[0].ctypes.data not in addresses
+
+
 def test_a_replicas_context(tf, strategy, comm, call):
     def replica():
         context = tf.distribute.get_replica_context()
