@@ -18,6 +18,8 @@ from keras.src.trainers.data_adapters.array_slicing import (
     slice_tensorflow_sparse_wrapper,
 )
 
+_PREFETCHED = 4
+
 
 def distributed_pieces(
     strategy: Any, arrays: Any, starts: Any, stops: Any, order: Callable[[], Any] | None
@@ -41,13 +43,15 @@ def distributed_pieces(
     pieces = rows.map(
         lambda rows: keras.tree.map_structure(
             lambda each: _rows_of(each, rows), inputs, none_is_leaf=False
-        ),
-        num_parallel_calls=tf.data.AUTOTUNE,
+        )
     )
     options = tf.data.Options()
     # Optimizations would rewrite the graph, with the arrays in it.
     options.experimental_optimization.apply_default_optimizations = False
-    pieces = pieces.with_options(options).prefetch(tf.data.AUTOTUNE)
+    # The end of an epoch may wait for autotuning's thread for as long as the epoch has taken: it
+    # sleeps twice as long each time (TensorFlow 2.21, core/framework/model.cc).
+    options.autotune.enabled = False
+    pieces = pieces.with_options(options).prefetch(_PREFETCHED)
     distributed = strategy.distribute_datasets_from_function(lambda context: pieces)
     # All ranks have as many pieces: they need not agree on the end at each step.
     distributed._enable_get_next_as_optional = False

@@ -84,13 +84,19 @@ class Steps:
         strategy = self._model._distribute_strategy
         if strategy is None:
             return
-        if iterator is not None:
-            _, _, batches = next(iter(iterator))
-            data_batch = keras.tree.map_structure(
-                lambda each: _symbol(strategy.experimental_local_results(each)[0]), next(batches)
-            )
+
+        def first(iterator: Any) -> Iterator[Any]:
+            """The first piece, read only where anything isn't built, in the form of a list."""
+            for first_step, last_step, batches in iterator:
+                piece = keras.tree.map_structure(
+                    lambda each: _symbol(strategy.experimental_local_results(each)[0]),
+                    next(batches),
+                )
+                yield first_step, last_step, [piece]
+
+        given = {"data_batch": data_batch} if iterator is None else {"iterator": first(iterator)}
         with strategy.scope():
-            self._model._symbolic_build(data_batch=data_batch)
+            self._model._symbolic_build(**given)
 
     def _counted(self, method: Method, rows: Any, empty: Any, data: Any) -> Any:
         """The step's logs. Metrics stay as they were where there are no rows."""

@@ -693,16 +693,6 @@ def datasets_of_tensorflow():
     assert len(warnings) == int(RANK == 0)
     assert all("first global" in each for each in warnings)
 
-    from strategies.keras.data import share_data
-    from strategies.keras.training import Training
-
-    training = Training(STRATEGY.communicator, is_chief=STRATEGY.is_chief, reduces=False)
-    data = share_data(training, X, Y, shuffle=True, seed=1, batch_size=BATCH).get_tf_dataset()
-    epochs = [[x.numpy().tobytes() for x, _ in data] for _ in range(2)]
-    assert_same_everywhere(epochs)
-    assert epochs[0] != epochs[1]
-    assert sorted(b"".join(epochs[0])) == sorted(X.tobytes())
-
 
 @check
 def convolutions_of_mixed_precision():
