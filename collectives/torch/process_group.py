@@ -293,7 +293,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
 
 def _bytes_on_cpu(tensors: Any) -> float:
     """The bytes of dense tensors in lists; infinity if there are other tensors."""
-    if isinstance(tensors, list):
+    if isinstance(tensors, list | tuple):
         return sum(map(_bytes_on_cpu, tensors))
     dense = tensors.layout is torch.strided and not stays_tensor(tensors)
     return tensors.nbytes if dense else math.inf
