@@ -7,7 +7,9 @@ TensorFlow copies an array that does not begin where its own tensors do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -18,35 +20,39 @@ from strategies.core.values import Array
 
 ALIGNMENT = 64
 """Of a tensor's memory, in bytes."""
+LEAST_BYTES = 4096
+"""Smaller arrays have memory of their own each time."""
 _LISTS_KEPT = 16
 
 Kinds = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
 
 
 class ResultMemory:
-    """Arrays for results; memory is given out again once TensorFlow has freed the tensors in it."""
+    """Arrays for results; memory is given out again once TensorFlow has freed the tensor in it."""
 
     def __init__(self) -> None:
-        self._known: LRU[Kinds, _Block] = LRU(_LISTS_KEPT)
+        self._known: LRU[Kinds, list[Callable[[], Array]]] = LRU(_LISTS_KEPT)
 
     def like(self, arrays: Sequence[Array]) -> list[Array]:
         """Arrays of the same shapes and dtypes, without content."""
         kinds = tuple((each.shape, each.dtype) for each in arrays)
-        return (self._known.recall(kinds) or self._known.put(kinds, _Block(kinds))).take()
+        takes = self._known.recall(kinds)
+        if takes is None:
+            takes = self._known.put(kinds, list(starmap(_taking, kinds)))
+        return [take() for take in takes]
 
 
-class _Block:
-    """The memory of the arrays of one list."""
+def _taking(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Callable[[], Array]:
+    """What gives an array of that kind at each call."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < LEAST_BYTES:
+        return partial(np.empty, shape, dtype)
+    # Each array by itself: a variable that takes over one tensor's memory would keep all of it.
+    memory = ReusedArray((nbytes + ALIGNMENT,), np.dtype(np.uint8))
 
-    def __init__(self, kinds: Kinds) -> None:
-        self._places, end = [], 0
-        for shape, dtype in kinds:
-            self._places.append((shape, dtype, end))
-            end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._memory = ReusedArray((end + ALIGNMENT,), np.dtype(np.uint8))
+    def take() -> Array:
+        # A reference to the array is one to the memory, too.
+        taken: Any = memory.take()
+        return np.ndarray(shape, dtype, taken, -taken.ctypes.data % ALIGNMENT)
 
-    def take(self) -> list[Array]:
-        # A reference to each of the arrays is one to the whole memory.
-        memory: Any = self._memory.take()
-        start = -memory.ctypes.data % ALIGNMENT
-        return [np.ndarray(shape, dtype, memory, start + at) for shape, dtype, at in self._places]
+    return take
