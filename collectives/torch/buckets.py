@@ -20,6 +20,10 @@ from collectives.compression import CompressedReducer, ListName
 Finish = Callable[[], None]
 
 
+class UnusableGradientError(ValueError):
+    """This rank can't reduce a gradient; no call was made."""
+
+
 class Member(NamedTuple):
     """A parameter and its name, equal on all ranks."""
 
@@ -41,6 +45,7 @@ class Bucket(Protocol):
         """Reduce the gradients, or start to; the result is complete after the returned function.
 
         With `scale`, it is the sum of the ranks' gradients times their scales; 0 discards even NaN.
+        UnusableGradientError for one that has a graph, or whose parameter has another dtype now.
         """
 
     def holds(self, parameter: Any) -> bool:
@@ -55,6 +60,7 @@ class DenseBucket:
     def __init__(self, comm: Communicator, members: Sequence[Member], wire: Any) -> None:
         """`wire` is a narrower dtype for the messages, or None. Collective."""
         self._comm, self.members = comm, members
+        self._dtype = members[0].parameter.dtype
         length = sum(each.parameter.numel() for each in members)
         first = members[0].parameter
         narrow = wire is not None and first.is_floating_point() and first.itemsize > wire.itemsize
@@ -88,14 +94,13 @@ class DenseBucket:
             scale = 1 / self._comm.size
         if scale is not None:
             op = "sum"
-        with torch.no_grad():
-            self._collect()
-            if scale == 0:
-                self._flat.zero_()
-            elif scale is not None:
-                self._flat.mul_(scale)
-            if narrowed:
-                self._sent.copy_(self._flat)
+        self._collect()
+        if scale == 0:
+            self._flat.zero_()
+        elif scale is not None:
+            self._flat.mul_(scale)
+        if narrowed:
+            self._sent.copy_(self._flat)
         return self._reduce(op, overlap)
 
     def _reduce(self, op: str, overlap: bool) -> Finish:
@@ -125,28 +130,29 @@ class DenseBucket:
         if self._flat is self._sent and self._flat.data_ptr() != self._address:
             # `share_memory_` of a view has moved the storage.
             self._sent = self._flat = to_torch(self._array)
-            self._places = self._cut()
-        missing, places, gradients = [], [], []
-        for index, (_, parameter) in enumerate(self.members):
-            gradient, place = parameter.grad, self._places[index]
+            self._places, self._address = self._cut(), self._flat.data_ptr()
+        missing, outside, gradients = [], [], []
+        first, stop = self._address, self._address + self._flat.nbytes
+        for index, (member, place) in enumerate(zip(self.members, self._places, strict=True)):
+            gradient = gradient_of(member, self._dtype)
             if gradient is None:
                 missing.append(place)
             elif gradient.is_sparse:
-                places.append(place)
+                outside.append(place)
                 gradients.append(gradient.to_dense())
             elif gradient.is_set_to(place):
                 continue
             else:
-                inside = _storage(gradient) == _storage(place)
-                places.append(place)
+                inside = first <= gradient.data_ptr() < stop
+                outside.append(place)
                 gradients.append(gradient.clone() if inside else gradient)
             if not self._views[index].is_set_to(place):
                 self._views[index] = place.detach()
-            parameter.grad = self._views[index]
+            member.parameter.grad = self._views[index]
         if missing:
             torch._foreach_zero_(missing)
-        if places:
-            torch._foreach_copy_(places, gradients)
+        if outside:
+            torch._foreach_copy_(outside, gradients)
 
     def _finish(self) -> None:
         if self._sent is not self._flat:
@@ -182,12 +188,13 @@ class SparseBucket:
 
     def __init__(self, comm: Communicator, member: Member) -> None:
         self._comm, self.members = comm, [member]
+        self._dtype = member.parameter.dtype
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Gather the indices and values of all ranks; those of equal indices are added."""
         parameter = self.members[0].parameter
         with torch.no_grad():
-            part = _as_sparse(parameter)
+            part = _as_sparse(parameter, gradient_of(self.members[0], self._dtype))
             # Kept by `finish` until they are sent.
             indices, values = part.indices().t().contiguous(), part.values()
             factor = 1 / self._comm.size if scale is None and op == "mean" else scale
@@ -210,9 +217,8 @@ class SparseBucket:
         return True
 
 
-def _as_sparse(parameter: Any) -> Any:
+def _as_sparse(parameter: Any, gradient: Any) -> Any:
     """The gradient, with each index once; without elements if it is missing."""
-    gradient = parameter.grad
     if gradient is None:
         shape = (0, *parameter.shape[1:])
         empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -228,9 +234,20 @@ def _sparse(indices: Any, values: Any, parameter: Any) -> Any:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def _storage(tensor: Any) -> int:
-    address: int = tensor.untyped_storage().data_ptr()
-    return address
+def gradient_of(member: Member, dtype: Any) -> Any:
+    """The parameter's gradient; UnusableGradientError for one that can't be reduced."""
+    name, parameter = member
+    if parameter.dtype is not dtype:
+        raise UnusableGradientError(
+            f"{name}: its dtype was {dtype} at first, and is {parameter.dtype} now: make a new"
+            " reducer"
+        )
+    gradient = parameter.grad
+    if gradient is not None and gradient.requires_grad:
+        raise UnusableGradientError(
+            f"{name}: backward(create_graph=True) isn't supported: a reduced gradient has no graph"
+        )
+    return gradient
 
 
 def _zeros(comm: Communicator, length: int, dtype: Any) -> Any:

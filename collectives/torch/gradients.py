@@ -13,13 +13,13 @@ import torch
 from collectives.communicator import Communicator
 from collectives.compression import CompressedReducer
 from collectives.errors import CollectiveError
-from collectives.torch.buckets import Bucket, Member, make_buckets
+from collectives.torch.buckets import Bucket, Member, UnusableGradientError, make_buckets
 from collectives.torch.parameters import (
-    changed,
     check_options,
     describe,
     distinct,
     listed,
+    open_reducers,
     refuse_differences,
     refuse_second,
 )
@@ -27,19 +27,17 @@ from collectives.torch.reduction_round import GradientError, Round, is_nested
 
 __all__ = ["GradientError", "GradientReducer"]
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 8 << 20
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
 
+_number_of_backward = torch._C._current_graph_task_id
 
 _INTERRUPTED = "an exception interrupted a backward of this rank"
+_SECOND_SUM = (
+    ": a second backward without a step would sum the first one's gradients again: use no_sync()"
+    " for the first, or zero_grad(set_to_none=True) between them, also if a gradient scaler skipped"
+    " the step"
+)
 _NO_BACKWARD = "no backward has brought gradients on this rank since the optimizer's last step"
-_open: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-
-
-def is_reduced(parameters: Iterable[Any]) -> bool:
-    """Whether any `GradientReducer` that isn't closed reduces the gradient of one of these."""
-    given = list(parameters)
-    return any(reducer.reduces(given) for reducer in list(_open))
 
 
 class GradientReducer:
@@ -107,9 +105,8 @@ class GradientReducer:
         self._names = {id(each.parameter): each.name for each in members}
         self._frozen = [each for each in members if not each.parameter.requires_grad]
         self._trained = [each for each in members if each.parameter.requires_grad]
-        self._dtypes = {id(each.parameter): each.parameter.dtype for each in self._trained}
+        self._reduced = {id(each.parameter) for each in self._trained}
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, int] = {}
         self._hooks: list[Any] = []
         self._round: Round | None = None
         self._accumulated: set[int] = set()
@@ -120,23 +117,21 @@ class GradientReducer:
             return
         limits = first_bucket_bytes, bucket_bytes
         given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {compression=}, {limits=}"
-        twice = [each.name for each in self._trained if is_reduced([each.parameter])]
-        refuse_second(comm, twice)
+        refuse_second(comm, self._trained)
         refuse_differences(comm, [f"{given}, {sorted(sparse)}", *map(describe, self._trained)])
         names = [each.name for each in self._trained]
         positions = [names.index(each) for each in sparse if each in names]
         wire = wire_dtype if compressed is None else compressed
         self._buckets = make_buckets(comm, self._trained, positions, wire, limits)
         for number, bucket in enumerate(self._buckets):
-            for member in bucket.members:
-                self._bucket_of[id(member.parameter)] = number
-                hook = member.parameter.register_post_accumulate_grad_hook(self._arrive)
-                self._hooks.append(hook)
-        _open.add(self)
+            for _, parameter in bucket.members:
+                hook = partial(self._arrive, id(parameter), number)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        open_reducers.add(self)
 
-    def __contains__(self, parameter: object) -> bool:
-        """Whether the parameter was given, frozen or not."""
-        return id(parameter) in self._names
+    def has_all(self, parameters: Iterable[Any]) -> bool:
+        """Whether all the parameters were given, frozen or not."""
+        return self._names.keys() >= set(map(id, parameters))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -181,56 +176,63 @@ class GradientReducer:
 
     def reduces(self, parameters: Iterable[Any]) -> bool:
         """Whether the gradient of any of the parameters is reduced."""
-        return any(id(each) in self._dtypes for each in parameters)
+        return any(id(each) in self._reduced for each in parameters)
 
     def close(self) -> None:
         """Remove the hooks: backward reduces no more. Not collective; may be called twice."""
-        _open.discard(self)
+        open_reducers.discard(self)
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _arrive(self, parameter: Any) -> None:
+    # Each call comes after a layer's gradients, which have emptied the caches: what it touches
+    # counts more than what it computes.
+    def _arrive(self, key: int, bucket: int, _: Any) -> None:
         """The hook of each parameter: this rank's gradient is complete."""
-        key = id(parameter)
+        current = self._round
+        if current is None or not self._synchronizes or current.number != _number_of_backward():
+            current = self._enter(key)
+            if current is None:
+                return
+        if key in current.arrived:
+            raise self._refuse(f"{self._names[key]} has two gradients in one backward")
+        current.arrived.add(key)
+        if bucket < current.overlapped:
+            self._start(current, bucket)
+
+    def _enter(self, key: int) -> Round | None:
+        """The round of the present backward, or None if its gradients are only accumulated."""
         if not self._synchronizes:
             self._accumulated.add(key)
-            return
-        number = torch._C._current_graph_task_id()
+            return None
+        number = _number_of_backward()
         current = self._round
         if current is not None and number not in current.backwards and current.interrupted:
             # The caller of the interrupted backward has its exception.
             with suppress(GradientError):
                 raise self._refuse(_INTERRUPTED)
             current = None
-        if current is not None and key in current.arrived:
-            raise self._refuse(f"{self._names[key]} has two gradients in one backward")
         if current is None:
             current = self._begin()
+            kept = current.kept_result() if self._op == "sum" and not self._stepped else ""
+            if kept:
+                raise self._refuse(kept + _SECOND_SUM)
         if number not in current.backwards:
             current.backwards[number] = self._await_end(number)
-        problem = self._problem_of(parameter, self._bucket_of[key])
-        if problem:
-            raise self._refuse(f"{self._names[key]}: {problem}")
-        current.arrive(key, self._bucket_of[key])
+        current.number = number
+        return current
+
+    def _start(self, current: Round, bucket: int) -> None:
+        """Start to reduce the complete buckets; one more gradient of `bucket` has arrived."""
+        try:
+            current.arrive(bucket)
+        except UnusableGradientError as error:
+            raise self._refuse(str(error)) from None
 
     def _await_end(self, number: int) -> weakref.ref[Any]:
         # Autograd holds the only reference, until the backward ends.
         callback = partial(self._end_backward, number)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         return weakref.ref(callback)
-
-    def _problem_of(self, parameter: Any, bucket: int) -> str:
-        if parameter.dtype is not self._dtypes[id(parameter)]:
-            return changed(parameter.dtype, self._dtypes[id(parameter)])
-        if parameter.grad.requires_grad:
-            return "backward(create_graph=True) isn't supported: a reduced gradient has no graph"
-        if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
-            return (
-                "a second backward without a step would sum the first one's gradients again: use"
-                " no_sync() for the first, or zero_grad(set_to_none=True) between them, also if a"
-                " gradient scaler skipped the step"
-            )
-        return ""
 
     def _begin(self) -> Round:
         weighted, weight = self._weighted, self.weight
@@ -243,7 +245,7 @@ class GradientReducer:
                 self._reset()
                 raise
             if weight == 0:
-                self._accumulated.update(self._bucket_of)
+                self._accumulated.update(self._reduced)
         return self._round
 
     def _end_backward(self, number: int) -> None:
@@ -263,10 +265,6 @@ class GradientReducer:
                 f"backward gave no gradient to {listed(unused)}: pass unused='zeros', make the"
                 " earlier of several backwards within no_sync(), or freeze them before"
             )
-        for name, parameter in self._trained:
-            if parameter.dtype is not self._dtypes[id(parameter)]:
-                change = changed(parameter.dtype, self._dtypes[id(parameter)])
-                raise self._refuse(f"{name}: {change}")
         trained = [each for each in self._frozen if each.parameter.requires_grad]
         if trained:
             raise self._refuse(
@@ -275,6 +273,8 @@ class GradientReducer:
             )
         try:
             self._round.complete()
+        except UnusableGradientError as error:
+            raise self._refuse(str(error)) from None
         finally:
             self._reset()
         self._stepped = False
@@ -282,9 +282,9 @@ class GradientReducer:
 
     def _unused_members(self) -> list[Member]:
         assert self._round is not None
-        known = self._round.arrived | self._accumulated
-        if len(known) == len(self._trained):
+        if len(self._round.arrived) == len(self._trained):
             return []
+        known = self._round.arrived | self._accumulated
         return [each for each in self._trained if id(each.parameter) not in known]
 
     def _refuse(self, reason: str) -> CollectiveError:

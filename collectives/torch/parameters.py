@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,15 +67,20 @@ def listed(members: Sequence[Member]) -> str:
     return f"{names} and {more} others" if more > 0 else names
 
 
-def changed(now: Any, before: Any) -> str:
-    """The error about a parameter of another dtype."""
-    return f"its dtype was {before} at first, and is {now} now: make a new reducer"
+open_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Every `GradientReducer` that isn't closed."""
 
 
-def refuse_second(comm: Communicator, names: Sequence[str]) -> None:
+def is_reduced(parameters: Iterable[Any]) -> bool:
+    """Whether an open reducer reduces the gradient of one of these."""
+    given = list(parameters)
+    return any(reducer.reduces(given) for reducer in list(open_reducers))
+
+
+def refuse_second(comm: Communicator, members: Sequence[Member]) -> None:
     """ValueError on every rank if any rank's parameters have a reducer already. Collective."""
-    every = comm.all_gather_object(list(names))
-    for rank, found in enumerate(every):
+    twice = [each.name for each in members if is_reduced([each.parameter])]
+    for rank, found in enumerate(comm.all_gather_object(twice)):
         if found:
             text = f"gradients: another reducer has {found[0]} on rank {rank}: close it first"
             raise raised_on_all(ValueError(text), comm.rank, rank)

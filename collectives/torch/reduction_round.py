@@ -35,12 +35,15 @@ class Round:
         self, comm: Communicator, buckets: Sequence[Bucket], op: str, *, overlap: bool
     ) -> None:
         self._comm, self._buckets, self._op = comm, buckets, op
-        self._overlapped = len(buckets) - 1 if overlap else 0
+        self.overlapped = len(buckets) - 1 if overlap else 0
+        """How many buckets are reduced during backward."""
         self._finishes: list[Finish] = []
         self._scale: float | None = None
         self._missing = [len(bucket.members) for bucket in buckets]
         self.arrived: set[int] = set()
         """The ids of parameters whose gradients this round reduces."""
+        self.number = -1
+        """The number of the backward that brought the last gradient."""
         self.backwards: dict[int, weakref.ref[Any]] = {}
         """By number, the backwards that have brought gradients and have not reached their end.
 
@@ -51,6 +54,14 @@ class Round:
     def interrupted(self) -> bool:
         """Whether an exception has ended a backward that brought gradients."""
         return any(callback() is None for callback in self.backwards.values())
+
+    def kept_result(self) -> str:
+        """The name of a parameter whose gradient may still be a result; empty if there is none."""
+        for bucket in self._buckets:
+            for name, parameter in bucket.members:
+                if parameter.grad is not None and bucket.holds(parameter):
+                    return name
+        return ""
 
     def weigh(self, weight: float | None) -> None:
         """Sum the ranks' weights. Collective, as are all methods from here on.
@@ -70,11 +81,13 @@ class Round:
         # Without any sample the mean is not defined: zeros.
         self._scale = (weight or 0) / total[0] if total[0] else 0.0
 
-    def arrive(self, key: int, bucket: int) -> None:
-        """Start to reduce the buckets that are complete, if that is their turn."""
-        self.arrived.add(key)
+    def arrive(self, bucket: int) -> None:
+        """A gradient of that bucket: start to reduce those that are complete, in their order.
+
+        UnusableGradientError, as of `complete`: the round is to be refused.
+        """
         self._missing[bucket] -= 1
-        while len(self._finishes) < self._overlapped and not self._missing[len(self._finishes)]:
+        while len(self._finishes) < self.overlapped and not self._missing[len(self._finishes)]:
             self._start_next()
 
     def complete(self) -> None:
@@ -99,7 +112,7 @@ class Round:
 
     def _start_next(self) -> None:
         number = len(self._finishes)
-        overlap = number < self._overlapped
+        overlap = number < self.overlapped
         finish = self._buckets[number].start(self._op, self._scale, overlap=overlap)
         self._finishes.append(finish)
 
@@ -115,7 +128,7 @@ class Round:
 
     def _refuse(self, reason: str) -> MismatchError | None:
         text, begun = _REFUSED + reason, len(self._finishes)
-        left = sum(bucket.calls for bucket in self._buckets[begun : self._overlapped])
+        left = sum(bucket.calls for bucket in self._buckets[begun : self.overlapped])
         handles = [self._comm.barrier_async(text) for _ in range(left)]
         self._finishes.extend(handle.wait for handle in handles)
         failed = None

@@ -52,9 +52,10 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
 
     def before_step(stepping: Any, arguments: Any, named: Any) -> None:
         for group in stepping.param_groups:
-            for parameter in group["params"]:
-                if parameter not in reducer:
-                    raise unknown_parameter(parameter)
+            if not reducer.has_all(group["params"]):
+                raise unknown_parameter(
+                    next(each for each in group["params"] if not reducer.has_all([each]))
+                )
         # Backward runs in a closure later.
         closes = any(map(callable, [*arguments[1:], named.get("closure")]))
         reducer.wait(None if closes else stepping)

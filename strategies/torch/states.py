@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from collectives.arrays.tensors import from_torch, to_torch
-from collectives.torch.gradients import is_reduced
+from collectives.torch.parameters import is_reduced
 from strategies.core.values import Array
 from strategies.foreign.distributed import strategy_of
 from strategies.foreign.registry import framework_of

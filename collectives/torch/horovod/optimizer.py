@@ -32,7 +32,7 @@ class _Gradients(GradientReducer):
     def add_zeros(self) -> None:
         """Take part in the reduction that the other ranks make; gradients are lost."""
         self._clear()
-        self._accumulated.update(self._bucket_of)
+        self._accumulated.update(self._reduced)
         super()._begin()
         self._end()
         self._clear()
@@ -41,16 +41,12 @@ class _Gradients(GradientReducer):
         for each in self._trained:
             each.parameter.grad = None
 
-    def _arrive(self, parameter: Any) -> None:
-        key = id(parameter)
+    def _arrive(self, key: int, bucket: int, parameter: Any) -> None:
         self._made[key] += 1
         if self._made[key] >= self.passes:
-            super()._arrive(parameter)
-            return
-        problem = self._problem_of(parameter, self._bucket_of[key])
-        if problem:
-            raise RuntimeError(f"{self._names[key]}: {problem}")
-        self._accumulated.add(key)
+            super()._arrive(key, bucket, parameter)
+        else:
+            self._accumulated.add(key)
 
     def _begin(self) -> Any:
         comm = self._comm
