@@ -28,7 +28,7 @@ from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
-from collectives.reductions.reduction import Array, ReduceOp, reduction_for
+from collectives.reductions.reduction import Array, ReduceOp
 from collectives.schedules.paths import DISSEMINATION, SHARED
 from collectives.shm.addresses import Publish
 from collectives.shm.layout import ARRIVALS
@@ -259,7 +259,7 @@ def component(
         def run_path(source: Array | None, target: Array, index: int | None) -> None:
             engine.path = errstate(path, source, target, lengths, root) or name
 
-        return _finished(engine, op, dtype, run_path), None
+        return run_path, None
 
     read, select = engine.node.addresses.read, path.run
 
@@ -269,18 +269,4 @@ def component(
         engine.path = errstate(select, addresses, nbytes, source, target, lengths, root)
 
     publish = engine.node.addresses.publisher(nbytes)
-    return _finished(engine, op, dtype, run_selected), publish
-
-
-def _finished(engine: Engine, op: ReduceOp | None, dtype: np.dtype[Any], run: Run) -> Run:
-    """The same, at whose end the folded target becomes the result."""
-    reduction = None if op is None else reduction_for(op, dtype)
-    if reduction is None or not reduction.divides:
-        return run
-    size, errstate, finish = engine.size, engine.errstate.run, reduction.finish
-
-    def run_and_finish(source: Array | None, target: Array, index: int | None) -> None:
-        run(source, target, index)
-        errstate(finish, target, size)
-
-    return run_and_finish
+    return run_selected, publish

@@ -31,7 +31,7 @@ from collectives.execution.cost_model import (
 )
 from collectives.execution.device_path import OnDevices, Request
 from collectives.execution.executor import HostMemory, Plans
-from collectives.reductions.reduction import Array, ReduceOp, reduction_for
+from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
 from collectives.shm.node import Node, Path
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
@@ -183,9 +183,9 @@ class Engine(CallScope):
         else:
             run = partial(self._plans.run, collective, algorithm, source, target)
             self.errstate.run(run, lengths, op, root)
-        reduction = None if op is None else reduction_for(op, target.dtype)
-        if reduction and reduction.divides and (collective != "reduce" or self.rank == root):
-            self.errstate.run(reduction.finish, target, self.size)
+            if op is not None:
+                reduction = reduction_for(op, target.dtype)
+                self.errstate.run(self._finish, collective, reduction, target, root)
 
     def join(self, node: Node) -> None:
         """Use the node's memory from now on."""
@@ -229,8 +229,7 @@ class Engine(CallScope):
         return self._memory.work(length, dtype)
 
     def paths(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> dict[str, Path]:
-        """What can do it beside the schedules, by name."""
-        op = None if op is None else reduction_for(op, dtype).folds_as
+        """What can do it beside the schedules, by name; the target then holds the result."""
         key = (collective, op, dtype)
         found = self._paths.get(key)
         if found is None:
@@ -240,11 +239,31 @@ class Engine(CallScope):
     def _find_paths(
         self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]
     ) -> dict[str, Path]:
-        native = self.transport.native(collective, None if op is None else op.value, dtype)
-        guarded = None if native is None else partial(self._run_guarded, native)
+        reduction = None if op is None else reduction_for(op, dtype)
+        folds_as = None if reduction is None else reduction.folds_as.value
+        native = self.transport.native(collective, folds_as, dtype)
+        guarded = (
+            None if native is None else partial(self._run_native, native, collective, reduction)
+        )
         found: dict[str, Path] = {} if guarded is None else {NATIVE: guarded}
         return found | (self.node.paths(collective, op, dtype, guarded) if self.node else {})
 
-    def _run_guarded(self, native: Native, *arguments: Any) -> None:
+    def _run_native(
+        self,
+        native: Native,
+        collective: str,
+        reduction: Reduction | None,
+        source: Array | None,
+        target: Array,
+        lengths: Sequence[int],
+        root: int,
+    ) -> None:
         with self.watchdog:
-            native(*arguments)
+            native(source, target, lengths, root)
+        if reduction is not None:
+            self._finish(collective, reduction, target, root)
+
+    def _finish(self, collective: str, reduction: Reduction, folded: Array, root: int) -> None:
+        """After a fold that leaves it undone, where the result is."""
+        if collective != "reduce" or self.rank == root:
+            reduction.finish(folded, self.size)

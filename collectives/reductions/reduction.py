@@ -68,6 +68,9 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 _BITWISE = (ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR)
 
 
+_BLOCK_BYTES = 256 << 10
+
+
 def as_op(op: ReduceOp | str) -> ReduceOp:
     """The op named by `op`, case-insensitively; ValueError for an unknown name."""
     found = _OPS.get(op) if isinstance(op, str) else op
@@ -96,7 +99,8 @@ class Reduction:
         self.ufunc = _UFUNCS[self.folds_as]
         """NumPy's function; CuPy has those of the same names."""
         adds, kind = self.folds_as is ReduceOp.SUM, self.dtype.kind
-        self._by_numkong = adds and self.dtype in _FLOAT16S
+        self._is_float16 = self.dtype in _FLOAT16S
+        self._by_numkong = adds and self._is_float16
         # On a single element, NumPy runs the loop of a reduction along an axis if `out` is also an
         # operand. That loop rounds a complex product differently, and of two NaNs it keeps the
         # other one.
@@ -142,6 +146,25 @@ class Reduction:
             return lambda: np.copyto(out, self.ufunc(first, second))
         return partial(self.ufunc, first, second, out=out)
 
+    def fold_ranks(self, pieces: Sequence[Array], out: Array, scratch: Array) -> None:
+        """Fold a piece of every rank, in rank order, and finish; any of them may be `out`.
+
+        `scratch` is at least as long as a piece. In blocks, so that what remains to be done finds
+        the folded elements in the core's own cache.
+        """
+        if self.divides and out.nbytes > _BLOCK_BYTES:
+            most = _BLOCK_BYTES // out.itemsize
+            for start in range(0, len(out), most):
+                block = slice(start, start + most)
+                self.fold_ranks([each[block] for each in pieces], out[block], scratch)
+            return
+        if len(pieces) == 2 and len(out) > 1 and self.plain_fold is not None:
+            self.plain_fold(pieces[0], pieces[1], out)
+        else:
+            fold_in_order(self.fold, pieces, out, scratch)
+        if self.divides:
+            self.finish(out, len(pieces))
+
     def finish(self, folded: Array, size: int) -> None:
         """Turn the folded array of `size` ranks into the result, in place: MEAN divides by `size`.
 
@@ -150,12 +173,15 @@ class Reduction:
         """
         if not self.divides:
             return
-        if folded.dtype.kind == "c":
+        if self.dtype.kind == "c":
             folded = folded.view(folded.real.dtype)
-        if folded.dtype in _FLOAT16S:
+        if self._is_float16:
             folded[...] = folded.astype(np.float32) / np.float32(size)
-        else:
+        elif size & (size - 1):
             np.divide(folded, np.asarray(size, folded.dtype), out=folded)
+        else:
+            # The product with the reciprocal of a power of two has the same bits, and is faster.
+            np.multiply(folded, np.asarray(1 / size, folded.dtype), out=folded)
 
 
 @lru_cache(maxsize=256)

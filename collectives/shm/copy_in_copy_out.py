@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, Fold, ReduceOp, fold_in_order, reduction_for
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import ProgressCounters
 from collectives.transports.base import own_part, parts_by_rank
@@ -59,7 +59,7 @@ class CopyInCopyOut:
         self._capacity = STAGE_BYTES // dtype.itemsize
         self._stages = steps.memory.stages_of(dtype)
         if op is not None:
-            self._fold: Fold = reduction_for(op, dtype).fold
+            self._fold = reduction_for(op, dtype).fold_ranks
         most = self._capacity // self._size + LINE_BYTES
         self._scratch = np.empty(most, dtype)
 
@@ -92,7 +92,7 @@ class CopyInCopyOut:
         peer = 1 - self._rank
         peer_block = self._stage_of(peer)[block]
         pair = (given, peer_block) if peer else (peer_block, given)
-        self._fold(*pair, target)
+        self._fold(pair, target, self._scratch)
         steps.read()
 
     def _start(self, length: int) -> int:
@@ -120,7 +120,7 @@ class CopyInCopyOut:
         own = slice(edges[rank], edges[rank + 1])
         pieces = [stages[parity][own] for stages in self._stages]
         pieces[rank] = given[own]
-        fold_in_order(self._fold, pieces, folded, self._scratch)
+        self._fold(pieces, folded, self._scratch)
         steps.read()
 
     def _write_others(self, given: Array, edges: Sequence[int]) -> None:
@@ -172,7 +172,7 @@ class CopyInCopyOut:
             own = slice(rank * most, rank * most + len(folded))
             pieces = [stages[parity][own] for stages in self._stages]
             pieces[rank] = parts[rank][piece]
-            fold_in_order(self._fold, pieces, folded, self._scratch)
+            self._fold(pieces, folded, self._scratch)
             steps.read()
 
     # movements

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp, fold_in_order, reduction_for
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.addresses import Addresses, DataPath
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory, address_of
@@ -33,7 +33,7 @@ class CrossMemoryAttach:
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
         self._gathered: tuple[Any, ...] = None, ()
         if op is not None:
-            self._fold = reduction_for(op, dtype).fold
+            self._fold = reduction_for(op, dtype).fold_ranks
             self._scratch = [np.empty(self._block, dtype) for _ in range(self._size)]
             self._addresses = list(map(address_of, self._scratch))
 
@@ -68,7 +68,7 @@ class CrossMemoryAttach:
             if in_place:
                 # The peer must have read the block before it is overwritten.
                 steps.together()
-            fold_in_order(self._fold, pieces, target[block], self._scratch[self._rank])
+            self._fold(pieces, target[block], self._scratch[self._rank])
         if not in_place:
             steps.together()
 
@@ -88,7 +88,7 @@ class CrossMemoryAttach:
             out = folded[block.start - start : block.stop - start]
             pieces = self._read_pieces(addresses, given, block)
             # The own scratch array is unused, because the own elements are not copied.
-            fold_in_order(self._fold, pieces, out, self._scratch[self._rank])
+            self._fold(pieces, out, self._scratch[self._rank])
 
     def _span(self, first: int, last: int) -> tuple[int, int]:
         """Offset and length in bytes of a range of elements."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.schedules.schedule import split_lengths
 from collectives.shm.copy_in_copy_out import part_starts
 from collectives.transports.base import Native, own_part
@@ -76,8 +76,10 @@ class Hierarchical:
         op: ReduceOp | None,
         dtype: np.dtype[Any],
     ) -> None:
-        """`in_node` returns a collective of the node's ranks alone."""
-        self._levels, self._collective, self._op, self._dtype = levels, in_node, op, dtype
+        """`in_node` returns a collective of the node's ranks alone, which only folds."""
+        self._levels, self._collective, self._dtype = levels, in_node, dtype
+        self._reduction = None if op is None else reduction_for(op, dtype)
+        self._op = None if self._reduction is None else self._reduction.folds_as
 
     def find(self, collective: str) -> Native | None:
         """The collective, or None if it is not made in two levels with these nodes."""
@@ -116,6 +118,10 @@ class Hierarchical:
         if across is not None:
             across.run(collective, source, target, lengths=lengths, op=self._op, root=root)
 
+    def _finish(self, folded: Array) -> None:
+        assert self._reduction is not None
+        self._reduction.finish(folded, len(self._levels.places))
+
     def _slices(self, target: Array) -> tuple[list[int], Array]:
         """The elements of each local rank's slice, and this rank's."""
         levels = self._levels
@@ -130,6 +136,7 @@ class Hierarchical:
         slices, own = self._slices(target)
         self._in_node("reduce_scatter", target if source is None else source, own, slices)
         self._between("all_reduce", None, own)
+        self._finish(own)
         self._in_node("all_gather", None, target, slices)
 
     def _reduce(
@@ -141,6 +148,7 @@ class Hierarchical:
         self._in_node("reduce_scatter", target if source is None else source, own, slices)
         self._between("reduce", None, own, node)
         if node == self._levels.node:
+            self._finish(own)
             self._in_node("gather", None, target, slices, local)
 
     def _broadcast(
@@ -175,6 +183,7 @@ class Hierarchical:
             part = folded[starts[index] : starts[index + 1]]
             self._in_node("reduce_scatter", source[block], part, parts)
         self._between("reduce_scatter", folded, target, lengths=own)
+        self._finish(target)
 
     def _all_gather(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int

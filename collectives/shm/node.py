@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from collectives.caching import LRU
-from collectives.reductions.reduction import Array, ReduceOp
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.schedules.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
 from collectives.schedules.spec import spec_of
 from collectives.shm.addresses import AddressExchange, DataPath
@@ -82,8 +82,9 @@ class Node:
             folds = op is not None
             quickest = PathSelector(self.addresses, zero_copy, paths, least, folds=folds)
             return {**alone, SHARED: shared, QUICKEST: quickest}
+        folds_as = None if op is None else reduction_for(op, dtype).folds_as
         in_node = cache(
-            lambda name: self.shared(name, op if spec_of(name).reduces else None, dtype)
+            lambda name: self.shared(name, folds_as if spec_of(name).reduces else None, dtype)
         )
         path = Hierarchical(self._levels, in_node, op, dtype).find(collective)
         return {} if path is None else {HIERARCHICAL: path}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp, fold_in_order, reduction_for
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.copy_in_copy_out import LINE_BYTES, bounds
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import ProgressCounters
@@ -20,7 +20,7 @@ class Packed:
     """One rank's reductions of packed elements of one op and dtype, at most `capacity` at once."""
 
     def __init__(self, steps: ProgressCounters, op: ReduceOp, dtype: np.dtype[Any]) -> None:
-        self._steps, self._reduction = steps, reduction_for(op, dtype)
+        self._steps, self._fold = steps, reduction_for(op, dtype).fold_ranks
         self._rank, self._size = steps.rank, steps.size
         self.capacity = STAGE_BYTES // dtype.itemsize
         most = self.capacity // self._size + LINE_BYTES
@@ -49,9 +49,7 @@ class Packed:
         steps, folded = self._steps, place.own
         steps.written()
         steps.stages()
-        fold_in_order(self._reduction.fold, place.slices, folded, self._scratch)
-        if self._reduction.divides:
-            self._reduction.finish(folded, self._size)
+        self._fold(place.slices, folded, self._scratch)
         for theirs in place.others:
             theirs[...] = folded
         steps.read()

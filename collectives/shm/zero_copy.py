@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.caching import LRU
-from collectives.reductions.reduction import Array, ReduceOp, fold_in_order, reduction_for
+from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.addresses import NOWHERE, Addresses
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.pool import Pool
@@ -43,7 +43,7 @@ class ZeroCopy:
         self._steps, self._pool, self._dtype = steps, pool, dtype
         self._rank, self._size = steps.rank, steps.size
         if op is not None:
-            self._fold = reduction_for(op, dtype).fold
+            self._fold = reduction_for(op, dtype).fold_ranks
         self._block = max(1, _BLOCK_BYTES // dtype.itemsize)
         self._scratch = np.empty(self._block, dtype)
         self._folds: LRU[tuple[Any, ...], list[_Block]] = LRU(_FOLDS_KEPT)
@@ -83,12 +83,9 @@ class ZeroCopy:
             found = self._folds.get(key)
             blocks = found or self._folds.put(key, self._make_blocks(addresses, length))
             self._last = addresses, length, blocks
-        fold = self._fold
+        fold, scratch = self._fold, self._scratch
         for pieces, folded, stores in blocks:
-            if len(pieces) == 2:
-                fold(pieces[0], pieces[1], folded)
-            else:
-                fold_in_order(fold, pieces, folded, self._scratch)
+            fold(pieces, folded, scratch)
             for store in stores:
                 store[...] = folded
 
@@ -107,7 +104,7 @@ class ZeroCopy:
         """Size + 1 bytes touched for each byte."""
         for block in blocks_of(len(target), self._block):
             pieces = [each[block] for each in inputs]
-            fold_in_order(self._fold, pieces, target[block], self._scratch)
+            self._fold(pieces, target[block], self._scratch)
 
     def reduce(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
@@ -120,7 +117,7 @@ class ZeroCopy:
         edges = bounds(len(target), self._size, self._dtype.itemsize)
         for block in blocks_of(edges[self._rank + 1], self._block, edges[self._rank]):
             pieces = [each[block] for each in inputs]
-            fold_in_order(self._fold, pieces, output[block], self._scratch)
+            self._fold(pieces, output[block], self._scratch)
         self._steps.together()
         return True
 

@@ -64,6 +64,40 @@ def test_a_fold_does_not_depend_on_where_it_is_written(bound):
         assert len(found) == 1, (dtype, op, length)
 
 
+def bits(array):
+    """The real numbers' bits, all NaNs alike: which of two NaNs a sum keeps is checked above."""
+    real = array.view(array.real.dtype)
+    return np.where(np.isnan(real), np.array(np.nan, real.dtype), real).tobytes()
+
+
+def numbers(seed, length, dtype):
+    """NaNs, infinities, the largest numbers, and numbers below the normal ones."""
+    made = nans(seed, length, dtype)
+    part = made.view(f"f{dtype.itemsize // 2}" if dtype.kind == "c" else dtype)
+    chance = np.random.default_rng(seed)
+    info = ml_dtypes.finfo(part.dtype)
+    some = [info.max, info.smallest_subnormal, 3 * info.smallest_subnormal, 1.5, -7.3]
+    few = chance.choice(np.array(some, part.dtype), len(part))
+    part[:] = np.where(chance.random(len(part)) < 0.2, part, few)
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_mean_in_blocks_is_the_sum_divided_at_once(ranks):
+    for dtype, length, in_place in itertools.product(FLOATS, [1, 67, ONE_BEYOND], [None, 0, 1]):
+        pieces = [numbers(rank, length, dtype) for rank in range(ranks)]
+        scratch, mean, total = np.empty_like(pieces[0]), reduction_for(ReduceOp.MEAN, dtype), None
+        with np.errstate(all="ignore"):
+            for piece in pieces:
+                total = piece if total is None else total + piece
+            real = total.view(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else total
+            wide = real.astype(np.float32) if dtype.itemsize == 2 else real
+            expected = (wide / wide.dtype.type(ranks)).astype(real.dtype)
+            out = np.empty_like(scratch) if in_place is None else pieces[in_place]
+            mean.fold_ranks(pieces, out, scratch)
+        assert bits(out) == bits(expected), (dtype, length, in_place)
+
+
 def test_what_needs_no_care_has_no_function_around_it():
     for dtype in (np.dtype("f4"), np.dtype("i8")):
         product = reduction_for(ReduceOp.PRODUCT, dtype)
@@ -74,6 +108,7 @@ def digests(comm, algorithms):
     """Every call's result on this rank, with the output at rank 0's address or elsewhere."""
     found = {}
     calls = [*itertools.product(pairs(), LENGTHS), ((FLOATS[2], ReduceOp.SUM), ONE_BEYOND)]
+    calls += [((FLOATS[1], ReduceOp.MEAN), ONE_BEYOND)]
     for (dtype, op), length in calls:
         given = nans(comm.rank, length, dtype)
         there = {None, *names("all_reduce"), *comm._engine.paths("all_reduce", op, dtype)}

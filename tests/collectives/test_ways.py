@@ -50,7 +50,14 @@ def check_reductions(comm, way, length):
     np.testing.assert_array_equal(array, expected)
     mine = np.array_split(expected, comm.size)[comm.rank]
     np.testing.assert_array_equal(comm.reduce_scatter(given, algorithm=way), mine)
+    numbers = given.astype(np.float64)
+    mean = comm.all_reduce(numbers, "mean", algorithm=way)
+    np.testing.assert_array_equal(mean, expected / comm.size)
+    part = comm.reduce_scatter(numbers, "mean", algorithm=way)
+    np.testing.assert_array_equal(part, mine / comm.size)
     for root in range(comm.size):
+        mean = comm.reduce(numbers, "mean", root=root, algorithm=way)
+        assert mean is None or np.array_equal(mean, expected / comm.size)
         result = comm.reduce(given, root=root, algorithm=way)
         array = given.copy()
         in_place = comm.reduce(array, root=root, out=array, algorithm=way)
