@@ -216,15 +216,15 @@ class ArrayPieces(ArrayDataAdapter):  # type: ignore[misc]
         return self._get_iterator(convert, inputs)
 
     def get_tf_dataset(self) -> Any:
-        """This rank's pieces, distributed. Collective."""
-        from strategies.keras.tensorflow_data import distributed_pieces
+        """This rank's pieces."""
+        from strategies.keras.tensorflow_data import pieces_of
 
         parts = [(start, self._share.of(length)) for start, length in self._batches()]
         starts, stops = np.array(
             [(start + part.start, start + part.stop) for start, part in parts], np.int64
         ).T
         order = self._order if self._shuffle else None
-        return distributed_pieces(self._training.owner, self._inputs, starts, stops, order)
+        return pieces_of(self._inputs, starts, stops, order)
 
 
 def share_data(

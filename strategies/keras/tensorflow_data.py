@@ -21,10 +21,28 @@ from keras.src.trainers.data_adapters.array_slicing import (
 _PREFETCHED = 4
 
 
-def distributed_pieces(
-    strategy: Any, arrays: Any, starts: Any, stops: Any, order: Callable[[], Any] | None
-) -> Any:
-    """A distributed dataset of the rows from `starts[i]` to `stops[i]`, in every epoch. Collective.
+class OwnPieces(tf.distribute.DistributedDataset):  # type: ignore[misc]
+    """A dataset that Keras takes as distributed, since it holds this rank's pieces alone.
+
+    All ranks have as many. TensorFlow's own iterator over the datasets of one device would add
+    0.6 ms of one core to each step.
+    """
+
+    def __init__(self, pieces: Any) -> None:
+        self._pieces = pieces
+
+    def __iter__(self) -> Any:
+        """The pieces, as tensors."""
+        return iter(self._pieces)
+
+    @property
+    def element_spec(self) -> Any:
+        """As of the pieces."""
+        return self._pieces.element_spec
+
+
+def pieces_of(arrays: Any, starts: Any, stops: Any, order: Callable[[], Any] | None) -> OwnPieces:
+    """A dataset of the rows from `starts[i]` to `stops[i]`, in every epoch.
 
     arrays: a nest of what Keras's `fit` takes, of which None stays None.
     starts, stops: int64 arrays with an element for each global batch. A piece may have no rows.
@@ -51,11 +69,7 @@ def distributed_pieces(
     # The end of an epoch may wait for autotuning's thread for as long as the epoch has taken: it
     # sleeps twice as long each time (TensorFlow 2.21, core/framework/model.cc).
     options.autotune.enabled = False
-    pieces = pieces.with_options(options).prefetch(_PREFETCHED)
-    distributed = strategy.distribute_datasets_from_function(lambda context: pieces)
-    # All ranks have as many pieces: they need not agree on the end at each step.
-    distributed._enable_get_next_as_optional = False
-    return distributed
+    return OwnPieces(pieces.with_options(options).prefetch(_PREFETCHED))
 
 
 def _tensor(array: Any) -> Any:
