@@ -24,6 +24,11 @@ def _all_reduce(elements: int, group: Any) -> Made:
     return lambda: dist.all_reduce(tensor, group=group), tensor
 
 
+def _all_reduce_async(elements: int, group: Any) -> Made:
+    tensor = torch.zeros(elements)
+    return lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(), tensor
+
+
 def _broadcast(elements: int, group: Any) -> Made:
     tensor = _numbers(elements, group)
     return lambda: dist.broadcast(tensor, 0, group=group), tensor
@@ -46,6 +51,7 @@ def _all_to_all(elements: int, group: Any) -> Made:
 
 OPERATIONS: dict[str, tuple[Callable[[int, Any], Made], tuple[int, ...]]] = {
     "all_reduce": (_all_reduce, SIZES),
+    "all_reduce(async_op=True).wait()": (_all_reduce_async, _MOVED),
     "all_gather_single": (_all_gather, _MOVED),
     "reduce_scatter_single": (_reduce_scatter, _MOVED),
     "broadcast": (_broadcast, _MOVED),

@@ -22,7 +22,7 @@ def test_calls_are_compared_with_gloo(launch):
     command = [sys.executable, "-c", LOSSY, "--only", "calls", "--sizes", "8,64K", "--repeats", "1"]
     ended = launch(2, command, timeout=120)
     rows = [line.split(" | ") for line in ended.stdout.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + 5 * 2, ended.stderr
+    assert len(rows) == 1 + 6 * 2, ended.stderr
     wrong = {(name.strip("| "), nbytes) for name, nbytes, *_ in rows if "WRONG" in name}
     assert wrong == {("broadcast WRONG", "8"), ("broadcast WRONG", "64K")}
     assert ended.returncode == 1
