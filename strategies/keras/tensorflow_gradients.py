@@ -50,14 +50,35 @@ def reduce_gradients(
 
 def _weighted_sums(replica: Any, step: Step, gradients: Sequence[Any]) -> list[Any]:
     _restore_statistics(replica.strategy, step)
-    rows = tf.cast(step.rows, tf.float32)
-    weight = rows if step.by_rows else tf.cast(step.rows > 0, tf.float32)
-    weighted = [_product(_wide(each), weight) for each in gradients]
-    *totals, all_rows = replica.all_reduce("SUM", [*weighted, rows])
-    if step.by_rows:
-        factor = replica.num_replicas_in_sync / all_rows
-        totals = [_product(each, factor) for each in totals]
+    wide = [_wide(each) for each in gradients]
+    if not step.by_rows:
+        there = tf.cast(step.rows > 0, tf.float32)
+        totals = replica.all_reduce("SUM", [_product(each, there) for each in wide])
+    else:
+        dense = [each for each in wide if not isinstance(each, tf.IndexedSlices)]
+        slices = [each for each in wide if isinstance(each, tf.IndexedSlices)]
+        sums = iter(_sums_by_rows(replica, dense, step.rows) if dense else ())
+        slices_sums = iter(_slices_by_rows(replica, slices, step.rows) if slices else ())
+        totals = [
+            next(slices_sums if isinstance(each, tf.IndexedSlices) else sums) for each in wide
+        ]
     return [_cast(total, each.dtype) for total, each in zip(totals, gradients, strict=True)]
+
+
+def _sums_by_rows(replica: Any, tensors: Sequence[Any], rows: Any) -> list[Any]:
+    def sums(strategy: Any, rows: Any, *tensors: Any) -> list[Any]:
+        found: list[Any] = strategy.extended.sums_by_rows(tensors, rows)
+        return found
+
+    totals: list[Any] = replica.merge_call(sums, args=(rows, *tensors))
+    return totals
+
+
+def _slices_by_rows(replica: Any, slices: Sequence[Any], rows: Any) -> list[Any]:
+    weight = tf.cast(rows, tf.float32)
+    *totals, all_rows = replica.all_reduce("SUM", [*(_product(s, weight) for s in slices), weight])
+    factor = replica.num_replicas_in_sync / all_rows
+    return [_product(each, factor) for each in totals]
 
 
 def _restore_statistics(strategy: Any, step: Step) -> None:

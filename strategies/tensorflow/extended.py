@@ -128,11 +128,35 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         local = [local_value(each) for each in leaves]
         if self._size == 1:
             return local
-        due = [] if mean else self.statistics.due()
-        statistics = [each._primary.read_value() for each in due]
-        totals = self.operations.reduce([*local, *statistics], mean, _options(options))
-        self.statistics.averaged(due, totals[len(local) :])
-        return totals[: len(local)]
+        if mean:
+            return self.operations.reduce(local, mean, _options(options))
+        return self._with_statistics(
+            local,
+            lambda values, statistics: self.operations.reduce(
+                [*values, *statistics], mean, _options(options)
+            ),
+        )
+
+    def sums_by_rows(self, gradients: Sequence[Any], rows: Any) -> list[Any]:
+        """The gradients of a mean over all replicas' rows, times their number.
+
+        gradients: tensors of the mean over this replica's rows, of which there are `rows`.
+        """
+        if self._size == 1:
+            return list(gradients)
+        return self._with_statistics(
+            gradients,
+            lambda values, statistics: self.operations.sums_by_rows(values, statistics, rows),
+        )
+
+    def _with_statistics(
+        self, values: Sequence[Any], reduce: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    ) -> list[Any]:
+        """Sums of values, and in the same call averages of the statistics that are due."""
+        due = self.statistics.due()
+        totals = reduce(values, [each._primary.read_value() for each in due])
+        self.statistics.averaged(due, totals[len(values) :])
+        return totals[: len(values)]
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any

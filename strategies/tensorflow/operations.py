@@ -19,6 +19,7 @@ from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
 from strategies.tensorflow.failures import OPERATION, carried, install
 from strategies.tensorflow.result_memory import ResultMemory
+from strategies.tensorflow.row_weights import RowWeights
 
 
 class Operations:
@@ -29,6 +30,7 @@ class Operations:
         self.replication = replication
         self.communicator = replication.communicator
         self._results = ResultMemory()
+        self._weights = RowWeights(replication, self._results)
         with tf.init_scope(), tf.device("/cpu:0"):
             self._token = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_token")
 
@@ -65,6 +67,19 @@ class Operations:
 
         totals = self.execute(call, tensors, [each.shape for each in tensors])
         return [_divided(each, self.communicator.size) for each in totals] if mean else totals
+
+    def sums_by_rows(self, tensors: Sequence[Any], others: Sequence[Any], rows: Any) -> list[Any]:
+        """Sums over the ranks in one call: of tensors as `RowWeights` does it, and of others.
+
+        `rows` is an integer tensor, the number of rows of this rank.
+        """
+        summed = [*tensors, *others]
+
+        def call(*given: Any) -> list[Any]:
+            *arrays, count = given
+            return self._weights.sums(arrays, len(tensors), int(count))
+
+        return self.execute(call, [*summed, rows], [each.shape for each in summed])
 
     def _reduce_slices(self, slices: Sequence[Any], mean: bool) -> list[Any]:
         if not slices:

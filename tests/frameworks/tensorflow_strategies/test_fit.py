@@ -203,3 +203,20 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
     for one, other in zip(found, trained(ds.OneDeviceStrategy("/cpu:0")), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     equal_on_all(found)
+
+
+def test_gradients_count_by_rows(tf, strategy, comm, equal_on_all):
+    """In steps with the usual number of rows, with others, and on ranks without any."""
+    for counts in ([4, 4], [3, 0], [1, 3], [0, 2], [6, 6], [4, 4]):
+        rows, gradient = counts[comm.rank], comm.rank + 1.5 if counts[comm.rank] else np.nan
+
+        def sums(strategy, rows=rows, gradient=gradient):
+            tensors = [tf.fill([2, 3], gradient), tf.constant([gradient], tf.float64)]
+            return strategy.extended.sums_by_rows(tensors, tf.constant(rows))
+
+        found = strategy.run(lambda sums=sums: tf.distribute.get_replica_context().merge_call(sums))
+        expected = 2 * (counts[0] * 1.5 + counts[1] * 2.5) / sum(counts)
+        assert [each.dtype for each in found] == [tf.float32, tf.float64]
+        for each in found:
+            np.testing.assert_allclose(each, np.full(each.shape, expected), rtol=1e-6)
+        equal_on_all(found)

@@ -1,0 +1,52 @@
+"""Sums of gradients of means over rows, of which each rank's counts by its rows.
+
+The products with the numbers of rows would be two passes over all gradients, as operations of
+TensorFlow's. They are left out where every rank has the usual number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from strategies.core.options import ReduceOp
+from strategies.core.values import Array
+from strategies.replication.replication import Replication
+from strategies.tensorflow.result_memory import ResultMemory
+
+
+class RowWeights:
+    """The weighted sums of a strategy's ranks."""
+
+    def __init__(self, replication: Replication, results: ResultMemory) -> None:
+        self._replication, self._results = replication, results
+        self._usual = 0
+        """The most rows of any rank in the first sum: the same on all ranks."""
+
+    def sums(self, arrays: Sequence[Array], weighted: int, rows: int) -> list[Any]:
+        """The sums over the ranks, in one call, of which the first `weighted` count by rows.
+
+        Those are Σ rows·array · ranks / Σ rows. A rank without rows counts as zeros, also for NaN.
+        """
+        communicator = self._replication.communicator
+        if not self._usual:
+            self._usual = max(1, communicator.all_reduce(rows, "max"))
+        share = np.array([rows / self._usual], np.float32)
+        given = [*arrays, share]
+        if rows != self._usual:
+            given[:weighted] = [_product(each, share[0]) for each in arrays[:weighted]]
+        out = self._results.like(given)
+        *totals, (shares,) = self._replication.all_reduce_arrays(given, ReduceOp.SUM, out=out)
+        if shares not in (0, communicator.size):
+            totals[:weighted] = [
+                _product(each, communicator.size / shares) for each in totals[:weighted]
+            ]
+        return totals
+
+
+def _product(array: Array, factor: Any) -> Array:
+    """In the array's dtype; zeros for a factor of 0."""
+    product: Array = array * array.dtype.type(factor) if factor else np.zeros_like(array)
+    return product
