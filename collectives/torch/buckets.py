@@ -21,7 +21,7 @@ Finish = Callable[[], None]
 
 
 class UnusableGradientError(ValueError):
-    """This rank can't reduce a gradient; no call was made."""
+    """This rank can't reduce a gradient; no call was made, and no gradient changed."""
 
 
 class Member(NamedTuple):
@@ -45,7 +45,7 @@ class Bucket(Protocol):
         """Reduce the gradients, or start to; the result is complete after the returned function.
 
         With `scale`, it is the sum of the ranks' gradients times their scales; 0 discards even NaN.
-        UnusableGradientError for one that has a graph, or whose parameter has another dtype now.
+        UnusableGradientError for one whose parameter has another dtype now.
         """
 
     def holds(self, parameter: Any) -> bool:
@@ -94,13 +94,15 @@ class DenseBucket:
             scale = 1 / self._comm.size
         if scale is not None:
             op = "sum"
-        self._collect()
-        if scale == 0:
-            self._flat.zero_()
-        elif scale is not None:
-            self._flat.mul_(scale)
-        if narrowed:
-            self._sent.copy_(self._flat)
+        refuse_changed(self.members, self._dtype)
+        with torch.no_grad():
+            self._collect()
+            if scale == 0:
+                self._flat.zero_()
+            elif scale is not None:
+                self._flat.mul_(scale)
+            if narrowed:
+                self._sent.copy_(self._flat)
         return self._reduce(op, overlap)
 
     def _reduce(self, op: str, overlap: bool) -> Finish:
@@ -133,8 +135,8 @@ class DenseBucket:
             self._places, self._address = self._cut(), self._flat.data_ptr()
         missing, outside, gradients = [], [], []
         first, stop = self._address, self._address + self._flat.nbytes
-        for index, (member, place) in enumerate(zip(self.members, self._places, strict=True)):
-            gradient = gradient_of(member, self._dtype)
+        for index, (_, parameter) in enumerate(self.members):
+            gradient, place = parameter.grad, self._places[index]
             if gradient is None:
                 missing.append(place)
             elif gradient.is_sparse:
@@ -148,7 +150,7 @@ class DenseBucket:
                 gradients.append(gradient.clone() if inside else gradient)
             if not self._views[index].is_set_to(place):
                 self._views[index] = place.detach()
-            member.parameter.grad = self._views[index]
+            parameter.grad = self._views[index]
         if missing:
             torch._foreach_zero_(missing)
         if outside:
@@ -192,9 +194,10 @@ class SparseBucket:
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Gather the indices and values of all ranks; those of equal indices are added."""
+        refuse_changed(self.members, self._dtype)
         parameter = self.members[0].parameter
         with torch.no_grad():
-            part = _as_sparse(parameter, gradient_of(self.members[0], self._dtype))
+            part = _as_sparse(parameter)
             # Kept by `finish` until they are sent.
             indices, values = part.indices().t().contiguous(), part.values()
             factor = 1 / self._comm.size if scale is None and op == "mean" else scale
@@ -217,8 +220,9 @@ class SparseBucket:
         return True
 
 
-def _as_sparse(parameter: Any, gradient: Any) -> Any:
+def _as_sparse(parameter: Any) -> Any:
     """The gradient, with each index once; without elements if it is missing."""
+    gradient = parameter.grad
     if gradient is None:
         shape = (0, *parameter.shape[1:])
         empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -234,20 +238,14 @@ def _sparse(indices: Any, values: Any, parameter: Any) -> Any:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def gradient_of(member: Member, dtype: Any) -> Any:
-    """The parameter's gradient; UnusableGradientError for one that can't be reduced."""
-    name, parameter = member
-    if parameter.dtype is not dtype:
-        raise UnusableGradientError(
-            f"{name}: its dtype was {dtype} at first, and is {parameter.dtype} now: make a new"
-            " reducer"
-        )
-    gradient = parameter.grad
-    if gradient is not None and gradient.requires_grad:
-        raise UnusableGradientError(
-            f"{name}: backward(create_graph=True) isn't supported: a reduced gradient has no graph"
-        )
-    return gradient
+def refuse_changed(members: Sequence[Member], dtype: Any) -> None:
+    """UnusableGradientError for a parameter that has another dtype than at first."""
+    for name, parameter in members:
+        if parameter.dtype is not dtype:
+            raise UnusableGradientError(
+                f"{name}: its dtype was {dtype} at first, and is {parameter.dtype} now: make a new"
+                " reducer"
+            )
 
 
 def _zeros(comm: Communicator, length: int, dtype: Any) -> Any:

@@ -23,7 +23,7 @@ from collectives.torch.parameters import (
     refuse_differences,
     refuse_second,
 )
-from collectives.torch.reduction_round import GradientError, Round, is_nested
+from collectives.torch.reduction_round import SECOND_SUM, GradientError, Round, is_nested
 
 __all__ = ["GradientError", "GradientReducer"]
 
@@ -32,11 +32,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
 _number_of_backward = torch._C._current_graph_task_id
 
 _INTERRUPTED = "an exception interrupted a backward of this rank"
-_SECOND_SUM = (
-    ": a second backward without a step would sum the first one's gradients again: use no_sync()"
-    " for the first, or zero_grad(set_to_none=True) between them, also if a gradient scaler skipped"
-    " the step"
-)
+_GRAPH = ": backward(create_graph=True) isn't supported: a reduced gradient has no graph"
 _NO_BACKWARD = "no backward has brought gradients on this rank since the optimizer's last step"
 
 
@@ -186,7 +182,7 @@ class GradientReducer:
 
     # Each call comes after a layer's gradients, which have emptied the caches: what it touches
     # counts more than what it computes.
-    def _arrive(self, key: int, bucket: int, _: Any) -> None:
+    def _arrive(self, key: int, bucket: int, parameter: Any) -> None:
         """The hook of each parameter: this rank's gradient is complete."""
         current = self._round
         if current is None or not self._synchronizes or current.number != _number_of_backward():
@@ -195,6 +191,8 @@ class GradientReducer:
                 return
         if key in current.arrived:
             raise self._refuse(f"{self._names[key]} has two gradients in one backward")
+        if current.again and self._buckets[bucket].holds(parameter):
+            raise self._refuse(self._names[key] + SECOND_SUM)
         current.arrived.add(key)
         if bucket < current.overlapped:
             self._start(current, bucket)
@@ -213,12 +211,12 @@ class GradientReducer:
             current = None
         if current is None:
             current = self._begin()
-            kept = current.kept_result() if self._op == "sum" and not self._stepped else ""
-            if kept:
-                raise self._refuse(kept + _SECOND_SUM)
+            current.again = self._op == "sum" and not self._stepped
         if number not in current.backwards:
             current.backwards[number] = self._await_end(number)
         current.number = number
+        if torch.is_grad_enabled():  # in a hook: whether backward makes a graph
+            raise self._refuse(f"{self._names[key]}{_GRAPH}")
         return current
 
     def _start(self, current: Round, bucket: int) -> None:

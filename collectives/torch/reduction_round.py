@@ -22,6 +22,11 @@ from collectives.errors import CollectiveError, MismatchError, in_step
 from collectives.torch.buckets import Bucket, Finish
 
 _REFUSED = "no reduction of gradients: "
+SECOND_SUM = (
+    ": a second backward without a step would sum the first one's gradients again: use no_sync()"
+    " for the first, or zero_grad(set_to_none=True) between them, also if a gradient scaler skipped"
+    " the step"
+)
 
 
 class GradientError(CollectiveError):
@@ -42,6 +47,8 @@ class Round:
         self._missing = [len(bucket.members) for bucket in buckets]
         self.arrived: set[int] = set()
         """The ids of parameters whose gradients this round reduces."""
+        self.again = False
+        """Whether gradients that hold a result would be summed again."""
         self.number = -1
         """The number of the backward that brought the last gradient."""
         self.backwards: dict[int, weakref.ref[Any]] = {}
@@ -54,14 +61,6 @@ class Round:
     def interrupted(self) -> bool:
         """Whether an exception has ended a backward that brought gradients."""
         return any(callback() is None for callback in self.backwards.values())
-
-    def kept_result(self) -> str:
-        """The name of a parameter whose gradient may still be a result; empty if there is none."""
-        for bucket in self._buckets:
-            for name, parameter in bucket.members:
-                if parameter.grad is not None and bucket.holds(parameter):
-                    return name
-        return ""
 
     def weigh(self, weight: float | None) -> None:
         """Sum the ranks' weights. Collective, as are all methods from here on.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,10 +127,18 @@ class LocalExtended(CollectiveExtended):
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
         if not self.statistics.running:
             return super()._batch_reduce_to(reduce_op, pairs, options)
+        self._begin_step()
+        return [local_value(value) for value, _ in pairs]
+
+    def sums_by_rows(self, gradients: Sequence[Any], rows: Any) -> list[Any]:
+        """The gradients themselves, which are those of a step."""
+        self._begin_step()
+        return list(gradients)
+
+    def _begin_step(self) -> None:
         self._note_step()
         if self._outer is not None:
             self._outer.begin(self.operations, self._trained())
-        return [local_value(value) for value, _ in pairs]
 
     def _note_step(self) -> None:
         if tf.executing_eagerly():

@@ -13,6 +13,7 @@ from collectives.torch.gradients import GradientReducer
 from collectives.torch.horovod.compression import Compression, Compressor
 from collectives.torch.horovod.joining import number_gradients, with_joined
 from collectives.torch.horovod.process_sets import ProcessSet, ranks_of
+from collectives.torch.reduction_round import SECOND_SUM
 
 
 class _Gradients(GradientReducer):
@@ -45,8 +46,10 @@ class _Gradients(GradientReducer):
         self._made[key] += 1
         if self._made[key] >= self.passes:
             super()._arrive(key, bucket, parameter)
-        else:
-            self._accumulated.add(key)
+            return
+        if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
+            raise RuntimeError(self._names[key] + SECOND_SUM)
+        self._accumulated.add(key)
 
     def _begin(self) -> Any:
         comm = self._comm

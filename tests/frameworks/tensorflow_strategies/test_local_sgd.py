@@ -120,3 +120,28 @@ def test_rounds_of_seconds(tf, ds, comm):
         ds.LocalSGDStrategy(2, 1.0, communicator=comm)
     with pytest.raises(TypeError, match="outer_optimizer is a str"):
         ds.LocalSGDStrategy(2, outer_optimizer="sgd", communicator=comm)
+
+
+def test_fit(tf, ds, comm):
+    """Each rank trains by itself, on its rows of each batch, until a round ends."""
+    keras, random = tf.keras, np.random.default_rng(0)
+    images, targets = random.normal(size=(16, 3)).astype("f4"), random.normal(size=(16, 1))
+
+    def fitted(strategy, rows):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        how = {"batch_size": 4 * len(rows) // 16, "epochs": 2, "shuffle": False, "verbose": 0}
+        model.fit(images[rows], targets[rows], **how)
+        return model.get_weights()
+
+    every = np.arange(16)
+    own = every.reshape(4, comm.size, -1)[:, comm.rank].ravel()
+    apart = fitted(ds.LocalSGDStrategy(1000, communicator=comm), every)
+    for one, other in zip(apart, fitted(tf.distribute.get_strategy(), own), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    together = fitted(ds.LocalSGDStrategy(1, communicator=comm), every)
+    for each, averaged in ((apart, False), (together, True)):
+        found = comm.all_gather_object([weights.tolist() for weights in each])
+        assert (found[0] == found[1]) is averaged

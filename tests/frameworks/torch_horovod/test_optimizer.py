@@ -280,3 +280,15 @@ def test_a_step_without_a_backward_counts_as_zeros(torch, hvd):
         optimizer.zero_grad(set_to_none=False)
         parameter.sum().backward()
         torch.testing.assert_close(parameter.grad, torch.full((2,), float(hvd.size())))
+
+
+def test_a_sum_is_not_summed_again(torch, hvd):
+    """Neither by the last backward of a step nor by an earlier one, where no step came between."""
+    a = torch.nn.Parameter(torch.ones(1))
+    options = {"op": hvd.Sum, "backward_passes_per_step": 2}
+    hvd.DistributedOptimizer(torch.optim.SGD([a], lr=0.0), [("a", a)], **options)
+    for _ in range(2):
+        a.sum().backward()
+    if hvd.size() > 1:
+        with pytest.raises(RuntimeError, match="a: a second backward without a step would sum"):
+            a.sum().backward()

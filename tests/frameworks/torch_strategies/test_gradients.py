@@ -360,6 +360,12 @@ def test_backwards_within_a_backward(torch, comm):
     check(torch, model, expected(torch, comm))
     with pytest.raises(GradientError, match="create_graph=True"):
         loss_of(model, part).backward(create_graph=True)
+    squared = torch.nn.Parameter(torch.ones(2))
+    reducer = reducer_of(comm, torch.nn.ParameterDict({"squared": squared}))
+    with reducer.no_sync():
+        ((comm.rank + 1) * squared**2).sum().backward(create_graph=True)
+    reducer.wait()
+    assert squared.grad.tolist() == [comm.size + 1.0] * 2
 
 
 def move(kind, model):
@@ -405,6 +411,22 @@ def test_gradients_that_were_moved_are_still_reduced(torch, comm, kind):
 
 def two(torch):
     return [(name, torch.nn.Parameter(torch.ones(2))) for name in ("a", "b")]
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_refused_reduction_changes_no_gradient(torch, comm):
+    from collectives.torch.gradients import GradientError, GradientReducer
+
+    (_, a), (_, b) = parameters = two(torch)
+    reducer = GradientReducer(comm, parameters)
+    (5 * a.sum() + 9 * b.sum()).backward()
+    a.grad = b.grad = None
+    if comm.rank == 0:
+        a.data = a.data.double()
+    with pytest.raises(GradientError, match="rank 0: a: its dtype was"):
+        (a.sum() + (comm.rank + 1) * b.sum()).backward()
+    assert b.grad.tolist() == [comm.rank + 1.0] * 2
+    reducer.close()
 
 
 @pytest.mark.ranks(2, 3)
