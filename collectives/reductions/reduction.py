@@ -174,7 +174,7 @@ class Reduction:
         if not self.divides:
             return
         if self.dtype.kind == "c":
-            folded = folded.view(folded.real.dtype)
+            folded = np.atleast_1d(folded).view(folded.real.dtype)
         if self._is_float16:
             folded[...] = folded.astype(np.float32) / np.float32(size)
         elif size & (size - 1):

@@ -98,6 +98,12 @@ def test_a_mean_in_blocks_is_the_sum_divided_at_once(ranks):
         assert bits(out) == bits(expected), (dtype, length, in_place)
 
 
+def test_a_mean_of_a_single_complex_number():
+    total = np.array(2 + 6j)
+    reduction_for(ReduceOp.MEAN, total.dtype).finish(total, 4)
+    assert total == 0.5 + 1.5j
+
+
 def test_what_needs_no_care_has_no_function_around_it():
     for dtype in (np.dtype("f4"), np.dtype("i8")):
         product = reduction_for(ReduceOp.PRODUCT, dtype)
