@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -172,36 +173,60 @@ def _index(*fields: Any) -> int:
     return int(sum(each.offset for each in fields)) // 8
 
 
-_ARGUMENTS = _index(Frame.arguments, Buffers.size), _index(Frame.arguments, Buffers.buffers)
-_RESULTS = _index(Frame.results, Buffers.size), _index(Frame.results, Buffers.buffers)
+_EXTENSION = _index(Frame.extension)
+_ARGUMENTS = _index(Frame.arguments, Buffers.buffers)
+_RESULTS = _index(Frame.results, Buffers.buffers)
 _VALUES = _index(Frame.attributes, Attributes.values)
+_DATA = Buffer.data.offset
 _Words = c_uint64 * (_VALUES + 1)
-_read_word = c_uint64.from_address
+_VIEWS_KEPT = 4096
+# Views by address: making one takes several times as long as to look it up. XLA's frames lie at few
+# addresses, and a view reads what lies there now.
+_frame_at = lru_cache(_VIEWS_KEPT)(_Words.from_address)
+_word_at = lru_cache(_VIEWS_KEPT)(c_uint64.from_address)
 
 
 def asks_version(address: int) -> bool:
     """Whether XLA calls the handler for its version."""
-    extension = Frame.from_address(address).extension
-    return bool(extension) and extension.contents.type == METADATA_EXTENSION
+    extension = _frame_at(address)[_EXTENSION]
+    return bool(extension) and Extension.from_address(extension).type == METADATA_EXTENSION
 
 
-def read(address: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """The attribute of a frame, and the addresses of its arguments' and results' memory.
+# What follows reads words, because the fields of ctypes' structures take several times as long.
 
-    As words, because the fields of ctypes' structures take several times as long to read.
-    """
-    words = _Words.from_address(address)
-    scalar = _read_word(words[_VALUES]).value
-    value = _read_word(scalar + Scalar.value.offset).value
-    count, result_count = words[_ARGUMENTS[0]], words[_RESULTS[0]]
-    arguments = _memory(words[_ARGUMENTS[1]], count)
-    return _read_word(value).value, arguments, _memory(words[_RESULTS[1]], result_count)
+
+def attribute(address: int) -> int:
+    """The value of a frame's only attribute."""
+    scalar = _word_at(_frame_at(address)[_VALUES]).value
+    return _word_at(_word_at(scalar + Scalar.value.offset).value).value
+
+
+def first_argument(address: int) -> int:
+    """The address of the memory of a frame's first argument."""
+    return _word_at(_word_at(_frame_at(address)[_ARGUMENTS]).value + _DATA).value
+
+
+def first_result(address: int) -> int:
+    """The address of the memory of a frame's first result."""
+    return _word_at(_word_at(_frame_at(address)[_RESULTS]).value + _DATA).value
+
+
+def arguments(address: int, count: int) -> tuple[int, ...]:
+    """The addresses of the memory of a frame's first `count` arguments."""
+    return _memory(_frame_at(address)[_ARGUMENTS], count)
+
+
+def results(address: int, count: int) -> tuple[int, ...]:
+    """The addresses of the memory of a frame's first `count` results."""
+    return _memory(_frame_at(address)[_RESULTS], count)
 
 
 def _memory(pointers: int, count: int) -> tuple[int, ...]:
     if not count:
         return ()
-    at = Buffer.data.offset
-    return tuple(
-        [_read_word(each + at).value for each in (c_uint64 * count).from_address(pointers)]
-    )
+    return tuple([_word_at(each + _DATA).value for each in _pointers_at(pointers, count)])
+
+
+@lru_cache(_VIEWS_KEPT)
+def _pointers_at(address: int, count: int) -> Any:
+    return (c_uint64 * count).from_address(address)

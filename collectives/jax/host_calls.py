@@ -12,7 +12,7 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 from collectives.caching import LRU
 from collectives.jax import ffi_structures as ffi
 
-HostFunction = Callable[[Sequence[Any], Sequence[Any]], None]
+HostFunction = Callable[[Sequence[Any], Sequence[Any]], object]
 """Reads the first argument's arrays, and writes the second's."""
 
 Kind = tuple[tuple[int, ...], np.dtype[Any]]
@@ -29,7 +29,7 @@ Kind = tuple[tuple[int, ...], np.dtype[Any]]
 
 TARGET = "collectives_host_call"
 _SETS_KEPT = 16
-_places: dict[int, _Place] = {}
+_places: dict[int, Callable[[int], None]] = {}
 
 
 class _Failure:
@@ -80,13 +80,16 @@ def call_back(
     def on_host(*given: Any) -> list[Any]:
         written = [np.empty(each.shape, each.dtype) for each in shapes]
         read = [np.asarray(each) for each in given]
-        with _noted():
+        try:
             if [each.dtype for each in read] != dtypes:
                 raise TypeError(
                     "JAX gives callbacks 64-bit arrays only where all threads have them: set"
                     " jax.config.update('jax_enable_x64', True) in place of jax.enable_x64()"
                 )
             function(read, written)
+        except BaseException as error:
+            _Failure.error = error
+            raise
         return written
 
     return list(way(on_host, shapes, *arrays))
@@ -112,60 +115,72 @@ def number_of(
     """The number by which a program refers to the function, called with such arrays.
 
     A random one, as a program in JAX's persistent cache would refer to another process's function.
+    A program may pass further arrays after these: the function doesn't get them.
     """
     number = secrets.randbits(62)
-    _places[number] = _Place(function, arguments, results)
+    single = len(arguments) == len(results) == 1
+    _places[number] = (_SinglePlace if single else _Place)(function, arguments, results)
     return number
 
 
-class _Place:
-    """A function and the kinds of its arrays: at each call XLA gives it their addresses.
+class _SinglePlace:
+    """A function of one array, with one result: at each call XLA gives it their addresses."""
 
-    A compiled program uses few sets of addresses in turn. The arrays of each are kept, as making
-    them takes longer than a small reduction, and `all_reduce_many` recognizes a list that recurs.
+    def __init__(
+        self, function: HostFunction, arguments: tuple[Kind, ...], results: tuple[Kind, ...]
+    ) -> None:
+        self._function = function
+        self._input, self._output = _view_of(arguments[0]), _view_of(results[0])
+        self._one_kind = self._input is self._output
+
+    def __call__(self, frame: int) -> None:
+        address, result_address = ffi.first_argument(frame), ffi.first_result(frame)
+        array = self._input(address)
+        # One array for a result in the place of the argument: calls recognize it as in place.
+        shared = self._one_kind and address == result_address
+        self._function((array,), (array if shared else self._output(result_address),))
+
+
+class _Place:
+    """A function of any number of arrays.
+
+    A compiled program uses few sets of addresses in turn. The arrays of each are kept, as
+    `all_reduce_many` recognizes a list that recurs.
     """
 
     def __init__(
         self, function: HostFunction, arguments: tuple[Kind, ...], results: tuple[Kind, ...]
     ) -> None:
-        self._function, self._arguments, self._results = function, arguments, results
+        self._function = function
+        self._views = [_view_of(kind) for kind in (*arguments, *results)]
+        self._inputs, self._outputs = len(arguments), len(results)
         self._arrays: LRU[Any, tuple[list[Any], list[Any]]] = LRU(_SETS_KEPT)
 
-    def __call__(self, arguments: tuple[int, ...], results: tuple[int, ...]) -> None:
-        key = arguments, results
-        arrays = self._arrays.recall(key)
-        if arrays is None:
-            known: dict[int, Any] = {}
-            read = list(map(partial(_array, known), arguments, self._arguments))
-            written = list(map(partial(_array, known), results, self._results))
-            arrays = self._arrays.put(key, (read, written))
-        self._function(*arrays)
+    def __call__(self, frame: int) -> None:
+        arguments = ffi.arguments(frame, self._inputs)
+        results = ffi.results(frame, self._outputs)
+        addresses = arguments + results
+        self._function(*(self._arrays.recall(addresses) or self._make(addresses)))
+
+    def _make(self, addresses: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+        made: dict[Any, Any] = {}
+        arrays = []
+        for view, address in zip(self._views, addresses, strict=True):
+            if (view, address) not in made:
+                made[view, address] = view(address)
+            arrays.append(made[view, address])
+        return self._arrays.put(addresses, (arrays[: self._inputs], arrays[self._inputs :]))
 
 
-def _array(known: dict[int, Any], address: int, kind: Kind) -> Any:
-    """A view of XLA's memory.
-
-    The same view for a result in the place of an argument: calls recognize it as in place. `known`
-    holds the views by address.
-    """
+@cache
+def _view_of(kind: Kind) -> Callable[[int], Any]:
+    """What makes an array of XLA's memory at an address; one function for each kind."""
     shape, dtype = kind
     length = math.prod(shape) * dtype.itemsize
     if not length:
-        return np.empty(shape, dtype)
-    found = known.get(address)
-    if found is None or found.shape != shape or found.dtype != dtype:
-        memory: Any = (ctypes.c_char * length).from_address(address)
-        found = known[address] = np.ndarray(shape, dtype, memory)
-    return found
-
-
-@contextmanager
-def _noted() -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        _Failure.error = error
-        raise
+        return lambda address: np.empty(shape, dtype)
+    memory_at: Callable[[int], Any] = (ctypes.c_char * length).from_address
+    return lambda address: np.ndarray(shape, dtype, memory_at(address))
 
 
 @lru_cache(maxsize=1)
@@ -192,11 +207,10 @@ def _handle(address: int) -> int | None:
         _declare(ffi.Frame.from_address(address))
         return None
     try:
-        with _noted():
-            number, arguments, results = ffi.read(address)
-            _places[number](arguments, results)
+        _places[ffi.attribute(address)](address)
         return None
     except BaseException as error:
+        _Failure.error = error
         text = "".join(traceback.format_exception_only(error)).strip().encode()
         described = ffi.ErrorArguments(
             ctypes.sizeof(ffi.ErrorArguments), None, text, ffi.INTERNAL_ERROR

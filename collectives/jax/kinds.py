@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from collectives.communicator import Communicator
+from collectives.jax.host_calls import HostFunction
 from collectives.world import world
 
 LINEAR = ("sum", "mean")
@@ -179,9 +181,17 @@ KINDS = {
 }
 
 
-def run(call: Call, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Make a call on this rank's arrays. Collective, but for messages."""
-    kind = KINDS[call.kind]
+@cache
+def function_of(call: Call, count: int) -> HostFunction:
+    """What makes a call on `count` arrays of this rank. Collective, but for messages."""
+    each_run = KINDS[call.kind].run
+    if count == 1 and each_run is not None and call.by is None:
+        # Small arrays take this one: what runs is looked up once.
+        return lambda sources, targets: each_run(call, sources[0], targets[0])
+    return partial(_run, call)
+
+
+def _run(call: Call, sources: Sequence[Any], targets: Sequence[Any]) -> None:
     if call.by is not None:
         for reduced, target in zip(call.by(sources), targets, strict=True):
             np.copyto(target, reduced)
@@ -191,7 +201,7 @@ def run(call: Call, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         return
     if call.kind == "barrier":
         call.comm.barrier()
-    each_run = kind.run or _copy
+    each_run = KINDS[call.kind].run or _copy
     for source, target in zip(sources, targets, strict=True):
         each_run(call, source, target)
 

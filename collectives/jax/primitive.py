@@ -129,27 +129,23 @@ def _lower_ffi(ctx: Any, call: Call, count: int, operands: Sequence[Any]) -> Any
     lower = jax.ffi.ffi_lowering(
         host_calls.TARGET, has_side_effect=True, operand_output_aliases=aliases
     )
-    kinds_in, kinds_out = map(host_calls.kinds_of, (ctx.avals_in, ctx.avals_out))
-    number = host_calls.number_of(_host_function(call, count), kinds_in, kinds_out)
+    # Further operands, and a last result, only determine the order.
+    kinds_in = host_calls.kinds_of(ctx.avals_in[:count])
+    kinds_out = host_calls.kinds_of(ctx.avals_out[:count])
+    number = host_calls.number_of(kinds.function_of(call, count), kinds_in, kinds_out)
     return lower(ctx, *operands, function=np.int64(number))
 
 
 def _lower_callback(ctx: Any, call: Call, count: int, operands: Sequence[Any]) -> Any:
-    function = _host_function(call, count)
+    function = kinds.function_of(call, count)
+
+    def without_tokens(read: Sequence[Any], written: Sequence[Any]) -> None:
+        function(read[:count], written[:count])
 
     def call_back(*arrays: Any) -> list[Any]:
-        return host_calls.call_back(io_callback, function, arrays, ctx.avals_out)
+        return host_calls.call_back(io_callback, without_tokens, arrays, ctx.avals_out)
 
     return mlir.lower_fun(call_back, multiple_results=True)(ctx, *operands)
-
-
-@cache
-def _host_function(call: Call, count: int) -> host_calls.HostFunction:
-    def function(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        # Further inputs, and a last output, only determine the order.
-        kinds.run(call, inputs[:count], outputs[:count])
-
-    return function
 
 
 ad.primitive_jvps[_primitive] = _jvp
