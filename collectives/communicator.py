@@ -13,6 +13,7 @@ from collectives.asynchronous.point_to_point import PointToPointCalls
 from collectives.calls import PASS, allocation, objects, tuning
 from collectives.calls.explain import explain
 from collectives.calls.mailboxes import open_mailbox
+from collectives.calls.persistent import PersistentCalls
 from collectives.calls.trace import trace
 from collectives.consistency.signature import check_index
 from collectives.gpu.reductions import begins_on_gpu
@@ -22,7 +23,7 @@ from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.spec import spec_of
 
 
-class Communicator(Group, AsynchronousCollectives, PointToPointCalls):
+class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPointCalls):
     """A group of ranks, and the collective operations between them.
 
     Every method except `send`, `recv`, `isend`, `irecv`, `explain` and the properties is

@@ -140,7 +140,7 @@ class ManyReducer:
 
     def forget_bound(self) -> None:
         """Bind every list anew."""
-        self._known.clear()
+        self._known = LRU()  # a new one, by which persistent calls see it
         self._seen.clear()
 
     def reduce_known(self, arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Any:
@@ -151,6 +151,25 @@ class ManyReducer:
         if known is None or not known.can_store(arrays, out):
             return PASS
         return known.make(arrays, out)
+
+    def persistent(
+        self, arrays: Any, op: Any, out: Any, make_unbound: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """As `Communicator.persistent_all_reduce_many`; `make_unbound` makes what isn't bound."""
+        key, known, found_among = _key(arrays, op, out, None), None, None
+
+        def make() -> Any:
+            nonlocal known, found_among
+            if found_among is not self._known:
+                known = None if key is None else self._known.get(key)
+                if known is None or not known.can_store(arrays, out):
+                    return make_unbound()
+                found_among = self._known
+            assert known is not None
+            result = known.make(arrays, out)
+            return make_unbound() if result is PASS else result
+
+        return make
 
     def reduce(
         self,

@@ -224,9 +224,14 @@ def results(address: int, count: int) -> tuple[int, ...]:
 def _memory(pointers: int, count: int) -> tuple[int, ...]:
     if not count:
         return ()
-    return tuple([_word_at(each + _DATA).value for each in _pointers_at(pointers, count)])
+    return tuple([word.value for word in _data_of(tuple(_pointers_at(pointers, count)))])
 
 
 @lru_cache(_VIEWS_KEPT)
 def _pointers_at(address: int, count: int) -> Any:
     return (c_uint64 * count).from_address(address)
+
+
+@lru_cache(_VIEWS_KEPT)
+def _data_of(buffers: tuple[int, ...]) -> list[c_uint64]:
+    return [c_uint64.from_address(each + _DATA) for each in buffers]

@@ -12,8 +12,8 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -23,6 +23,18 @@ from collectives.jax import ffi_structures as ffi
 
 HostFunction = Callable[[Sequence[Any], Sequence[Any]], object]
 """Reads the first argument's arrays, and writes the second's."""
+
+
+@runtime_checkable
+class PreparedFunction(Protocol):
+    """A host function that does some of its work once for arrays that it gets again and again."""
+
+    def __call__(self, read: Sequence[Any], written: Sequence[Any]) -> object:
+        """Call it on any arrays."""
+
+    def prepare(self, read: list[Any], written: list[Any]) -> Callable[[], object]:
+        """What calls it on these arrays."""
+
 
 Kind = tuple[tuple[int, ...], np.dtype[Any]]
 """The shape and dtype of an array."""
@@ -144,8 +156,8 @@ class _SinglePlace:
 class _Place:
     """A function of any number of arrays.
 
-    A compiled program uses few sets of addresses in turn. The arrays of each are kept, as
-    `all_reduce_many` recognizes a list that recurs.
+    A compiled program uses few sets of addresses in turn. The arrays of each are kept, with what
+    the function prepares for them.
     """
 
     def __init__(
@@ -154,22 +166,25 @@ class _Place:
         self._function = function
         self._views = [_view_of(kind) for kind in (*arguments, *results)]
         self._inputs, self._outputs = len(arguments), len(results)
-        self._arrays: LRU[Any, tuple[list[Any], list[Any]]] = LRU(_SETS_KEPT)
+        self._actions: LRU[Any, Callable[[], object]] = LRU(_SETS_KEPT)
 
     def __call__(self, frame: int) -> None:
         arguments = ffi.arguments(frame, self._inputs)
         results = ffi.results(frame, self._outputs)
         addresses = arguments + results
-        self._function(*(self._arrays.recall(addresses) or self._make(addresses)))
+        (self._actions.recall(addresses) or self._prepare(addresses))()
 
-    def _make(self, addresses: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+    def _prepare(self, addresses: tuple[int, ...]) -> Callable[[], object]:
         made: dict[Any, Any] = {}
         arrays = []
         for view, address in zip(self._views, addresses, strict=True):
             if (view, address) not in made:
                 made[view, address] = view(address)
             arrays.append(made[view, address])
-        return self._arrays.put(addresses, (arrays[: self._inputs], arrays[self._inputs :]))
+        read, written = arrays[: self._inputs], arrays[self._inputs :]
+        if isinstance(self._function, PreparedFunction):
+            return self._actions.put(addresses, self._function.prepare(read, written))
+        return self._actions.put(addresses, partial(self._function, read, written))
 
 
 @cache

@@ -188,16 +188,30 @@ def function_of(call: Call, count: int) -> HostFunction:
     if count == 1 and each_run is not None and call.by is None:
         # Small arrays take this one: what runs is looked up once.
         return lambda sources, targets: each_run(call, sources[0], targets[0])
+    if call.kind == "all_reduce" and count > 1 and call.by is None:
+        return _Fused(call)
     return partial(_run, call)
+
+
+class _Fused:
+    """all_reduce of several arrays as one `all_reduce_many`."""
+
+    def __init__(self, call: Call) -> None:
+        self._comm, self._op = call.comm, call.op
+
+    def __call__(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Make the call."""
+        self._comm.all_reduce_many(sources, self._op, out=targets)
+
+    def prepare(self, sources: list[Any], targets: list[Any]) -> Callable[[], object]:
+        """A persistent call."""
+        return self._comm.persistent_all_reduce_many(sources, self._op, out=targets)
 
 
 def _run(call: Call, sources: Sequence[Any], targets: Sequence[Any]) -> None:
     if call.by is not None:
         for reduced, target in zip(call.by(sources), targets, strict=True):
             np.copyto(target, reduced)
-        return
-    if call.kind == "all_reduce" and len(sources) > 1:
-        call.comm.all_reduce_many(sources, call.op, out=targets)
         return
     if call.kind == "barrier":
         call.comm.barrier()

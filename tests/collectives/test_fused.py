@@ -1,7 +1,9 @@
 """Fused reductions of recurring arrays, and arrays that are created in buckets."""
 
 import gc
+import operator
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -103,6 +105,55 @@ def test_dtypes_that_take_turns_come_again_in_their_order(comm):
     ]
     for _ in range(4):
         check(comm.all_reduce_many(ranks[comm.rank]), ranks)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("form", ["fresh", "out", "in place"])
+def test_a_persistent_call_is_bound_anew(comm, form, monkeypatch):
+    shapes = [(3,), (2, 3), (), (len(form),)]  # of this form alone: they aren't known yet
+    arrays = lists(comm.size, 0, shapes=shapes)[comm.rank]
+    outs = [np.empty_like(array) for array in arrays]
+    out = {"fresh": None, "out": outs, "in place": arrays}[form]
+    unbound, ran, general = [], [], comm.all_reduce_many
+    monkeypatch.setattr(
+        comm, "all_reduce_many", lambda *_, **named: (unbound.append(step), general(*_, **named))[1]
+    )
+    call = comm.persistent_all_reduce_many(arrays, "sum", out=out)
+    for step in range(12):
+        if step == 4:
+            registered = comm.empty(10)
+        if step == 8:
+            comm.before_next_call(partial(ran.append, registered))
+        ranks = lists(comm.size, step, shapes=shapes)
+        for array, content in zip(arrays, ranks[comm.rank], strict=True):
+            array[...] = content
+        results = call()
+        check(results, ranks)
+        assert out is None or all(map(operator.is_, results, out))
+        assert bool(ran) == (step >= 8)
+    # A list is bound when it comes for the second time.
+    assert unbound == [0, 1, 4, 5, 8, 9]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_persistent_call_of_other_lists(comm):
+    """A tuple, and lists that overlap: none of them is bound."""
+    memory = np.zeros(8)
+    pairs = [
+        ((np.ones(2), np.ones(3)), None),
+        ([memory[:4], memory[4:]], [memory[2:6], np.ones(4)]),
+    ]
+    for arrays, out in pairs:
+        call = comm.persistent_all_reduce_many(arrays, out=out)
+        for step in range(4):
+            memory[:] = comm.rank + step
+            for result, length in zip(call(), (len(each) for each in arrays), strict=True):
+                expected = 2.0 if out is None else 1.0 + 2 * step
+                np.testing.assert_array_equal(result, np.full(length, expected))
+    with pytest.raises(ShapeMismatchError):
+        comm.persistent_all_reduce_many([np.ones(2 + comm.rank)])()
 
 
 @pytest.mark.mpi

@@ -1,0 +1,32 @@
+"""Persistent calls: what is done once for the arrays of a call that is made again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from collectives.calls.bound_many import ManyReducer
+from collectives.reductions.reduction import ReduceOp
+
+
+class PersistentCalls:
+    """The part of a communicator that makes them."""
+
+    all_reduce_many: Callable[..., list[Any]]
+    _many: ManyReducer
+
+    def persistent_all_reduce_many(
+        self,
+        arrays: Sequence[Any],
+        op: ReduceOp | str = "sum",
+        *,
+        out: Sequence[Any] | None = None,
+    ) -> Callable[[], list[Any]]:
+        """A function that makes this call of `all_reduce_many` each time. Not itself collective.
+
+        For arrays that keep their memory, shapes and dtypes, which are compared once and not at
+        each call. Like MPI's persistent collectives (MPI 4.1, section 6.13), but blocking.
+        """
+        make = partial(self.all_reduce_many, arrays, op, out=out)
+        return self._many.persistent(arrays, op, out, make)
