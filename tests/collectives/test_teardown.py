@@ -151,6 +151,7 @@ CALLS = {
     "reduce_scatter": lambda comm: comm.reduce_scatter(np.ones(10)),
     "all_to_all": lambda comm: comm.all_to_all([np.ones(1)] * comm.size),
     "all_reduce_many": lambda comm: comm.all_reduce_many([np.ones(10)]),
+    "persistent_all_reduce_many": lambda comm: comm.persistent_all_reduce_many([np.ones(10)])(),
     "barrier": lambda comm: comm.barrier(),
     "send": lambda comm: comm.send(np.ones(1), (comm.rank + 1) % comm.size),
     "recv": lambda comm: comm.recv(np.ones(1), (comm.rank + 1) % comm.size),
@@ -191,9 +192,12 @@ def test_every_call_after_close(comm, nodes):
     for name in ("all_reduce", "large all_reduce"):
         CALLS[name](group)
     group.all_reduce_async(np.ones(3)).wait()
+    persistent = group.persistent_all_reduce_many([np.ones(10)])
+    for _ in range(4):
+        persistent()
     group.close()
     assert group.closed
-    for call in CALLS.values():
+    for call in (*CALLS.values(), lambda _: persistent()):
         with pytest.raises(RuntimeError, match="closed"):
             call(group)
     group.close()
