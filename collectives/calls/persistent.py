@@ -26,7 +26,8 @@ class PersistentCalls:
         """A function that makes this call of `all_reduce_many` each time. Not itself collective.
 
         For arrays that keep their memory, shapes and dtypes, which are compared once and not at
-        each call. Like MPI's persistent collectives (MPI 4.1, section 6.13), but blocking.
+        each call. Like MPI's persistent collectives (MPI 4.1, section 6.13), but blocking. Each
+        call returns what `all_reduce_many` returns, and raises what it raises.
         """
         make = partial(self.all_reduce_many, arrays, op, out=out)
         return self._many.persistent(arrays, op, out, make)

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from collectives.communicator import Communicator
-from collectives.doctor.attempt import Outcome, attempt, reasons
-from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
+from collectives.doctor.attempt import Outcome, attempt, check, reasons
+from collectives.doctor.checks import NEEDS_PEERS, TRIALS
 from collectives.doctor.gpu import GpuFindings, report_device_arrays, report_gpu
 from collectives.doctor.links import report_links
 from collectives.doctor.machine import (

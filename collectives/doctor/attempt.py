@@ -6,13 +6,20 @@ import faulthandler
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+
+from collectives.communicator import Communicator
 from collectives.doctor.report import ranks_by, ranks_named
 
+Results: TypeAlias = Iterable[tuple[Any, Any]]
+"""Pairs of the actual and the expected result."""
+
 _LONGEST_REASON = 400
+_LONGEST_VALUE = 90
 
 
 @dataclass
@@ -74,3 +81,15 @@ def _run(action: Callable[[], Any]) -> Outcome:
 
 class WrongResultError(Exception):
     """A collective returned a wrong result; the message is complete."""
+
+
+def check(trial: Callable[[Communicator], Results], comm: Communicator) -> None:
+    """Run a trial; WrongResultError for the first wrong result."""
+    for actual, expected in list(trial(comm)):
+        same_dtype = np.asarray(actual).dtype == np.asarray(expected).dtype
+        if not (np.array_equal(actual, expected) and same_dtype):
+            raise WrongResultError(f"got {_shown(actual)}, expected {_shown(expected)}")
+
+
+def _shown(value: Any) -> str:
+    return textwrap.shorten(repr(value), _LONGEST_VALUE)

@@ -8,37 +8,20 @@ from __future__ import annotations
 
 import json
 import tempfile
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.communicator import Communicator
-from collectives.doctor.attempt import WrongResultError
-
-Results: TypeAlias = Iterable[tuple[Any, Any]]
-"""Pairs of the actual and the expected result."""
+from collectives.doctor.attempt import Results
 
 # Short and long, so that algorithms for both are tried.
 _LENGTHS = (7, 100_003)
-_LONGEST_VALUE = 90
-
-
-def check(trial: Callable[[Communicator], Results], comm: Communicator) -> None:
-    """Run a trial; WrongResultError for the first wrong result."""
-    for actual, expected in list(trial(comm)):
-        same_dtype = np.asarray(actual).dtype == np.asarray(expected).dtype
-        if not (np.array_equal(actual, expected) and same_dtype):
-            raise WrongResultError(f"got {_shown(actual)}, expected {_shown(expected)}")
-
-
-def _shown(value: Any) -> str:
-    return textwrap.shorten(repr(value), _LONGEST_VALUE)
 
 
 def _ramp(length: int, factor: float = 1) -> NDArray[np.float64]:
@@ -131,6 +114,15 @@ def _all_reduce_many(comm: Communicator) -> Results:
     kinds = ((3,), "float32"), ((2, 2), "int64"), ((), "float32")
     reduced = comm.all_reduce_many([np.full(shape, comm.rank + 1, kind) for shape, kind in kinds])
     yield from _each(reduced, [np.full(shape, _rank_sum(comm), kind) for shape, kind in kinds])
+
+
+def _persistent_all_reduce_many(comm: Communicator) -> Results:
+    """Other values at each call; the call is bound from the third on."""
+    array, out = np.empty(7), np.empty(7)
+    call = comm.persistent_all_reduce_many([array], out=[out])
+    for factor in range(1, 5):
+        array[:] = _ramp(7, factor * (comm.rank + 1))
+        yield from _each([each.copy() for each in call()], [_ramp(7, factor * _rank_sum(comm))])
 
 
 def _all_reduce_async(comm: Communicator) -> Results:
@@ -277,6 +269,7 @@ def _asynchronously(trial: Callable[[Any], Results], comm: Communicator) -> Resu
 TRIALS: dict[str, Callable[[Communicator], Results]] = {
     **_BLOCKING,
     **{f"{name}_async": partial(_asynchronously, trial) for name, trial in _BLOCKING.items()},
+    "persistent_all_reduce_many": _persistent_all_reduce_many,
     "all_reduce_async": _all_reduce_async,
     "send, recv": _send_and_recv,
     "isend, irecv": _isend_and_irecv,

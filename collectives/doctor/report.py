@@ -7,7 +7,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value", bound=Hashable)
 
-_LABEL_WIDTH = 21
+_LABEL_WIDTH = 26
 
 
 class Report:

@@ -13,8 +13,8 @@ import pytest
 
 from collectives import Communicator
 from collectives.doctor import packages
-from collectives.doctor.attempt import WrongResultError
-from collectives.doctor.checks import NEEDS_PEERS, TRIALS, check
+from collectives.doctor.attempt import WrongResultError, check
+from collectives.doctor.checks import NEEDS_PEERS, TRIALS
 from collectives.doctor.machine import RankFacts, report_ranks, report_shared_memory
 from collectives.doctor.report import Report, ranges
 from collectives.transports.local import run
@@ -40,9 +40,9 @@ def rows(report):
     """Labels to texts; what follows a row without a label of its own belongs to it."""
     found, label = {}, None
     for line in report.splitlines():
-        label = line[2:23].strip() or label
+        label = line[2:28].strip() or label
         if line.startswith("  "):
-            found[label] = [*found.get(label, []), line[24:]]
+            found[label] = [*found.get(label, []), line[29:]]
     return found
 
 
@@ -250,6 +250,8 @@ def wrong(result):
         return {}
     if isinstance(result, str):
         return f"{result}!"
+    if callable(result):
+        return lambda: wrong(result())
     return types.SimpleNamespace(wait=lambda: wrong(result.wait()))
 
 
