@@ -41,7 +41,7 @@ def describe(
         "peer's type": _other_type(options, peer),
         "stream copy / add (GB/s)": str(stream) if stream else None,
     }
-    if options.collective == "all_reduce_many":
+    if CASES[options.collective].takes_tensors:
         described["tensors"] = options.tensors
         if options.tensor_bytes:
             described["tensor bytes"] = shown(options.tensor_bytes)

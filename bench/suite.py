@@ -23,6 +23,7 @@ RUNS = {
     "all_reduce of float16": "all_reduce --dtype float16 --sizes 1M,4M,16M",
     "all_reduce of bfloat16": "all_reduce --dtype bfloat16 --sizes 1M,4M,16M",
     "all_reduce_many": "all_reduce_many --tensors 1000 --tensor-bytes 4000",
+    "persistent all_reduce_many": "persistent_all_reduce_many --tensors 1000 --tensor-bytes 4000",
     "broadcast": "broadcast --sizes 1M,16M",
     "broadcast, registered": "broadcast --registered --sizes 1M,16M",
     "all_gather": "all_gather --sizes 1M,16M",

@@ -10,6 +10,7 @@ CASES: dict[str, Case] = {
     for case in (
         reductions.AllReduce(),
         reductions.AllReduceMany(),
+        reductions.PersistentAllReduceMany(),
         reductions.Reduce(),
         reductions.ReduceScatter(),
         movements.Broadcast(),

@@ -28,6 +28,12 @@ class Case(ABC):
     rooted = False
     has_bytes = True
     takes_algorithm = True
+    takes_tensors = False
+
+    @property
+    def counterpart(self) -> str:
+        """The name of the collective in other libraries."""
+        return self.name
 
     def unit(self, ranks: int, tensors: int) -> int:
         """The number of elements is rounded up to a multiple of this number."""

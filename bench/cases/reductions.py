@@ -47,6 +47,7 @@ class AllReduceMany(AllReduce):
 
     name = "all_reduce_many"
     takes_algorithm = False
+    takes_tensors = True
 
     def unit(self, ranks: int, tensors: int) -> int:
         """Tensors of equal length."""
@@ -57,6 +58,22 @@ class AllReduceMany(AllReduce):
         tensors = np.split(task.send, task.problem.tensors)
         out = np.split(task.out, task.problem.tensors)
         return partial(comm.all_reduce_many, tensors, task.problem.op, out=out)
+
+
+class PersistentAllReduceMany(AllReduceMany):
+    """The same in a persistent call."""
+
+    name = "persistent_all_reduce_many"
+
+    @property
+    def counterpart(self) -> str:
+        """Calls that are made anew each time."""
+        return AllReduceMany.name
+
+    def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
+        """With `out`, in both forms."""
+        tensors, out = (np.split(each, task.problem.tensors) for each in (task.send, task.out))
+        return comm.persistent_all_reduce_many(tensors, task.problem.op, out=out)
 
 
 class Reduce(_Reduction):

@@ -12,6 +12,7 @@ FACTORS = {
     # The table of nccl-tests' doc/PERFORMANCE.md, at 2, 4 and 8 ranks.
     "all_reduce": (1, 1.5, 1.75),
     "all_reduce_many": (1, 1.5, 1.75),
+    "persistent_all_reduce_many": (1, 1.5, 1.75),
     "reduce_scatter": (0.5, 0.75, 0.875),
     "all_gather": (0.5, 0.75, 0.875),
     "gather": (0.5, 0.75, 0.875),
