@@ -26,8 +26,16 @@ class PersistentCalls:
         """A function that makes this call of `all_reduce_many` each time. Not itself collective.
 
         For arrays that keep their memory, shapes and dtypes, which are compared once and not at
-        each call. Like MPI's persistent collectives (MPI 4.1, section 6.13), but blocking. Each
-        call returns what `all_reduce_many` returns, and raises what it raises.
+        each call. The lists are read once too: what is put into them later is not reduced. Like
+        MPI's persistent collectives (MPI 4.1, section 6.13), but blocking. Each call returns what
+        `all_reduce_many` returns, and raises what it raises.
         """
-        make = partial(self.all_reduce_many, arrays, op, out=out)
-        return self._many.persistent(arrays, op, out, make)
+        given = _as_it_is(arrays)
+        results = given if out is arrays else _as_it_is(out)
+        make = partial(self.all_reduce_many, given, op, out=results)
+        return self._many.persistent(given, op, results, make)
+
+
+def _as_it_is(arrays: Any) -> Any:
+    """A copy of the list; anything else is refused by the call, on all ranks."""
+    return list(arrays) if isinstance(arrays, list | tuple) else arrays

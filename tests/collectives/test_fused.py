@@ -139,7 +139,7 @@ def test_a_persistent_call_is_bound_anew(comm, form, monkeypatch):
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_a_persistent_call_of_other_lists(comm):
-    """A tuple, and lists that overlap: none of them is bound."""
+    """A tuple, and lists that overlap, which are not bound."""
     memory = np.zeros(8)
     pairs = [
         ((np.ones(2), np.ones(3)), None),
@@ -152,8 +152,24 @@ def test_a_persistent_call_of_other_lists(comm):
             for result, length in zip(call(), (len(each) for each in arrays), strict=True):
                 expected = 2.0 if out is None else 1.0 + 2 * step
                 np.testing.assert_array_equal(result, np.full(length, expected))
-    with pytest.raises(ShapeMismatchError):
-        comm.persistent_all_reduce_many([np.ones(2 + comm.rank)])()
+    for refused, error in (([np.ones(2 + comm.rank)], ShapeMismatchError), (None, TypeError)):
+        call = comm.persistent_all_reduce_many(refused)
+        with pytest.raises(error):
+            call()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_persistent_call_keeps_its_list(comm, in_place):
+    first, arrays = np.ones(3), [np.ones(4)]
+    arrays.insert(0, first)
+    call = comm.persistent_all_reduce_many(arrays, "max", out=arrays if in_place else None)
+    for step in range(6):
+        if step == 4:
+            arrays[0] = np.ones(9 + comm.rank)
+        first[...] = comm.rank + step
+        np.testing.assert_array_equal(call()[0], np.full(3, 1 + step))
 
 
 @pytest.mark.mpi
