@@ -95,7 +95,7 @@ class GpuBench:
         """NCCL's own call, if it has an equivalent."""
         if self._bare is None:
             return []
-        calls = [self._bare.call(case.counterpart, task) for task in tasks]
+        calls = [self._bare.call(case.name, task) for task in tasks]
         found = [call for call in calls if call is not None]
         return [_side(found, tasks, returns=False)] if found else []
 

@@ -16,7 +16,10 @@ from bench.sizes import parse_size, parse_sizes
 from collectives.lifecycle.setup import BACKENDS
 
 BARS = "bars"
-COLLECTIVES = tuple(name for name, case in CASES.items() if case.has_bytes)
+# A persistent call on a GPU is made like an ordinary one: it would be measured twice.
+COLLECTIVES = tuple(
+    name for name, case in CASES.items() if case.has_bytes and case.counterpart == name
+)
 _EPILOG = """\
 Time is the median over the repeats of the slowest rank's, by the GPU's events around a batch of
 calls; algbw, busbw and size are those of `python -m bench`. ratio = the time of the bare NCCL call,
