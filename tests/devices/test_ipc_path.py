@@ -1,5 +1,6 @@
 """The paths through the ranks' arenas, on a simulated GPU that all ranks (threads) share."""
 
+import threading
 import time
 
 import ml_dtypes
@@ -135,20 +136,30 @@ def test_slow_input_is_waited_for_and_the_result_comes_after_the_callers_stream(
         np.testing.assert_array_equal(result, sum(values(2, 9)))
 
 
-def test_the_host_does_not_wait_for_the_last_reading(on_ranks, cuda, lags):
+def test_the_host_does_not_wait_for_the_last_reading(on_ranks, cuda, monkeypatch):
+    fold, may_read, both = cuda.fold, threading.Event(), threading.Barrier(2)
+    allowed = []
+
+    def held_back(*arguments):
+        cuda.put(cuda.current_stream(), lambda: allowed.append(may_read.wait(10)))
+        fold(*arguments)
+
+    monkeypatch.setattr(cuda, "fold", held_back)
+
     def body(path, rank, meetings):
         array, caller = cuda.from_host(values(2, 9)[rank]), cuda.current_stream()
-        lags.longest = 0.5
         path.run(Request("all_reduce", None, array, None, ReduceOp.SUM, 0, None))
         event = caller.record()
-        time.sleep(SLOW_SECONDS)
         with pytest.raises(TimeoutError, match=r"not done after 0\.0 s"):
             path.wait("all_reduce", event, 0.0)
+        both.wait(20)
+        may_read.set()
         path.wait("all_reduce", event, None)
         assert event.done()
         np.testing.assert_array_equal(array.get(), sum(values(2, 9)))
 
     on_ranks(2, body)
+    assert allowed == [True] * 2
 
 
 def test_meetings(on_ranks, cuda):
