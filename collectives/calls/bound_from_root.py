@@ -161,19 +161,26 @@ def bind_scatter(engine: Engine, root: int) -> Call:
 
     `flat` are the elements of the root's array, None elsewhere; `array` is what the rank gave.
     """
-    known: LRU[bytes, Scattered] = LRU()
+    known: LRU[bytes, tuple[Scattered, slice]] = LRU()
 
-    def read(engine: Engine, pickled: Array) -> Scattered:
+    def read(engine: Engine, pickled: Array) -> tuple[Scattered, slice]:
         content = pickled.tobytes()
-        return known.recall(content) or known.put(content, result_of(engine, pickled))
+        return known.recall(content) or known.put(content, placed(result_of(engine, pickled)))
 
-    def receive(found: Scattered, data: Array | None, source: tuple[Any, Array | None]) -> Any:
-        array, flat = source
+    def placed(found: Scattered) -> tuple[Scattered, slice]:
+        """And where this rank's bytes lie in the root's array."""
+        nbytes = [length * found.dtype.itemsize for length in found.lengths(engine.size)]
+        start = sum(nbytes[: engine.rank])
+        return found, slice(start, start + nbytes[engine.rank])
+
+    def receive(
+        result: tuple[Scattered, slice], data: Array | None, source: tuple[Any, Array | None]
+    ) -> Any:
+        (found, own), (array, flat) = result, source
         if data is None:
             block = scatter_block(engine, found, flat, root, None)
         else:
-            nbytes = [length * found.dtype.itemsize for length in found.lengths(engine.size)]
-            block = engine.own_part(data, nbytes).copy().view(found.dtype)
+            block = data[own].copy().view(found.dtype)
         return found.deliver(engine, block, array)
 
     return bind_from_root(engine, Signature("scatter", root=root), root, receive, read)

@@ -137,7 +137,9 @@ class Scattered(NamedTuple):
     def deliver(self, engine: Engine, block: Array, array: Any) -> Any:
         """This rank's elements as an array, of the library of the array that it gave."""
         shaped = block.reshape(split_rows(self.rows, engine.size)[engine.rank], *self.rest)
-        return like(array)(packed(np.moveaxis(shaped, 0, self.axis)))
+        if self.axis:
+            shaped = packed(np.moveaxis(shaped, 0, self.axis))
+        return like(array)(shaped)
 
 
 def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:

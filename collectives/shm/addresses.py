@@ -8,17 +8,21 @@ choosing the same data path (`online_tuning`).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import eq, itemgetter
 from struct import Struct
+from typing import Any
 
 from collectives.reductions.reduction import Array
 from collectives.shm.copy_in_copy_out import Lengths
 from collectives.shm.online_tuning import OnlineTuning
-from collectives.shm.peer_memory import address_of
 from collectives.shm.pool import Pool
 from collectives.shm.progress import ProgressCounters
+
+_char_at: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
+_address_of_char = ctypes.addressof
 
 _Row = tuple[int, ...]
 
@@ -29,6 +33,17 @@ FIRST_NUMBER = 4
 # A row as it is published: source and target in the pool, their addresses, two numbers, the time.
 _without_time: Callable[[_Row], _Row] = itemgetter(slice(6))
 _time: Callable[[_Row], int] = itemgetter(6)
+
+
+def address_of(array: Array) -> int:
+    """Address of a contiguous array."""
+    try:
+        # Three times as fast as NumPy's own interface.
+        return _address_of_char(_char_at(array))
+    except (BufferError, TypeError, ValueError):
+        # It is read-only or empty, or the buffer protocol does not support its dtype.
+        address: int = array.__array_interface__["data"][0]
+        return address
 
 
 class Addresses:

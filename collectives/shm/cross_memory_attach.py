@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
-from collectives.shm.addresses import Addresses, DataPath
+from collectives.shm.addresses import Addresses, DataPath, address_of
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
-from collectives.shm.peer_memory import PeerMemory, address_of
+from collectives.shm.peer_memory import PeerMemory
 from collectives.shm.progress import ProgressCounters
 
 # Data are folded while they are in the core's own cache.

@@ -12,12 +12,11 @@ import os
 import platform
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from collectives.errors import RankFailedError
-from collectives.reductions.reduction import Array
+from collectives.shm.addresses import address_of
 from collectives.shm.layout import PROCESS
 from collectives.shm.progress import ProgressCounters
 
@@ -29,9 +28,6 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 class _Span(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
-
-_char_at: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
-_address_of_char = ctypes.addressof
 
 _Copy = Callable[..., int]
 
@@ -117,14 +113,3 @@ def _try(steps: ProgressCounters, memory: PeerMemory) -> bool:
 
 def _all(steps: ProgressCounters, value: bool) -> bool:
     return all(each for (each,) in steps.exchange_numbers(int(value)))
-
-
-def address_of(array: Array) -> int:
-    """Address of a contiguous array."""
-    try:
-        # Three times as fast as NumPy's own interface.
-        return _address_of_char(_char_at(array))
-    except (BufferError, TypeError, ValueError):
-        # It is read-only or empty, or the buffer protocol does not support its dtype.
-        address: int = array.__array_interface__["data"][0]
-        return address

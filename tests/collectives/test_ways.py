@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from collectives import Communicator
 from collectives.errors import RankFailedError
 from collectives.shm import layout, online_tuning, peer_memory
+from collectives.shm.addresses import address_of
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
 from collectives.shm.online_tuning import OnlineTuning, PathTimes
-from collectives.shm.peer_memory import PeerMemory, address_of
+from collectives.shm.peer_memory import PeerMemory
 from collectives.shm.progress import ProgressCounters
 from collectives.waiting.wait_policy import WaitPolicy
 from tests.collectives.oracle import PAIRS, case, reduced, value, values
