@@ -208,18 +208,18 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         *,
         out: Sequence[Any] | None = None,
         bucket_bytes: int | None = None,
+        what: str | None = None,
     ) -> list[Any]:
         """`all_reduce` of many arrays, fused by dtype into messages of up to `bucket_bytes` bytes.
 
-        The same inputs give the same bits in every call. Dtypes are never mixed.
+        Equal inputs give equal bits in every call. Dtypes are never mixed. `what` should recur.
         """
-        reduced = self._many.reduce_known(arrays, op, out, bucket_bytes)
-        if reduced is not PASS:
-            return reduced  # type: ignore[no-any-return]
+        if (got := self._many.reduce_known(arrays, op, out, bucket_bytes, what)) is not PASS:
+            return got  # type: ignore[no-any-return]
         self._check_open()
         if begins_on_gpu(arrays):
-            return self._many_on_gpus.reduce(arrays, op, out, bucket_bytes)
-        return self._many.reduce(arrays, op, out, bucket_bytes)
+            return self._many_on_gpus.reduce(arrays, op, out, bucket_bytes, what)
+        return self._many.reduce(arrays, op, out, bucket_bytes, what)
 
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""

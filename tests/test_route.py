@@ -31,12 +31,6 @@ TARGETS = {
     "strategy.reduce, a number": (60, 12),
 }
 SLACK = 1.2
-# Where the aim isn't reached yet: what must not grow.
-REACHED = {
-    "all_gather, 1 MiB, without out": (35, 11),
-    "run + apply_gradients, 10 variables": (105, 22),
-    "scatter, 8 B": (56, 19),
-}
 # Entered where the other rank is late, as it is on a busy machine.
 WAITING = ("wait_policy.py", "node_barrier.py", "call_check.py")
 LEFT_OUT = (*WAITING, "test_route.py")
@@ -136,10 +130,7 @@ def test_few_functions_lie_between_a_call_and_the_memory(comm, one_path):
     beyond = {
         name: counts
         for name, counts in found.items()
-        if any(
-            count > SLACK * most
-            for count, most in zip(counts, REACHED.get(name, TARGETS[name]), strict=True)
-        )
+        if any(count > SLACK * most for count, most in zip(counts, TARGETS[name], strict=True))
     }
     assert not beyond, "\n".join(lines)
 

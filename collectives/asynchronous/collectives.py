@@ -89,11 +89,11 @@ class AsynchronousCollectives:
         *,
         out: Sequence[Any] | None = None,
         bucket_bytes: int | None = None,
+        what: str | None = None,
     ) -> Handle[Any]:
         """Start an `all_reduce_many`."""
         if begins_on_gpu(arrays):
             self._check_open()
-            return self._many_on_gpus.submit(arrays, op, out, bucket_bytes)
-        return self._submit(
-            self._operations.all_reduce_many(arrays, op, out=out, bucket_bytes=bucket_bytes)
-        )
+            return self._many_on_gpus.submit(arrays, op, out, bucket_bytes, what)
+        fused = self._operations.all_reduce_many
+        return self._submit(fused(arrays, op, out=out, bucket_bytes=bucket_bytes, what=what))

@@ -20,9 +20,10 @@ import numpy as np
 from collectives.caching import LRU
 from collectives.calls import PASS, Operation
 from collectives.calls.bound import bind
-from collectives.calls.many import Many, Part, SharedBucket, overlapping
+from collectives.calls.many import Many, Part, overlapping
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp
+from collectives.shm.packed import SharedBucket
 
 _dtypes: Callable[[Any], Any] = attrgetter("dtype")
 _writeable: Callable[[Any], Any] = attrgetter("flags.writeable")
@@ -143,9 +144,9 @@ class ManyReducer:
         self._known = LRU()  # a new one, by which persistent calls see it
         self._seen.clear()
 
-    def reduce_known(self, arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Any:
+    def reduce_known(self, arrays: Any, op: Any, out: Any, bucket_bytes: Any, what: Any) -> Any:
         """Make the call where it is bound; PASS elsewhere."""
-        key = _key(arrays, op, out, bucket_bytes)
+        key = _key(arrays, op, out, bucket_bytes, what)
         # To count it as used would compare all shapes once more.
         known = None if key is None else self._known.get(key)
         if known is None or not known.can_store(arrays, out):
@@ -156,7 +157,7 @@ class ManyReducer:
         self, arrays: Any, op: Any, out: Any, make_unbound: Callable[[], Any]
     ) -> Callable[[], Any]:
         """As `Communicator.persistent_all_reduce_many`; `make_unbound` makes what isn't bound."""
-        key, known, found_among = _key(arrays, op, out, None), None, None
+        key, known, found_among = _key(arrays, op, out), None, None
 
         def make() -> Any:
             nonlocal known, found_among
@@ -177,15 +178,22 @@ class ManyReducer:
         op: ReduceOp | str,
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
+        what: str | None,
     ) -> list[Any]:
         """Make the call, and bind it where it recurs."""
-        key = _key(arrays, op, out, bucket_bytes)
-        return self._engine.whole(self._reduce, key, arrays, op, out, bucket_bytes)
+        key = _key(arrays, op, out, bucket_bytes, what)
+        return self._engine.whole(self._reduce, key, arrays, op, out, bucket_bytes, what)
 
     def _reduce(
-        self, key: Key | None, arrays: Sequence[Any], op: Any, out: Any, bucket_bytes: int | None
+        self,
+        key: Key | None,
+        arrays: Sequence[Any],
+        op: Any,
+        out: Any,
+        bucket_bytes: int | None,
+        what: str | None,
     ) -> list[Any]:
-        operation, parts = self._many.operation(arrays, op, out, bucket_bytes)
+        operation, parts = self._many.operation(arrays, op, out, bucket_bytes, what)
         reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
         if key is not None:
             self._remember(key, parts, operation, arrays)
@@ -201,7 +209,7 @@ class ManyReducer:
             self._known.put(key, Known(self._engine, staged, operation, self._apart))
 
 
-def _key(arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Key | None:
+def _key(arrays: Any, op: Any, out: Any, bucket_bytes: Any = None, what: Any = None) -> Key | None:
     """Of the call's arrays the shapes and dtypes. None for a call that isn't kept."""
     if type(arrays) is not list or set(map(type, arrays)) != _ARRAYS:
         return None
@@ -209,15 +217,17 @@ def _key(arrays: Any, op: Any, out: Any, bucket_bytes: Any) -> Key | None:
         return None
     if bucket_bytes is not None and type(bucket_bytes) is not int:
         return None
+    if what is not None and type(what) is not str:
+        return None
     shapes, dtypes = tuple(map(_shapes, arrays)), tuple(map(_dtypes, arrays))
     if out is None:
-        return Key(op, bucket_bytes, shapes, dtypes)
+        return Key(op, bucket_bytes, what, shapes, dtypes)
     if out is not arrays:
         if type(out) is not list or set(map(type, out)) != _ARRAYS:
             return None
         if tuple(map(_shapes, out)) != shapes or tuple(map(_dtypes, out)) != dtypes:
             return None
-    return Key(op, bucket_bytes, shapes, dtypes, "out")
+    return Key(op, bucket_bytes, what, shapes, dtypes, "out")
 
 
 def _plain(arrays: list[Any], parts: list[SharedBucket]) -> bool:

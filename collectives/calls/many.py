@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from collectives.reductions.buckets import (
 from collectives.reductions.reduction import Array, ReduceOp, as_op
 from collectives.schedules.paths import QUICKEST, SHARED
 from collectives.shm.layout import STAGE_BYTES
-from collectives.shm.packed import Packed
+from collectives.shm.packed import SharedBucket
 
 # A bucket's fixed costs may take this part of its time.
 _FIXED = 0.05
@@ -36,34 +36,6 @@ _FIXED = 0.05
 _WAITS, _TOUCHED = 2, 5
 
 _on_gpu: Callable[[ReduceInput], bool] = attrgetter("on_gpu")
-
-
-class SharedBucket:
-    """A bucket that the ranks of a node pack into their stages and reduce there."""
-
-    def __init__(self, packed: Packed, bucket: Bucket) -> None:
-        self._packed, self._slots, self.dtype = packed, bucket.slots, bucket.dtype
-        self._places = packed.places(bucket.length)
-        self._views: list[list[Array] | None] = [None, None]
-        self.indices = indices = [slot.index for slot in bucket.slots]
-        first, last = indices[0], indices[-1]
-        # One slice costs less than many indices, of which a single one would give no list.
-        consecutive = last - first == len(indices) - 1
-        self.pick = itemgetter(slice(first, last + 1)) if consecutive else itemgetter(*indices)
-
-    def reduce(self, arrays: Sequence[Array]) -> list[Array]:
-        """The reductions of this bucket's arrays, as views that the next call overwrites."""
-        parity = self._packed.begin()
-        place = self._places[parity]
-        np.concatenate(arrays, axis=None, out=place.packed, casting="no")
-        self._packed.reduce(place)
-        return self._views[parity] or self._make_views(parity)
-
-    def _make_views(self, parity: int) -> list[Array]:
-        packed = self._places[parity].packed
-        views = [packed[slot.start : slot.stop].reshape(slot.shape) for slot in self._slots]
-        self._views[parity] = views
-        return views
 
 
 Part = SharedBucket | Bucket
@@ -138,6 +110,7 @@ class Many:
         op: ReduceOp | str,
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
+        what: str | None = None,
     ) -> tuple[Operation, list[Part]]:
         """The reductions of many arrays, one collective for each bucket; and its buckets."""
         check_many(arrays, out)
@@ -168,7 +141,7 @@ class Many:
             return [output.deliver() for output in outputs]
 
         nbytes = sum(output.buffer.nbytes for output in outputs)
-        signature = describe_many("all_reduce_many", reduction, called, limit, nbytes)
+        signature = describe_many("all_reduce_many", reduction, called, limit, nbytes, what)
         return Operation(signature, perform), parts
 
 
@@ -211,13 +184,20 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def describe_many(
-    collective: str, op: ReduceOp, kinds: Kinds, bucket_bytes: int, nbytes: int = 0
+    collective: str,
+    op: ReduceOp,
+    kinds: Kinds,
+    bucket_bytes: int,
+    nbytes: int = 0,
+    what: str | None = None,
 ) -> Signature:
     """The call: all shapes, and the dtypes with how many arrays in a row have each."""
     runs = [(name, len(list(run))) for name, run in groupby(dtype.name for _, dtype in kinds)]
     dtypes = "+".join(name if count == 1 else f"{count}×{name}" for name, count in runs)
     shapes = tuple(shape for shape, _ in kinds)
     detail = f"{len(kinds)} arrays, bucket_bytes={bucket_bytes}"
+    if what is not None:
+        detail = f"{detail}, {what}"
     return Signature(collective, op.value, dtypes, shapes, None, detail, nbytes)
 
 

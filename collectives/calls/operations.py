@@ -121,9 +121,10 @@ class Operations:
         *,
         out: Sequence[Any] | None = None,
         bucket_bytes: int | None = None,
+        what: str | None = None,
     ) -> Operation:
         """The reductions of many arrays on the CPU."""
-        return self._many.operation(arrays, op, out, bucket_bytes)[0]
+        return self._many.operation(arrays, op, out, bucket_bytes, what)[0]
 
     def barrier(self, what: str | None = None) -> Operation:
         """The synchronization of all ranks."""

@@ -51,6 +51,7 @@ class ManyOnGpus:
         op: ReduceOp | str,
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
+        what: str | None,
     ) -> list[Any]:
         """Reduce the arrays."""
 
@@ -58,7 +59,7 @@ class ManyOnGpus:
             reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
             return reduced
 
-        return self._engine.whole(self._start, perform, arrays, op, out, bucket_bytes)
+        return self._engine.whole(self._start, perform, arrays, op, out, bucket_bytes, what)
 
     def submit(
         self,
@@ -66,9 +67,11 @@ class ManyOnGpus:
         op: ReduceOp | str,
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
+        what: str | None,
     ) -> Handle[Any]:
         """Enqueue the reductions now; the handle waits for the GPU."""
-        return self._engine.whole(self._start, self._devices.enqueue, arrays, op, out, bucket_bytes)
+        enqueue = self._devices.enqueue
+        return self._engine.whole(self._start, enqueue, arrays, op, out, bucket_bytes, what)
 
     def _start(
         self,
@@ -77,6 +80,7 @@ class ManyOnGpus:
         op: ReduceOp | str,
         out: Sequence[Any] | None,
         bucket_bytes: int | None,
+        what: str | None,
     ) -> Started:
         check_many(arrays, out)
         reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
@@ -86,7 +90,7 @@ class ManyOnGpus:
         if self._memory is None:
             self._memory = BucketMemory(cuda())
         with self._memory.turn():
-            return start(_operation(self._memory, given, outputs, reduction, limit))
+            return start(_operation(self._memory, given, outputs, reduction, limit, what))
 
 
 def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
@@ -104,6 +108,7 @@ def _operation(
     outputs: list[Output],
     op: ReduceOp,
     limit: int,
+    what: str | None,
 ) -> Operation:
     """Pack all arrays first and unpack last, so that no output is written before it is read.
 
@@ -130,7 +135,7 @@ def _operation(
         return [output.deliver() for output in outputs]
 
     nbytes = sum(output.buffer.nbytes for output in outputs)
-    signature = describe_many("all_reduce_many", op, kinds, limit, nbytes).on_gpu()
+    signature = describe_many("all_reduce_many", op, kinds, limit, nbytes, what).on_gpu()
     return Operation(signature, perform, on_gpu=True)
 
 

@@ -6,10 +6,13 @@ unpacks them. Nothing is copied between packing and unpacking.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from collectives.reductions.buckets import Bucket
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.copy_in_copy_out import LINE_BYTES, bounds
 from collectives.shm.layout import STAGE_BYTES
@@ -62,3 +65,31 @@ class Place:
     def __init__(self, packed: Array, slices: list[Array], rank: int) -> None:
         self.packed, self.slices, self.own = packed, slices, slices[rank]
         self.others = [each for peer, each in enumerate(slices) if peer != rank]
+
+
+class SharedBucket:
+    """A bucket that the ranks of a node pack into their stages and reduce there."""
+
+    def __init__(self, packed: Packed, bucket: Bucket) -> None:
+        self._packed, self._slots, self.dtype = packed, bucket.slots, bucket.dtype
+        self._places = packed.places(bucket.length)
+        self._views: list[list[Array] | None] = [None, None]
+        self.indices = indices = [slot.index for slot in bucket.slots]
+        first, last = indices[0], indices[-1]
+        # One slice costs less than many indices, of which a single one would give no list.
+        consecutive = last - first == len(indices) - 1
+        self.pick = itemgetter(slice(first, last + 1)) if consecutive else itemgetter(*indices)
+
+    def reduce(self, arrays: Sequence[Array]) -> list[Array]:
+        """The reductions of this bucket's arrays, as views that the next call overwrites."""
+        parity = self._packed.begin()
+        place = self._places[parity]
+        np.concatenate(arrays, axis=None, out=place.packed, casting="no")
+        self._packed.reduce(place)
+        return self._views[parity] or self._make_views(parity)
+
+    def _make_views(self, parity: int) -> list[Array]:
+        packed = self._places[parity].packed
+        views = [packed[slot.start : slot.stop].reshape(slot.shape) for slot in self._slots]
+        self._views[parity] = views
+        return views

@@ -26,7 +26,7 @@ class SGD(Optimizer):
     @property
     def rule(self) -> DescentRule:
         """With the numbers of now."""
-        return DescentRule(self.learning_rate, self.momentum, self.nesterov)
+        return self._made_of(DescentRule, self.learning_rate, self.momentum, self.nesterov)
 
 
 class Adam(Optimizer):
@@ -48,4 +48,5 @@ class Adam(Optimizer):
     @property
     def rule(self) -> AdaptiveMomentsRule:
         """With the numbers of now."""
-        return AdaptiveMomentsRule(self.learning_rate, self.beta_1, self.beta_2, self.epsilon)
+        numbers = self.learning_rate, self.beta_1, self.beta_2, self.epsilon
+        return self._made_of(AdaptiveMomentsRule, *numbers)

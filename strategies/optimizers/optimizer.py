@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,11 +23,12 @@ from strategies.optimizers.gradients import (
 )
 from strategies.optimizers.update_rules import UpdateRule
 from strategies.replication.contexts import get_replica_context
-from strategies.replication.replication import StepSeries
+from strategies.replication.step_series import StepSeries
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.variable import Variable
 
 Rate: TypeAlias = float | Callable[[int], float]
+Rule = TypeVar("Rule", bound=UpdateRule)
 
 
 class Optimizer(ABC):
@@ -67,6 +68,7 @@ class Optimizer(ABC):
         self.action = ""
         """What must be equal on all ranks in the step that is being taken, but for its number."""
         self._action_of: Any = None
+        self._rule: tuple[tuple[Any, ...], Any] | None = None
 
     @property
     def learning_rate(self) -> Any:
@@ -87,6 +89,13 @@ class Optimizer(ABC):
     @abstractmethod
     def rule(self) -> UpdateRule:
         """The rule of the next step."""
+
+    def _made_of(self, kind: Callable[..., Rule], *numbers: Any) -> Rule:
+        """The rule of these numbers, the same object while they stay the same."""
+        if self._rule is None or self._rule[0] != numbers:
+            self._rule = numbers, kind(*numbers)
+        rule: Rule = self._rule[1]
+        return rule
 
     def gradient_views(self, variables: Sequence[Variable]) -> list[Array]:
         """Arrays to write the gradients into, one for each variable, zeros at first. Collective.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,10 +22,7 @@ from strategies.foreign.guards import ScopeGuard, call_guarded
 from strategies.foreign.registry import any_loaded
 from strategies.replication.replication import Replication
 
-
-class _Frame(NamedTuple):
-    strategy: Replication
-    replica: ReplicaContext | None
+_Frame: TypeAlias = "tuple[Replication, ReplicaContext | None]"
 
 
 class _Stack(threading.local):
@@ -163,7 +160,7 @@ def _contents(value: Any) -> list[Any]:
 @contextmanager
 def entered(strategy: Replication, replica: ReplicaContext | None) -> Iterator[None]:
     """A context in which a strategy is in force, as a replica or for all replicas."""
-    _stack.frames.append(_Frame(strategy, replica))
+    _stack.frames.append((strategy, replica))
     try:
         yield
     finally:
@@ -173,7 +170,7 @@ def entered(strategy: Replication, replica: ReplicaContext | None) -> Iterator[N
 def _top() -> _Frame:
     if _stack.frames:
         return _stack.frames[-1]
-    return _Frame(_default(), ReplicaContext(_default()))
+    return _default(), ReplicaContext(_default())
 
 
 def provide_default(make: Callable[[], Replication]) -> None:
@@ -187,7 +184,7 @@ def _default() -> Replication:
 
 def get_strategy() -> Replication:
     """The strategy in force: the default one outside of every scope."""
-    return _top().strategy
+    return _top()[0]
 
 
 def has_strategy() -> bool:
@@ -197,7 +194,7 @@ def has_strategy() -> bool:
 
 def get_replica_context() -> ReplicaContext | None:
     """The replica context, None in cross-replica context."""
-    return _top().replica
+    return _top()[1]
 
 
 def in_cross_replica_context() -> bool:
@@ -249,7 +246,7 @@ def call_as_replica(
     TypeError where it would train a model of a framework on this rank apart from the others.
     """
     strategy, frames = replica.strategy, _stack.frames
-    frames.append(_Frame(strategy, replica))
+    frames.append((strategy, replica))
     try:
         if strategy.trains_alone or not any_loaded():
             return fn(*args, **kwargs)
@@ -273,7 +270,7 @@ def experimental_set_strategy(strategy: Replication | None) -> None:
     if strategy is None or strategy is _default():
         _stack.frames.clear()
     else:
-        _stack.frames[:] = [_Frame(strategy, None)]
+        _stack.frames[:] = [(strategy, None)]
     _stack.permanent = len(_stack.frames)
     try:
         before.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -16,27 +15,16 @@ import numpy as np
 
 from collectives import Communicator, MismatchError
 from collectives.compression import CompressedReducer
-from collectives.consistency.uncaught import raised_on_all
 from strategies.communication.with_options import CollectivesWithOptions
 from strategies.core.indexed_slices import Gradient, IndexedSlices, map_apart, reduce_slices
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
-from strategies.core.same_error import compare
 from strategies.core.storage import LocalStorage, ReplacedArrays, Storage
 from strategies.core.values import Array
 from strategies.core.world import world_of
+from strategies.replication.step_series import STEP, StepSeries, compare_steps
 
 _ON_HOSTS = frozenset({np.ndarray})
-
-
-@dataclass
-class StepSeries:
-    """Steps whose numbers the ranks of a strategy agree on, since they agreed on the first one."""
-
-    owner: object
-    number: int
-    """The series' own number, equal on all ranks."""
-    next_step: int = 0
 
 
 class Replication:
@@ -181,31 +169,58 @@ class Replication:
 
         Here the gradients are summed over the replicas, which all take the same step.
         """
-        self._agree_on_step(optimizer)
-        optimizer.update(self._sums(optimizer, gradients, variables), variables)
+        sums = self._agree_on_step(optimizer, gradients, variables)
+        if sums is None:
+            sums = self._sums(optimizer, gradients, variables)
+        optimizer.update(sums, variables)
 
-    def _agree_on_step(self, optimizer: Any) -> None:
+    def _agree_on_step(
+        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+    ) -> Sequence[Gradient] | None:
         """A MismatchError on every rank where the ranks would not take the same step.
 
         Shapes alone don't show it: one variable's gradient would be added to another one's. Ranks
         that have agreed on a step's number agree on the numbers of the steps after it. They compare
-        the series of steps instead, a text that stays the same and is hashed once.
+        the series of steps instead, a text that stays the same and is hashed once. Where it was the
+        text of the step before, the gradients are summed by the call that compares it; returns the
+        sums then, else None.
         """
         number, series = optimizer.iterations + 1, optimizer.series
-        action = optimizer.action
+        action, sums = optimizer.action, None
         if series is not None and (series.owner is not self or series.next_step != number):
             series = None
-        given = f"{number} of {action}"
-        text = given if series is None else f"in series {series.number} of {action}"
-        steps = compare(self.communicator, "optimizer step ", text, given, "apply_gradients")
-        if steps is not None and len(set(steps)) > 1:
-            calls = tuple(f"step {each}" for each in steps)
-            error = MismatchError("the ranks would take different steps", calls)
-            raise raised_on_all(error, self.communicator.rank)
-        if series is None or steps is not None:
+        try:
+            if series is None:
+                self.communicator.barrier(f"{STEP}{number} of {action}")
+            elif series.action is not action or not self._sums_at_once(
+                optimizer, gradients, variables
+            ):
+                text = f"{STEP}in series {series.number} of {action}"
+                self.communicator.barrier(text)
+                series.action, series.text = action, text
+            else:
+                sums = self._plain_sums(gradients, series.text)
+        except MismatchError as error:
+            compare_steps(error, self.communicator, f"{number} of {action}")
+            series = None
+        if series is None:
             # The numbers were compared, on all ranks.
             series = optimizer.series = StepSeries(self, next(self._series_numbers))
         series.next_step = number + 1
+        return sums
+
+    def _sums_at_once(
+        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+    ) -> bool:
+        """Whether one call of the communicator sums the gradients; the same on all ranks."""
+        plain = self.reduces_plainly and not self.compresses
+        on_hosts = plain and _ON_HOSTS.issuperset(map(type, gradients))
+        return on_hosts and optimizer.fusion_of(variables) is None
+
+    def _plain_sums(self, gradients: Sequence[Any], what: str) -> list[Array]:
+        if len(gradients) == 1:
+            return [self.communicator.all_reduce(gradients[0], "sum", what=what)]
+        return self.communicator.all_reduce_many(gradients, "sum", what=what)
 
     def _sums(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]

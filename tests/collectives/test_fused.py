@@ -14,6 +14,7 @@ from collectives import (
     Communicator,
     DtypeMismatchError,
     Fusion,
+    MismatchError,
     OpMismatchError,
     ShapeMismatchError,
 )
@@ -170,6 +171,20 @@ def test_a_persistent_call_keeps_its_list(comm, in_place):
             arrays[0] = np.ones(9 + comm.rank)
         first[...] = comm.rank + step
         np.testing.assert_array_equal(call()[0], np.full(3, 1 + step))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_the_texts_of_bound_lists_are_compared(comm):
+    arrays = lists(comm.size)[comm.rank]
+    for text in ("this", "that"):
+        repeated(comm, arrays, 0, what=text)
+    with pytest.raises(MismatchError, match="this"):
+        comm.all_reduce_many(arrays, what="that" if comm.rank else "this")
+    repeated(comm, arrays, 4, what="this")
+    handle = comm.all_reduce_many_async(arrays, what="that" if comm.rank else "this")
+    with pytest.raises(MismatchError, match="that"):
+        handle.wait()
 
 
 @pytest.mark.mpi

@@ -71,6 +71,11 @@ CASES = {
         lambda comm: summed(comm, LARGE),
         collectives.MismatchError,
     ),
+    "a list for this or that": (
+        lambda comm: comm.all_reduce_many([np.ones(3), np.ones(4)], what="this"),
+        lambda comm: comm.all_reduce_many([np.ones(3), np.ones(4)], what="that"),
+        collectives.MismatchError,
+    ),
     "root 0 or 1 of a broadcast": (
         lambda comm: comm.broadcast(np.ones(SMALL), root=1),
         lambda comm: comm.broadcast(np.ones(SMALL), root=0),

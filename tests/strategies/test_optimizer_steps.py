@@ -88,3 +88,56 @@ def test_a_changed_number_of_one_rank_is_found_within_a_series():
     assert "learning_rate=1.0" in first[0]
     assert "learning_rate=0.5" in first[0]
     assert first[1] == [-6.0, -6.0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_steady_step_is_one_call(count):
+    """The step's text travels with the gradients, of one variable or of several."""
+
+    def body(strategy):
+        check = strategy.communicator._engine.call_check
+        with strategy.scope():
+            variables = [Variable(np.zeros(2)) for _ in range(count)]
+            optimizer = optimizers.SGD(1.0)
+        gradients = [np.full(2, strategy.communicator.rank + each + 1.0) for each in range(count)]
+        pairs = list(zip(gradients, variables, strict=True))
+        made = []
+        for _ in range(6):
+            before = check.sequence
+            strategy.run(optimizer.apply_gradients, [pairs])
+            made.append(check.sequence - before)
+        return made, [each.numpy().tolist() for each in variables]
+
+    values = [[-6.0 * (2 * each + 3)] * 2 for each in range(count)]
+    assert on_ranks(2, body) == [([2, 2, 1, 1, 1, 1], values)] * 2
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_rank_that_has_forgotten_the_series_takes_part(steps):
+    """As after a copy of the optimizer: the others give their gradients with the comparison."""
+
+    def body(strategy):
+        variable, (optimizer,) = made(strategy)
+        take(strategy, optimizer, variable, steps)
+        if strategy.communicator.rank == 1:
+            optimizer.series = None
+        take(strategy, optimizer, variable, 4)
+        return variable.numpy().tolist(), optimizer.iterations
+
+    expected = [-6.0 * (steps + 4)] * 2, steps + 4
+    assert on_ranks(3, body) == [expected] * 3
+
+
+def test_steps_of_which_one_rank_changes_a_number_are_found_in_a_steady_series():
+    def body(strategy):
+        variable, (optimizer,) = made(strategy)
+        take(strategy, optimizer, variable, 5)
+        kept = optimizer.learning_rate
+        if strategy.communicator.rank == 0:
+            optimizer.learning_rate = 0.25
+        text = refusal(MismatchError, STEP, take, strategy, optimizer, variable)
+        optimizer.learning_rate = kept
+        take(strategy, optimizer, variable, 3)
+        return "learning_rate=0.25" in text, variable.numpy().tolist()
+
+    assert on_ranks(2, body) == [(True, [-24.0, -24.0])] * 2
