@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.worlds.cleanup import find_segments, remove_segments, used_files
-from tests.worlds.example_suites import CONFTEST, DRAWN, HEALTHY, TROUBLED
+from tests.worlds.example_suites import (
+    CONFTEST,
+    DRAWN,
+    FIRST_OF_SEVERAL,
+    HEALTHY,
+    ONE_OF_SEVERAL,
+    SEVERAL_FILES,
+    TROUBLED,
+)
 from tests.worlds.launcher import find_mpirun, mpirun_command, world_environment
 
 ROOT = Path(__file__).parents[1]
@@ -222,3 +230,20 @@ def test_world_that_ends_badly_fails_its_last_test(tmp_path):
     outcome, text = Suite(tmp_path, text).outcomes()["test_treacherous[2ranks]"]
     assert outcome == "failure"
     assert "every rank finished its tests, but mpirun ended with code" in text
+
+
+def test_a_second_process_runs_ordinary_tests_from_the_end(tmp_path):
+    suite = Suite(tmp_path, FIRST_OF_SEVERAL)
+    for number in range(SEVERAL_FILES):
+        text = ONE_OF_SEVERAL.replace("NUMBER", str(number))
+        (tmp_path / f"test_it_{number:02}.py").write_text(text)
+    finished = suite.run("-v", "-rA")
+    processes = set(re.findall(r"in process (\d+)", finished.stdout))
+    assert len(processes) > 1, finished.stdout
+    assert f"1 failed, {SEVERAL_FILES - 1} passed, 1 skipped" in finished.stdout
+    assert "not on a Sunday" in finished.stdout
+    assert finished.stdout.count(" PASSED ") == SEVERAL_FILES - 1
+    # As with a debugger, in which the tests run where the user sees them.
+    (tmp_path / "begun").touch()
+    finished = suite.run("-s")
+    assert len(set(re.findall(r"in process (\d+)", finished.stdout))) == 1

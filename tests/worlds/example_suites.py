@@ -125,3 +125,29 @@ def test_drawn_fails(comm, number):
     assert comm.rank != 1, "one dislikes it"
     comm.Barrier()
 """
+
+SEVERAL_FILES = 20
+
+FIRST_OF_SEVERAL = """
+import time
+from pathlib import Path
+
+def test_first():
+    end = time.monotonic() + 60
+    while not Path("begun").exists():
+        assert time.monotonic() < end, "no second process has begun"
+        time.sleep(0.01)
+"""
+
+ONE_OF_SEVERAL = """
+import os
+from pathlib import Path
+import pytest
+
+def test_process():
+    Path("begun").touch()
+    print("in process", os.getpid())
+    if NUMBER == 18:
+        pytest.skip("not on a Sunday")
+    assert NUMBER != 19, f"in process {os.getpid()}"
+"""

@@ -15,6 +15,9 @@ from tests.worlds.cleanup import end_group, find_segments, kill_tagged, remove_s
 DIRECTORY_VARIABLE = "TEST_WORLD_DIRECTORY"
 """Names, in the ranks' environment, the directory of the selection and of the records."""
 
+ORDINARY_VARIABLE = "TEST_ORDINARY_DIRECTORY"
+"""The same, in a process that runs ordinary tests beside the user's pytest."""
+
 SCRUBBED_PREFIXES = ("MPI", "PMI", "OMPI", "PRTE", "HYDRA", "HYDI")
 SCRUBBED_NAMES = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
 TAIL_LINES = 40
@@ -52,11 +55,21 @@ def mpirun_command(mpirun, size):
     return [mpirun, "-n", str(size), "-prepend-rank"]
 
 
-def pytest_command(config, paths):
-    """Return the command of a rank: pytest on some files, with this run's options of failures."""
+def rank_command(config, paths):
+    """Return the command of a rank: pytest on some files."""
+    start = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "--only-mpi", "-x"]
+    return start + pytest_options(config, paths)
+
+
+def ordinary_command(config, paths):
+    """Return the command of a process beside the user's pytest: pytest on some files."""
+    return [sys.executable, "-m", "pytest", *pytest_options(config, paths)]
+
+
+def pytest_options(config, paths):
+    """Return this run's options of failures, and the files."""
     option = config.option
-    command = [sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", "--only-mpi", "-x"]
-    command += [
+    command = [
         "-p",
         "no:cacheprovider",
         "--color=no",
@@ -104,9 +117,15 @@ class Background:
     """Ends the launch when it is set."""
 
 
-def run_world(command, directory, working_directory, quiet_limit, background=None):
-    """Run a launch to its end, or until its ranks recorded nothing for `quiet_limit` seconds."""
+def run_world(
+    command, directory, working_directory, quiet_limit, background=None, environment=None
+):
+    """Run a launch to its end, or until its ranks recorded nothing for `quiet_limit` seconds.
+
+    `environment` replaces that of a world.
+    """
     background = background or Background()
+    environment = environment or world_environment(directory, background.environment)
     segments = find_segments()
     output = directory / "output"
     with output.open("wb") as sink:
@@ -116,7 +135,7 @@ def run_world(command, directory, working_directory, quiet_limit, background=Non
             stdout=sink,
             stderr=subprocess.STDOUT,
             cwd=working_directory,
-            env=world_environment(directory, background.environment),
+            env=environment,
             start_new_session=True,
         )
         try:

@@ -1,4 +1,7 @@
-"""The plugin of the user's pytest: launches worlds and reports their tests."""
+"""The plugin of the user's pytest: launches worlds and reports their tests.
+
+When the worlds are done, a second process runs ordinary tests from the other end of the list.
+"""
 
 import json
 import os
@@ -11,19 +14,25 @@ import pytest
 
 from tests.worlds.launcher import (
     NO_MPIRUN,
+    ORDINARY_VARIABLE,
     Background,
     find_mpirun,
     mpirun_command,
-    pytest_command,
+    ordinary_command,
+    rank_command,
     run_world,
+    world_environment,
 )
 from tests.worlds.merging import failed_reports, merge_reports
-from tests.worlds.rank import SELECTION_NAME
+from tests.worlds.recording import SELECTION_NAME
 from tests.worlds.records import read_records
 from tests.worlds.selection import world_size_of
 from tests.worlds.watchdog import time_limit
 
 START_AND_STOP_SECONDS = 60
+ORDINARY_SECONDS = 300
+FEWEST_FILES = 8
+"""Of which a second process takes a half: to start one takes seconds."""
 
 
 class Parent:
@@ -33,7 +42,10 @@ class Parent:
         self.config = config
         self.worlds = {}
         self.background = None
-        self.thread = threading.Thread(target=self.run_worlds, name="worlds")
+        self.thread = threading.Thread(target=self.run_beside, name="worlds")
+        self.lock = threading.Lock()
+        self.waiting = []
+        self.taken = {}
 
     def pytest_sessionstart(self):
         """Compile each module once, and not in each of a thousand processes."""
@@ -47,6 +59,8 @@ class Parent:
             if size := world_size_of(item):
                 world = self.worlds.setdefault(size, World(self.config, size, self.background))
                 world.items.append(item)
+            else:
+                self.waiting.append(item)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
@@ -59,19 +73,47 @@ class Parent:
             self.background.unwanted.set()
             self.thread.join()
 
-    def run_worlds(self):
+    def run_beside(self):
         for world in self.worlds.values():
             world.run()
+        option = self.config.option
+        if option.capture != "no" and not option.usepdb:
+            while not self.background.unwanted.is_set() and (tests := self.take()):
+                tests.run()
+
+    def take(self):
+        """Return half of the files of ordinary tests that wait, for a second process, or None."""
+        with self.lock:
+            # The first one may have begun.
+            files = list(dict.fromkeys(item.path for item in self.waiting))[1:]
+            if len(files) < FEWEST_FILES:
+                return None
+            taken = set(files[len(files) // 2 :])
+            tests = OrdinaryTests(self.config, 1, self.background)
+            tests.items = [item for item in self.waiting if item.path in taken]
+            self.waiting = [item for item in self.waiting if item.path not in taken]
+            self.taken |= dict.fromkeys(tests.items, tests)
+            return tests
+
+    def runner_of(self, item):
+        """Return what runs a test beside this process, or None for a test that runs here now."""
+        if size := world_size_of(item):
+            return self.worlds[size]
+        with self.lock:
+            if item in self.waiting:
+                self.waiting.remove(item)
+            return self.taken.get(item)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        if not world_size_of(item):
+        runner = self.runner_of(item)
+        if runner is None:
             if nextitem is None or not world_size_of(nextitem):
                 return None
             # World tests set up nothing here, so all fixtures must be torn down by now.
             return item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self.worlds[world_size_of(item)].reports_of(item):
+        for report in runner.reports_of(item):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -105,20 +147,30 @@ class World:
 
     def launch(self, items):
         """Run tests in one launch; return the reports of those it completed, at least one."""
-        mpirun = find_mpirun()
-        if mpirun is None:
+        if find_mpirun() is None:
             return {item.nodeid: failed_reports(item, NO_MPIRUN) for item in items}
-        paths = dict.fromkeys(item.path for item in items)
-        command = mpirun_command(mpirun, self.size) + pytest_command(self.config, paths)
         with tempfile.TemporaryDirectory(prefix="world-") as name:
             directory = Path(name)
             selection = json.dumps([item.nodeid for item in items])
             (directory / SELECTION_NAME).write_text(selection, encoding="utf-8")
-            working_directory = self.config.invocation_params.dir
-            limit = self.quiet_limit(items)
-            ending = run_world(command, directory, working_directory, limit, self.background)
+            ending = run_world(
+                self.command(dict.fromkeys(item.path for item in items)),
+                directory,
+                self.config.invocation_params.dir,
+                self.quiet_limit(items),
+                self.background,
+                self.environment(directory),
+            )
             records = read_records(self.config, directory, self.size)
             return merge_reports(items, self.size, records, ending, directory)
+
+    def command(self, paths):
+        """Return the command that runs pytest on all ranks."""
+        return mpirun_command(find_mpirun(), self.size) + rank_command(self.config, paths)
+
+    def environment(self, directory):
+        """Return the environment of the launch."""
+        return world_environment(directory, self.background.environment)
 
     def quiet_limit(self, items):
         """Return the time for which the ranks may record nothing.
@@ -129,3 +181,16 @@ class World:
         """
         given = self.config.getoption("world_timeout")
         return given or START_AND_STOP_SECONDS + max(time_limit(item) for item in items)
+
+
+class OrdinaryTests(World):
+    """Ordinary tests in a process beside this one."""
+
+    def command(self, paths):
+        return ordinary_command(self.config, paths)
+
+    def environment(self, directory):
+        return self.background.environment | {ORDINARY_VARIABLE: str(directory)}
+
+    def quiet_limit(self, items):
+        return START_AND_STOP_SECONDS + ORDINARY_SECONDS

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds.launcher import DIRECTORY_VARIABLE
+from tests.worlds.launcher import DIRECTORY_VARIABLE, ORDINARY_VARIABLE
 from tests.worlds.parent import Parent
 from tests.worlds.rank import Rank
+from tests.worlds.recording import Recording
 from tests.worlds.selection import Selection, parse_sizes
 
 
@@ -44,7 +45,11 @@ def pytest_configure(config):
         config.addinivalue_line("markers", line)
     directory = os.environ.get(DIRECTORY_VARIABLE)
     only_world_tests = config.getoption("only_mpi")
-    if directory or only_world_tests or config.getoption("with_mpi"):
+    # Tests start pytests of their own.
+    if ordinary := os.environ.pop(ORDINARY_VARIABLE, None):
+        config.pluginmanager.register(Recording(config, Path(ordinary)), "worlds-ordinary")
+        offered = config.getoption("worlds")
+    elif directory or only_world_tests or config.getoption("with_mpi"):
         rank = Rank(config, Path(directory) if directory else None)
         config.pluginmanager.register(rank, "worlds-rank")
         offered = (rank.communicator.size,)

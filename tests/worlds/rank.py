@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -10,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds.records import Recorder, is_plain, stacks_path
-from tests.worlds.selection import deselect
+from tests.worlds.recording import Recording
+from tests.worlds.records import stacks_path
 from tests.worlds.watchdog import Watchdog, time_limit
 
-SELECTION_NAME = "selection.json"
 FINALIZE_SECONDS = 30
 FIRST_POLL_SECONDS = 20e-6
 LONGEST_POLL_SECONDS = 2e-3
 
 
-class Rank:
+class Rank(Recording):
     """One rank; `directory` is None without a parent to report to, under the user's own mpirun."""
 
     def __init__(self, config, directory):
@@ -30,41 +28,14 @@ class Rank:
         wait_for_all(MPI.COMM_WORLD)
         # A separate communicator, which leftover messages of a test cannot reach.
         self.communicator = MPI.COMM_WORLD.Dup()
-        self.config = config
-        self.directory = directory
         rank = self.communicator.rank
         separate_temporary_files(rank)
-        self.recorder = Recorder(directory, rank) if directory else None
-        self.plain = {}
+        super().__init__(config, directory, rank)
         self.watchdog = Watchdog(stacks_path(directory, rank) if directory else None)
-
-    def record(self, event, **details):
-        """Send an event to the parent, if there is one."""
-        if self.recorder:
-            self.recorder.write(event, **details)
-
-    def record_report(self, report):
-        """Record a phase of a test for the parent."""
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.record("report", nodeid=report.nodeid, report=data)
 
     def abort(self):
         """End the world, so that no rank waits for this one."""
         self.communicator.Abort(1)
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.record("problem", text=report.longreprtext)
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection_modifyitems(self, config, items):
-        result = yield
-        if self.directory:
-            selection = json.loads((self.directory / SELECTION_NAME).read_text(encoding="utf-8"))
-            order = {nodeid: index for index, nodeid in enumerate(selection)}
-            deselect(config, items, {item for item in items if item.nodeid not in order})
-            items.sort(key=lambda item: order[item.nodeid])
-        return result
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
@@ -83,12 +54,8 @@ class Rank:
     def pytest_runtest_protocol(self, item):
         # In step: a rank that fails now cannot end another that still records the last test.
         wait_for_all(self.communicator)
-        self.plain = {}
-        self.record("start", nodeid=item.nodeid)
         with self.watchdog.limit(time_limit(item)):
-            result = yield
-        self.record("finish", nodeid=item.nodeid, plain=self.plain)
-        return result
+            return (yield from super().pytest_runtest_protocol(item))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -120,10 +87,7 @@ class Rank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report):
-        if is_plain(report):
-            self.plain[report.when] = report.duration
-        else:
-            self.record_report(report)
+        super().pytest_runtest_logreport(report)
         if report.failed and self.directory:
             self.abort()
 
