@@ -184,9 +184,11 @@ class BoundMovementCalls(BoundCalls):
         """As `Communicator.all_to_all`."""
         size, plain = self._engine.size, type(arrays) is np.ndarray
         if not plain and (views := self._tensors.views(arrays, out)) is not None:
+            source, target = views
             if out is None:
-                return self._engine.whole(as_tensor, self.all_to_all, *views)
-            self.all_to_all(*views)
+                return self._engine.whole(as_tensor, self.all_to_all, source, None)
+            # Not `*views`: a signal's handler may run after such a call has returned.
+            self.all_to_all(source, target)
             return out
         divisible = plain and arrays.ndim and not len(arrays) % size
         if divisible and stores_rows(out, arrays) and (out is None or len(out) == len(arrays)):

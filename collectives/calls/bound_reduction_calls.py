@@ -27,9 +27,13 @@ class BoundReductionCalls(BoundCalls):
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
         """As `Communicator.all_reduce`."""
         if (views := self._tensors.views(array, out)) is not None:
+            source, target = views
             if out is None:
-                return self._engine.whole(as_tensor, self._all_reduce_memory, *views, op, what)
-            self._all_reduce_memory(*views, op, what)
+                return self._engine.whole(
+                    as_tensor, self._all_reduce_memory, source, None, op, what
+                )
+            # Not `*views`: a signal's handler may run after such a call has returned.
+            self._all_reduce_memory(source, target, op, what)
             return out
         if on_gpu(array):
             return PASS if what is not None else self._on_gpu("all_reduce", array, out, op)
