@@ -3,8 +3,8 @@
 `world()` returns the communicator of all ranks. It initializes MPI, which importing does not.
 """
 
-from collectives.algorithms import register_algorithm
 from collectives.analysis.cost import Link, estimate
+from collectives.analysis.registration import register_algorithm
 from collectives.analysis.verify import verify
 from collectives.communicator import Communicator
 from collectives.errors import (

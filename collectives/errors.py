@@ -31,7 +31,7 @@ def in_step(error: Error) -> Error:
 
     The ranks are in step if every rank raises the error at the same point of the same call, or if
     all data of the call have moved. Any other exception that ends a call after other ranks may have
-    seen it closes the communicator.
+    seen it breaks the communicator: it refuses all further calls.
     """
     setattr(error, _IN_STEP, True)
     return error
@@ -43,7 +43,11 @@ def is_in_step(error: BaseException) -> bool:
 
 
 class CollectiveError(RuntimeError):
-    """Base class of the package's errors other than ValueError and TypeError."""
+    """Base class of the errors of calls.
+
+    Wrong arguments raise ValueError or TypeError, calls of a closed or broken communicator a
+    RuntimeError.
+    """
 
 
 class MismatchError(CollectiveError):
@@ -95,7 +99,10 @@ class RankFailedError(CollectiveError):
 
 
 class UnusableError(RuntimeError):
-    """The communicator is closed or failed, and no call was started. Internal."""
+    """The communicator is closed, or an earlier call has broken it, and no call was started.
+
+    No CollectiveError: what broke the communicator was one, or an exception of the program.
+    """
 
 
 class LaunchError(CollectiveError):

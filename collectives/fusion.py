@@ -12,7 +12,7 @@ from collectives.calls import Operation
 from collectives.calls.many import describe_many
 from collectives.communicator import Communicator
 from collectives.cuda.runtime import cuda, on_gpu
-from collectives.reductions.buckets import Plan, check_bucket_bytes, make_plan
+from collectives.reductions.buckets import Plan, check_bucket_bytes, check_list, make_plan
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 
@@ -42,6 +42,7 @@ class Fusion:
         ValueError and TypeError as `all_reduce` does.
 
         """
+        check_list("like", like)
         self._comm, self._op = comm, as_op(op)
         on_gpus = _on_gpus(like)
         kinds = tuple(map(_kind_of, like))

@@ -13,7 +13,7 @@ PACKAGES = ("collectives", "strategies", "bench")
 # For each folder, and each module that lies in none, what it may import of `collectives`.
 # Top to bottom: what users call, what serves their calls, what is served.
 COLLECTIVES = {
-    "__init__": {"algorithms", "analysis", "communicator", "errors", "fusion", "lifecycle"}
+    "__init__": {"analysis", "communicator", "errors", "fusion", "lifecycle"}
     | {"messaging", "reductions", "world"},
     "__main__": {"doctor"},
     "doctor": {"communicator", "cuda", "errors", "gpu", "launching", "transports"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from collectives.algorithms import (
     binomial,
@@ -30,31 +31,46 @@ class Algorithm:
     chunks: Callable[[int], int]
 
 
+_DEFAULT = "auto"
+"""What the benchmark calls the default selection."""
+
 _TABLE: dict[tuple[str, str], Algorithm] = {}
 _NAMES: dict[str, list[str]] = {}
 
 
-def register_algorithm(
-    collective: str,
-    name: str,
-    schedule: Schedule,
-    *,
-    chunks: Callable[[int], int] = chunk_per_rank,
-) -> None:
-    """Register a schedule, so that it can be verified, priced, selected, forced and benchmarked.
+def register(*arguments: Any, **named: Any) -> None:
+    """Add an algorithm of this package, of the arguments of `new_algorithm`.
+
+    Tests verify it. `analysis.registration` verifies those of users.
+    """
+    add(new_algorithm(*arguments, **named))
+
+
+def new_algorithm(
+    collective: str, name: str, schedule: Schedule, chunks: Callable[[int], int] = chunk_per_rank
+) -> Algorithm:
+    """An algorithm for `add`.
 
     `chunks` maps the number of ranks to the number of chunks of the buffer. It applies where the
-    collective leaves that open (all_reduce, reduce, broadcast). Every rank must register the same
-    schedules. Raises ValueError for an unknown collective or a name in use, TypeError for a name
-    that is not a string or a schedule that is not callable.
+    collective leaves that open (all_reduce, reduce, broadcast).
+
+    Raises ValueError for an unknown collective or a name in use, TypeError for a name that is not a
+    string, and for a schedule or `chunks` that is not callable.
     """
     if not isinstance(name, str) or not callable(schedule):
         raise TypeError(f"name={name!r}, schedule={schedule!r}: must be a string and a callable")
+    if not callable(chunks):
+        raise TypeError(f"chunks={chunks!r}: must be a function of the number of ranks")
     chunks = spec_of(collective).chunks or chunks
-    if (collective, name) in _TABLE or name in FORCED:
+    if (collective, name) in _TABLE or name in (*FORCED, _DEFAULT):
         raise ValueError(f"name={name!r}: {collective} already has an algorithm of that name")
-    _TABLE[collective, name] = Algorithm(collective, name, schedule, chunks)
-    _NAMES.setdefault(collective, []).append(name)
+    return Algorithm(collective, name, schedule, chunks)
+
+
+def add(algorithm: Algorithm) -> None:
+    """Put it into the table, so that it can be verified, priced, selected, forced and measured."""
+    _TABLE[algorithm.collective, algorithm.name] = algorithm
+    _NAMES.setdefault(algorithm.collective, []).append(algorithm.name)
 
 
 def names(collective: str) -> list[str]:
@@ -78,26 +94,29 @@ def find(collective: str, name: str) -> Algorithm:
 
 def check_name(collective: str, name: str | None) -> None:
     """Raise ValueError for an algorithm or path that the collective does not have."""
-    if name not in (None, *FORCED) and (collective, name) not in _TABLE:
-        known = ", ".join(map(repr, [*names(collective), *FORCED]))
-        raise ValueError(f"algorithm={name!r}: {collective} has {known}")
+    known = name is None or (
+        isinstance(name, str) and (name in FORCED or (collective, name) in _TABLE)
+    )
+    if not known:
+        there = ", ".join(map(repr, [*names(collective), *FORCED]))
+        raise ValueError(f"algorithm={name!r}: {collective} has {there}")
 
 
-register_algorithm("all_reduce", "ring", ring.all_reduce)
-register_algorithm("all_reduce", "doubling", doubling.all_reduce, chunks=one_chunk)
-register_algorithm("all_reduce", "rabenseifner", rabenseifner.all_reduce)
-register_algorithm("all_reduce", "circulant", circulant.all_reduce)
-register_algorithm("reduce_scatter", "ring", ring.reduce_scatter)
-register_algorithm("reduce_scatter", "rabenseifner", rabenseifner.reduce_scatter)
-register_algorithm("reduce_scatter", "circulant", circulant.reduce_scatter)
-register_algorithm("all_gather", "ring", ring.all_gather)
-register_algorithm("all_gather", "doubling", doubling.all_gather)
-register_algorithm("scan", "doubling", doubling.scan)
-register_algorithm("exscan", "doubling", doubling.exscan)
-register_algorithm("broadcast", "binomial", binomial.broadcast, chunks=one_chunk)
-register_algorithm("broadcast", "scatter_all_gather", scatter_all_gather.broadcast)
-register_algorithm("reduce", "binomial", binomial.reduce, chunks=one_chunk)
-register_algorithm("reduce", "reduce_scatter_gather", reduce_scatter_gather.reduce)
-register_algorithm("gather", "binomial", binomial.gather)
-register_algorithm("scatter", "binomial", binomial.scatter)
-register_algorithm("all_to_all", "pairwise", pairwise.all_to_all)
+register("all_reduce", "ring", ring.all_reduce)
+register("all_reduce", "doubling", doubling.all_reduce, chunks=one_chunk)
+register("all_reduce", "rabenseifner", rabenseifner.all_reduce)
+register("all_reduce", "circulant", circulant.all_reduce)
+register("reduce_scatter", "ring", ring.reduce_scatter)
+register("reduce_scatter", "rabenseifner", rabenseifner.reduce_scatter)
+register("reduce_scatter", "circulant", circulant.reduce_scatter)
+register("all_gather", "ring", ring.all_gather)
+register("all_gather", "doubling", doubling.all_gather)
+register("scan", "doubling", doubling.scan)
+register("exscan", "doubling", doubling.exscan)
+register("broadcast", "binomial", binomial.broadcast, chunks=one_chunk)
+register("broadcast", "scatter_all_gather", scatter_all_gather.broadcast)
+register("reduce", "binomial", binomial.reduce, chunks=one_chunk)
+register("reduce", "reduce_scatter_gather", reduce_scatter_gather.reduce)
+register("gather", "binomial", binomial.gather)
+register("scatter", "binomial", binomial.scatter)
+register("all_to_all", "pairwise", pairwise.all_to_all)

@@ -67,6 +67,11 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
         converted = array.view(np.ndarray)
     elif is_torch(array):
         converted = from_torch(array, argument)
+    elif hasattr(array, "wait") and hasattr(array, "done"):
+        raise TypeError(
+            f"{argument} is a {type(array).__name__}, the handle of a call: pass the result of its"
+            " `wait()`"
+        )
     elif array is None:
         raise TypeError(
             f"{argument} is None: must be an array. Where it is the gradient of a parameter that"

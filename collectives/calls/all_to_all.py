@@ -32,6 +32,7 @@ from collectives.calls.objects import gather_pickles
 from collectives.consistency.signature import Signature, dtype_name, forced
 from collectives.errors import DtypeMismatchError, ShapeMismatchError, in_step
 from collectives.execution.engine import Engine
+from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
 
 # Alignment of the elements in bytes, sufficient for every dtype.
@@ -66,6 +67,7 @@ class Parts:
             if may_overlap(whole, self._output.buffer):
                 self.arrays = [part.copy() for part in self.arrays]
             return
+        check_list("arrays", arrays)
         if len(arrays) != size:
             raise ValueError(
                 f"arrays has {len(arrays)} entries: must have one for each of {size} ranks"

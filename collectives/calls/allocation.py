@@ -74,7 +74,12 @@ def empty_shared(shape: int | Sequence[int], dtype: Any) -> Operation:
 def _checked(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     """Lengths, dtype and bytes; ValueError or TypeError if the array is not possible."""
     dimensions = _dimensions(shape)
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"dtype={dtype!r}: must be a dtype of NumPy, or its name ({error})"
+        ) from None
     if kind.hasobject or not kind.itemsize:
         raise TypeError(f"dtype={kind}: a registered array holds fixed-size numbers")
     # Raises MemoryError for impossible sizes before the ranks synchronize.
@@ -84,7 +89,10 @@ def _checked(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], n
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
     given = shape if isinstance(shape, Sequence) else (shape,)
-    dimensions = tuple(operator.index(length) for length in given)
+    try:
+        dimensions = tuple(operator.index(length) for length in given)
+    except TypeError:
+        raise TypeError(f"shape={shape!r}: must be an integer, or a sequence of them") from None
     if any(length < 0 for length in dimensions):
         raise ValueError(f"shape={shape!r}: lengths must not be negative")
     return dimensions

@@ -42,7 +42,8 @@ _LAST = CALLS_KEPT - 1
 Run = Callable[[Any, Any, int | None], Any]
 Call = Callable[[Any, Any], Any]
 Make = Callable[[Any, Any, int], Any]
-"""A function (source, target, sequence) that returns the index for `Run` once all have called."""
+"""A function (source, target, sequence) that announces the call, waits until all ranks have, and
+returns the index for `Run`."""
 
 
 def bind(
@@ -55,10 +56,11 @@ def bind(
 ) -> Call:
     """A function (source, target) that makes the call, and returns what `run` returns.
 
-    publish(index, source, target) stores what other ranks read, at that word of this rank's
-    segment, before they can see the call. run(source, target, index) is called once all ranks have
+    publish(index, source, target) stores what other ranks read, before they can see the call, from
+    word `index` of this rank's segment on. run(source, target, index) is called once all ranks have
     made it; index is None where the ranks don't all share memory, and nothing was published: there
-    `exchange` sends data with the check. PASS where a first registered array has been made since.
+    `exchange` sends data with the check. The function returns PASS, having done nothing, where the
+    first registered array was made after the call was bound: bind it again.
     """
     check = engine.call_check
     if check is None:
@@ -123,7 +125,8 @@ def _made_on_node(
 ) -> Make:
     memory, pool, in_use = node.steps.memory, node.pool, node.pool.in_use
     own, peer, fence, arrive = memory.own, memory.others[0], memory.fence, check.check_at
-    one_word = engine.size == 2 and fence is None  # is then proof that both ranks have arrived
+    # With two ranks and ordered stores, the peer's equal word proves that both have arrived.
+    one_word = engine.size == 2 and fence is None
 
     def make(source: Any, target: Any, sequence: int) -> Any:
         if in_use is not pool.in_use:
@@ -182,7 +185,7 @@ def bind_all_reduce(
 def of_shape(
     call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], *, gets: bool = True
 ) -> Callable[[Array, Any], Any]:
-    """As a bound call of flat buffers: the function (array, out) → result of that shape and dtype.
+    """A call on flat buffers as one on arrays: (array, out) → result, of that shape and dtype.
 
     `array` is any NumPy array of the shape. PASS where `out` can't take the result as it comes. A
     rank that doesn't get the result returns None.

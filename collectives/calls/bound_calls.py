@@ -1,4 +1,4 @@
-"""What the bound calls of one communicator have in common: they are found by what was asked for.
+"""What the bound calls of one communicator have in common: they are found by op, dtype and shape.
 
 Plain torch tensors are taken as their memory. Other arrays that a bound call can't take as they are
 (of another library, strides or dtype than that of the fold) are brought into shape here, before the

@@ -31,6 +31,7 @@ from collectives.calls.movements import (
 from collectives.calls.objects import outcome_of
 from collectives.cuda.runtime import on_gpu
 from collectives.execution.engine import Engine
+from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
 
 
@@ -204,8 +205,12 @@ class BoundMovementCalls(BoundCalls):
                 self._engine.leave(error)
                 raise
             return result
-        if on_gpu(arrays) or (not hasattr(arrays, "shape") and any(map(on_gpu, arrays))):
+        if on_gpu(arrays):
             return PASS
+        if not hasattr(arrays, "shape"):
+            check_list("arrays", arrays)
+            if any(map(on_gpu, arrays)):
+                return PASS
         return self._engine.whole(self._all_to_all_parts, Parts(arrays, size, out))
 
     def _all_to_all_parts(self, parts: Parts) -> Any:

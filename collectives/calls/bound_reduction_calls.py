@@ -17,6 +17,7 @@ from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
 from collectives.calls.bound_folds import bind_reduce, bind_reduce_scatter, bind_scan
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import refuse_mean
+from collectives.consistency.signature import check_text
 from collectives.cuda.runtime import on_gpu
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
@@ -26,6 +27,7 @@ class BoundReductionCalls(BoundCalls):
 
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
         """As `Communicator.all_reduce`."""
+        check_text("what", what)
         if (views := self._tensors.views(array, out)) is not None:
             source, target = views
             if out is None:

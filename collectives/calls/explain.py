@@ -8,12 +8,14 @@ import numpy as np
 
 from collectives.calls.bound_all_to_all import EXCHANGED_BYTES
 from collectives.calls.bound_between_nodes import exchanged_reduction
-from collectives.calls.bound_small import small_reduction
+from collectives.calls.bound_small import node_of_all, small_broadcast, small_reduction
 from collectives.calls.exchanged_rows import room_of_row
+from collectives.calls.rows import room_on_node
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, reduction_for
-from collectives.schedules.paths import DISSEMINATION, QUICKEST, SHARED
+from collectives.schedules.paths import DISSEMINATION, QUICKEST, SHARED, STAGED
 from collectives.schedules.spec import spec_of
+from collectives.shm.layout import SMALL_BYTES
 from collectives.shm.selector import PathSelector
 
 
@@ -22,19 +24,34 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
     op = ReduceOp.SUM if spec_of(collective).reduces else None
     if op is not None:
         reduction_for(op, dtype)  # raises TypeError for a dtype without it
-    small = collective == "all_reduce" and small_reduction(engine, ReduceOp.SUM, dtype, nbytes)
-    if small:
-        return f"{SHARED} runs, in a single step: few bytes, whatever is expected"
+    if _takes_one_step(engine, collective, nbytes, dtype):
+        return f"{SHARED} runs, in one step: so few bytes travel with the check of the call"
     if _travels_with_check(engine, collective, nbytes, dtype):
         return f"{DISSEMINATION} runs, with the comparison of the call: few bytes"
     # Movements treat elements as bytes.
-    paths = engine.paths(collective, op, np.dtype(np.uint8) if op is None else dtype)
-    if engine.size > 1 and engine.choose(collective, nbytes, paths) == QUICKEST:
-        route = paths[QUICKEST]
-        assert isinstance(route, PathSelector)
-        return _measured(route, nbytes)
+    equal = collective == "all_to_all" and node_of_all(engine) is not None
+    name = "all_to_all_equal" if equal else collective
+    paths = engine.paths(name, op, np.dtype(np.uint8) if op is None else dtype)
+    if engine.size > 1 and (equal or engine.choose(collective, nbytes, paths) == QUICKEST):
+        selector = paths[QUICKEST]
+        assert isinstance(selector, PathSelector)
+        if selector.exchanges(nbytes):
+            return _measured(selector, nbytes, "" if op is None else f" for {dtype}")
+        return f"{STAGED} runs: there are more ranks than cores"
     choice = engine.price(collective, nbytes, paths)
     return f"{choice}\n  by {engine.costs_source}" if choice.seconds else str(choice)
+
+
+def _takes_one_step(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> bool:
+    """Whether so many bytes lie beside the words that the ranks of a node compare."""
+    node = node_of_all(engine)
+    if spec_of(collective).reduces:
+        return small_reduction(engine, ReduceOp.SUM, dtype, nbytes) is not None
+    if collective == "broadcast":
+        return small_broadcast(engine, nbytes, 0) is not None
+    if collective in ("all_gather", "gather"):
+        return node is not None and 0 < nbytes <= engine.size * room_on_node(node)
+    return node is not None and 0 < nbytes <= SMALL_BYTES
 
 
 def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) -> bool:
@@ -48,13 +65,13 @@ def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.
     return collective == "broadcast" and 0 < nbytes <= room_of_row(engine, 1)
 
 
-def _measured(route: PathSelector, nbytes: int) -> str:
+def _measured(selector: PathSelector, nbytes: int, kind: str) -> str:
     """One line for each measured path, the fastest first."""
-    ways, measured = route.candidates(nbytes), route.seconds(nbytes)
-    untried = [way for way in ways if way not in measured]
+    paths, measured = selector.candidates(nbytes), selector.seconds(nbytes)
+    untried = [path for path in paths if path not in measured]
     if not measured:
-        return f"each of {', '.join(untried)} is tried first: not yet measured"
-    ranked = sorted(measured, key=lambda way: measured[way])
-    lines = [f"  {way:<22}{measured[way] * 1e6:12.1f} µs measured" for way in ranked]
-    lines += [f"  {way:<22}not yet measured" for way in untried]
+        return f"not yet measured{kind}: the next calls try {', '.join(untried)}"
+    ranked = sorted(measured, key=lambda path: measured[path])
+    lines = [f"  {path:<22}{measured[path] * 1e6:12.1f} µs measured" for path in ranked]
+    lines += [f"  {path:<22}not yet measured" for path in untried]
     return "\n".join([f"{ranked[0]} runs: least time in the calls of about that size", *lines])

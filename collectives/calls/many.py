@@ -14,7 +14,7 @@ from collectives.arrays.kinds import Output
 from collectives.caching import LRU
 from collectives.calls import Operation
 from collectives.calls.reductions import ReduceInput
-from collectives.consistency.signature import Signature
+from collectives.consistency.signature import Signature, check_text
 from collectives.execution.cost_model import bucket_of
 from collectives.execution.engine import Engine
 from collectives.reductions.buckets import (
@@ -114,6 +114,7 @@ class Many:
     ) -> tuple[Operation, list[Part]]:
         """The reductions of many arrays, one collective for each bucket; and its buckets."""
         check_many(arrays, out)
+        check_text("what", what)
         reduction, limit = as_op(op), self.bucket_bytes(bucket_bytes)
         given = inputs_of(arrays, reduction)
         if any(map(_on_gpu, given)):

@@ -144,6 +144,8 @@ class Scattered(NamedTuple):
 
 def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:
     """The root's array. Raises where it can't be scattered."""
+    if array is None:
+        raise TypeError(f"array is None on the root, rank {engine.rank}: must be what is scattered")
     rows = Rows(to_array(array), axis)
     refuse_lost_gradient(array, "array")
     on_gpu = is_device(rows.flat)

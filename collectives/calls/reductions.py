@@ -19,7 +19,7 @@ from collectives.arrays.kinds import (
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows
-from collectives.consistency.signature import Signature, dtype_name, forced
+from collectives.consistency.signature import Signature, check_text, dtype_name, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
@@ -35,7 +35,10 @@ class ReduceInput:
         dtype = self.array.dtype
         if not dtype.isnative:
             dtype = dtype.newbyteorder("=")
-        self.dtype = reduction_for(self.op, dtype, self.on_gpu).dtype
+        try:
+            self.dtype = reduction_for(self.op, dtype, self.on_gpu).dtype
+        except TypeError as error:
+            raise TypeError(f"{argument}: {error}") from None
 
     def signature(
         self, collective: str, root: int | None = None, detail: str | None = None
@@ -78,6 +81,7 @@ def all_reduce(
 ) -> Operation:
     """The reduction of all ranks' arrays, on every rank."""
     algorithms.check_name("all_reduce", algorithm)
+    check_text("what", what)
     given = ReduceInput(array, op)
     output = given.output(out)
     source = given.source_for(output)
@@ -93,6 +97,7 @@ def all_reduce(
 
 def barrier(what: str | None) -> Operation:
     """Nothing but the agreement that all have come, and have come for the same."""
+    check_text("what", what)
     return Operation(Signature("barrier", detail=what), lambda engine: None)
 
 

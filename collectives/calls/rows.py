@@ -62,6 +62,13 @@ def rows_of_all(
     return ExchangedRows(engine, most, first, second, nbytes)
 
 
+def room_on_node(node: Node) -> int:
+    """How many bytes each rank of a node may store beside its arrival."""
+    # Registered arrays of more bytes are read where they are.
+    most = LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
+    return min(most, SMALL_BYTES_OF_ALL // node.steps.memory.size)
+
+
 class _NodeRows:
     """All ranks share memory: each stores its row beside its arrival, if it has few bytes."""
 
@@ -71,9 +78,7 @@ class _NodeRows:
         self, node: Node, first: int, second: int, nbytes: int, *, addressed: bool
     ) -> None:
         memory, addresses = node.steps.memory, node.addresses
-        # Registered arrays of more bytes are read where they are.
-        most = LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
-        self._most = min(most, SMALL_BYTES_OF_ALL // memory.size)
+        self._most = room_on_node(node)
         self._slots = {
             at + DATA: [slots[parity][ROW_BYTES:] for slots in memory.slots]
             for parity, at in enumerate(ARRIVALS)

@@ -119,6 +119,12 @@ def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
     return index
 
 
+def check_text(name: str, value: Any) -> None:
+    """TypeError unless the value is a text or None."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: must be a str, or None")
+
+
 def check_peer(peer: Any, rank: int, size: int, name: str = "peer") -> int:
     """`peer` as the number of another rank; TypeError or ValueError otherwise."""
     index = check_index(name, peer, size)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives import algorithms
 from collectives.arrays.kinds import empty, is_device
 from collectives.caching import LRU
 from collectives.consistency.call_scope import CallScope
@@ -178,7 +179,8 @@ class Engine(CallScope):
             self.path = went or algorithm
         elif algorithm in FORCED:
             kind = "" if op is None else f" for {op.value} of {target.dtype}"
-            text = f"there is no such {collective}{kind} here; there is {', '.join(paths)}"
+            there = [name for name in FORCED if name in paths] + algorithms.names(collective)
+            text = f"there is no such {collective}{kind} here; there is {', '.join(there)}"
             raise in_step(ValueError(f"algorithm={algorithm!r}: {text}"))
         else:
             run = partial(self._plans.run, collective, algorithm, source, target)

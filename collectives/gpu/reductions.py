@@ -11,6 +11,7 @@ from collectives.arrays.kinds import Output, address, flat, is_plain
 from collectives.calls import Operation
 from collectives.calls.many import describe_many, inputs_of, outputs_of, reached
 from collectives.calls.reductions import ReduceInput
+from collectives.consistency.signature import check_text
 from collectives.cuda.interface import DeviceArray
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.execution.engine import Engine
@@ -83,6 +84,7 @@ class ManyOnGpus:
         what: str | None,
     ) -> Started:
         check_many(arrays, out)
+        check_text("what", what)
         reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
         given = _inputs(arrays, reduction)
         outputs = outputs_of(given, out)

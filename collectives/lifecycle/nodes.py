@@ -216,7 +216,7 @@ def _join(
 ) -> Node:
     """The node's shared memory, ready for use, and its connection to the other nodes."""
     steps.memory.publish_process()
-    steps.together()
+    steps.barrier()
 
     def gather(numbers: list[int]) -> list[list[int]]:
         return gather_pickles(node, pickle.dumps(numbers))

@@ -11,6 +11,7 @@ import numpy as np
 from collectives.arrays.kinds import flat, to_numpy
 from collectives.errors import RankFailedError
 from collectives.messaging.liveness import Processes
+from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
 from collectives.transports.base import Bytes, Sending
 
@@ -43,6 +44,9 @@ def write(header: Any, arrays: Iterable[Any]) -> list[Bytes]:
 
     The memory is the arrays' own where they are contiguous.
     """
+    check_list("arrays", arrays)
+    if hasattr(arrays, "shape"):
+        raise TypeError("arrays is one array: must be a list of arrays")
     given = [_checked(array, f"arrays[{place}]") for place, array in enumerate(arrays)]
     kinds = [(_named(array.dtype), array.shape) for array in given]
     content = pickle.dumps((header, kinds), pickle.HIGHEST_PROTOCOL)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -91,8 +91,17 @@ def check_bucket_bytes(bucket_bytes: int | None) -> int:
     return number
 
 
+def check_list(name: str, given: Any) -> None:
+    """TypeError for what can be no list of arrays."""
+    if isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} is a {type(given).__name__}: must be a list of arrays")
+
+
 def check_many(arrays: Sequence[Any], out: Sequence[Any] | None) -> None:
-    """Raise ValueError unless there is one output for each array."""
+    """TypeError unless both are lists, ValueError unless there is an output for each array."""
+    check_list("arrays", arrays)
+    if out is not None:
+        check_list("out", out)
     if out is not None and len(out) != len(arrays):
         raise ValueError(
             f"out has {len(out)} entries: must have one for each of {len(arrays)} arrays"

@@ -6,7 +6,7 @@ NATIVE = "native"
 """The transport's own collective."""
 
 SHARED = "shared"
-"""Through the node's memory, by the currently fastest of the next three paths."""
+"""Through the node's memory, by the currently fastest of `DIRECT`, `STAGED` and `SINGLE_COPY`."""
 
 DIRECT = "direct"
 """Zero copy: registered arrays are read and written in place."""

@@ -112,7 +112,9 @@ class AddressExchange:
             self._steps.memory.touch_stages()
 
     def publisher(self, first: int, second: int = 0) -> Publish:
-        """A function (index, source, target) that publishes a row with these numbers.
+        """A function (index, source, target) that publishes a row with two numbers.
+
+        The collective defines what they mean: in a reduction `first` is the number of bytes.
 
         It stores the row at word `index` of this rank's segment; the call check makes it visible.
         Where source is None the input lies in the target. Where target is None it is allocated
@@ -147,15 +149,15 @@ class AddressExchange:
         self, source: Array | None, target: Array | None, first: int, second: int
     ) -> tuple[int, int, int, int, int, int, int]:
         locate = self._pool.locate if self._pool.in_use else None
-        end = to = 0
+        written = place = 0
         if target is not None:
-            end = address_of(target)
-            to = locate(end, target.nbytes) if locate else 0
-        start, at = end, to
+            written = address_of(target)
+            place = locate(written, target.nbytes) if locate else 0
+        read, read_place = written, place
         if source is not None:
-            start = address_of(source)
-            at = locate(start, source.nbytes) if locate else 0
-        return at, to, start, end, first, second, self.tuning.nanoseconds
+            read = address_of(source)
+            read_place = locate(read, source.nbytes) if locate else 0
+        return read_place, place, read, written, first, second, self.tuning.nanoseconds
 
     def _find(self, given: Iterable[_Row]) -> Exchanged:
         rows = list(given)

@@ -64,10 +64,10 @@ class CopyInCopyOut:
         self._scratch = np.empty(most, dtype)
 
     def _own_stage(self) -> Array:
-        return self._stages[self._rank][self._steps.begin()]
+        return self._stages[self._rank][self._steps.await_free_stage()]
 
     def _stage_of(self, peer: int) -> Array:
-        return self._stages[peer][self._steps.stage_of(peer)]
+        return self._stages[peer][self._steps.await_written_by(peer)]
 
     # all_reduce
 
@@ -88,12 +88,12 @@ class CopyInCopyOut:
         steps, start = self._steps, self._start(len(target))
         block = slice(start, start + len(target))
         self._own_stage()[block] = given
-        steps.written()
+        steps.mark_written()
         peer = 1 - self._rank
         peer_block = self._stage_of(peer)[block]
         pair = (given, peer_block) if peer else (peer_block, given)
         self._fold(pair, target, self._scratch)
-        steps.read()
+        steps.finish_step()
 
     def _start(self, length: int) -> int:
         """Offset of a block in the stages; short blocks rotate through four offsets.
@@ -115,13 +115,13 @@ class CopyInCopyOut:
         """Fold every rank's elements of this rank's slice of a block."""
         steps, rank = self._steps, self._rank
         self._write_others(given, edges)
-        steps.written()
-        parity = steps.stages()
+        steps.mark_written()
+        parity = steps.await_written_by_all()
         own = slice(edges[rank], edges[rank + 1])
         pieces = [stages[parity][own] for stages in self._stages]
         pieces[rank] = given[own]
         self._fold(pieces, folded, self._scratch)
-        steps.read()
+        steps.finish_step()
 
     def _write_others(self, given: Array, edges: Sequence[int]) -> None:
         """Write the slices of a block that other ranks fold."""
@@ -136,12 +136,12 @@ class CopyInCopyOut:
         own = slice(edges[rank], edges[rank + 1])
         if root != rank:
             self._own_stage()[own] = target[own]
-        steps.written()
+        steps.mark_written()
         if root is None or root == rank:
             for peer in others(rank, self._size):
                 slice_of_peer = slice(edges[peer], edges[peer + 1])
                 target[slice_of_peer] = self._stage_of(peer)[slice_of_peer]
-        steps.read()
+        steps.finish_step()
 
     # reduce and reduce_scatter
 
@@ -167,13 +167,13 @@ class CopyInCopyOut:
             for peer in others(rank, self._size):
                 content = parts[peer][piece]
                 stage[peer * most : peer * most + len(content)] = content
-            steps.written()
-            parity = steps.stages()
+            steps.mark_written()
+            parity = steps.await_written_by_all()
             own = slice(rank * most, rank * most + len(folded))
             pieces = [stages[parity][own] for stages in self._stages]
             pieces[rank] = parts[rank][piece]
             self._fold(pieces, folded, self._scratch)
-            steps.read()
+            steps.finish_step()
 
     # movements
 
@@ -184,11 +184,11 @@ class CopyInCopyOut:
         for block in blocks_of(len(target), self._capacity):
             if self._rank == root:
                 self._own_stage()[: block.stop - block.start] = target[block]
-                self._steps.written()
+                self._steps.mark_written()
             else:
                 stage = self._stage_of(root)
                 target[block] = stage[: block.stop - block.start]
-            self._steps.read()
+            self._steps.finish_step()
 
     def all_gather(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
@@ -211,12 +211,12 @@ class CopyInCopyOut:
             if root != rank:
                 content = parts[rank][block]
                 self._own_stage()[: len(content)] = content
-            steps.written()
+            steps.mark_written()
             if root is None or root == rank:
                 for peer in others(rank, self._size):
                     part = parts[peer][block]
                     part[:] = self._stage_of(peer)[: len(part)]
-            steps.read()
+            steps.finish_step()
 
     def scatter(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
         """The root writes a piece of every part; each other rank reads its own."""
@@ -228,12 +228,12 @@ class CopyInCopyOut:
                 for peer in others(rank, self._size):
                     content = parts[peer][piece]
                     stage[peer * most : peer * most + len(content)] = content
-                steps.written()
+                steps.mark_written()
             else:
                 part = parts[rank][piece]
                 stage = self._stage_of(root)
                 part[:] = stage[rank * most : rank * most + len(part)]
-            steps.read()
+            steps.finish_step()
 
     def all_to_all(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
@@ -248,12 +248,12 @@ class CopyInCopyOut:
             for peer in others(rank, size):
                 content = parts[peer][piece]
                 stage[peer * most : peer * most + len(content)] = content
-            steps.written()
+            steps.mark_written()
             for peer in others(rank, size):
                 part = parts[size + peer][piece]
                 stage = self._stage_of(peer)
                 part[:] = stage[rank * most : rank * most + len(part)]
-            steps.read()
+            steps.finish_step()
 
     def all_to_all_equal(
         self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
@@ -267,12 +267,12 @@ class CopyInCopyOut:
             stage, count = self._own_stage(), piece.stop - piece.start
             for peer in others(rank, self._size):
                 stage[peer * most : peer * most + count] = outgoing[peer, piece]
-            steps.written()
+            steps.mark_written()
             incoming[rank, piece] = outgoing[rank, piece]
             for peer in others(rank, self._size):
                 stage = self._stage_of(peer)
                 incoming[peer, piece] = stage[rank * most : rank * most + count]
-            steps.read()
+            steps.finish_step()
 
 
 def others(rank: int, size: int) -> Iterator[int]:

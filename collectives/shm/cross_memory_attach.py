@@ -2,7 +2,7 @@
 
 A rank reads its peers' private memory in place (`peer_memory`). The cache lines transferred between
 cores are the program's own, not copies just written to a stage. After an exception in a call, the
-caller keeps the rank's arrays (`route`), because other ranks may still access them.
+caller keeps the rank's arrays (`selector`), because other ranks may still access them.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class CrossMemoryAttach:
             pieces = self._read_pieces(addresses, given, block)
             if in_place:
                 # The peer must have read the block before it is overwritten.
-                steps.together()
+                steps.barrier()
             self._fold(pieces, target[block], self._scratch[self._rank])
         if not in_place:
-            steps.together()
+            steps.barrier()
 
     def _read_pieces(self, addresses: Addresses, given: Array, block: slice) -> list[Array]:
         """Every rank's elements of a block, in rank order."""
@@ -107,10 +107,10 @@ class CrossMemoryAttach:
         edges = bounds(len(target), self._size, self._itemsize)
         start, stop = edges[self._rank], edges[self._rank + 1]
         self._fold_part(addresses, given, start, target[start:stop])
-        self._steps.together()
+        self._steps.barrier()
         if root in (None, self._rank):
             self._read_parts(addresses.target_addresses, edges, target)
-        self._steps.together()
+        self._steps.barrier()
 
     def reduce_scatter(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
@@ -118,7 +118,7 @@ class CrossMemoryAttach:
         """Each rank folds its part; the target is that part alone."""
         assert source is not None
         self._fold_part(addresses, source, sum(lengths[: self._rank]), target)
-        self._steps.together()
+        self._steps.barrier()
 
     # Movements
 
@@ -134,7 +134,7 @@ class CrossMemoryAttach:
                 self._peers.write(peer, targets[peer] + start, rest, own + start)
         else:
             self._peers.read(root, targets[root], start, own)
-        self._steps.together()
+        self._steps.barrier()
 
     def all_gather(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
@@ -148,7 +148,7 @@ class CrossMemoryAttach:
         into = address_of(target)
         for peer, address, nbytes, start in parts:
             self._peers.read(peer, address, nbytes, into + start)
-        self._steps.together()
+        self._steps.barrier()
 
     def _parts_at(
         self, addresses: Addresses, lengths: Lengths
@@ -168,7 +168,7 @@ class CrossMemoryAttach:
         """The root reads the others' parts."""
         if self._rank == root:
             self._read_parts(addresses.target_addresses, part_starts(lengths), target)
-        self._steps.together()
+        self._steps.barrier()
 
     def scatter(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
@@ -179,7 +179,7 @@ class CrossMemoryAttach:
             start, nbytes = self._span(first, first + lengths[self._rank])
             address = addresses.target_addresses[root] + start
             self._peers.read(root, address, nbytes, address_of(target) + start)
-        self._steps.together()
+        self._steps.barrier()
 
     def all_to_all_equal(
         self, addresses: Addresses, source: Array | None, target: Array, lengths: Lengths, root: int
@@ -193,4 +193,4 @@ class CrossMemoryAttach:
         for peer in others(rank, self._size):
             at = addresses.source_addresses[peer] + start
             self._peers.read(peer, at, nbytes, into + peer * nbytes)
-        self._steps.together()
+        self._steps.barrier()

@@ -45,18 +45,18 @@ class Packed:
 
     def begin(self) -> int:
         """The parity of the place into which this rank may pack now."""
-        return self._steps.begin()
+        return self._steps.await_free_stage()
 
     def reduce(self, place: Place) -> None:
         """Reduce; the result replaces what this rank packed, until the next `begin`."""
         steps, folded = self._steps, place.own
-        steps.written()
-        steps.stages()
+        steps.mark_written()
+        steps.await_written_by_all()
         self._fold(place.slices, folded, self._scratch)
         for theirs in place.others:
             theirs[...] = folded
-        steps.read()
-        steps.together()
+        steps.finish_step()
+        steps.barrier()
 
 
 class Place:

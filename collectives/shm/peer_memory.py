@@ -107,7 +107,7 @@ def _try(steps: ProgressCounters, memory: PeerMemory) -> bool:
     except RankFailedError:
         return False
     finally:
-        steps.together()
+        steps.barrier()
     return True
 
 

@@ -28,7 +28,7 @@ class ProgressCounters:
         """A number that is equal on all ranks, and increases every other step."""
         return self._step >> 1
 
-    def begin(self) -> int:
+    def await_free_stage(self) -> int:
         """Wait until this rank's next stage may be written; the stage's parity."""
         value = 2 * self._step - 2
         for words in self._others:
@@ -38,18 +38,18 @@ class ProgressCounters:
             self._fence()
         return self._step & 1
 
-    def written(self) -> None:
+    def mark_written(self) -> None:
         """Publish that the stage is written, or that this rank writes nothing in this step."""
         if self._fence is not None:
             self._fence()
         self._own[PROGRESS] = 2 * self._step + 1
 
-    def stages(self) -> int:
+    def await_written_by_all(self) -> int:
         """Wait until all ranks have written their stages of this step; the stages' parity."""
         self._await_all(2 * self._step + 1)
         return self._step & 1
 
-    def stage_of(self, peer: int) -> int:
+    def await_written_by(self, peer: int) -> int:
         """Wait until one rank has written its stage of this step; the stage's parity."""
         if peer != self.rank:
             words, value = self.memory.words[peer], 2 * self._step + 1
@@ -59,14 +59,14 @@ class ProgressCounters:
                 self._fence()
         return self._step & 1
 
-    def read(self) -> None:
+    def finish_step(self) -> None:
         """Publish that this rank has read all it needs of this step, and start the next step."""
         if self._fence is not None:
             self._fence()
         self._step += 1
         self._own[PROGRESS] = 2 * self._step
 
-    def together(self) -> None:
+    def barrier(self) -> None:
         """Barrier: a step without data."""
         fence, value = self._fence, 2 * self._step + 1
         if fence is not None:
@@ -94,10 +94,10 @@ class ProgressCounters:
         for number in numbers:
             own[index] = number
             index += 1
-        self.written()
+        self.mark_written()
         self._await_all(2 * self._step + 1)
         gathered = [words[index - count : index].tolist() for words in self.memory.words]
-        self.read()
+        self.finish_step()
         return gathered
 
     def _await_all(self, value: int) -> None:

@@ -51,9 +51,8 @@ class PathSelector:
     ) -> None:
         """`folds`: whether the collective is a reduction.
 
-        Buffers of fewer bytes than `least_bytes` on all ranks are copied in and out.
-
-        So are all where an exchange isn't worthwhile, unless a path is `forced`.
+        Buffers of fewer bytes than `least_bytes` on all ranks are copied in and out, and so are all
+        where an exchange of addresses doesn't pay, unless the path is `forced`.
         """
         self._exchange, self._zero_copy, self._least_bytes = addresses, zero_copy, least_bytes
         self._paths, self._forced = dict(paths), forced
@@ -124,7 +123,10 @@ class PathSelector:
         return [path for path in self._paths if path != NATIVE or nbytes <= LARGEST_NATIVE]
 
     def seconds(self, nbytes: int) -> dict[str, float]:
-        """The measured time of each path for arrays of about that size, out of place first."""
+        """The measured time of each path for arrays of about that size.
+
+        Those of calls out of place; where there were none, those of calls in place.
+        """
         for in_place in (False, True):
             times = self._times.get((nbytes.bit_length(), in_place))
             if times is not None:

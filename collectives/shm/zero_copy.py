@@ -72,7 +72,7 @@ class ZeroCopy:
             self._fold_all(self._views(addresses.sources, len(target)), target)
         else:
             return False
-        self._steps.together()
+        self._steps.barrier()
         return True
 
     def _fold_slice(self, addresses: Addresses, length: int) -> None:
@@ -118,7 +118,7 @@ class ZeroCopy:
         for block in blocks_of(edges[self._rank + 1], self._block, edges[self._rank]):
             pieces = [each[block] for each in inputs]
             self._fold(pieces, output[block], self._scratch)
-        self._steps.together()
+        self._steps.barrier()
         return True
 
     def reduce_scatter(
@@ -130,7 +130,7 @@ class ZeroCopy:
             return False
         sources = self._views(addresses.sources, len(source))
         self._fold_all([own_part(each, lengths, self._rank) for each in sources], target)
-        self._steps.together()
+        self._steps.barrier()
         return True
 
     def broadcast(
@@ -152,7 +152,7 @@ class ZeroCopy:
             for peer in others(root, self._size):
                 view = self._pool.view(addresses.targets[peer], peer, length, self._dtype)
                 view[middle:] = target[middle:]
-        self._steps.together()
+        self._steps.barrier()
         return True
 
     def all_gather(
@@ -177,7 +177,7 @@ class ZeroCopy:
             self._store(given, parts if source is None else [own, *parts])
         else:
             return False
-        self._steps.together()
+        self._steps.barrier()
         return True
 
     def all_to_all_equal(
@@ -199,7 +199,7 @@ class ZeroCopy:
                 incoming[peer] = theirs
             else:
                 theirs[...] = outgoing[peer]
-        self._steps.together()
+        self._steps.barrier()
         return True
 
     def _store(self, content: Array, places: list[Array]) -> None:

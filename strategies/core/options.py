@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
+from collectives import ReduceOp as CollectiveReduceOp
 from collectives.compression import parse
 
 Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
@@ -71,9 +72,10 @@ class ReduceOp(enum.Enum):
 
 
 def as_reduce_op(op: Any) -> ReduceOp:
-    """The op that `op` names; ValueError for anything else."""
+    """The op that `op` names; that of `collectives` will do. ValueError for anything else."""
     if isinstance(op, ReduceOp):
         return op
+    op = op.value if isinstance(op, CollectiveReduceOp) else op
     if isinstance(op, str) and op.upper() in ReduceOp.__members__:
         return ReduceOp[op.upper()]
     raise ValueError(f"reduce_op={op!r}: must be ReduceOp.SUM, ReduceOp.MEAN or one of their names")

@@ -27,7 +27,13 @@ def checked_pairs(pairs: Pairs, strategy: Replication) -> tuple[list[Gradient], 
 
     Raises as `Optimizer.apply_gradients`.
     """
-    for position, (_, variable) in enumerate(pairs):
+    for position, pair in enumerate(pairs):
+        if type(pair) is not tuple and not (isinstance(pair, list | tuple) and len(pair) == 2):
+            raise TypeError(
+                f"grads_and_vars has a {type(pair).__name__} at position {position}: must be a pair"
+                " (gradient, variable)"
+            )
+        _, variable = pair
         if type(variable) is not Variable:
             check_variable(variable, position)
     gradients: list[Gradient] = []

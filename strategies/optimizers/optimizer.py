@@ -82,6 +82,14 @@ class Optimizer(ABC):
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Rate) -> None:
+        if not callable(learning_rate):
+            try:
+                float(learning_rate)
+            except (TypeError, ValueError):
+                text = (
+                    f"learning_rate={learning_rate!r}: must be a number or a function of the step"
+                )
+                raise TypeError(text) from None
         self._given_rate = learning_rate
         self._known_rate = None
 

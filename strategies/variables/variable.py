@@ -273,4 +273,5 @@ def _check_rules(synchronization: Any, aggregation: Any) -> None:
             " VariableSynchronization"
         )
     if not isinstance(aggregation, VariableAggregation):
-        raise ValueError(f"aggregation={aggregation!r}: must be of VariableAggregation")
+        names = ", ".join(VariableAggregation.__members__)
+        raise ValueError(f"aggregation={aggregation!r}: must be of VariableAggregation ({names})")

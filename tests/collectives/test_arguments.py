@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from collectives import Communicator, register_algorithm
+from collectives import Communicator, Fusion, ScheduleError, algorithms, register_algorithm
+from collectives.schedules.schedule import Recv, Reduce, Send, one_chunk
 from collectives.transports.base import LARGEST_TAG
 from collectives.transports.local import LocalTransport, run
 
@@ -59,6 +60,34 @@ REFUSED = {
         ValueError,
         r"algorithm='native': there is no such all_reduce for sum of float64",
     ),
+    "a list for an algorithm": (
+        lambda c: c.all_reduce(ARRAY, algorithm=["ring"]),
+        ValueError,
+        r"algorithm=\['ring'\]: all_reduce has",
+    ),
+    "a number for a text": (lambda c: c.all_reduce(ARRAY, what=3), TypeError, r"what=3: .*str"),
+    "a text of a barrier": (lambda c: c.barrier(3), TypeError, r"what=3: .*str"),
+    "a text of a list": (lambda c: c.all_reduce_many([ARRAY], what=3), TypeError, r"what=3"),
+    "no list": (lambda c: c.all_reduce_many(None), TypeError, r"arrays is a NoneType: .*list"),
+    "no list of outputs": (
+        lambda c: c.all_reduce_many([ARRAY], out={"a": ARRAY}),
+        TypeError,
+        r"out is a dict: .*list",
+    ),
+    "no parts": (lambda c: c.all_to_all(None), TypeError, r"arrays is a NoneType: .*list"),
+    "no list to fuse": (lambda c: Fusion(c, None), TypeError, r"like is a NoneType: .*list"),
+    "one of several": (
+        lambda c: c.all_reduce_many([ARRAY.astype(int), ARRAY], "bitwise_or"),
+        TypeError,
+        r"arrays\[1\]: .*bitwise_or",
+    ),
+    "a handle": (
+        lambda c: c.all_reduce(c.all_reduce_async(ARRAY)),
+        TypeError,
+        r"array is a \w*Handle, .*wait\(\)",
+    ),
+    "a shape of letters": (lambda c: c.empty("x"), TypeError, r"shape='x': .*integer"),
+    "an unknown dtype": (lambda c: c.zeros(2, "float33"), TypeError, r"dtype='float33': .*NumPy"),
     "objects": (lambda c: c.all_reduce([{}]), TypeError, r"dtype object: .*broadcast_object"),
     "strings": (lambda c: c.all_gather(np.array(["a"])), TypeError, r"dtype <U1"),
     "ordered complex": (lambda c: c.all_reduce(ARRAY + 0j, "min"), TypeError, r"op='min'.*order"),
@@ -171,17 +200,56 @@ def test_what_can_be_no_communicator_is_refused(source):
         Communicator(source)
 
 
-@pytest.mark.parametrize("name", ["ring", "native"])
+@pytest.mark.parametrize("name", ["ring", "native", "auto"])
 def test_a_taken_name_is_refused(name):
     with pytest.raises(ValueError, match=f"name='{name}'"):
         register_algorithm("all_reduce", name, lambda rank, size: iter(()))
 
 
+def with_if(rank, size):
+    if rank == 0:
+        yield [Send(0, peer) for peer in range(1, size)]
+    else:
+        yield [Recv(0, 0)]
+
+
+def without_receives(rank, size):
+    yield [Send(0, peer, when=rank == 0) for peer in range(1, size)]
+
+
+def correct(rank, size):
+    yield [*without_receives(rank, size).__next__(), Recv(0, 0, when=rank != 0)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "error", "message"),
+    [
+        (with_if, one_chunk, ValueError, "'wrong' of broadcast on 2 ranks: ValueError.*when="),
+        (without_receives, one_chunk, ScheduleError, "round 0"),
+        (correct, lambda size: 0, ValueError, "chunks gave 0"),
+        (correct, 1, TypeError, "chunks=1"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_and_changes_nothing(schedule, chunks, error, message):
+    before = dict(algorithms._TABLE), algorithms.names("broadcast")
+    with pytest.raises(error, match=message):
+        register_algorithm("broadcast", "wrong", schedule, chunks=chunks)
+    assert (dict(algorithms._TABLE), algorithms.names("broadcast")) == before
+
+
+def test_the_root_of_a_scatter_without_an_array_is_named():
+    def one_rank(transport):
+        comm = Communicator(transport)
+        with pytest.raises(TypeError, match="array is None on the root, rank 1"):
+            comm.scatter(None, root=1)
+        np.testing.assert_array_equal(comm.scatter(np.arange(2.0)), [comm.rank])
+
+    run(2, one_rank)
+
+
 def test_an_algorithm_from_outside_is_verified_priced_and_run(monkeypatch):
     import collectives
-    from collectives import algorithms
     from collectives.execution import cost_model
-    from collectives.schedules.schedule import Recv, Reduce, Send
 
     def through_one(rank, size):
         """Every rank sends its whole buffer to rank 0, which reduces all and sends the result."""

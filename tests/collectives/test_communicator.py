@@ -464,7 +464,8 @@ def test_the_choice_is_visible(comm):
         # Ranks that share cores use the memory's paths without measurement.
         assert "staged" in text or "shared" in text
         assert "native" in comm.explain("all_gather", 1 << 27)
-        assert "ring" in comm.explain("reduce_scatter", 4096)
+        assert "in one step" in comm.explain("reduce_scatter", 4096)
+        assert "doubling" in comm.explain("scan", 1 << 20)
     assert comm.empty((2, 3)).dtype == np.float32
     assert not comm.zeros(4, "int8").any()
 

@@ -190,7 +190,7 @@ else:
 @pytest.mark.parametrize("size", [3, *slow(2)])
 @pytest.mark.parametrize(
     ("way", "step"),
-    [("staged", "written"), pytest.param("single_copy", "together", marks=pytest.mark.slow)],
+    [("staged", "mark_written"), pytest.param("single_copy", "barrier", marks=pytest.mark.slow)],
 )
 def test_a_rank_that_stops_beyond_the_deadline_in_the_middle_of_a_call(size, way, step, launch):
     body = f"""

@@ -507,3 +507,10 @@ def test_a_process_that_is_reaped_while_it_is_looked_at_has_died(monkeypatch):
     assert node_barrier.is_alive(child.pid)
     monkeypatch.setattr(node_barrier, "open", opened, raising=False)
     assert not node_barrier.is_alive(child.pid)
+
+
+def test_one_array_is_no_list_of_arrays():
+    with pytest.raises(TypeError, match="arrays is one array: must be a list"):
+        write("header", np.zeros(3))
+    with pytest.raises(TypeError, match="arrays is a NoneType: must be a list"):
+        write("header", None)

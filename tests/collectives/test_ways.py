@@ -20,6 +20,17 @@ from collectives.shm.progress import ProgressCounters
 from collectives.waiting.wait_policy import WaitPolicy
 from tests.collectives.oracle import PAIRS, case, reduced, value, values
 
+KINDS = {
+    "all_reduce": lambda comm, array: comm.all_reduce(array),
+    "reduce": lambda comm, array: comm.reduce(array),
+    "scan": lambda comm, array: comm.scan(array),
+    "reduce_scatter": lambda comm, array: comm.reduce_scatter(array),
+    "broadcast": lambda comm, array: comm.broadcast(array),
+    "all_gather": lambda comm, array: comm.all_gather(array[: len(array) // comm.size]),
+    "gather": lambda comm, array: comm.gather(array[: len(array) // comm.size]),
+    "all_to_all": lambda comm, array: comm.all_to_all(array),
+}
+
 WAYS = ["staged", "single_copy", "shared", "native"]
 # Nothing, less than a line, more than a block of every path.
 LENGTHS = [0, 1, 5, 40_000, 300_001]
@@ -324,7 +335,7 @@ def test_more_numbers_than_there_is_room_for_overwrite_nothing():
     steps = alone()
     numbers = list(range(1, layout.MOST_NUMBERS + 2))
     assert steps.exchange_numbers(*numbers[:-1]) == [numbers[:-1]]
-    steps.together()
+    steps.barrier()
     before = steps.memory.own.tolist()
     with pytest.raises(ValueError, match="17 numbers: at most 16"):
         steps.exchange_numbers(*numbers)
@@ -338,3 +349,24 @@ def test_another_process_of_that_number_is_no_rank(monkeypatch):
     )
     steps = alone()
     assert not peer_memory._try(steps, PeerMemory(steps, *peer_memory._system_calls()))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("collective", KINDS)
+def test_what_is_explained_runs(comm, collective):
+    with comm.split(0) as own:
+        for nbytes in (48, 6 << 10, 24 << 10):
+            array = np.full(nbytes // 8, own.rank + 1.0)
+            for _ in range(3):
+                KINDS[collective](own, array)
+            explained = own.explain(collective, nbytes, np.float64)
+            assert "in one step" in explained
+            *_, last = own._engine.recorder.entries()
+            assert last[2] == explained.split()[0], (nbytes, explained)
+        array = np.full((1 << 20) // 8 // own.size * own.size, own.rank + 1.0)
+        before = own.explain(collective, array.nbytes, np.float64)
+        for _ in range(5):
+            KINDS[collective](own, array)
+        if "not yet measured" in before:
+            assert "µs measured" in own.explain(collective, array.nbytes, np.float64)

@@ -187,6 +187,16 @@ def test_the_callers_gradient_is_not_changed(make):
     assert variable.numpy().tolist() != [1.0, 1.0]
 
 
+def test_what_is_no_pair_is_refused():
+    wrong = [np.ones(2)]
+    text = "grads_and_vars has a ndarray at position 0: must be a pair"
+    refusal(TypeError, text, optimizers.SGD(0.1).apply_gradients, wrong)
+
+
+def test_what_is_no_learning_rate_is_refused():
+    refusal(TypeError, "learning_rate='a': must be a number or a function", optimizers.SGD, "a")
+
+
 def test_integers_are_refused():
     arguments = (optimizers.SGD(0.5).apply_gradients, [(1.0, Variable(3))])
     refusal(TypeError, r"<Variable int32\[\]> holds integers", *arguments)

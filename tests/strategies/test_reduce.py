@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
+from collectives import ReduceOp as CollectiveReduceOp
 from strategies import PerReplica, ReduceOp, Variable, VariableAggregation, VariableSynchronization
 from tests.strategies.support import refusal, same_refusal
 
@@ -335,3 +336,12 @@ def test_a_variable_that_is_aggregated_when_read_counts_once(strategy, aggregati
         expected = [total] if axis is None else total
         np.testing.assert_array_equal(strategy.reduce("SUM", variable, axis), expected)
     np.testing.assert_array_equal(strategy.gather(variable, 0), np.arange(1.0, size + 1))
+
+
+def test_the_op_of_collectives_will_do(strategy):
+    comm = strategy.communicator
+    value = comm.rank + 1.0
+    total = comm.size * (comm.size + 1) / 2
+    assert strategy.reduce(CollectiveReduceOp.SUM, value, axis=None) == total
+    assert strategy.reduce(CollectiveReduceOp.MEAN, value, axis=None) == total / comm.size
+    refusal(ValueError, "reduce_op='max'", strategy.reduce, CollectiveReduceOp.MAX, 1.0, axis=None)

@@ -110,7 +110,13 @@ def test_what_is_no_synchronization_is_refused(wrong):
 
 @pytest.mark.parametrize("wrong", ["sum", 1, None, VariableSynchronization.ON_READ])
 def test_what_is_no_aggregation_is_refused(wrong):
-    refusal(ValueError, "must be of VariableAggregation", Variable, 1.0, aggregation=wrong)
+    refusal(
+        ValueError,
+        r"must be of VariableAggregation \(NONE, SUM, ",
+        Variable,
+        1.0,
+        aggregation=wrong,
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_])

@@ -1,0 +1,57 @@
+"""Registration of algorithms from outside of the package: of those that the verifier accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from collectives import algorithms
+from collectives.analysis.verify import verify_schedule
+from collectives.errors import ScheduleError
+from collectives.schedules.schedule import Schedule, chunk_per_rank
+from collectives.schedules.spec import spec_of
+
+# Odd and even, powers of two and others. `verify` proves any other size.
+_SIZES = range(1, 6)
+
+
+def register_algorithm(
+    collective: str,
+    name: str,
+    schedule: Schedule,
+    *,
+    chunks: Callable[[int], int] = chunk_per_rank,
+) -> None:
+    """Register a schedule, so that it can be verified, priced, selected, forced and benchmarked.
+
+    It is verified for 1 to 5 ranks first. `chunks` maps the number of ranks to the number of chunks
+    of the buffer. It applies where the collective leaves that open (all_reduce, reduce, broadcast).
+    Every rank must register the same schedules, before the first call that could use them.
+
+    Raises ScheduleError where the schedule breaks its collective's condition; ValueError for an
+    unknown collective, a name in use, and a schedule or `chunks` that fails or gives no such thing;
+    TypeError for a name that is not a string and for what is not callable.
+    """
+    algorithm = algorithms.new_algorithm(collective, name, schedule, chunks)
+    for size in _SIZES:
+        try:
+            _prove(algorithm, size)
+        except ScheduleError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"algorithm {name!r} of {collective} on {size} ranks:"
+                f" {type(error).__name__}: {error}. A schedule is made of arithmetic alone, with"
+                " `when=` in place of `if`: it runs for one rank (an int), and for all ranks at"
+                " once (numpy.arange)"
+            ) from error
+    algorithms.add(algorithm)
+
+
+def _prove(algorithm: algorithms.Algorithm, size: int) -> None:
+    count = algorithm.chunks(size)
+    if count < 1:
+        raise ValueError(f"chunks gave {count!r}: must be at least 1")
+    rounds = algorithm.schedule(np.arange(size), size)
+    verify_schedule(spec_of(algorithm.collective), rounds, size, count)
