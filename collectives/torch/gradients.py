@@ -14,16 +14,18 @@ from collectives.communicator import Communicator
 from collectives.compression import CompressedReducer
 from collectives.errors import CollectiveError
 from collectives.torch.buckets import Bucket, Member, UnusableGradientError, make_buckets
+from collectives.torch.closures import fold_number
 from collectives.torch.parameters import (
     check_options,
     describe,
     distinct,
-    listed,
     open_reducers,
     refuse_differences,
     refuse_second,
+    unfrozen,
+    without_gradient,
 )
-from collectives.torch.reduction_round import SECOND_SUM, GradientError, Round, is_nested
+from collectives.torch.reduction_round import SECOND_SUM, GradientError, Round, at_end, is_nested
 
 __all__ = ["GradientError", "GradientReducer"]
 
@@ -32,6 +34,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
 _number_of_backward = torch._C._current_graph_task_id
 
 _INTERRUPTED = "an exception interrupted a backward of this rank"
+_WITHIN = "a step within a backward: gradients are reduced when it returns, so step after it"
 _GRAPH = ": backward(create_graph=True) isn't supported: a reduced gradient has no graph"
 _NO_BACKWARD = "no backward has brought gradients on this rank since the optimizer's last step"
 
@@ -58,6 +61,9 @@ class GradientReducer:
     """With `weighted`: how much this rank's gradients count in the next reduction, for example the
     number of samples of its batch. To be set before each backward that reduces. A rank with weight
     0 may call `wait` instead of backward. NaN and infinity raise ValueError."""
+
+    renewal = "make a new reducer"
+    """What a program does where other parameters are to be trained, for messages."""
 
     def __init__(
         self,
@@ -107,7 +113,8 @@ class GradientReducer:
         self._round: Round | None = None
         self._accumulated: set[int] = set()
         self._synchronizes, self._stepped = True, True
-        self._reductions = 0
+        self._reductions, self._weighed = 0, 0.0
+        self.closed = False
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         if comm.size == 1:
             return
@@ -155,7 +162,7 @@ class GradientReducer:
             return
         if self._round is not None:
             if self._round.backwards:
-                raise self._refuse(_INTERRUPTED)
+                raise self._refuse(_INTERRUPTED if self._round.interrupted else _WITHIN)
             # Backwards within a backward that brought no gradient of its own.
             self._end()
         elif self._accumulated or (self._weighted and self.weight == 0):
@@ -170,12 +177,18 @@ class GradientReducer:
             self._steps[optimizer] = self._reductions
         self._stepped = True
 
+    def fold_number(self, number: float) -> float:
+        """The number's mean or sum over the ranks, weighted as the last gradients. Collective."""
+        weight = self._weighed if self._weighted else None
+        return fold_number(self._comm, number, self._op, weight)
+
     def reduces(self, parameters: Iterable[Any]) -> bool:
         """Whether the gradient of any of the parameters is reduced."""
         return any(id(each) in self._reduced for each in parameters)
 
     def close(self) -> None:
         """Remove the hooks: backward reduces no more. Not collective; may be called twice."""
+        self.closed = True
         open_reducers.discard(self)
         while self._hooks:
             self._hooks.pop().remove()
@@ -213,7 +226,7 @@ class GradientReducer:
             current = self._begin()
             current.again = self._op == "sum" and not self._stepped
         if number not in current.backwards:
-            current.backwards[number] = self._await_end(number)
+            current.backwards[number] = at_end(self._end_backward, number)
         current.number = number
         if torch.is_grad_enabled():  # in a hook: whether backward makes a graph
             raise self._refuse(f"{self._names[key]}{_GRAPH}")
@@ -226,12 +239,6 @@ class GradientReducer:
         except UnusableGradientError as error:
             raise self._refuse(str(error)) from None
 
-    def _await_end(self, number: int) -> weakref.ref[Any]:
-        # Autograd holds the only reference, until the backward ends.
-        callback = partial(self._end_backward, number)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-        return weakref.ref(callback)
-
     def _begin(self) -> Round:
         weighted, weight = self._weighted, self.weight
         self.weight = None
@@ -242,6 +249,7 @@ class GradientReducer:
             except BaseException:
                 self._reset()
                 raise
+            self._weighed = weight or 0.0
             if weight == 0:
                 self._accumulated.update(self._reduced)
         return self._round
@@ -259,16 +267,10 @@ class GradientReducer:
         assert self._round is not None
         unused = self._unused_members() if self._unused == "error" else []
         if unused:
-            raise self._refuse(
-                f"backward gave no gradient to {listed(unused)}: pass unused='zeros', make the"
-                " earlier of several backwards within no_sync(), or freeze them before"
-            )
+            raise self._refuse(without_gradient(unused))
         trained = [each for each in self._frozen if each.parameter.requires_grad]
         if trained:
-            raise self._refuse(
-                f"{listed(trained)} did not require a gradient at first, and does now: make a new"
-                " reducer"
-            )
+            raise self._refuse(unfrozen(trained) + self.renewal)
         try:
             self._round.complete()
         except UnusableGradientError as error:

@@ -58,7 +58,7 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
         return check is None or check.all_come(seconds)
 
     queue = CallQueue(engine.wait_policy, all_come)
-    messages = Messages(mpi_comm, engine.wait_policy)
+    messages = Messages(mpi_comm, engine.wait_policy, members)
     return CollectivesProcessGroup(backend, comm, messages, queue, members)
 
 

@@ -34,7 +34,14 @@ class Members:
         """Announce that this member makes no call any more. A second call does nothing."""
         if not self._closes:
             self._closes = True
+            self._store.set(self._key(f"closed by {self._rank}"), "")
             self._store.add(self._key(_CLOSING), 1)
+
+    def have_closed(self, rank: int | None) -> bool:
+        """Whether a member makes no call any more; None: whether all others make none."""
+        others = [each for each in range(self._size) if each != self._rank]
+        ranks = others if rank is None else [rank]
+        return bool(self._store.check([self._key(f"closed by {each}") for each in ranks]))
 
     def all_close(self, seconds: float) -> bool:
         """Whether every member has announced it within that time: the same for all members.

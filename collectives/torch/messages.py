@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from datetime import timedelta
 from typing import Any
 
-from collectives.errors import ShapeMismatchError
+from collectives.errors import RankFailedError, ShapeMismatchError
 from collectives.launching.start import start_mpi
 from collectives.reductions.reduction import Array
+from collectives.torch.members import Members
 from collectives.torch.works import PendingWork
 from collectives.waiting.wait_policy import WaitPolicy
 
 # How often the messages that no caller waits for make progress.
 _POLL_SECONDS = 5e-4
+# For a message whose sender has closed the group since.
+_GRACE_SECONDS = 1.0
 
 
 class MessageWork(PendingWork):
@@ -28,6 +32,7 @@ class MessageWork(PendingWork):
         # A callback may test the work again.
         self._testing = threading.RLock()
         self._timed_out: BaseException | None = None
+        self._closed_since = math.inf
         self.request: Any = None
 
     def is_completed(self) -> bool:
@@ -63,13 +68,14 @@ class MessageWork(PendingWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the tensor may be read, or changed if it was sent.
 
-        Raises DeadlineExceededError after the timeout, or the group's, and ShapeMismatchError for a
-        message of another length. A receive ends with either.
+        Raises DeadlineExceededError after the timeout, or the group's, RankFailedError soon after
+        the other rank has closed the group or ended its program, and ShapeMismatchError for a
+        message of another length. A receive ends with any of them.
         """
         seconds = timeout.total_seconds() if timeout else 0
         deadline = seconds if seconds > 0 else self._messages.policy.deadline
         policy = self._messages.policy.for_single_wait(self._name, deadline)
-        policy.check_alive = self._messages.policy.check_alive
+        policy.check_alive = self._check_peer
         absent = {} if self._peer is None else {self._peer: ""}
         try:
             policy.spin_until(self.is_completed, lambda: absent)
@@ -78,7 +84,21 @@ class MessageWork(PendingWork):
             error.args = (f"{limit} for {self._name} operation to complete: {error}",)
             if self._ends_by(error):
                 raise
+        except RankFailedError as error:
+            if self._ends_by(error):
+                raise
         return super().wait()
+
+    def _check_peer(self) -> None:
+        """RankFailedError where the message won't move any more."""
+        self._messages.policy.check_alive()
+        if not self._messages.members.have_closed(self._peer):
+            return
+        # What it has sent before may be on its way.
+        self._closed_since = min(self._closed_since, time.monotonic())
+        if time.monotonic() - self._closed_since > _GRACE_SECONDS:
+            who = "all other ranks have" if self._peer is None else f"rank {self._peer} has"
+            raise RankFailedError(f"{self._name}: {who} closed the group")
 
     def _ends_by(self, error: BaseException) -> bool:
         """Whether the message has not moved in time. A later receive gets a message then."""
@@ -107,9 +127,10 @@ class Messages:
     memory, or computes, MPI would move none.
     """
 
-    def __init__(self, mpi_comm: Any, policy: WaitPolicy) -> None:
+    def __init__(self, mpi_comm: Any, policy: WaitPolicy, members: Members) -> None:
         """`policy` has the group's deadline, and finds dead ranks."""
         self._comm, self.mpi, self.policy = mpi_comm, start_mpi(), policy
+        self.members = members
         self._changed = threading.Condition()
         self._pending: list[MessageWork] = []
         self._thread: threading.Thread | None = None

@@ -67,6 +67,19 @@ def listed(members: Sequence[Member]) -> str:
     return f"{names} and {more} others" if more > 0 else names
 
 
+def without_gradient(members: Sequence[Member]) -> str:
+    """What is wrong where a backward gave no gradient to them, and what is to be done."""
+    return (
+        f"backward gave no gradient to {listed(members)}: pass unused='zeros', make the earlier of"
+        " several backwards within no_sync(), or freeze them before"
+    )
+
+
+def unfrozen(members: Sequence[Member]) -> str:
+    """What is wrong with parameters that were frozen, before what is to be done."""
+    return f"{listed(members)} did not require a gradient at first, and does now: "
+
+
 open_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every `GradientReducer` that isn't closed."""
 

@@ -19,9 +19,9 @@ NAMES = {
     ReduceOp.BXOR: "bitwise_xor",
 }
 _FLOAT8S = {
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-    if hasattr(torch, name)
+    getattr(torch, f"float8_{name}")
+    for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+    if hasattr(torch, f"float8_{name}")
 }
 # They are reduced as they are; AVG only if they have fractions.
 _REDUCED = {

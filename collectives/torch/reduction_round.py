@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,14 @@ class Round:
             return in_step(error)
         text = "\n".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
         return raised_on_all(GradientError(text), self._comm.rank, min(reasons))
+
+
+def at_end(call: Callable[..., None], *arguments: Any) -> weakref.ref[Any]:
+    """Make a call when the present backward ends; a reference that is dead if it never does."""
+    # Autograd holds the only reference, until the backward ends.
+    callback = partial(call, *arguments)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    return weakref.ref(callback)
 
 
 def is_nested() -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from collectives import Communicator
 from collectives.arrays.tensors import from_torch
+from collectives.torch.closures import over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.transports.local import alone
 from strategies.core.same_error import PropagatedErrors
@@ -50,15 +51,22 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     if not strategy.trains_alone:
         _mirror(strategy, model)
 
-    def before_step(stepping: Any, arguments: Any, named: Any) -> None:
+    reducer.renewal = "call distribute again"
+
+    def before_step(stepping: Any, arguments: Any, named: Any) -> Any:
         for group in stepping.param_groups:
             if not reducer.has_all(group["params"]):
                 raise unknown_parameter(
                     next(each for each in group["params"] if not reducer.has_all([each]))
                 )
+        closure = next(filter(callable, [*arguments[1:], named.get("closure")]), None)
         # Backward runs in a closure later.
-        closes = any(map(callable, [*arguments[1:], named.get("closure")]))
-        reducer.wait(None if closes else stepping)
+        reducer.wait(None if closure else stepping)
+        if closure is None:
+            return None
+        folded = over_ranks(closure, reducer.fold_number)
+        replaced = {key: folded if each is closure else each for key, each in named.items()}
+        return tuple(folded if each is closure else each for each in arguments), replaced
 
     hooks = [each.register_step_pre_hook(before_step) for each in optimizers]
     _trainings[model] = _Training(strategy, reducer, hooks)

@@ -7,17 +7,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from collectives.communicator import Communicator
 from collectives.reductions.reduction import ReduceOp, as_op
+from collectives.torch.closures import over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.torch.horovod.compression import Compression, Compressor
-from collectives.torch.horovod.joining import number_gradients, with_joined
+from collectives.torch.horovod.joining import number_gradients, request_of, with_joined
 from collectives.torch.horovod.process_sets import ProcessSet, ranks_of
+from collectives.torch.parameters import open_reducers
 from collectives.torch.reduction_round import SECOND_SUM
 
 
 class _Gradients(GradientReducer):
     """A reducer that takes several backwards for one reduction, and zeros of joined ranks."""
+
+    renewal = "make the DistributedOptimizer anew"
 
     def __init__(self, comm: Communicator, named: Any, passes: int, **options: Any) -> None:
         super().__init__(comm, named, unused="zeros", **options)
@@ -37,6 +43,12 @@ class _Gradients(GradientReducer):
         super()._begin()
         self._end()
         self._clear()
+
+    def fold_number(self, number: float) -> float:
+        """As of any reducer; ranks that have joined add zero."""
+        comm, given = self._comm, torch.tensor([number], dtype=torch.float64)
+        request = request_of("allreduce", [given], as_op(self._op))
+        return float(with_joined(comm, request, lambda: comm.all_reduce(given, self._op)))
 
     def _clear(self) -> None:
         for each in self._trained:
@@ -74,6 +86,14 @@ class _Distributed:
 
         Without a backward since the last step, this rank takes part with the gradients it has.
         """
+        if self._gradients.closed:
+            raise RuntimeError("another DistributedOptimizer has replaced this one: use that")
+        for group in self.param_groups:
+            if not self._gradients.has_all(group["params"]):
+                raise ValueError(
+                    "the optimizer has parameters that it did not have in DistributedOptimizer:"
+                    f" {self._gradients.renewal}, of the optimizer with all its parameters"
+                )
         self._gradients.wait(None if self._synchronized else self)
         self._synchronized = True
 
@@ -124,7 +144,7 @@ class _Distributed:
             self._synchronized = False
             return loss
 
-        return super().step(reduced)  # type: ignore[misc]
+        return super().step(over_ranks(reduced, self._gradients.fold_number))  # type: ignore[misc]
 
     # The optimizer's own step runs its hooks, and would run them twice if torch wrapped this one.
     step.hooked = True  # type: ignore[attr-defined]
@@ -145,7 +165,8 @@ def DistributedOptimizer(  # noqa: N802
     It is of a class derived from the optimizer's, and shares its parameters, options and state.
     Where `backward` returns, every `grad` holds the result, so that clipping needs no
     `synchronize()`, which does no harm. A parameter that has no gradient on a rank counts as zero
-    there. Every reduction begins with a barrier, for ranks that have joined.
+    there. The loss of a closure is reduced as its gradients are. Every reduction begins with a
+    barrier, for ranks that have joined. A second one of the same parameters replaces the first.
 
     Args:
         optimizer: a torch.optim.Optimizer. Its parameters must be the same on every rank.
@@ -170,18 +191,26 @@ def DistributedOptimizer(  # noqa: N802
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not isinstance(compression, Compressor):
         raise TypeError(f"compression={compression!r}: must be Compression.none, .fp16 or .bf16")
+    named, passes = _named(optimizer, named_parameters), _checked_passes(backward_passes_per_step)
+    _close_earlier([each for _, each in named])
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # A scheduler that was made before replaced the `step` of its optimizer.
     made.__dict__.update((key, kept) for key, kept in vars(optimizer).items() if key != "step")
     made._gradients = _Gradients(
         ranks_of(process_set),
-        _named(optimizer, named_parameters),
-        _checked_passes(backward_passes_per_step),
+        named,
+        passes,
         op="mean" if op is ReduceOp.MEAN else "sum",
         wire_dtype=compression.wire_dtype,
     )
     return made
+
+
+def _close_earlier(parameters: list[Any]) -> None:
+    for reducer in list(open_reducers):
+        if isinstance(reducer, _Gradients) and reducer.reduces(parameters):
+            reducer.close()
 
 
 def _checked_passes(passes: int) -> int:

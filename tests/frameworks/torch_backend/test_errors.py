@@ -175,3 +175,23 @@ def test_the_trace_holds_torchs_calls(torch, dist, comm, tmp_path):
         with open(path, encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
         assert sum("[7919]" in json.dumps(event) for event in events) == comm.size
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_a_receive_from_a_rank_that_has_left_ends_soon(torch, dist, comm, source):
+    group = dist.new_group([0, 1])
+    if comm.rank < 2:
+        if comm.rank == 1:
+            sent = dist.isend(torch.ones(2), 0, group=group)
+        else:
+            start = time.monotonic()
+            received = torch.zeros(2)
+            dist.recv(received, source, group=group)
+            assert received.tolist() == [1, 1]
+            with pytest.raises(collectives.RankFailedError, match="closed the group"):
+                dist.recv(torch.zeros(2), source, group=group)
+            assert time.monotonic() - start < 20  # the group's deadline is that of torch: minutes
+        if comm.rank == 1:
+            sent.wait()
+        dist.destroy_process_group(group)
+    comm.barrier()

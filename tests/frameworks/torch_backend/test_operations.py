@@ -74,7 +74,7 @@ def test_all_reduce_of_other_dtypes(torch, dist, comm, later):
         tensor = parts[comm.rank].clone()
         call(dist.all_reduce, tensor, later=later)
         equal(torch, tensor, sum(parts), name)
-    for name in ("float8_e4m3fn", "float8_e5m2"):
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
         parts = [values(torch, rank, name) for rank in ranks]
         tensor = parts[comm.rank].clone()
         call(dist.all_reduce, tensor, later=later)

@@ -194,8 +194,66 @@ def test_two_optimizers_of_one_model(torch, hvd, comm):
             for optimizer in pair[step == 2 :]:
                 optimizer.step()
     check(torch, hvd, model, alone.parameters())
-    with pytest.raises(ValueError, match="another"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_second_optimizer_replaces_those_of_its_parameters(torch, hvd, comm):
+    """As of a model whose first layer is frozen for some steps."""
+    model, alone = network(torch), network(torch)
+    ((batch,), *_) = batches(torch, comm.size)
+    first = None
+    for trains in (False, True):
+        for each in (model, alone):
+            each[0].requires_grad_(trains)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        other = torch.optim.SGD(alone.parameters(), 0.1)
+        for each, stepped, part in ((model, optimizer, own(comm, batch)), (alone, other, batch)):
+            each(part).square().mean().backward()
+            stepped.step()
+            stepped.zero_grad()
+        first = first or optimizer
+    check(torch, hvd, model, alone.parameters())
+    with pytest.raises(RuntimeError, match="another DistributedOptimizer has replaced this one"):
+        first.step()
+
+
+def test_what_an_optimizer_was_not_given(torch, hvd, comm):
+    model = network(torch)
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[2].parameters(), 0.1))
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    with pytest.raises(ValueError, match="parameters that it did not have in Distributed"):
+        optimizer.step()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    model[0].requires_grad_(True)
+    ((batch,), *_) = batches(torch, comm.size)
+    with pytest.raises(RuntimeError, match="does now: make the DistributedOptimizer anew"):
+        model(own(comm, batch)).square().mean().backward()
+
+
+# LBFGS itself converts the loss.
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
+def test_a_line_search_decides_by_the_loss_of_all(torch, hvd, comm):
+    model, alone = network(torch), network(torch)
+    ((batch,), *_) = batches(torch, comm.size)
+
+    def searched(model):
+        return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    optimizer = hvd.DistributedOptimizer(searched(model))
+    for each, stepped, part in (
+        (model, optimizer, own(comm, batch)),
+        (alone, searched(alone), batch),
+    ):
+
+        def closure(each=each, stepped=stepped, part=part):
+            stepped.zero_grad()
+            loss = (each(part).sin() + part[:, :2]).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [float(stepped.step(closure)) for _ in range(3)]
+    check(torch, hvd, model, alone.parameters(), 1e-3)
+    assert hvd.allgather(torch.tensor(losses)[None]).unique().numel() <= 3
 
 
 def test_a_process_set_trains_apart(torch, hvd, comm):

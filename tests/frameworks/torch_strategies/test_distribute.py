@@ -294,3 +294,76 @@ def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):
     optimizer.step()
     with pytest.raises(RuntimeError, match="no backward has brought gradients"):
         optimizer.step()
+
+
+# LBFGS itself converts the loss.
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_line_search_decides_by_the_loss_of_all_ranks(torch, comm, weighted):
+    """Ranks that searched by losses of their own would end at other weights, without an error."""
+    strategy, alone = strategy_of("worker", comm), network(torch)
+    model = copy.deepcopy(alone)
+    rows = [3 * (rank + 1 if weighted else 1) for rank in range(comm.size)]
+    whole = torch.randn(sum(rows), 5, generator=torch.Generator().manual_seed(5))
+    part = whole.split(rows)[comm.rank]
+
+    def searched(model):
+        return torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    optimizer, other = searched(model), searched(alone)
+    strategy.distribute(model, optimizer, weighted=weighted)
+    losses, calls = [], 0
+    for each, stepped, given in ((model, optimizer, part), (alone, other, whole)):
+
+        def closure(each=each, stepped=stepped, given=given):
+            nonlocal calls
+            calls += each is model
+            stepped.zero_grad()
+            if weighted and each is model:
+                strategy.gradients_of(model).weight = len(given)
+            loss = (each.eval()(given) - given.sum(1, keepdim=True).sin()).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append([float(stepped.step(closure=closure)) for _ in range(3)])
+    assert len(set(comm.all_gather_object(calls))) == 1
+    every = comm.all_gather_object([each.tolist() for each in model.parameters()])
+    assert every == [every[0]] * comm.size
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
+    check_closely(torch, model, alone)
+
+
+def check_closely(torch, model, expected):
+    for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-3)
+
+
+def test_what_a_closure_returns_beside_tensors(torch, comm):
+    strategy = strategy_of("worker", comm)
+    model = network(torch)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    strategy.distribute(model, optimizer)
+    x = batches(torch, comm.size)[0].chunk(comm.size)[comm.rank]
+
+    def closure(result):
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss if result == "the loss" else result
+
+    assert optimizer.step(lambda: closure(comm.rank + 1.0)) == (comm.size + 1) / 2
+    assert optimizer.step(lambda: closure(None)) is None
+    assert optimizer.step(lambda: closure("the loss")).requires_grad
+
+
+@pytest.mark.ranks(2)
+def test_a_step_within_a_backward_is_named(torch, comm):
+    strategy = strategy_of("worker", comm)
+    model = torch.nn.Linear(5, 1)
+    optimizers = {each: torch.optim.SGD([each], 0.1) for each in model.parameters()}
+    strategy.distribute(model, list(optimizers.values()))
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(lambda given: optimizers[given].step())
+    with pytest.raises(RuntimeError, match="a step within a backward"):
+        loss_of(model, torch.ones(2, 5)).backward()
