@@ -46,6 +46,19 @@ def test_the_choice_follows_the_figures(collective, nbytes, kind):
     assert (choice.algorithm if choice.algorithm in paths else "schedule") == kind
 
 
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_large_messages_between_nodes_go_round_a_ring(collective, nodes):
+    """Though other paths have fewer rounds, or are expected to be faster."""
+    costs, large = preferring(NATIVE), nodes << 21
+    for nbytes, layout, expected in (
+        (large, Layout((1,) * nodes), "ring"),
+        (large - 8, Layout((1,) * nodes), NATIVE),
+        (large, Layout((nodes,)), NATIVE),
+    ):
+        assert cost_model.choose(collective, nbytes, layout, (NATIVE,), costs).algorithm == expected
+
+
 @pytest.mark.parametrize(
     ("mebibytes", "expected"), [(1, SHARED), (4, SHARED), (8, SHARED), (64, SHARED)]
 )
