@@ -153,6 +153,10 @@ def _native(collective: str, size: int, nbytes: int, costs: CostParameters) -> f
     link = costs.native_link if spec_of(collective).reduces else costs.native_move_link
     names = algorithms.names(collective)
     inside = min(estimate(collective, name, size, nbytes, link) for name in names)
+    if collective == "all_reduce" and size & (size - 1):
+        # MPICH and Open MPI fold the ranks beyond a power of two into others first, and send them
+        # the result: whole buffers.
+        inside += 2 * (link.latency + nbytes / link.bandwidth) + nbytes / link.reduction
     return costs.native_start + inside
 
 
