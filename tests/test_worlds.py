@@ -24,6 +24,14 @@ from tests.worlds.launcher import find_mpirun, mpirun_command, world_environment
 ROOT = Path(__file__).parents[1]
 
 
+WITHOUT_MPIRUN = """
+import sys, pytest
+from tests.worlds import launcher, parent
+launcher.find_mpirun = parent.find_mpirun = lambda: None
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 class Suite:
     """A directory of tests, and pytest's output for them."""
 
@@ -243,6 +251,10 @@ def test_a_second_process_runs_ordinary_tests_from_the_end(tmp_path):
     assert f"1 failed, {SEVERAL_FILES - 1} passed, 1 skipped" in finished.stdout
     assert "not on a Sunday" in finished.stdout
     assert finished.stdout.count(" PASSED ") == SEVERAL_FILES - 1
+    # The second process needs no mpirun.
+    (tmp_path / "begun").unlink()
+    finished = suite.run(PATH="/nowhere", before=(sys.executable, "-c", WITHOUT_MPIRUN))
+    assert f"1 failed, {SEVERAL_FILES - 1} passed, 1 skipped" in finished.stdout
     # As with a debugger, in which the tests run where the user sees them.
     (tmp_path / "begun").touch()
     finished = suite.run("-s")

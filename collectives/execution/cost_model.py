@@ -8,6 +8,7 @@ cost parameters), so that all ranks choose alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,11 +25,13 @@ PRICED = (NATIVE, SHARED, HIERARCHICAL)
 # logarithmic depth and the ring's closed form would be affordable, so native is chosen unpriced.
 LARGEST_PRICED = 512
 
-# From here on the messages of other patterns, in which a rank changes its peers, delay each other
-# and their acknowledgements on links with long queues, which the model doesn't know. Between 3 and
-# 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.2 to 2.5 times as long by them as by the ring,
-# MPI's own as well (bench/results/README.md).
-_RING, _LARGE_MESSAGE = "ring", 2 << 20
+# From here on the messages of patterns in which a rank changes its peers, and those of MPI's own,
+# delay each other and their acknowledgements on links with long queues, which the model doesn't
+# know. Between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.2 to 2.5 times as long by
+# them as by the ring (bench/results/README.md). It is not taken where it is expected to take longer
+# than it may gain, as after `tune` on a link that MPI's own uses better.
+_RING, _LARGE_MESSAGE, _RING_GAIN = "ring", 2 << 20, 2.0
+_CHANGING = (NATIVE, "rabenseifner", "circulant", "doubling")
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,8 @@ def _choose(
         return Choice(paths[0], {}, f"with more than {LARGEST_PRICED} ranks nothing is priced")
     seconds = {name: expected(collective, name, nbytes, layout, costs) for name in (*names, *paths)}
     best = min(seconds, key=lambda name: seconds[name])
-    between_nodes = len(layout.local_sizes) > 1 and (best == NATIVE or best in names)
-    if between_nodes and _RING in names and nbytes >= _LARGE_MESSAGE * size:
+    large = len(layout.local_sizes) > 1 and nbytes >= _LARGE_MESSAGE * size
+    if large and best in _CHANGING and seconds.get(_RING, math.inf) <= _RING_GAIN * seconds[best]:
         return Choice(_RING, seconds, "large messages to one neighbor, from another one")
     return Choice(best, seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,16 @@ import torch
 
 from collectives.communicator import Communicator
 
+LOSS = "the loss of a closure"
+"""What ranks compare, so that it is never taken for another call of the program."""
+
 
 def over_ranks(closure: Callable[[], Any], fold: Callable[[float], float]) -> Callable[[], Any]:
     """The closure, whose loss is folded over the ranks, as its gradients are.
 
     A line search decides by the loss, and LBFGS ends by it: with losses of their own the ranks
-    would take different steps. A tensor remains one, with its graph. What is no number, such as
-    None, remains what it is.
+    would take different steps. A tensor remains one, with its graph; other numbers become floats.
+    None remains what it is. Every rank must give a closure, or none.
     """
 
     def call() -> Any:
@@ -25,7 +29,10 @@ def over_ranks(closure: Callable[[], Any], fold: Callable[[float], float]) -> Ca
             folded = loss.clone()
             folded.data.fill_(fold(loss.item()))
             return folded
-        return fold(float(loss)) if isinstance(loss, int | float) else loss
+        if isinstance(loss, Real | np.generic | np.ndarray):
+            number: Any = np.asarray(loss)
+            return fold(float(number.item())) if number.size == 1 else loss
+        return loss
 
     return call
 
@@ -35,7 +42,8 @@ def fold_number(comm: Communicator, number: float, op: str, weight: float | None
     if comm.size == 1:
         return number
     if weight is None:
-        return float(comm.all_reduce(np.array([number]), op)[0])
+        return float(comm.all_reduce(np.array([number]), op, what=LOSS)[0])
     # A rank without data may have a loss of NaN.
-    total, weights = comm.all_reduce(np.array([weight and number * weight, weight]))
-    return float(total / weights)
+    given = np.array([weight and number * weight, weight, number])
+    total, weights, plain = comm.all_reduce(given, what=LOSS)
+    return float(total / weights if weights else plain / comm.size)

@@ -41,7 +41,11 @@ class Members:
         """Whether a member makes no call any more; None: whether all others make none."""
         others = [each for each in range(self._size) if each != self._rank]
         ranks = others if rank is None else [rank]
-        return bool(self._store.check([self._key(f"closed by {each}") for each in ranks]))
+        try:
+            return self._store.check([self._key(f"closed by {each}") for each in ranks])  # type: ignore[no-any-return]
+        except RuntimeError:
+            # The rank that serves the store has ended: what the others do can't be known.
+            return False
 
     def all_close(self, seconds: float) -> bool:
         """Whether every member has announced it within that time: the same for all members.

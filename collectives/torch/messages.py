@@ -27,7 +27,7 @@ class MessageWork(PendingWork):
     def __init__(self, messages: Messages, name: str, tensor: Any, peer: int | None) -> None:
         super().__init__([tensor], name)
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
-        self._receives = name.startswith("recv")
+        self.receives = name.startswith("recv")
         self._status = messages.mpi.Status()
         # A callback may test the work again.
         self._testing = threading.RLock()
@@ -43,7 +43,7 @@ class MessageWork(PendingWork):
             try:
                 if not self.request.Test(self._status):
                     return False
-                error = self._length_error() if self._receives else None
+                error = self._length_error() if self.receives else None
             except self._messages.mpi.Exception as failed:
                 error = self._described(failed)
             self.finish(error)
@@ -94,7 +94,7 @@ class MessageWork(PendingWork):
         self._messages.policy.check_alive()
         if not self._messages.members.have_closed(self._peer):
             return
-        # What it has sent before may be on its way.
+        # It has waited for what it sent, but the end of a message may be on its way.
         self._closed_since = min(self._closed_since, time.monotonic())
         if time.monotonic() - self._closed_since > _GRACE_SECONDS:
             who = "all other ranks have" if self._peer is None else f"rank {self._peer} has"
@@ -105,7 +105,7 @@ class MessageWork(PendingWork):
         with self._testing:
             if self._finished:
                 return False
-            if self._receives and self._timed_out is None:
+            if self.receives and self._timed_out is None:
                 self._timed_out = error
                 self.request.Cancel()
             return True
@@ -174,6 +174,16 @@ class Messages:
             ended = {id(work) for work in pending if work.is_completed()}
             with self._changed:
                 self._pending = [work for work in self._pending if id(work) not in ended]
+            time.sleep(_POLL_SECONDS)
+
+    def finish_sends(self, seconds: float) -> None:
+        """Wait for messages that were sent, no longer than that: nobody may receive them."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with self._changed:
+                sends = [work for work in self._pending if not work.receives]
+            if all(work.is_completed() for work in sends):
+                return
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:

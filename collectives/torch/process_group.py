@@ -276,6 +276,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
     def complete(self) -> None:
         """Make the calls that are pending, and no call any more."""
         self._queue.drain()
+        self._messages.finish_sends(_SHUTDOWN_SECONDS)
         self._members.begin_closing()
 
     def shutdown(self) -> None:

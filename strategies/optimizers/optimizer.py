@@ -77,19 +77,16 @@ class Optimizer(ABC):
             return self._given_rate
         step = self.iterations
         if self._known_rate is None or self._known_rate[0] != step:
-            self._known_rate = step, _as_number(self._given_rate(step), step)
+            given = self._given_rate(step)
+            text = f"learning_rate gave a {type(given).__name__} for step {step}: must be a number"
+            self._known_rate = step, _as_number(given, text)
         return self._known_rate[1]
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Rate) -> None:
         if not callable(learning_rate):
-            try:
-                float(learning_rate)
-            except (TypeError, ValueError):
-                text = (
-                    f"learning_rate={learning_rate!r}: must be a number or a function of the step"
-                )
-                raise TypeError(text) from None
+            text = f"learning_rate={learning_rate!r}: must be a number or a function of the step"
+            _as_number(learning_rate, text)
         self._given_rate = learning_rate
         self._known_rate = None
 
@@ -100,8 +97,9 @@ class Optimizer(ABC):
 
     def _made_of(self, kind: Callable[..., Rule], *numbers: Any) -> Rule:
         """The rule of these numbers, the same object while they stay the same."""
-        if self._rule is None or self._rule[0] != numbers:
-            self._rule = numbers, kind(*numbers)
+        known = *numbers, *map(type, numbers)
+        if self._rule is None or self._rule[0] != known:
+            self._rule = known, kind(*numbers)
         rule: Rule = self._rule[1]
         return rule
 
@@ -280,13 +278,11 @@ class Optimizer(ABC):
             slot.change(assign, as_array(restored, name, slot.dtype, gpu=slot.on_gpu))
 
 
-def _as_number(value: Any, step: int) -> float:
+def _as_number(value: Any, problem: str) -> float:
     try:
-        return float(value)
+        return float(value if not isinstance(value, str | bytes) else "no number")
     except (TypeError, ValueError):
-        kind = type(value).__name__
-        text = f"learning_rate gave a {kind} for step {step}: must be a number"
-        raise TypeError(text) from None
+        raise TypeError(problem) from None
 
 
 def _check_slot(name: str, restored: Array | None, value: Storage) -> None:

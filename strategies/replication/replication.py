@@ -189,6 +189,8 @@ class Replication:
         action, sums = optimizer.action, None
         if series is not None and (series.owner is not self or series.next_step != number):
             series = None
+        if series is not None:
+            series.next_step = 0  # No step follows one that fails: numbers are compared anew.
         try:
             if series is None:
                 self.communicator.barrier(f"{STEP}{number} of {action}")

@@ -194,7 +194,9 @@ def test_what_is_no_pair_is_refused():
 
 
 def test_what_is_no_learning_rate_is_refused():
-    refusal(TypeError, "learning_rate='a': must be a number or a function", optimizers.SGD, "a")
+    for wrong in ("a", "0.1", None, [0.1]):
+        text = r"learning_rate=.*: must be a number or a function"
+        refusal(TypeError, text, optimizers.SGD, wrong)
 
 
 def test_integers_are_refused():

@@ -77,7 +77,9 @@ class Parent:
         for world in self.worlds.values():
             world.run()
         option = self.config.option
-        if option.capture != "no" and not option.usepdb:
+        # What the second process would not know of.
+        own = (option.usepdb, option.trace, option.runxfail, option.doctestmodules)
+        if option.capture != "no" and not any(own) and not os.environ.get("PYTEST_ADDOPTS"):
             while not self.background.unwanted.is_set() and (tests := self.take()):
                 tests.run()
 
@@ -122,6 +124,8 @@ class Parent:
 class World:
     """The tests of one world size, and their state."""
 
+    needs_mpirun = True
+
     def __init__(self, config, size, background):
         self.config = config
         self.size = size
@@ -147,7 +151,7 @@ class World:
 
     def launch(self, items):
         """Run tests in one launch; return the reports of those it completed, at least one."""
-        if find_mpirun() is None:
+        if self.needs_mpirun and find_mpirun() is None:
             return {item.nodeid: failed_reports(item, NO_MPIRUN) for item in items}
         with tempfile.TemporaryDirectory(prefix="world-") as name:
             directory = Path(name)
@@ -186,6 +190,8 @@ class World:
 class OrdinaryTests(World):
     """Ordinary tests in a process beside this one."""
 
+    needs_mpirun = False
+
     def command(self, paths):
         return ordinary_command(self.config, paths)
 
@@ -193,4 +199,5 @@ class OrdinaryTests(World):
         return self.background.environment | {ORDINARY_VARIABLE: str(directory)}
 
     def quiet_limit(self, items):
-        return START_AND_STOP_SECONDS + ORDINARY_SECONDS
+        given = self.config.getoption("world_timeout")
+        return given or START_AND_STOP_SECONDS + ORDINARY_SECONDS

@@ -19,6 +19,7 @@ import torch
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from collectives.reductions.reduction import ReduceOp
+from collectives.torch.closures import LOSS
 from collectives.torch.horovod.state import ranks
 
 Result = TypeVar("Result")
@@ -160,6 +161,10 @@ def _reduce(comm: Communicator, request: Request) -> None:
     comm.all_reduce(_zeros(request)[0], request.op)
 
 
+def _reduce_loss(comm: Communicator, request: Request) -> None:
+    comm.all_reduce(_zeros(request)[0], request.op, what=LOSS)
+
+
 def _reduce_many(comm: Communicator, request: Request) -> None:
     comm.all_reduce_many(_zeros(request), request.op)
 
@@ -181,6 +186,7 @@ def _reduce_gradients(comm: Communicator, request: Request) -> None:
 
 _SERVED: dict[str, Callable[[Communicator, Request], None]] = {
     "allreduce": _reduce,
+    LOSS: _reduce_loss,
     "grouped_allreduce": _reduce_many,
     "allreduce_async": _reduce_later,
     "grouped_allreduce_async": _reduce_many_later,

@@ -11,7 +11,7 @@ import torch
 
 from collectives.communicator import Communicator
 from collectives.reductions.reduction import ReduceOp, as_op
-from collectives.torch.closures import over_ranks
+from collectives.torch.closures import LOSS, over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.torch.horovod.compression import Compression, Compressor
 from collectives.torch.horovod.joining import number_gradients, request_of, with_joined
@@ -47,8 +47,10 @@ class _Gradients(GradientReducer):
     def fold_number(self, number: float) -> float:
         """As of any reducer; ranks that have joined add zero."""
         comm, given = self._comm, torch.tensor([number], dtype=torch.float64)
-        request = request_of("allreduce", [given], as_op(self._op))
-        return float(with_joined(comm, request, lambda: comm.all_reduce(given, self._op)))
+        request = request_of(LOSS, [given], as_op(self._op))
+        return float(
+            with_joined(comm, request, lambda: comm.all_reduce(given, self._op, what=LOSS))
+        )
 
     def _clear(self) -> None:
         for each in self._trained:
@@ -192,25 +194,35 @@ def DistributedOptimizer(  # noqa: N802
     if not isinstance(compression, Compressor):
         raise TypeError(f"compression={compression!r}: must be Compression.none, .fp16 or .bf16")
     named, passes = _named(optimizer, named_parameters), _checked_passes(backward_passes_per_step)
-    _close_earlier([each for _, each in named])
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # A scheduler that was made before replaced the `step` of its optimizer.
     made.__dict__.update((key, kept) for key, kept in vars(optimizer).items() if key != "step")
-    made._gradients = _Gradients(
-        ranks_of(process_set),
-        named,
-        passes,
-        op="mean" if op is ReduceOp.MEAN else "sum",
-        wire_dtype=compression.wire_dtype,
-    )
+    with _replaced([each for _, each in named]):
+        made._gradients = _Gradients(
+            ranks_of(process_set),
+            named,
+            passes,
+            op="mean" if op is ReduceOp.MEAN else "sum",
+            wire_dtype=compression.wire_dtype,
+        )
     return made
 
 
-def _close_earlier(parameters: list[Any]) -> None:
-    for reducer in list(open_reducers):
-        if isinstance(reducer, _Gradients) and reducer.reduces(parameters):
-            reducer.close()
+@contextmanager
+def _replaced(parameters: list[Any]) -> Iterator[None]:
+    """A context that makes a reducer of these in place of earlier ones, or else leaves those."""
+    every = [each for each in open_reducers if isinstance(each, _Gradients)]
+    earlier = [each for each in every if each.reduces(parameters)]
+    for each in earlier:
+        open_reducers.discard(each)
+    try:
+        yield
+    except BaseException:
+        open_reducers.update(earlier)
+        raise
+    for each in earlier:
+        each.close()
 
 
 def _checked_passes(passes: int) -> int:

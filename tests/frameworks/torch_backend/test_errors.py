@@ -195,3 +195,14 @@ def test_a_receive_from_a_rank_that_has_left_ends_soon(torch, dist, comm, source
             sent.wait()
         dist.destroy_process_group(group)
     comm.barrier()
+
+
+def test_members_of_which_nothing_can_be_known(torch, dist):
+    """The rank that served the store has ended: a receive from another one goes on."""
+    from collectives.torch.members import Members
+
+    class Ended:
+        def check(self, keys):
+            raise dist.DistNetworkError("connection reset")
+
+    assert not Members(Ended(), 1, 3, "").have_closed(2)

@@ -201,6 +201,11 @@ def test_a_second_optimizer_replaces_those_of_its_parameters(torch, hvd, comm):
     model, alone = network(torch), network(torch)
     ((batch,), *_) = batches(torch, comm.size)
     first = None
+    with pytest.raises(ValueError, match="parameters or arguments differ"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1),
+            compression=hvd.Compression.fp16 if comm.rank else hvd.Compression.none,
+        )
     for trains in (False, True):
         for each in (model, alone):
             each[0].requires_grad_(trains)
@@ -211,6 +216,13 @@ def test_a_second_optimizer_replaces_those_of_its_parameters(torch, hvd, comm):
             stepped.step()
             stepped.zero_grad()
         first = first or optimizer
+    with pytest.raises(ValueError, match="parameters or arguments differ"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1),
+            compression=hvd.Compression.fp16 if comm.rank else hvd.Compression.none,
+        )
+    optimizer.step()  # It goes on after a second one has failed.
+    other.step()
     check(torch, hvd, model, alone.parameters())
     with pytest.raises(RuntimeError, match="another DistributedOptimizer has replaced this one"):
         first.step()

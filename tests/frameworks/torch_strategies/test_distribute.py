@@ -353,6 +353,10 @@ def test_what_a_closure_returns_beside_tensors(torch, comm):
         return loss if result == "the loss" else result
 
     assert optimizer.step(lambda: closure(comm.rank + 1.0)) == (comm.size + 1) / 2
+    for kind in (np.float32, np.array):
+        assert (
+            optimizer.step(lambda kind=kind: closure(kind(comm.rank + 1.0))) == (comm.size + 1) / 2
+        )
     assert optimizer.step(lambda: closure(None)) is None
     assert optimizer.step(lambda: closure("the loss")).requires_grad
 
