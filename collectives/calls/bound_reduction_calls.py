@@ -27,7 +27,8 @@ class BoundReductionCalls(BoundCalls):
 
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
         """As `Communicator.all_reduce`."""
-        check_text("what", what)
+        if what is not None:
+            check_text("what", what)
         if (views := self._tensors.views(array, out)) is not None:
             source, target = views
             if out is None:
