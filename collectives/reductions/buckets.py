@@ -100,9 +100,10 @@ def check_list(name: str, given: Any) -> None:
 def check_many(arrays: Sequence[Any], out: Sequence[Any] | None) -> None:
     """TypeError unless both are lists, ValueError unless there is an output for each array."""
     check_list("arrays", arrays)
-    if out is not None:
-        check_list("out", out)
-    if out is not None and len(out) != len(arrays):
+    if out is None:
+        return
+    check_list("out", out)
+    if len(out) != len(arrays):
         raise ValueError(
             f"out has {len(out)} entries: must have one for each of {len(arrays)} arrays"
         )

@@ -42,7 +42,7 @@ class Members:
         others = [each for each in range(self._size) if each != self._rank]
         ranks = others if rank is None else [rank]
         try:
-            return self._store.check([self._key(f"closed by {each}") for each in ranks])  # type: ignore[no-any-return]
+            return bool(self._store.check([self._key(f"closed by {each}") for each in ranks]))
         except RuntimeError:
             # The rank that serves the store has ended: what the others do can't be known.
             return False
