@@ -104,13 +104,19 @@ class Replication:
         holds arrays of the results' shapes and dtypes, in which they may be stored. Raises a
         MismatchError on every rank where the arrays differ.
         """
-        if self.reduces_plainly and options is None:
-            if len(arrays) == 1:
-                target = None if out is None else out[0]
-                return [self.communicator.all_reduce(arrays[0], op.value, out=target)]
-            if _ON_HOSTS.issuperset(map(type, arrays)):
-                return self.communicator.all_reduce_many(arrays, op.value, out=out)
+        plain = self.reduces_plainly and options is None
+        if plain and (len(arrays) == 1 or _ON_HOSTS.issuperset(map(type, arrays))):
+            return self._reduce_plainly(arrays, op.value, out)
         return self._all_reduce_by(arrays, op, options, batch or len(arrays) != 1)
+
+    def _reduce_plainly(
+        self, arrays: Sequence[Any], op: str, out: Any = None, what: str | None = None
+    ) -> list[Any]:
+        """By one call of the communicator."""
+        if len(arrays) == 1:
+            target = None if out is None else out[0]
+            return [self.communicator.all_reduce(arrays[0], op, out=target, what=what)]
+        return self.communicator.all_reduce_many(arrays, op, out=out, what=what)
 
     def _all_reduce_by(
         self, arrays: Sequence[Any], op: ReduceOp, options: CommunicationOptions | None, batch: bool
@@ -194,14 +200,14 @@ class Replication:
         try:
             if series is None:
                 self.communicator.barrier(f"{STEP}{number} of {action}")
-            elif series.action is not action or not self._sums_at_once(
+            elif series.action is not action or not self._in_one_call(
                 optimizer, gradients, variables
             ):
                 text = f"{STEP}in series {series.number} of {action}"
                 self.communicator.barrier(text)
                 series.action, series.text = action, text
             else:
-                sums = self._plain_sums(gradients, series.text)
+                sums = self._reduce_plainly(gradients, "sum", what=series.text)
         except MismatchError as error:
             compare_steps(error, self.communicator, f"{number} of {action}")
             series = None
@@ -211,18 +217,12 @@ class Replication:
         series.next_step = number + 1
         return sums
 
-    def _sums_at_once(
+    def _in_one_call(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> bool:
         """Whether one call of the communicator sums the gradients; the same on all ranks."""
-        plain = self.reduces_plainly and not self.compresses
-        on_hosts = plain and _ON_HOSTS.issuperset(map(type, gradients))
-        return on_hosts and optimizer.fusion_of(variables) is None
-
-    def _plain_sums(self, gradients: Sequence[Any], what: str) -> list[Array]:
-        if len(gradients) == 1:
-            return [self.communicator.all_reduce(gradients[0], "sum", what=what)]
-        return self.communicator.all_reduce_many(gradients, "sum", what=what)
+        plain = self.reduces_plainly and not self.compresses and not optimizer.fusion_of(variables)
+        return plain and _ON_HOSTS.issuperset(map(type, gradients))
 
     def _sums(
         self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
