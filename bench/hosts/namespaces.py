@@ -19,7 +19,8 @@ from pathlib import Path
 _PREFIX = "198.51.100"
 _ROOT_ADDRESS = f"{_PREFIX}.254"
 _MADE = itertools.count()
-_TOOLS = ("ip", "nsenter", "tc", "unshare")
+_CONGESTION_CONTROL = "net.ipv4.tcp_congestion_control"
+_TOOLS = ("ip", "nsenter", "sysctl", "tc", "unshare")
 
 _AGENT = """#!/bin/sh
 # As ssh: options, a host, a command.
@@ -99,11 +100,28 @@ def _make(
     _run("ip", "-n", name, "address", "add", address, "dev", inside)
     for device in ("lo", inside):
         _run("ip", "-n", name, "link", "set", device, "up")
+    subprocess.run(_sysctl(name, f"{_CONGESTION_CONTROL}=reno"), capture_output=True, check=False)
     # A namespace's name outlives the process that sets it where a file is bound to it.
     place = directory / name
     place.touch()
     _run("unshare", f"--uts={place}", "hostname", host)
     stack.callback(_run, "umount", str(place))
+
+
+def _sysctl(name: str, setting: str) -> list[str]:
+    """The command that reads or writes a kernel's setting in a namespace."""
+    return ["ip", "netns", "exec", name, "sysctl", "-n", setting]
+
+
+def congestion_control(agent: Path, address: str) -> str:
+    """TCP's algorithm on a host.
+
+    Every kernel lets a namespace use Reno. With an algorithm that estimates the rate of a link, as
+    BBR, a benchmark would measure how well it does.
+    """
+    command = _sysctl(namespace_of(agent, address), _CONGESTION_CONTROL)
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 def namespace_of(agent: Path, address: str) -> str:

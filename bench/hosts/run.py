@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.hosts.namespaces import hosts, launch_line, shape
+from bench.hosts.namespaces import congestion_control, hosts, launch_line, shape
 from bench.hosts.table import add_options, print_table
 from bench.reports.columns import machine_lines, settings_line
 
@@ -58,6 +58,7 @@ def _measure(
             subprocess.run(line, env=variables, check=True, stdout=subprocess.DEVNULL)
             report = json.loads(path.read_text(encoding="utf-8"))
             joined["header"] = report["header"]
+            joined["congestion_control"] = congestion_control(agent, addresses[0])
             joined["rows"] += [row | {"collective": collective} for row in report["rows"]]
         return joined
 
@@ -65,7 +66,8 @@ def _measure(
 def _head(command: Sequence[str], report: dict[str, Any]) -> list[str]:
     """What was measured, and on what."""
     header, line = report["header"], " ".join(["python -m bench.hosts", *command])
-    text = f"`{line}`: out of place, medians. {settings_line(header)}."
+    tcp = f"TCP's congestion control: {report['congestion_control']}"
+    text = f"`{line}`: out of place, medians. {settings_line(header)}, {tcp}."
     return ["; ".join(machine_lines(header)) + ".", "", text, "", *_HEADER.splitlines()]
 
 
