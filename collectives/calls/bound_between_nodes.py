@@ -32,7 +32,7 @@ def exchanged_reduction(
     most = _SCATTERED_BYTES if collective == "reduce_scatter" else SMALL_BYTES
     small = 0 < nbytes <= min(most, LARGEST_EXCHANGE // nodes)
     reduction = reduction_for(op, dtype)
-    small = small and nbytes * engine.size <= SMALL_BYTES_OF_ALL
+    small = small and nbytes * max(engine.layout.local_sizes) <= SMALL_BYTES_OF_ALL
     return reduction if small and reduction.plain_fold else None
 
 

@@ -43,6 +43,7 @@ Run = Callable[[Array, Array], Any]
 
 def use_saved(engine: Engine) -> None:
     """Use the cost parameters that rank 0 has on disk, if there are any. Collective."""
+    engine.costs = cost_model.built_in(engine.layout)
     if engine.size == 1:
         return
     find = (lambda: _saved(engine)) if engine.rank == 0 else None
@@ -91,7 +92,7 @@ def figures_for(engine: Engine, seconds: Seconds, reduction: float) -> CostParam
     def model(path: str, nbytes: int, costs: CostParameters) -> float:
         return cost_model.expected("all_reduce", path, nbytes, layout, costs)
 
-    return fit(seconds, model, replace(CostParameters(), reduction=reduction), kinds)
+    return fit(seconds, model, replace(cost_model.built_in(layout), reduction=reduction), kinds)
 
 
 # Measuring

@@ -11,7 +11,7 @@ import collectives
 from collectives.calls import tuning
 from collectives.execution import cost_model, parameters_file
 from collectives.execution.calibration import fit
-from collectives.execution.cost_model import NATIVE, SHARED, CostParameters, Layout
+from collectives.execution.cost_model import HIERARCHICAL, NATIVE, SHARED, CostParameters, Layout
 from collectives.execution.parameters_file import Key
 from collectives.transports.local import run
 from tests.slow import slow
@@ -70,6 +70,24 @@ def test_the_built_in_choice_of_two_ranks(mebibytes, expected):
     layout, paths = Layout((2,)), (NATIVE, SHARED)
     choice = cost_model.choose("all_reduce", mebibytes << 20, layout, paths, CostParameters())
     assert choice.algorithm == expected
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (8, 8), (2, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+)
+def test_the_built_in_choice_between_nodes(collective, sizes):
+    """Two levels send fewer bytes over the links, which are slower than the nodes' memory."""
+    layout, paths = Layout(sizes), (NATIVE, HIERARCHICAL)
+    for nbytes, expected in (
+        (4 << 10, NATIVE),
+        (256 << 10, HIERARCHICAL),
+        (64 << 20, HIERARCHICAL),
+    ):
+        costs = cost_model.built_in(layout)
+        choice = cost_model.choose(collective, nbytes, layout, paths, costs)
+        assert choice.algorithm == expected, nbytes
+    assert cost_model.built_in(Layout((4,))) == CostParameters()
 
 
 TRUE = CostParameters(
@@ -176,6 +194,13 @@ def alike(comm, value):
 def known(comm):
     """What the communicator reports to choose by."""
     return [alike(comm, comm.explain(name, 1 << 20)) for name in ("scan", "exscan")]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(4)
+def test_calls_between_nodes_go_by_them(made):
+    part = made(node_of=[0, 0, 1, 1])
+    assert part.explain("all_gather", 16 << 20).startswith("hierarchical runs")
 
 
 @pytest.mark.mpi
