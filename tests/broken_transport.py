@@ -22,7 +22,7 @@ def break_messages():
     from collectives.transports.base import Copied
     from collectives.transports.mpi import MpiTransport
 
-    MpiTransport.exchange = lambda transport, sends, receives: None
+    MpiTransport.exchange_beside = lambda transport, sends, receives, overlapped: None
     MpiTransport.send = lambda transport, buffer, peer, tag, kind: Copied(buffer, kind)
     MpiTransport.receive = lambda transport, buffer, peer, tag: Copied(buffer, 0)
     MpiTransport.native = lambda transport, collective, op, dtype: None

@@ -22,6 +22,7 @@ class Sabotage(NamedTuple):
     line: str
     by: str
     noticed_by: str
+    worlds: str = "2,3"
 
 
 SABOTAGES = {
@@ -37,9 +38,17 @@ SABOTAGES = {
         "test_between_nodes",
     ),
     "the root's node is taken for that of the first rank": Sabotage(
-        'self._between("reduce", None, own, node)',
-        'self._between("reduce", None, own, 0)',
+        "self._between(collective, None, own, node, overlapped=overlapped)",
+        "self._between(collective, None, own, 0, overlapped=overlapped)",
         "test_between_nodes",
+    ),
+    "a chunk does not leave the pipeline": Sabotage(
+        "preceding = [partial(leave, each) for each in chunks[:index][-1:]]",
+        "preceding = []",
+        "test_between_nodes",
+    ),
+    "a wait in the node's memory leaves messages undelivered": Sabotage(
+        "self.progress()", "pass", "test_between_nodes", worlds="4"
     ),
     "a part of a reduction is that of another rank": Sabotage(
         "target[...] = folded[self._part]",
@@ -178,10 +187,10 @@ def copy(tmp_path_factory):
     return folder
 
 
-def run_suite(folder, names):
+def run_suite(folder, names, worlds="2,3"):
     """Run files of tests, until the first failure, as a plain `pytest` does but for few worlds."""
     files = [str(folder / "tests" / "collectives" / f"{name}.py") for name in names.split()]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--worlds", "2,3"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--worlds", worlds]
     return subprocess.run(
         [*command, "-p", "no:cacheprovider", "--tb=short", *files],
         capture_output=True,
@@ -214,7 +223,7 @@ def test_a_sabotage_of_one_line_is_noticed(copy, name):
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(sabotage.line, sabotage.by), encoding="utf-8")
     try:
-        ended = run_suite(copy, sabotage.noticed_by)
+        ended = run_suite(copy, sabotage.noticed_by, sabotage.worlds)
     finally:
         path.write_text(text, encoding="utf-8")
     failed = re.findall(r"^(?:FAILED|ERROR) \S+::(.*)", ended.stdout, re.MULTILINE)

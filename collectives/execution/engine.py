@@ -36,7 +36,7 @@ from collectives.reductions.reduction import Array, ReduceOp, Reduction, reducti
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
 from collectives.shm.node import Node, Path
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
-from collectives.transports.base import Native, Transport, own_part
+from collectives.transports.base import Actions, Native, Transport, own_part
 from collectives.waiting.wait_policy import WaitPolicy
 from collectives.waiting.watchdog import Watchdog
 
@@ -49,6 +49,7 @@ class Engine(CallScope):
         if wait_policy is None:
             wait_policy = WaitPolicy()
             wait_policy.before_raise = self._fail
+            wait_policy.progress = transport.progress
         self.wait_policy = transport.wait_policy = wait_policy
         if transport.one_process:
             wait_policy.sleep_early()
@@ -147,6 +148,7 @@ class Engine(CallScope):
         op: ReduceOp | None = None,
         root: int = 0,
         algorithm: str | None = None,
+        overlapped: Actions | None = None,
     ) -> None:
         """Take part in a collective on flat, contiguous buffers of equal dtype.
 
@@ -154,6 +156,9 @@ class Engine(CallScope):
         the buffer is cut evenly. Where source is None the input lies in the target. The source of
         an all_gather and the target of a reduce_scatter are this rank's part alone. Device arrays
         are put on their way: what the caller's stream does next comes after it.
+
+        Some actions of `overlapped` may run while messages are in transit. A schedule is taken
+        then, since a native collective returns only at its end.
         """
         if is_device(target):
             assert self.devices is not None
@@ -169,7 +174,7 @@ class Engine(CallScope):
             itemsize, target = target.itemsize, target.view(np.uint8)
             source = None if source is None else source.view(np.uint8)
             lengths = None if lengths is None else [length * itemsize for length in lengths]
-        paths = self.paths(collective, op, target.dtype)
+        paths = self.paths(collective, op, target.dtype) if overlapped is None else {}
         if algorithm is None:
             whole = source if source is not None and collective == "reduce_scatter" else target
             algorithm = self.choose(collective, whole.nbytes, paths)
@@ -184,7 +189,7 @@ class Engine(CallScope):
             raise in_step(ValueError(f"algorithm={algorithm!r}: {text}"))
         else:
             run = partial(self._plans.run, collective, algorithm, source, target)
-            self.errstate.run(run, lengths, op, root)
+            self.errstate.run(run, lengths, op, root, overlapped)
             if op is not None:
                 reduction = reduction_for(op, target.dtype)
                 self.errstate.run(self._finish, collective, reduction, target, root)

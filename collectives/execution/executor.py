@@ -24,7 +24,7 @@ from collectives.execution.plan import Fold, Piece, Resolver
 from collectives.reductions.reduction import Action, Array, ReduceOp, reduction_for
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
-from collectives.transports.base import PointToPoint, own_part
+from collectives.transports.base import Actions, PointToPoint, own_part
 
 _BINDINGS_KEPT = 8
 _PLANS_KEPT = 64
@@ -115,12 +115,18 @@ class Plan:
         kept: int = self._scratch.nbytes
         return kept
 
-    def run(self, source: Array | None, target: Array) -> None:
-        """Run the collective once. Both buffers are flat and contiguous."""
+    def run(self, source: Array | None, target: Array, overlapped: Actions | None = None) -> None:
+        """Run the collective once. Both buffers are flat and contiguous.
+
+        Some actions of `overlapped` may run while messages are in transit.
+        """
+        exchange = self._transport.exchange
+        if overlapped is not None:
+            exchange = partial(self._transport.exchange_beside, overlapped=overlapped)
         for bound in self._bound_to(source, target):
             for action in bound.before:
                 action()
-            self._transport.exchange(bound.sends, bound.receives)
+            exchange(bound.sends, bound.receives)
             for action in bound.after:
                 action()
         for piece in self._uncopied:
@@ -199,6 +205,7 @@ class Plans:
         lengths: Sequence[int] | None,
         op: ReduceOp | None,
         root: int,
+        overlapped: Actions | None = None,
     ) -> None:
         """Run a collective as `Engine.run` does: a schedule works on whole buffers."""
         whole, rank = target, self._transport.rank
@@ -209,7 +216,7 @@ class Plans:
             source = None
         shape = whole.size if lengths is None else tuple(lengths)
         call = Call(collective, algorithm, shape, whole.dtype, op, root, source is not None)
-        self.find(call).run(source, whole)
+        self.find(call).run(source, whole, overlapped)
         if whole is not target:
             target[:] = own_part(whole, lengths or (), rank)
 

@@ -21,8 +21,8 @@ from collectives.errors import MismatchError
 from collectives.execution.cost_model import Layout
 from collectives.execution.engine import Engine
 from collectives.lifecycle.setup import check_backend
-from collectives.shm.hierarchical import Levels
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory, clear
+from collectives.shm.levels import Levels
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import NodeBarrier
 from collectives.shm.progress import ProgressCounters
@@ -223,7 +223,9 @@ def _join(
 
     levels = None
     if where.nodes > 1:
-        levels = Levels(where.members, engine.rank, _across(engine, where), engine.work)
+        across = _across(engine, where)
+        numbers = steps.exchange_numbers
+        levels = Levels(where.members, engine.rank, across, engine.work, numbers)
     return Node(
         node.transport,
         segments,

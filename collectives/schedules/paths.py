@@ -23,6 +23,9 @@ QUICKEST = "quickest"
 HIERARCHICAL = "hierarchical"
 """Through shared memory within each node, and by messages between the nodes."""
 
+PIPELINED = "pipelined"
+"""How `HIERARCHICAL` moves large arrays where that is faster: chunks of them on both levels."""
+
 DISSEMINATION = "dissemination"
 """Between nodes: few bytes, in the messages that compare the call."""
 

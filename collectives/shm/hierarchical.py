@@ -1,69 +1,39 @@
 """Collectives in two levels: in the memory of each node, and between ranks of equal local rank.
 
 Every byte crosses the link between two nodes as often as if each node were one rank.
+
+Large arrays are pipelined: while the messages of one chunk are in transit, the ranks of a node work
+on the chunks before and after it, in the same order. A rank that waits for messages goes on with
+that work, so that no rank waits for a message of a rank that waits for it in the node's memory.
+Chunks cost more waits: where cores are short, or the link is as fast as the memory, whole arrays
+are faster. Both are tried, where they give the same bits.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
+from collectives.schedules.paths import HIERARCHICAL, PIPELINED
 from collectives.schedules.schedule import split_lengths
-from collectives.shm.copy_in_copy_out import part_starts
-from collectives.transports.base import Native, own_part
+from collectives.shm.copy_in_copy_out import blocks_of, part_starts
+from collectives.shm.levels import Levels
+from collectives.shm.online_tuning import PathTimes
+from collectives.transports.base import Actions, own_part
 
-Work = Callable[[int, np.dtype[Any]], Array]
-"""A flat buffer for intermediate results."""
+CHUNK_BYTES = 1 << 19
+"""Bytes of a chunk. Larger ones overlap less; smaller ones cost more waits."""
 
 InNode = Callable[[Array | None, Array, Sequence[int], int], str | None]
 """As a native collective; returns the name of the data path that it took."""
 
-
-class Across(Protocol):
-    """The ranks of equal local rank on all nodes."""
-
-    def run(
-        self,
-        collective: str,
-        source: Array | None,
-        target: Array,
-        *,
-        lengths: Sequence[int] | None = None,
-        op: ReduceOp | None = None,
-        root: int = 0,
-    ) -> object:
-        """As `Engine.run`."""
-
-    def close(self) -> None:
-        """Release the transport. Collective."""
-
-
-class Levels:
-    """The place of one rank in both levels."""
-
-    def __init__(
-        self, members: Sequence[Sequence[int]], rank: int, across: Across | None, work: Work
-    ) -> None:
-        """`members` holds the ranks of each node; `across` is None on ranks that have no slice.
-
-        A node has as many slices as the smallest one has ranks.
-        """
-        self.members, self.across, self.work = members, across, work
-        self.slices = min(map(len, members))
-        self.places = {
-            each: (node, local)
-            for node, ranks in enumerate(members)
-            for local, each in enumerate(ranks)
-        }
-        """The node and the local rank of each rank."""
-        self.node, self.local = self.places[rank]
-        self.local_size = len(members[self.node])
-        self.in_order = [rank for ranks in members for rank in ranks] == sorted(self.places)
-        self.even = len(set(map(len, members))) == 1
-        """Whether all nodes have as many ranks."""
+Stage = Callable[[slice], None]
+"""Works on a chunk of the arrays in one node's memory."""
 
 
 class Hierarchical:
@@ -80,8 +50,12 @@ class Hierarchical:
         self._levels, self._collective, self._dtype = levels, in_node, dtype
         self._reduction = None if op is None else reduction_for(op, dtype)
         self._op = None if self._reduction is None else self._reduction.folds_as
+        # Between more nodes a schedule folds the parts of an array in different orders.
+        self._any_order = op is None or len(levels.members) == 2 or dtype.kind in "biu"
+        self._times: dict[int, PathTimes] = {}
+        """Of the arrays of about as many chunks."""
 
-    def find(self, collective: str) -> Native | None:
+    def find(self, collective: str) -> InNode | None:
         """The collective, or None if it is not made in two levels with these nodes."""
         levels = self._levels
         if collective in ("reduce_scatter", "all_gather"):
@@ -90,7 +64,7 @@ class Hierarchical:
                 return None
         elif collective not in ("all_reduce", "reduce", "broadcast"):
             return None
-        found: Native = getattr(self, f"_{collective}")
+        found: InNode = getattr(self, f"_{collective}")
         return found
 
     def _in_node(
@@ -113,55 +87,115 @@ class Hierarchical:
         target: Array,
         root: int = 0,
         lengths: Sequence[int] | None = None,
+        overlapped: Actions | None = None,
     ) -> None:
         across = self._levels.across
         if across is not None:
-            across.run(collective, source, target, lengths=lengths, op=self._op, root=root)
+            across.run(
+                collective,
+                source,
+                target,
+                lengths=lengths,
+                op=self._op,
+                root=root,
+                overlapped=overlapped,
+            )
 
     def _finish(self, folded: Array) -> None:
         assert self._reduction is not None
         self._reduction.finish(folded, len(self._levels.places))
 
-    def _slices(self, target: Array) -> tuple[list[int], Array]:
-        """The elements of each local rank's slice, and this rank's."""
+    def _slices(self, chunk: Array) -> tuple[Sequence[int], Array]:
+        """The elements of each local rank's slice of a chunk, and this rank's slice."""
         levels = self._levels
-        none = [0] * (levels.local_size - levels.slices)
-        lengths = [*split_lengths(len(target), levels.slices).tolist(), *none]
-        return lengths, own_part(target, lengths, levels.local)
+        lengths = _slice_lengths(len(chunk), levels.slices, levels.local_size)
+        return lengths, own_part(chunk, lengths, levels.local)
+
+    def _in_stages(
+        self, target: Array, enter: Stage, collective: str, leave: Stage, node: int = 0
+    ) -> str | None:
+        """Run `enter`, the collective of this rank's slices between nodes, and `leave`."""
+
+        def between(block: slice, overlapped: Actions | None = None) -> None:
+            _, own = self._slices(target[block])
+            self._between(collective, None, own, node, overlapped=overlapped)
+
+        def run_whole() -> None:
+            whole = slice(len(target))
+            enter(whole)
+            between(whole)
+            leave(whole)
+
+        chunks = list(blocks_of(len(target), max(1, CHUNK_BYTES // target.itemsize)))
+        if len(chunks) < 2:
+            run_whole()
+            return None
+        if not self._any_order:
+            _run_pipelined(chunks, enter, between, leave)
+            return PIPELINED
+        size = len(chunks).bit_length()
+        times = self._times.setdefault(size, PathTimes((PIPELINED, HIERARCHICAL)))
+        path, start = times.choose(), time.perf_counter_ns()
+        if path == PIPELINED:
+            _run_pipelined(chunks, enter, between, leave)
+        else:
+            run_whole()
+        if times.trying:
+            times.learn(self._levels.longest(time.perf_counter_ns() - start) / 1e9)
+        return path
 
     def _all_reduce(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
-    ) -> None:
+    ) -> str | None:
         """Reduce-scatter on the node, all-reduce of each slice between nodes, all-gather again."""
-        slices, own = self._slices(target)
-        self._in_node("reduce_scatter", target if source is None else source, own, slices)
-        self._between("all_reduce", None, own)
-        self._finish(own)
-        self._in_node("all_gather", None, target, slices)
+
+        def leave(block: slice) -> None:
+            slices, own = self._slices(target[block])
+            self._finish(own)
+            self._in_node("all_gather", None, target[block], slices)
+
+        return self._in_stages(target, self._reduce_slices(source, target), "all_reduce", leave)
+
+    def _reduce_slices(self, source: Array | None, target: Array) -> Stage:
+        """Every rank of the node folds its slice."""
+        given = target if source is None else source
+
+        def enter(block: slice) -> None:
+            slices, own = self._slices(target[block])
+            self._in_node("reduce_scatter", given[block], own, slices)
+
+        return enter
 
     def _reduce(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
-    ) -> None:
+    ) -> str | None:
         """Like `_all_reduce`, to the root's node and there to the root. All targets change."""
         node, local = self._levels.places[root]
-        slices, own = self._slices(target)
-        self._in_node("reduce_scatter", target if source is None else source, own, slices)
-        self._between("reduce", None, own, node)
-        if node == self._levels.node:
-            self._finish(own)
-            self._in_node("gather", None, target, slices, local)
+
+        def leave(block: slice) -> None:
+            if node == self._levels.node:
+                slices, own = self._slices(target[block])
+                self._finish(own)
+                self._in_node("gather", None, target[block], slices, local)
+
+        return self._in_stages(target, self._reduce_slices(source, target), "reduce", leave, node)
 
     def _broadcast(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
-    ) -> None:
+    ) -> str | None:
         """On the root's node, of each slice between nodes, all-gather on the others."""
         node, local = self._levels.places[root]
-        slices, own = self._slices(target)
-        if node == self._levels.node:
-            self._in_node("broadcast", None, target, (), local)
-        self._between("broadcast", None, own, node)
-        if node != self._levels.node:
-            self._in_node("all_gather", None, target, slices)
+
+        def enter(block: slice) -> None:
+            if node == self._levels.node:
+                self._in_node("broadcast", None, target[block], (), local)
+
+        def leave(block: slice) -> None:
+            if node != self._levels.node:
+                slices, _ = self._slices(target[block])
+                self._in_node("all_gather", None, target[block], slices)
+
+        return self._in_stages(target, enter, "broadcast", leave, node)
 
     def _parts(self, lengths: Sequence[int]) -> tuple[list[int], list[tuple[slice, Sequence[int]]]]:
         """The lengths of the parts of this local rank on all nodes; the nodes' blocks and parts."""
@@ -199,3 +233,26 @@ class Hierarchical:
         for index, (block, parts) in enumerate(blocks):
             part = joined[starts[index] : starts[index + 1]]
             self._in_node("all_gather", part, target[block], parts)
+
+
+def _run_pipelined(
+    chunks: Sequence[slice],
+    enter: Stage,
+    between: Callable[[slice, Actions], None],
+    leave: Stage,
+) -> None:
+    enter(chunks[0])
+    for index, chunk in enumerate(chunks):
+        following = [partial(enter, each) for each in chunks[index + 1 : index + 2]]
+        preceding = [partial(leave, each) for each in chunks[:index][-1:]]
+        overlapped = iter(following + preceding)
+        between(chunk, overlapped)
+        for action in overlapped:
+            action()
+    leave(chunks[-1])
+
+
+@lru_cache(maxsize=256)
+def _slice_lengths(length: int, slices: int, local_size: int) -> tuple[int, ...]:
+    """The elements of the slice of each rank of a node; only the first `slices` ranks have one."""
+    return tuple(split_lengths(length, slices).tolist()) + (0,) * (local_size - slices)

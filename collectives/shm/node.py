@@ -15,7 +15,8 @@ from collectives.schedules.spec import spec_of
 from collectives.shm.addresses import AddressExchange, DataPath
 from collectives.shm.copy_in_copy_out import CopyInCopyOut
 from collectives.shm.cross_memory_attach import CrossMemoryAttach
-from collectives.shm.hierarchical import Hierarchical, Levels
+from collectives.shm.hierarchical import Hierarchical
+from collectives.shm.levels import Levels
 from collectives.shm.packed import Packed
 from collectives.shm.peer_memory import open_peer_memory
 from collectives.shm.pool import Gather, Pool

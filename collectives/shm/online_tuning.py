@@ -49,6 +49,11 @@ class PathTimes:
         known = self._known.items()
         return {path: each.seconds for path, each in known if each.seconds < math.inf}
 
+    @property
+    def trying(self) -> bool:
+        """Whether the time of the call for which the last path was chosen matters most."""
+        return self._in_row < _TRIES
+
     def choose(self) -> str:
         """The path of the next call."""
         self._calls += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -25,6 +25,9 @@ Message: TypeAlias = tuple[int, Bytes]
 # target are flat, contiguous and of equal dtype. Source is None if the rank's part is already in
 # the target. The source of all_gather and the target of reduce_scatter are the rank's part alone.
 Native: TypeAlias = Callable[[NDArray[Any] | None, NDArray[Any], Sequence[int], int], None]
+
+Actions: TypeAlias = Iterator[Callable[[], Any]]
+"""What else there is to do. An action that is taken runs once."""
 
 LARGEST_TAG = 32_000
 
@@ -152,6 +155,18 @@ class PointToPoint(ABC):
         Messages between two ranks match in their order, also across calls. Lengths agree.
         """
 
+    def exchange_beside(
+        self,
+        sends: Sequence[tuple[int, Any]],
+        receives: Sequence[tuple[int, Any]],
+        overlapped: Actions,
+    ) -> None:
+        """Like `exchange`; takes and runs actions while the messages are in transit.
+
+        The transport may leave actions for its caller to run.
+        """
+        self.exchange(sends, receives)
+
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
         """The transport's own collective for this dtype and op ("sum", …), or None.
 
@@ -201,6 +216,13 @@ class Transport(PointToPoint):
         """Release the transport's resources. Collective. A second call does nothing."""
 
     # Optional capabilities.
+
+    def progress(self) -> None:
+        """Move the messages in transit on, also those whose sending is complete for this rank.
+
+        A library that works only while it is called has not yet delivered these. A rank that waits
+        in the node's memory, for one that waits for such a message, calls it.
+        """
 
     def begin_duplicate(self) -> Callable[[], Transport]:
         """Start to duplicate the transport, for use by another thread.

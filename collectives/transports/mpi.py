@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpi4py import MPI
 
 from collectives.transports.base import (
     ORDERED_MACHINES,
+    Actions,
     Bytes,
     ControlChannel,
     Message,
@@ -33,6 +35,8 @@ from collectives.waiting.wait_policy import WaitPolicy
 
 _EXCHANGE_TAG = 0
 _WORDS_TAG = LAST_TAG + 1
+_UNUSED_TAG = LAST_TAG + 3
+_NOTHING: Actions = iter(())
 
 _HANDOVER_SECONDS = 0.2
 # Selects the components that Open MPI may use for windows; all of them if unset.
@@ -67,6 +71,12 @@ class MpiTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Post all requests, then wait for all of them."""
+        self.exchange_beside(sends, receives, _NOTHING)
+
+    def exchange_beside(
+        self, sends: Sequence[Message], receives: Sequence[Message], overlapped: Actions
+    ) -> None:
+        """MPI makes progress between the actions."""
         comm = self.comm
         requests: list[MPI.Request] = []
         peers = [peer for peer, _ in receives] or [peer for peer, _ in sends]
@@ -81,14 +91,24 @@ class MpiTransport(Transport):
                 for peer, buffer in sends
                 for part in parts_of(buffer)
             ]
-            self.wait_policy.spin_until(
-                lambda: MPI.Request.Testall(requests),
-                lambda: dict.fromkeys(peers, " in the middle of the call"),
-            )
+            arrived = partial(MPI.Request.Testall, requests)
+            while not arrived():
+                action = next(overlapped, None)
+                if action is None:
+                    self.wait_policy.spin_until(
+                        arrived, lambda: dict.fromkeys(peers, " in the middle of the call")
+                    )
+                    break
+                action()
         except BaseException:
             # MPI may still read from these buffers and write into them.
             self._abandoned.append((sends, receives, requests))
             raise
+
+    def progress(self) -> None:
+        """Probe for a message that never comes, from this rank: no other's failure ends it."""
+        if self._comm is not None and not MPI.Is_finalized():
+            self._comm.Iprobe(self.rank, _UNUSED_TAG)
 
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:
         """The length is sent first, because a receiver can't get it from a message in parts."""

@@ -71,6 +71,8 @@ class WaitPolicy:
         self.spins = _SPINS
         self._yield_seconds = _YIELD_SECONDS
         self.check_alive: Callable[[], None] = lambda: None
+        self.progress: Callable[[], object] = lambda: None
+        """Moves messages in transit on. A wait calls it at every poll once it no longer spins."""
         self.before_raise: Callable[[BaseException], None] = lambda error: None
         self._limit: float | None = None
 
@@ -144,6 +146,7 @@ class WaitPolicy:
         warned = self.deadline is not None and now - start >= self.deadline / 10
         next_check = CHECK_SECONDS
         while not ready():
+            self.progress()
             waited = time.monotonic() - start
             if waited < self._yield_seconds:
                 os.sched_yield()

@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from collectives import Communicator, OpMismatchError
 from collectives.calls.exchanged_rows import room_of_row
+from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from tests.collectives.oracle import case, reduced, value, values
 
@@ -295,6 +296,72 @@ def check_two_levels(part, length, *, in_blocks):
         out = np.empty_like(joined)
         part.all_gather(rows[rank], out=out, **way)
         np.testing.assert_array_equal(out, joined)
+
+
+@pytest.mark.ranks(3, 4, 5)
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast"])
+def test_large_arrays_are_pipelined(comm, collective):
+    """In chunks or whole: both are tried, except where that would change the order of the fold."""
+    rank, size = comm.rank, comm.size
+    nodes, length, way = (size + 1) // 2, 300_001, {"algorithm": "hierarchical"}
+    node_of = [each % nodes for each in range(size)]
+    with Communicator(MPI.COMM_WORLD, node_of=node_of, deadline=20) as part:
+        for dtype, op in ((np.float32, "mean"), (np.int16, "sum")):
+            array, every = value(rank, length * 2, dtype), values(size, length * 2, dtype)
+            taken = []
+            for _ in range(5):
+                with case(collective, dtype, taken):
+                    if collective == "broadcast":
+                        np.testing.assert_array_equal(
+                            part.broadcast(array.copy(), root=1, **way), every[1]
+                        )
+                    elif collective == "reduce":
+                        result = part.reduce(array, op, root=1, **way)
+                        assert (result is None) == (rank != 1)
+                        if rank == 1:
+                            np.testing.assert_array_equal(result, reduced(op, every))
+                    else:
+                        result = part.all_reduce(array, op, **way)
+                        np.testing.assert_array_equal(result, reduced(op, every))
+                    taken.append(path_of_last(part))
+            if collective == "broadcast" or nodes == 2 or dtype == np.int16:
+                assert taken[:4] == ["hierarchical"] * 2 + ["pipelined"] * 2
+            else:
+                assert taken == ["pipelined"] * 5
+            assert set(part.all_gather_object(taken[4])) == {taken[4]}
+
+
+@pytest.mark.ranks(4)
+def test_a_wait_in_the_nodes_memory_makes_progress(comm, monkeypatch):
+    """What a rank has sent may be delivered only while it is inside of MPI.
+
+    Rank 1 leaves the exchange with rank 3 before its message is delivered, and waits for rank 0,
+    which waits for rank 2, which waits for rank 3.
+    """
+    exchange, progress = MpiTransport.exchange_beside, MpiTransport.progress
+    held, delivered = [], []
+
+    def hold(transport, sends, receives, overlapped):
+        exchange(transport, [], receives, overlapped)
+        held.append((transport, sends))
+
+    def deliver(transport):
+        while held:
+            transport_of_message, sends = held.pop(0)
+            exchange(transport_of_message, sends, [], iter(()))
+            delivered.append(len(sends))
+        progress(transport)
+
+    if comm.rank == 1:
+        monkeypatch.setattr(MpiTransport, "exchange_beside", hold)
+        monkeypatch.setattr(MpiTransport, "progress", deliver)
+    with Communicator(MPI.COMM_WORLD, node_of=[0, 0, 1, 1], deadline=3) as part:
+        array = np.full(600_000, comm.rank, np.int16)
+        for _ in range(4):
+            result = part.broadcast(array.copy(), root=1, algorithm="hierarchical")
+            np.testing.assert_array_equal(result, np.full_like(array, 1))
+            assert part.all_reduce(comm.rank) == 6
+    assert comm.rank != 1 or sum(delivered) > 0
 
 
 @pytest.mark.ranks(2)
