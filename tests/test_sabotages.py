@@ -48,7 +48,10 @@ SABOTAGES = {
         "test_between_nodes",
     ),
     "a wait in the node's memory leaves messages undelivered": Sabotage(
-        "wait_policy.progress = transport.progress", "pass", "test_between_nodes", worlds="4"
+        "engine.wait_policy.progress = engine.transport.progress",
+        "pass",
+        "test_between_nodes",
+        worlds="4",
     ),
     "a part of a reduction is that of another rank": Sabotage(
         "target[...] = folded[self._part]",

@@ -49,7 +49,6 @@ class Engine(CallScope):
         if wait_policy is None:
             wait_policy = WaitPolicy()
             wait_policy.before_raise = self._fail
-            wait_policy.progress = transport.progress
         self.wait_policy = transport.wait_policy = wait_policy
         if transport.one_process:
             wait_policy.sleep_early()

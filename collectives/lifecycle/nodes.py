@@ -225,6 +225,8 @@ def _join(
     if where.nodes > 1:
         across = _across(engine, where)
         numbers = steps.exchange_numbers
+        # On one node calls may be made while another thread is inside of MPI.
+        engine.wait_policy.progress = engine.transport.progress
         levels = Levels(where.members, engine.rank, across, engine.work, numbers)
     return Node(
         node.transport,

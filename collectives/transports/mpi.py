@@ -107,7 +107,8 @@ class MpiTransport(Transport):
 
     def progress(self) -> None:
         """Probe for a message that never comes, from this rank: no other's failure ends it."""
-        if self._comm is not None and not MPI.Is_finalized():
+        usable = self.threads or MPI.Is_thread_main()
+        if usable and self._comm is not None and not MPI.Is_finalized():
             self._comm.Iprobe(self.rank, _UNUSED_TAG)
 
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:

@@ -37,7 +37,7 @@ _SPINS = 1000
 _YIELD_SECONDS = 2e-3
 _EARLY_SLEEP_YIELD_SECONDS = 20e-6
 _LONGEST_SLEEP = 1e-3
-_PROGRESS_SECONDS = 10e-3
+_PROGRESS_SECONDS = 0.3e-3
 # torch.distributed calls this package for the user.
 _PACKAGES = ("collectives", "strategies", "torch")
 
@@ -73,7 +73,7 @@ class WaitPolicy:
         self._yield_seconds = _YIELD_SECONDS
         self.check_alive: Callable[[], None] = lambda: None
         self.progress: Callable[[], object] = lambda: None
-        """Moves messages in transit on. A wait calls it while it yields, rarely while it sleeps."""
+        """Moves messages in transit on; a longer wait calls it from time to time."""
         self.before_raise: Callable[[BaseException], None] = lambda error: None
         self._limit: float | None = None
 
@@ -146,17 +146,16 @@ class WaitPolicy:
         start = now if start is None else start
         warned = self.deadline is not None and now - start >= self.deadline / 10
         next_check = CHECK_SECONDS
-        next_progress = 0.0
+        next_progress = _PROGRESS_SECONDS
         while not ready():
             waited = time.monotonic() - start
-            if waited < self._yield_seconds:
-                self.progress()
-                os.sched_yield()
-                continue
             # Another thread may take Python's lock meanwhile, and keep it for milliseconds.
             if waited >= next_progress:
                 next_progress = waited + _PROGRESS_SECONDS
                 self.progress()
+            if waited < self._yield_seconds:
+                os.sched_yield()
+                continue
             time.sleep(min(_LONGEST_SLEEP, waited / 20))
             if waited >= next_check:
                 next_check = waited + CHECK_SECONDS

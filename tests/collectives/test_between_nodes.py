@@ -365,6 +365,18 @@ def test_a_wait_in_the_nodes_memory_makes_progress(comm, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+def test_a_wait_on_one_node_stays_out_of_mpi(comm, monkeypatch):
+    """Another thread may be inside of it, where MPI has no MPI_THREAD_MULTIPLE."""
+    probed = []
+    monkeypatch.setattr(MpiTransport, "progress", lambda transport: probed.append(transport))
+    with Communicator(MPI.COMM_WORLD, deadline=20) as part:
+        for _ in range(2):
+            time.sleep(0.05 * comm.rank)
+            assert part.all_reduce(comm.rank) == 1
+    assert not probed
+
+
+@pytest.mark.ranks(2)
 def test_nodes_too_many_for_their_numbers(comm, monkeypatch):
     """With thousands of nodes not even the numbers of rows travel: imitated by a small limit."""
     for module in ("calls.exchanged_rows", "calls.bound_between_nodes"):
