@@ -24,7 +24,7 @@ from collectives.schedules.schedule import split_lengths
 from collectives.shm.copy_in_copy_out import blocks_of, part_starts
 from collectives.shm.levels import Levels
 from collectives.shm.online_tuning import PathTimes
-from collectives.transports.base import Actions, own_part, parts_by_rank
+from collectives.transports.base import Actions, own_part
 
 CHUNK_BYTES = 1 << 19
 """Bytes of a chunk. Larger ones overlap less; smaller ones cost more waits."""
@@ -223,29 +223,17 @@ class Hierarchical:
     def _all_gather(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
     ) -> None:
-        """Between nodes, meanwhile on the node for its own ranks, then for those of each other."""
+        """Between nodes, then on the node of the ranks of one node after the other."""
         levels = self._levels
         if source is None:
             rank = levels.members[levels.node][levels.local]
             source = own_part(target, lengths, rank)
         own, blocks = self._parts(lengths)
-        joined = levels.work(sum(own), self._dtype)
-        received = parts_by_rank(joined, own)
-
-        def gather(node: int, part: Array) -> None:
-            block, parts = blocks[node]
+        joined, starts = levels.work(sum(own), self._dtype), part_starts(own)
+        self._between("all_gather", source, joined, lengths=own)
+        for index, (block, parts) in enumerate(blocks):
+            part = joined[starts[index] : starts[index + 1]]
             self._in_node("all_gather", part, target[block], parts)
-
-        overlapped = iter([partial(gather, levels.node, source)])
-        large = target.nbytes > CHUNK_BYTES
-        self._between(
-            "all_gather", source, joined, lengths=own, overlapped=overlapped if large else None
-        )
-        for action in overlapped:
-            action()
-        for node, part in enumerate(received):
-            if node != levels.node:
-                gather(node, part)
 
 
 def _run_pipelined(
