@@ -31,7 +31,8 @@ from collectives.execution.cost_model import (
     choose,
 )
 from collectives.execution.device_path import OnDevices, Request
-from collectives.execution.executor import HostMemory, Plans
+from collectives.execution.executor import Plans
+from collectives.execution.host_memory import HostMemory
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
 from collectives.shm.node import Node, Path

@@ -218,6 +218,8 @@ def _as_bytes(request: Request) -> Request:
 class _DeviceMemory:
     """`executor.Memory` on the current GPU; all work is enqueued on the current stream."""
 
+    segment_bytes: int | None = None
+
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self.empty, self.work = cuda.empty, cuda.empty

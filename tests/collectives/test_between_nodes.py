@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from collectives import Communicator, OpMismatchError
 from collectives.calls.exchanged_rows import room_of_row
+from collectives.execution.host_memory import HostMemory
 from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from tests.collectives.oracle import case, reduced, value, values
@@ -362,6 +363,43 @@ def test_a_wait_in_the_nodes_memory_makes_progress(comm, monkeypatch):
             np.testing.assert_array_equal(result, np.full_like(array, 1))
             assert part.all_reduce(comm.rank) == 6
     assert comm.rank != 1 or sum(delivered) > 0
+
+
+@pytest.mark.ranks(3, 4)
+def test_large_messages_of_a_ring_go_in_segments(comm, monkeypatch):
+    """Or whole: both are tried, whichever ranks reduce in place."""
+    rank, size, exchange, sent = comm.rank, comm.size, MpiTransport.exchange_beside, []
+
+    def record(transport, sends, receives, overlapped):
+        sent.extend(len(content) for _, content in sends)
+        exchange(transport, sends, receives, overlapped)
+
+    length = size * 100_000 + 1
+    array, every = value(rank, length), values(size, length)
+    mean = reduced("mean", every)
+    parts = np.array_split(mean, size)
+    with Communicator(MPI.COMM_WORLD, node_of=range(size), deadline=20) as part:
+        monkeypatch.setattr(MpiTransport, "exchange_beside", record)
+        calls = {
+            "all_reduce": lambda: part.all_reduce(array, "mean", algorithm="ring"),
+            "in place": lambda: part.all_reduce(
+                own, "mean", out=own if rank else np.empty_like(own), algorithm="ring"
+            ),
+            "reduce_scatter": lambda: part.reduce_scatter(array, "mean", algorithm="ring"),
+            "all_gather": lambda: part.all_gather(parts[rank], algorithm="ring"),
+        }
+        for name, call in calls.items():
+            segmented = []
+            for _ in range(5):
+                sent.clear()
+                own = array.copy()
+                with case(name, segmented):
+                    expected = parts[rank] if name == "reduce_scatter" else mean
+                    np.testing.assert_array_equal(call(), expected)
+                    segmented.append(max(sent) <= HostMemory.segment_bytes)
+            if name != "in place":
+                assert segmented[:4] == [True, True, False, False]
+            assert len(set(part.all_gather_object(segmented[4]))) == 1
 
 
 @pytest.mark.ranks(2)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from collectives import algorithms
 from collectives.analysis.cost import traffic
 from collectives.communicator import Communicator
-from collectives.execution.executor import Call, HostMemory, Plan
+from collectives.execution.executor import Call, Plan
+from collectives.execution.host_memory import HostMemory
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.schedule import split_lengths
 from collectives.transports.local import LocalTransport, run
