@@ -27,10 +27,11 @@ LARGEST_PRICED = 512
 
 # From here on the messages of patterns in which a rank changes its peers, and those of MPI's own,
 # delay each other and their acknowledgements on links with long queues, which the model doesn't
-# know. Between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.2 to 2.5 times as long by
+# know. Between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.4 to 2.9 times as long by
 # them as by the ring (bench/results/README.md). It is not taken where it is expected to take longer
-# than it may gain, as after `tune` on a link that MPI's own uses better.
-_RING, _LARGE_MESSAGE, _RING_GAIN = "ring", 2 << 20, 2.0
+# than it may gain, as after `tune` on a link that MPI's own uses better. Two ranks have no other
+# neighbors.
+_RING, _LARGE_MESSAGE, _LARGE_MESSAGE_OF_TWO, _RING_GAIN = "ring", 512 << 10, 2 << 20, 2.0
 _CHANGING = (NATIVE, "rabenseifner", "circulant", "doubling")
 
 
@@ -143,7 +144,8 @@ def _choose(
         return Choice(paths[0], {}, f"with more than {LARGEST_PRICED} ranks nothing is priced")
     seconds = {name: expected(collective, name, nbytes, layout, costs) for name in (*names, *paths)}
     best = min(seconds, key=lambda name: seconds[name])
-    large = len(layout.local_sizes) > 1 and nbytes >= _LARGE_MESSAGE * size
+    large_message = _LARGE_MESSAGE_OF_TWO if size == 2 else _LARGE_MESSAGE
+    large = len(layout.local_sizes) > 1 and nbytes >= large_message * size
     if large and best in _CHANGING and seconds.get(_RING, math.inf) <= _RING_GAIN * seconds[best]:
         return Choice(_RING, seconds, "large messages to one neighbor, from another one")
     return Choice(best, seconds)
