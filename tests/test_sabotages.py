@@ -47,6 +47,11 @@ SABOTAGES = {
         "preceding = []",
         "test_between_nodes",
     ),
+    "a segment is that before it": Sabotage(
+        "_segments_of(whole.receives, start, most)",
+        "_segments_of(whole.receives, max(0, start - most), most)",
+        "test_between_nodes",
+    ),
     "a wait in the node's memory leaves messages undelivered": Sabotage(
         "engine.wait_policy.progress = engine.transport.progress",
         "pass",
