@@ -92,7 +92,10 @@ class Page:
                 code = re.sub(rf"^{piece['indent']}", "", piece["code"], flags=re.MULTILINE)
                 self.blocks.append(Block(piece["language"], piece["title"], code, line, marker))
                 marker = ""
-        self.needs = [each.split(": ")[1] for each in self.markers if each.startswith("needs: ")]
+        # Sorted, since the names of tests must be the same in the processes that share them.
+        self.needs = sorted(
+            each.split(": ")[1] for each in self.markers if each.startswith("needs: ")
+        )
 
     def of(self, language, *, files=False):
         chosen = [each for each in self.blocks if each.language == language and each.runs]
