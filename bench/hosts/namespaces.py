@@ -100,6 +100,7 @@ def _make(
     _run("ip", "-n", name, "address", "add", address, "dev", inside)
     for device in ("lo", inside):
         _run("ip", "-n", name, "link", "set", device, "up")
+    # Where this is refused, the benchmark prints what it is instead.
     subprocess.run(_sysctl(name, f"{_CONGESTION_CONTROL}=reno"), capture_output=True, check=False)
     # A namespace's name outlives the process that sets it where a file is bound to it.
     place = directory / name

@@ -50,7 +50,8 @@ def _measure(
             shape(agent, addresses, rate)
         path = Path(folder) / "report.json"
         launch, environment = launch_line(mpirun, agent, addresses, [ranks] * count)
-        joined: dict[str, Any] = {"rows": []}
+        control = congestion_control(agent, addresses[0])
+        joined: dict[str, Any] = {"rows": [], "congestion_control": control}
         for collective in options.collectives.split(","):
             line = [*launch, sys.executable, "-m", "bench", collective, "--sizes", options.sizes]
             line += ["--repeats", str(options.repeats), "--peer", "mpi4py", "--json", str(path)]
@@ -58,7 +59,6 @@ def _measure(
             subprocess.run(line, env=variables, check=True, stdout=subprocess.DEVNULL)
             report = json.loads(path.read_text(encoding="utf-8"))
             joined["header"] = report["header"]
-            joined["congestion_control"] = congestion_control(agent, addresses[0])
             joined["rows"] += [row | {"collective": collective} for row in report["rows"]]
         return joined
 

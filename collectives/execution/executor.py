@@ -10,7 +10,6 @@ pass a live buffer at that address.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -249,10 +248,14 @@ class Plans:
         # Ranks may differ in whether they have a source, and yet must choose alike.
         key = call._replace(has_source=False)
         times = self._times.get(key) or self._times.put(key, PathTimes(("whole", "segmented")))
-        segmented = times.choose() == "segmented"
-        start = time.perf_counter_ns()
-        self.find(call._replace(segmented=segmented)).run(source, target)
-        if times.trying:
-            longest = np.array([time.perf_counter_ns() - start])
-            self.run("all_reduce", "doubling", None, longest, None, ReduceOp.MAX, 0)
-            times.learn(int(longest[0]) / 1e9)
+
+        def run(way: str) -> None:
+            self.find(call._replace(segmented=way == "segmented")).run(source, target)
+
+        times.run(run, self._longest)
+
+    def _longest(self, nanoseconds: int) -> int:
+        """The longest of all ranks' times."""
+        word = np.array([nanoseconds])
+        self.run("all_reduce", "doubling", None, word, None, ReduceOp.MAX, 0)
+        return int(word[0])

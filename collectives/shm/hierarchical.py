@@ -11,7 +11,6 @@ are faster. Both are tried, where they give the same bits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -114,40 +113,36 @@ class Hierarchical:
 
     def _in_stages(
         self, target: Array, enter: Stage, collective: str, leave: Stage, node: int = 0
-    ) -> str | None:
-        """Run `enter`, the collective of this rank's slices between nodes, and `leave`."""
+    ) -> str:
+        """Run `enter`, the collective of this rank's slices between nodes, and `leave`; how."""
 
         def between(block: slice, overlapped: Actions | None = None) -> None:
             _, own = self._slices(target[block])
             self._between(collective, None, own, node, overlapped=overlapped)
 
-        def run_whole() -> None:
-            whole = slice(len(target))
-            enter(whole)
-            between(whole)
-            leave(whole)
-
         chunks = list(blocks_of(len(target), max(1, CHUNK_BYTES // target.itemsize)))
+
+        def run(path: str) -> str:
+            if path == PIPELINED:
+                _run_pipelined(chunks, enter, between, leave)
+            else:
+                whole = slice(len(target))
+                enter(whole)
+                between(whole)
+                leave(whole)
+            return path
+
         if len(chunks) < 2:
-            run_whole()
-            return None
+            return run(HIERARCHICAL)
         if not self._any_order:
-            _run_pipelined(chunks, enter, between, leave)
-            return PIPELINED
+            return run(PIPELINED)
         size = len(chunks).bit_length()
         times = self._times.setdefault(size, PathTimes((PIPELINED, HIERARCHICAL)))
-        path, start = times.choose(), time.perf_counter_ns()
-        if path == PIPELINED:
-            _run_pipelined(chunks, enter, between, leave)
-        else:
-            run_whole()
-        if times.trying:
-            times.learn(self._levels.longest(time.perf_counter_ns() - start) / 1e9)
-        return path
+        return times.run(run, self._levels.longest)
 
     def _all_reduce(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
-    ) -> str | None:
+    ) -> str:
         """Reduce-scatter on the node, all-reduce of each slice between nodes, all-gather again."""
 
         def leave(block: slice) -> None:
@@ -169,7 +164,7 @@ class Hierarchical:
 
     def _reduce(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
-    ) -> str | None:
+    ) -> str:
         """Like `_all_reduce`, to the root's node and there to the root. All targets change."""
         node, local = self._levels.places[root]
 
@@ -183,7 +178,7 @@ class Hierarchical:
 
     def _broadcast(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
-    ) -> str | None:
+    ) -> str:
         """On the root's node, of each slice between nodes, all-gather on the others."""
         node, local = self._levels.places[root]
 

@@ -73,4 +73,5 @@ class Levels:
             # A schedule, since from a native collective no error can be raised.
             self.across.run("all_reduce", None, word, op=ReduceOp.MAX, overlapped=iter(()))
             longest = int(word[0])
+        # Again, for ranks that have no slice.
         return max(map(max, self._exchange(longest)))

@@ -11,7 +11,8 @@ with the addresses of the next call's arrays, and all ranks record the longest o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Calls of a trial: the first one finds none of its memory in the caches.
@@ -49,10 +50,16 @@ class PathTimes:
         known = self._known.items()
         return {path: each.seconds for path, each in known if each.seconds < math.inf}
 
-    @property
-    def trying(self) -> bool:
-        """Whether the time of the call for which the last path was chosen matters most."""
-        return self._in_row < _TRIES
+    def run(self, run: Callable[[str], object], longest: Callable[[int], int]) -> str:
+        """Make a call by the path that was the fastest lately, or by one that is tried; which.
+
+        Only times of trials count. `longest` returns the longest of all ranks' nanoseconds.
+        """
+        path, start = self.choose(), time.perf_counter_ns()
+        run(path)
+        if self._in_row < _TRIES:
+            self.learn(longest(time.perf_counter_ns() - start) / 1e9)
+        return path
 
     def choose(self) -> str:
         """The path of the next call."""

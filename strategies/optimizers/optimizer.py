@@ -279,8 +279,10 @@ class Optimizer(ABC):
 
 
 def _as_number(value: Any, problem: str) -> float:
+    if isinstance(value, str | bytes):  # float parses them
+        raise TypeError(problem)
     try:
-        return float(value if not isinstance(value, str | bytes) else "no number")
+        return float(value)
     except (TypeError, ValueError):
         raise TypeError(problem) from None
 
