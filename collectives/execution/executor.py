@@ -188,8 +188,8 @@ class Plans:
         """Plans for buffers in this memory."""
         self._transport, self._memory = transport, memory
         self._plans: OrderedDict[Call, Plan] = OrderedDict()
-        self._times: LRU[Call, PathTimes] = LRU()
-        """Of whole and of segmented messages."""
+        self._times: LRU[tuple[str, np.dtype[Any], int], PathTimes] = LRU()
+        """Of whole and of segmented messages, by collective, dtype and about the size."""
         self._nbytes = 0
 
     def find(self, call: Call) -> Plan:
@@ -245,8 +245,8 @@ class Plans:
 
     def _run_faster(self, call: Call, source: Any, target: Any) -> None:
         """Run with whole or segmented messages, what was faster lately. The bits are the same."""
-        # Ranks may differ in whether they have a source, and yet must choose alike.
-        key = call._replace(has_source=False)
+        # Only what all ranks agree on: whether there is a source may differ.
+        key = call.collective, call.dtype, target.nbytes.bit_length()
         times = self._times.get(key) or self._times.put(key, PathTimes(("whole", "segmented")))
 
         def run(way: str) -> None:

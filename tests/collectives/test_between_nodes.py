@@ -9,6 +9,7 @@ from mpi4py import MPI
 from collectives import Communicator, OpMismatchError
 from collectives.calls.exchanged_rows import room_of_row
 from collectives.execution.host_memory import HostMemory
+from collectives.shm.online_tuning import PathTimes
 from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from tests.collectives.oracle import case, reduced, value, values
@@ -400,6 +401,12 @@ def test_large_messages_of_a_ring_go_in_segments(comm, monkeypatch):
             if name != "in place":
                 assert segmented[:4] == [True, True, False, False]
             assert len(set(part.all_gather_object(segmented[4]))) == 1
+        # Other sizes, whose times are known by now.
+        trials = []
+        monkeypatch.setattr(PathTimes, "learn", lambda *times: trials.append(times))
+        for less in range(5):
+            part.all_reduce(array[less:], "mean", algorithm="ring")
+        assert not trials
 
 
 @pytest.mark.ranks(2)
