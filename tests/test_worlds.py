@@ -245,7 +245,8 @@ def test_a_second_process_runs_ordinary_tests_from_the_end(tmp_path):
     for number in range(SEVERAL_FILES):
         text = ONE_OF_SEVERAL.replace("NUMBER", str(number))
         (tmp_path / f"test_it_{number:02}.py").write_text(text)
-    finished = suite.run("-v", "-rA")
+    # The limit is that of this process's own tests: the other one may need longer.
+    finished = suite.run("-v", "-rA", "--timeout=0.7")
     processes = set(re.findall(r"in process (\d+)", finished.stdout))
     assert len(processes) > 1, finished.stdout
     assert f"1 failed, {SEVERAL_FILES - 1} passed, 1 skipped" in finished.stdout

@@ -131,7 +131,9 @@ SEVERAL_FILES = 20
 FIRST_OF_SEVERAL = """
 import time
 from pathlib import Path
+import pytest
 
+@pytest.mark.timeout(60)
 def test_first():
     end = time.monotonic() + 60
     while not Path("begun").exists():
@@ -141,12 +143,15 @@ def test_first():
 
 ONE_OF_SEVERAL = """
 import os
+import time
 from pathlib import Path
 import pytest
 
 def test_process():
     Path("begun").touch()
     print("in process", os.getpid())
+    if NUMBER == 17:
+        time.sleep(1)
     if NUMBER == 18:
         pytest.skip("not on a Sunday")
     assert NUMBER != 19, f"in process {os.getpid()}"

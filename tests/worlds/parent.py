@@ -31,6 +31,7 @@ from tests.worlds.watchdog import time_limit
 
 START_AND_STOP_SECONDS = 60
 ORDINARY_SECONDS = 300
+"""An ordinary test's limit, unless it has one of its own."""
 FEWEST_FILES = 8
 """Of which a second process takes a half: to start one takes seconds."""
 
@@ -95,6 +96,7 @@ class Parent:
             tests.items = [item for item in self.waiting if item.path in taken]
             self.waiting = [item for item in self.waiting if item.path not in taken]
             self.taken |= dict.fromkeys(tests.items, tests)
+            tests.take_over_time_limits()
             return tests
 
     def runner_of(self, item):
@@ -192,6 +194,13 @@ class OrdinaryTests(World):
 
     needs_mpirun = False
 
+    def take_over_time_limits(self):
+        """Let only the second process limit its tests: here each may wait for all of them."""
+        limits = [item.get_closest_marker("timeout") for item in self.items]
+        self.longest = max([ORDINARY_SECONDS, *(each.args[0] for each in limits if each)])
+        for item in self.items:
+            item.add_marker(pytest.mark.timeout(0), append=False)
+
     def command(self, paths):
         return ordinary_command(self.config, paths)
 
@@ -200,4 +209,4 @@ class OrdinaryTests(World):
 
     def quiet_limit(self, items):
         given = self.config.getoption("world_timeout")
-        return given or START_AND_STOP_SECONDS + ORDINARY_SECONDS
+        return given or START_AND_STOP_SECONDS + self.longest
