@@ -21,7 +21,7 @@ from collectives.calls.objects import broadcast_pickle, numbers_of_all
 from collectives.consistency.signature import Signature
 from collectives.execution import cost_model
 from collectives.execution.calibration import SMALL_BYTES, Seconds, fit
-from collectives.execution.cost_model import LARGEST_PRICED, CostParameters
+from collectives.execution.cost_model import BUILT_IN, LARGEST_PRICED, CostParameters
 from collectives.execution.engine import Engine
 from collectives.execution.parameters_file import Key, load, save
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
@@ -43,7 +43,7 @@ Run = Callable[[Array, Array], Any]
 
 def use_saved(engine: Engine) -> None:
     """Use the cost parameters that rank 0 has on disk, if there are any. Collective."""
-    engine.costs = cost_model.built_in(engine.layout)
+    engine.use(cost_model.built_in(engine.layout), BUILT_IN)
     if engine.size == 1:
         return
     find = (lambda: _saved(engine)) if engine.rank == 0 else None

@@ -23,6 +23,7 @@ from collectives.consistency.flight_recorder import FlightRecorder, clock
 from collectives.consistency.signature import Signature
 from collectives.errors import RankFailedError, in_step
 from collectives.execution.cost_model import (
+    BUILT_IN,
     PRICED,
     Choice,
     CostParameters,
@@ -59,7 +60,7 @@ class Engine(CallScope):
         self.node: Node | None = None
         self.devices: OnDevices | None = None
         self.layout = Layout((1,) * self.size)
-        self.costs, self.costs_source = CostParameters(), "built-in figures"
+        self.costs, self.costs_source = CostParameters(), BUILT_IN
         self.path = ""
         self.forked = False
         self.errstate = contextvars.copy_context()
@@ -198,12 +199,14 @@ class Engine(CallScope):
         """Use the node's memory from now on."""
         self.node = node
         self._paths.clear()
-        self._chosen.clear()
+        self.use(self.costs, self.costs_source)
 
     def use(self, costs: CostParameters, name: str) -> None:
         """Choose by these figures, from `name`, from now on: all ranks between the same calls."""
         self.costs, self.costs_source = costs, name
         self._chosen.clear()
+        if self.node is not None and self.node.across is not None:
+            self.node.across.use(costs, name)
 
     def choose(self, collective: str, nbytes: int, paths: dict[str, Path]) -> str:
         """The path for so many bytes, of those and the schedules."""

@@ -11,7 +11,7 @@ pass a live buffer at that address.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -20,12 +20,12 @@ import numpy as np
 
 from collectives import algorithms
 from collectives.caching import LRU
-from collectives.execution.plan import Fold, Piece, Resolver, in_segments
+from collectives.execution.plan import Fold, Piece, Resolver
 from collectives.reductions.reduction import Action, Array, ReduceOp
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
 from collectives.shm.online_tuning import PathTimes
-from collectives.transports.base import Actions, PointToPoint, own_part
+from collectives.transports.base import Actions, Message, PointToPoint, own_part
 
 _BINDINGS_KEPT = 8
 _PLANS_KEPT = 64
@@ -35,8 +35,8 @@ _PLAN_BYTES_KEPT = 1 << 28
 class Memory(Protocol):
     """Memory that holds the buffers: the host's, or a GPU's."""
 
-    segment_bytes: int | None
-    """Bytes of the segments in which large messages may go, or None if they never do."""
+    segment_bytes: int
+    """Bytes of the segments in which large messages may go, or 0 if they never do."""
 
     def empty(self, length: int, dtype: np.dtype[Any]) -> Any:
         """New memory as a flat array."""
@@ -63,9 +63,20 @@ class Memory(Protocol):
 @dataclass(frozen=True)
 class _BoundRound:
     before: list[Action]
-    sends: list[tuple[int, Any]]
-    receives: list[tuple[int, Any]]
+    sends: list[Message]
+    receives: list[Message]
     after: list[Action]
+
+    def in_segments(self, nbytes: int) -> Iterator[tuple[list[Message], list[Message]]]:
+        """Parts of the messages, at most so many bytes of each. Both ends cut a message alike."""
+        longest = max(len(content) for _, content in self.sends + self.receives)
+        for start in range(0, longest, nbytes):
+            yield _part(self.sends, start, nbytes), _part(self.receives, start, nbytes)
+
+
+def _part(messages: Sequence[Message], start: int, nbytes: int) -> list[Message]:
+    stop = start + nbytes
+    return [(peer, content[start:stop]) for peer, content in messages if start < len(content)]
 
 
 class Call(NamedTuple):
@@ -74,7 +85,7 @@ class Call(NamedTuple):
     `shape` is the number of elements of each chunk, or of the whole buffer if the algorithm cuts it
     evenly. The target holds all chunks, one after the other. With `has_source` the input is in a
     separate buffer of the same layout, and the target need not be initialised. Otherwise the input
-    is in the target. `segmented` messages go in segments, each after the one before has arrived.
+    is in the target.
     """
 
     collective: str
@@ -84,7 +95,6 @@ class Call(NamedTuple):
     op: ReduceOp | None
     root: int
     has_source: bool
-    segmented: bool = False
 
 
 class Plan:
@@ -104,10 +114,6 @@ class Plan:
         resolver = Resolver(rank, offsets, call.has_source)
         rounds = map(resolver.resolve, for_rank(schedule, rank, size))
         self._rounds = [each for each in rounds if each.sends or each.receives]
-        if call.segmented:
-            assert memory.segment_bytes is not None
-            most = max(1, memory.segment_bytes // call.dtype.itemsize)
-            self._rounds = [part for each in self._rounds for part in in_segments(each, most)]
         after = spec.after((rank - root) % size, (np.arange(chunks) - root) % chunks, size)
         wanted = np.broadcast_to(after, chunks) != ANYTHING
         self._uncopied = resolver.remaining_in_source(wanted.tolist())
@@ -123,10 +129,17 @@ class Plan:
         kept: int = self._scratch.nbytes
         return kept
 
-    def run(self, source: Array | None, target: Array, overlapped: Actions | None = None) -> None:
+    def run(
+        self,
+        source: Array | None,
+        target: Array,
+        overlapped: Actions | None = None,
+        segment_bytes: int = 0,
+    ) -> None:
         """Run the collective once. Both buffers are flat and contiguous.
 
-        Some actions of `overlapped` may run while messages are in transit.
+        Some actions of `overlapped` may run while messages are in transit. Messages go in segments
+        of so many bytes, unless that is 0, each after the one before has arrived.
         """
         exchange = self._transport.exchange
         if overlapped is not None:
@@ -134,7 +147,11 @@ class Plan:
         for bound in self._bound_to(source, target):
             for action in bound.before:
                 action()
-            exchange(bound.sends, bound.receives)
+            if segment_bytes:
+                for sends, receives in bound.in_segments(segment_bytes):
+                    exchange(sends, receives)
+            else:
+                exchange(bound.sends, bound.receives)
             for action in bound.after:
                 action()
         for piece in self._uncopied:
@@ -226,8 +243,8 @@ class Plans:
             source = None
         shape = whole.size if lengths is None else tuple(lengths)
         call = Call(collective, algorithm, shape, whole.dtype, op, root, source is not None)
-        if overlapped is None and self._may_be_segmented(call, whole.nbytes):
-            self._run_faster(call, source, whole)
+        if self._may_be_segmented(call, whole.nbytes):
+            self._run_faster(call, source, whole, overlapped)
         else:
             self.find(call).run(source, whole, overlapped)
         if whole is not target:
@@ -240,17 +257,19 @@ class Plans:
         sends. With large messages in both directions that limits the rate: between 4 hosts a ring
         of 16 MiB took 290 to 310 ms in place of 213 (bench/results/README.md).
         """
-        size, most = self._transport.size, self._memory.segment_bytes
-        return call.algorithm == "ring" and size > 2 and most is not None and nbytes > size * most
+        size, least = self._transport.size, self._memory.segment_bytes
+        return call.algorithm == "ring" and size > 2 and 0 < least * size < nbytes
 
-    def _run_faster(self, call: Call, source: Any, target: Any) -> None:
+    def _run_faster(self, call: Call, source: Any, target: Any, overlapped: Actions | None) -> None:
         """Run with whole or segmented messages, what was faster lately. The bits are the same."""
         # Only what all ranks agree on: whether there is a source may differ.
         key = call.collective, call.dtype, target.nbytes.bit_length()
         times = self._times.get(key) or self._times.put(key, PathTimes(("whole", "segmented")))
+        plan = self.find(call)
 
         def run(way: str) -> None:
-            self.find(call._replace(segmented=way == "segmented")).run(source, target)
+            segment_bytes = self._memory.segment_bytes if way == "segmented" else 0
+            plan.run(source, target, overlapped, segment_bytes)
 
         times.run(run, self._longest)
 

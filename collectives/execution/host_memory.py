@@ -15,7 +15,7 @@ _WORK_BYTES_KEPT = 1 << 26
 class HostMemory:
     """Host memory, as NumPy arrays."""
 
-    segment_bytes: int | None = 256 << 10
+    segment_bytes = 256 << 10
 
     def __init__(self) -> None:
         self._work = np.empty(0, np.uint8)

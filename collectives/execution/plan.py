@@ -42,36 +42,6 @@ class ResolvedRound:
     folds: list[Fold] = field(default_factory=list)
 
 
-def in_segments(whole: ResolvedRound, most: int) -> list[ResolvedRound]:
-    """The round in parts, whose messages have at most `most` elements; the folds come last.
-
-    Both ends of a message cut it alike.
-    """
-    lengths = [piece.stop - piece.start for _, piece in whole.sends + whole.receives]
-    segments = [
-        ResolvedRound(
-            sends=_segments_of(whole.sends, start, most),
-            receives=_segments_of(whole.receives, start, most),
-        )
-        for start in range(0, max(lengths, default=0), most)
-    ]
-    if segments:
-        segments[0].packs = whole.packs
-        segments[-1].unpacks, segments[-1].folds = whole.unpacks, whole.folds
-    return segments
-
-
-def _segments_of(
-    messages: Sequence[tuple[int, Piece]], start: int, most: int
-) -> list[tuple[int, Piece]]:
-    """The elements from `start` on, at most so many, of each message that has some."""
-    return [
-        (peer, Piece(piece.buffer, first, min(first + most, piece.stop)))
-        for peer, piece in messages
-        if (first := piece.start + start) < piece.stop
-    ]
-
-
 class Resolver:
     """Resolves one rank's rounds, and tracks the buffer that holds each chunk's current content."""
 

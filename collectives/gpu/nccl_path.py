@@ -218,7 +218,7 @@ def _as_bytes(request: Request) -> Request:
 class _DeviceMemory:
     """`executor.Memory` on the current GPU; all work is enqueued on the current stream."""
 
-    segment_bytes: int | None = None
+    segment_bytes = 0
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from collectives.waiting.wait_policy import check_deadline, warn_once
 
 _ENDS = ("close", "exit")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_between_nodes = threading.Event()
+"""Set once a communicator of this process connects several nodes."""
 
 
 @dataclass(frozen=True)
@@ -223,11 +226,10 @@ def _join(
 
     levels = None
     if where.nodes > 1:
+        _between_nodes.set()
         across = _across(engine, where)
-        numbers = steps.exchange_numbers
-        # On one node calls may be made while another thread is inside of MPI.
-        engine.wait_policy.progress = engine.transport.progress
-        levels = Levels(where.members, engine.rank, across, engine.work, numbers)
+        levels = Levels(where.members, engine.rank, across, engine.work, steps.exchange_numbers)
+    engine.wait_policy.progress = partial(_progress, engine.transport)
     return Node(
         node.transport,
         segments,
@@ -238,11 +240,20 @@ def _join(
     )
 
 
+def _progress(transport: Transport) -> None:
+    # On a single node calls may be made while another thread is inside of MPI.
+    if _between_nodes.is_set():
+        transport.progress()
+
+
 def _across(engine: Engine, where: Topology) -> Engine | None:
     """The ranks of equal local rank on all nodes; None where a node has no such rank."""
     takes_part = where.local_rank < min(map(len, where.members))
     transport = engine.transport.split(where.local_rank if takes_part else None, where.node)
-    return None if transport is None else Engine(transport, engine.wait_policy)
+    if transport is None:
+        return None
+    transport.ranks = [ranks[where.local_rank] for ranks in where.members]
+    return Engine(transport, engine.wait_policy)
 
 
 def _leaders(engine: Engine, where: Topology) -> Transport | None:

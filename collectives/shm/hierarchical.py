@@ -240,7 +240,7 @@ def _run_pipelined(
     enter(chunks[0])
     for index, chunk in enumerate(chunks):
         following = [partial(enter, each) for each in chunks[index + 1 : index + 2]]
-        preceding = [partial(leave, each) for each in chunks[:index][-1:]]
+        preceding = [partial(leave, each) for each in chunks[max(0, index - 1) : index]]
         overlapped = iter(following + preceding)
         between(chunk, overlapped)
         for action in overlapped:

@@ -26,9 +26,13 @@ class Across(Protocol):
         lengths: Sequence[int] | None = None,
         op: ReduceOp | None = None,
         root: int = 0,
+        algorithm: str | None = None,
         overlapped: Actions | None = None,
     ) -> object:
         """As `Engine.run`."""
+
+    def use(self, costs: Any, name: str) -> None:
+        """As `Engine.use`."""
 
     def close(self) -> None:
         """Release the transport. Collective."""
@@ -71,7 +75,7 @@ class Levels:
         if self.across is not None:
             word = np.array([longest])
             # A schedule, since from a native collective no error can be raised.
-            self.across.run("all_reduce", None, word, op=ReduceOp.MAX, overlapped=iter(()))
+            self.across.run("all_reduce", None, word, op=ReduceOp.MAX, algorithm="doubling")
             longest = int(word[0])
         # Again, for ranks that have no slice.
         return max(map(max, self._exchange(longest)))

@@ -49,6 +49,8 @@ class Node:
         self._transport, self._segments, self.steps = transport, segments, steps
         self.pool, self.common = Pool(transport, gather), Pool(transport, gather, common=True)
         self._levels = levels
+        self.across = None if levels is None else levels.across
+        """The ranks of equal local rank on all nodes, or None."""
         self._peers = open_peer_memory(steps)
         self.addresses = AddressExchange(steps, self.pool, oversubscribed=oversubscribed)
         self._packed: LRU[tuple[str, np.dtype[Any]], Packed] = LRU()
@@ -115,8 +117,8 @@ class Node:
 
     def close(self) -> None:
         """Free the memory, except windows with arrays that are still referenced. Collective."""
-        if self._levels is not None and self._levels.across is not None:
-            self._levels.across.close()
+        if self.across is not None:
+            self.across.close()
         self.pool.close()
         self.common.close()
         self._transport.free(self._segments)

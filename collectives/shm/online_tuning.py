@@ -18,6 +18,8 @@ from dataclasses import dataclass
 # Calls of a trial: the first one finds none of its memory in the caches.
 _TRIES = 2
 _CALLS_PER_REVIEW = 5
+# One of so many counts, where the longest time of all ranks costs a message.
+_CALLS_PER_AGREEMENT = 16
 # The share of the time that trials of slower paths may take.
 _TRIAL_SHARE = 0.02
 _FEWEST_BETWEEN, _MOST_BETWEEN = 50, 20_000
@@ -53,11 +55,12 @@ class PathTimes:
     def run(self, run: Callable[[str], object], longest: Callable[[int], int]) -> str:
         """Make a call by the path that was the fastest lately, or by one that is tried; which.
 
-        Only times of trials count. `longest` returns the longest of all ranks' nanoseconds.
+        `longest` returns the longest of all ranks' nanoseconds. It costs a message, so that besides
+        trials only some calls count.
         """
         path, start = self.choose(), time.perf_counter_ns()
         run(path)
-        if self._in_row < _TRIES:
+        if self._in_row < _TRIES or self._calls % _CALLS_PER_AGREEMENT == 0:
             self.learn(longest(time.perf_counter_ns() - start) / 1e9)
         return path
 

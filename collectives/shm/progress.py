@@ -9,7 +9,7 @@ which overwrites that of step s − 2, it waits until all ranks have read the la
 from __future__ import annotations
 
 from collectives.shm.layout import MOST_NUMBERS, NUMBERS, PROGRESS, NodeMemory
-from collectives.waiting.wait_policy import WaitPolicy
+from collectives.waiting.wait_policy import IN_CALL, WaitPolicy
 
 
 class ProgressCounters:
@@ -115,7 +115,7 @@ class ProgressCounters:
 
     def _behind(self, value: int) -> dict[int, str]:
         return {
-            self.ranks[peer]: " in the middle of the call"
+            self.ranks[peer]: IN_CALL
             for peer, words in enumerate(self.memory.words)
             if words[PROGRESS] < value
         }

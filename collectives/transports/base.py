@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.transports.neighbors import MessageNeighborChannel, NeighborChannel
-from collectives.waiting.wait_policy import WaitPolicy
+from collectives.waiting.wait_policy import IN_CALL, WaitPolicy
 
 Bytes: TypeAlias = memoryview
 Message: TypeAlias = tuple[int, Bytes]
+Messages: TypeAlias = Sequence[tuple[int, Any]]
 
 # A native collective: (source, target, lengths in elements of each rank's part, root). Source and
 # target are flat, contiguous and of equal dtype. Source is None if the rank's part is already in
@@ -147,20 +148,13 @@ class PointToPoint(ABC):
     size: int
 
     @abstractmethod
-    def exchange(
-        self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]
-    ) -> None:
+    def exchange(self, sends: Messages, receives: Messages) -> None:
         """Send and receive all messages, given as (peer, buffer); return when all are complete.
 
         Messages between two ranks match in their order, also across calls. Lengths agree.
         """
 
-    def exchange_beside(
-        self,
-        sends: Sequence[tuple[int, Any]],
-        receives: Sequence[tuple[int, Any]],
-        overlapped: Actions,
-    ) -> None:
+    def exchange_beside(self, sends: Messages, receives: Messages, overlapped: Actions) -> None:
         """Like `exchange`; takes and runs actions while the messages are in transit.
 
         The transport may leave actions for its caller to run.
@@ -182,6 +176,12 @@ class Transport(PointToPoint):
     """Whether a duplicate may be used by another thread concurrently."""
     one_process: bool = False
     """Whether the ranks are threads, so that a wait must release Python's lock."""
+    ranks: Sequence[int] = ()
+    """The ranks' numbers in the whole group, for messages; empty where they are the same."""
+
+    def absent(self, peers: Sequence[int]) -> dict[int, str]:
+        """The ranks that an exchange waits for, with a note for messages."""
+        return {self.ranks[each] if self.ranks else each: IN_CALL for each in peers}
 
     @abstractmethod
     def send(self, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:

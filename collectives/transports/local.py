@@ -102,8 +102,7 @@ class LocalTransport(Transport):
             except queue.Empty:
                 self.wait_policy.check_alive()
                 if time.monotonic() >= end:
-                    absent = {peer: " in the middle of the call"}
-                    raise self.wait_policy.exceeded(absent) from None
+                    raise self.wait_policy.exceeded(self.absent([peer])) from None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Put copies of all sends into their queues, then wait for each receive."""

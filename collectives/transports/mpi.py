@@ -92,14 +92,9 @@ class MpiTransport(Transport):
                 for part in parts_of(buffer)
             ]
             arrived = partial(MPI.Request.Testall, requests)
-            while not arrived():
-                action = next(overlapped, None)
-                if action is None:
-                    self.wait_policy.spin_until(
-                        arrived, lambda: dict.fromkeys(peers, " in the middle of the call")
-                    )
-                    break
+            while not arrived() and (action := next(overlapped, None)):
                 action()
+            self.wait_policy.spin_until(arrived, lambda: self.absent(peers))
         except BaseException:
             # MPI may still read from these buffers and write into them.
             self._abandoned.append((sends, receives, requests))

@@ -30,6 +30,9 @@ def warn_once(text: str) -> None:
 
 DEFAULT_DEADLINE = 300.0
 
+IN_CALL = " in the middle of the call"
+"""Note on a rank that has made the call, and then keeps another one waiting."""
+
 CHECK_SECONDS = 0.1
 """Seconds between two checks whether the other ranks are still alive."""
 

@@ -1,14 +1,17 @@
 """Collectives between imitated nodes: few bytes travel with the check of the call, more don't."""
 
+import threading
 import time
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator, OpMismatchError
+from collectives import CollectiveError, Communicator, OpMismatchError
 from collectives.calls.exchanged_rows import room_of_row
+from collectives.execution.cost_model import CostParameters, built_in
 from collectives.execution.host_memory import HostMemory
+from collectives.lifecycle import nodes
 from collectives.shm.online_tuning import PathTimes
 from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
@@ -334,11 +337,13 @@ def test_large_arrays_are_pipelined(comm, collective):
 
 
 @pytest.mark.ranks(4)
-def test_a_wait_in_the_nodes_memory_makes_progress(comm, monkeypatch):
+@pytest.mark.parametrize("of_one_node", [False, True])
+def test_a_wait_in_the_nodes_memory_makes_progress(comm, monkeypatch, of_one_node):
     """What a rank has sent may be delivered only while it is inside of MPI.
 
     Rank 1 leaves the exchange with rank 3 before its message is delivered, and waits for rank 0,
-    which waits for rank 2, which waits for rank 3.
+    which waits for rank 2, which waits for rank 3. It waits in the same communicator, or in one of
+    its node alone.
     """
     exchange, progress = MpiTransport.exchange_beside, MpiTransport.progress
     held, delivered = [], []
@@ -354,16 +359,55 @@ def test_a_wait_in_the_nodes_memory_makes_progress(comm, monkeypatch):
             delivered.append(len(sends))
         progress(transport)
 
-    if comm.rank == 1:
-        monkeypatch.setattr(MpiTransport, "exchange_beside", hold)
-        monkeypatch.setattr(MpiTransport, "progress", deliver)
     with Communicator(MPI.COMM_WORLD, node_of=[0, 0, 1, 1], deadline=3) as part:
+        within = part.split(comm.rank // 2)
+        if comm.rank == 1:
+            monkeypatch.setattr(MpiTransport, "exchange_beside", hold)
+            monkeypatch.setattr(MpiTransport, "progress", deliver)
         array = np.full(600_000, comm.rank, np.int16)
         for _ in range(4):
             result = part.broadcast(array.copy(), root=1, algorithm="hierarchical")
             np.testing.assert_array_equal(result, np.full_like(array, 1))
-            assert part.all_reduce(comm.rank) == 6
+            if not of_one_node:
+                assert part.all_reduce(comm.rank) == 6
+                continue
+            if comm.rank == 2:
+                part.send(array, 0)
+            elif comm.rank == 0:
+                part.recv(array, 2)
+            within.barrier()
     assert comm.rank != 1 or sum(delivered) > 0
+
+
+@pytest.mark.ranks(4)
+def test_a_wait_between_nodes_names_ranks_of_the_whole_group(comm, monkeypatch):
+    """Rank 3 is late in the middle of a call: rank 1, its partner, waits for it."""
+
+    def late(transport, sends, receives, overlapped):
+        time.sleep(3)
+        raise TimeoutError
+
+    part = Communicator(MPI.COMM_WORLD, node_of=[0, 0, 1, 1], deadline=1)
+    part.barrier()
+    if comm.rank == 3:
+        monkeypatch.setattr(MpiTransport, "exchange_beside", late)
+    array = np.full(600_000, comm.rank, np.int32)
+    with pytest.raises((CollectiveError, TimeoutError)) as caught:
+        part.all_reduce(array, algorithm="hierarchical")
+    if comm.rank in (1, 2):
+        assert "rank 3 in the middle of the call" in str(caught.value), caught.value
+    comm.barrier()
+
+
+@pytest.mark.ranks(4)
+def test_prices_hold_between_the_nodes_too(comm):
+    with Communicator(MPI.COMM_WORLD, node_of=[0, 0, 1, 1], deadline=20) as part:
+        engine = part._engine
+        assert engine.costs == built_in(engine.layout) != CostParameters()
+        assert engine.node.across.costs == engine.costs
+        part.tune(save=False)
+        assert engine.costs != built_in(engine.layout)
+        assert engine.node.across.costs == engine.costs
 
 
 @pytest.mark.ranks(3, 4)
@@ -413,6 +457,7 @@ def test_large_messages_of_a_ring_go_in_segments(comm, monkeypatch):
 def test_a_wait_on_one_node_stays_out_of_mpi(comm, monkeypatch):
     """Another thread may be inside of it, where MPI has no MPI_THREAD_MULTIPLE."""
     probed = []
+    monkeypatch.setattr(nodes, "_between_nodes", threading.Event())
     monkeypatch.setattr(MpiTransport, "progress", lambda transport: probed.append(transport))
     with Communicator(MPI.COMM_WORLD, deadline=20) as part:
         for _ in range(2):

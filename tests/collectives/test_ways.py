@@ -258,6 +258,25 @@ def test_one_call_that_was_held_up_changes_nothing():
     assert run(entry, {"a": 1e-4, "b": 2e-4}, 10) == ["a"] * 10
 
 
+def test_the_choice_follows_the_machine_where_times_cost_a_message(monkeypatch):
+    now = [0]
+    monkeypatch.setattr(online_tuning.time, "perf_counter_ns", lambda: now[0])
+    entry, seconds = PathTimes(["a", "b"]), {"a": 1e-4, "b": 8e-4}
+    agreed = []
+
+    def make(path):
+        now[0] += int(seconds[path] * 1e9)
+
+    def longest(nanoseconds):
+        agreed.append(nanoseconds)
+        return nanoseconds
+
+    assert [entry.run(make, longest) for _ in range(200)][100:] == ["a"] * 100
+    assert len(agreed) < 25
+    seconds["a"] = 1e-1
+    assert [entry.run(make, longest) for _ in range(350)][-20:].count("b") >= 18
+
+
 def test_an_entry_learns_the_longest_time_of_any_rank():
     learnt, entry = OnlineTuning(), PathTimes(["a"])
     learnt.learn(2)
