@@ -20,8 +20,9 @@ def test_the_tables_have_all_ways(launch, backend):
     lines = [line for line in ended.stdout.splitlines() if line.startswith("| ")]
     rows = [line.split(" | ") for line in lines if not line.startswith("| training")]
     assert ended.returncode == 0, ended.stderr
-    loops = ["apart", "strategies.tensorflow", "TensorFlow's own"]
-    fits = ["apart", "compile in the scope"]
+    apart = ["apart", "apart, with a barrier after each step"]
+    loops = [*apart, "strategies.tensorflow", "TensorFlow's own"]
+    fits = [*apart, "compile in the scope"]
     due = [*loops, *fits] if backend == "tensorflow" else fits
     assert [row[0].strip("| ") for row in rows] == due
     assert all(float(row[2].strip(" |")) > 0 for row in rows)
