@@ -19,6 +19,7 @@ reduced) is a ValueError or TypeError, raised before any message is sent.
 
 from __future__ import annotations
 
+import pickle
 from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
@@ -35,6 +36,15 @@ def in_step(error: Error) -> Error:
     """
     setattr(error, _IN_STEP, True)
     return error
+
+
+def portable(error: Error) -> Error | RuntimeError:
+    """The error, or one of its text where pickle can't restore an error of its class."""
+    try:
+        same = type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:  # of what it holds, or of its class, whose own code runs
+        same = False
+    return error if same else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def is_in_step(error: BaseException) -> bool:

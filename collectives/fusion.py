@@ -12,7 +12,7 @@ from collectives.calls import Operation
 from collectives.calls.many import describe_many
 from collectives.communicator import Communicator
 from collectives.cuda.runtime import cuda, on_gpu
-from collectives.reductions.buckets import Plan, check_bucket_bytes, check_list, make_plan
+from collectives.reductions.buckets import Bucket, check_bucket_bytes, check_list, make_buckets
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
 
@@ -53,13 +53,13 @@ class Fusion:
         signature = describe_many("Fusion", self._op, kinds, limit)
         call_check = Operation(signature, lambda engine: None, on_gpus)
         self._buckets: list[Array] = []
-        comm._engine.whole(self._make_buckets, call_check, make_plan(kinds, limit), len(kinds))
+        comm._engine.whole(self._make_buckets, call_check, make_buckets(kinds, limit), len(kinds))
 
-    def _make_buckets(self, call_check: Operation, plan: Plan, count: int) -> None:
+    def _make_buckets(self, call_check: Operation, buckets: Sequence[Bucket], count: int) -> None:
         comm = self._comm
         comm._run(call_check)
         views: list[Array | None] = [None] * count
-        for each in plan.buckets:
+        for each in buckets:
             empty = cuda().empty if call_check.on_gpu else comm.empty
             bucket = empty(each.length, each.dtype)
             bucket.view(np.uint8)[...] = 0

@@ -23,7 +23,7 @@ from collectives.reductions.buckets import (
     Kinds,
     check_bucket_bytes,
     check_many,
-    make_plan,
+    make_buckets,
 )
 from collectives.reductions.reduction import Array, ReduceOp, as_op
 from collectives.schedules.paths import QUICKEST, SHARED
@@ -60,8 +60,8 @@ class Parts:
         key = (kinds, limit, op)
         parts = self._kept.recall(key)
         if parts is None:
-            plan = make_plan(kinds, limit)
-            return self._kept.put(key, [self._part(each, op) for each in plan.buckets])
+            parts = [self._part(each, op) for each in make_buckets(kinds, limit)]
+            self._kept.put(key, parts)
         return parts
 
     def _part(self, bucket: Bucket, op: ReduceOp) -> Part:

@@ -11,7 +11,7 @@ import numpy as np
 from collectives.calls import Operation
 from collectives.consistency.signature import Signature
 from collectives.consistency.uncaught import raised_on_all
-from collectives.errors import in_step
+from collectives.errors import in_step, portable
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
@@ -64,16 +64,7 @@ def outcome_of(make: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((make(), None), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        return pickle.dumps((None, _restorable(error)), pickle.HIGHEST_PROTOCOL)
-
-
-def _restorable(error: Exception) -> Exception:
-    """The error, or one of its text where pickle can't restore an error of its class."""
-    try:
-        same = type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:  # of what it holds, or of its class, whose own code runs
-        same = False
-    return error if same else RuntimeError(f"{type(error).__name__}: {error}")
+        return pickle.dumps((None, portable(error)), pickle.HIGHEST_PROTOCOL)
 
 
 def make_on_all(engine: Engine, make: Callable[[], Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from collectives.caching import LRU
 from collectives.cuda.interface import Cuda, DeviceArray, Event
 from collectives.cuda.kernels import kernel_name, lay_out, make_table, reals
-from collectives.reductions.buckets import Bucket, Kinds, make_plan
+from collectives.reductions.buckets import Bucket, Kinds, make_buckets
 from collectives.reductions.reduction import ReduceOp, reduction_for
 
 # A call uses one or two: of its arrays, and of its outputs.
@@ -130,14 +130,14 @@ class BucketMemory:
         return found
 
     def _make_set(self, kinds: Kinds, limit: int, op: ReduceOp) -> BucketSet:
-        """Like `make_plan`, with separate buckets for different dtypes of equal fold dtype."""
+        """Like `make_buckets`, with separate buckets for different dtypes of equal fold dtype."""
         made = BucketSet([], [])
         for dtype in dict.fromkeys(dtype for _, dtype in kinds):
             numbers = [index for index, kind in enumerate(kinds) if kind[1] == dtype]
             folded = tuple(
                 (kinds[index][0], reduction_for(op, dtype, True).dtype) for index in numbers
             )
-            for bucket in make_plan(folded, limit).buckets:
+            for bucket in make_buckets(folded, limit):
                 indices = [numbers[slot.index] for slot in bucket.slots]
                 if len(indices) == 1:
                     made.alone.extend(indices)

@@ -1,7 +1,7 @@
 """Tensor fusion: many small arrays are sent in few large messages.
 
-The plan is static. It follows from the arrays' dtypes, shapes and order alone, so that all ranks
-compute the same plan without negotiation, and the same inputs give the same bits every time. Arrays
+The buckets follow from the arrays' dtypes, shapes and order alone, so that all ranks compute the
+same ones without negotiation, and the same inputs give the same bits every time. Arrays
 are packed in order into buckets of one dtype. A bucket is filled up to `bucket_bytes`; an array
 larger than that has a bucket of its own.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,23 +47,9 @@ class Bucket:
         return self.slots[-1].stop
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The buckets, and a fingerprint that identifies the plan."""
-
-    buckets: tuple[Bucket, ...]
-    fingerprint: int
-
-
 @lru_cache(maxsize=64)
-def make_plan(kinds: Kinds, bucket_bytes: int) -> Plan:
-    """The plan for arrays of the given (shape, dtype) pairs."""
-    text = repr(([(shape, dtype.name) for shape, dtype in kinds], bucket_bytes))
-    return Plan(_fill_buckets(kinds, bucket_bytes), zlib.crc32(text.encode()))
-
-
-def _fill_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Assign the arrays to buckets, in order."""
+def make_buckets(kinds: Kinds, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """The buckets for arrays of the given (shape, dtype) pairs."""
     filled: list[tuple[np.dtype[Any], list[Slot]]] = []
     open_bucket: dict[np.dtype[Any], list[Slot]] = {}
     for index, (shape, dtype) in enumerate(kinds):

@@ -7,16 +7,14 @@ which costs a barrier; reports are gathered only where the texts differ.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from collectives import BackendUnavailableError, CollectiveError, Communicator, MismatchError
 from collectives.consistency.uncaught import raised_on_all
-from collectives.errors import UnusableError, in_step, is_in_step
+from collectives.errors import UnusableError, in_step, is_in_step, portable
 from collectives.scope import named_scope
 
-Error = TypeVar("Error", bound=BaseException)
 Report = TypeVar("Report")
 Result = TypeVar("Result")
 
@@ -24,15 +22,6 @@ Result = TypeVar("Result")
 def wrong_context(message: str) -> RuntimeError:
     """The error of a call in a wrong context: all ranks run the same program, and raise it."""
     return in_step(RuntimeError(message))
-
-
-def portable(error: Error) -> Error | RuntimeError:
-    """The error if it can be pickled and keeps its class thereby, else its text."""
-    try:
-        same = type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:  # an exception's own way of being pickled may raise anything
-        same = False
-    return error if same else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def propagate(communicator: Communicator | None, error: Exception, *what: object) -> None:

@@ -13,7 +13,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from tensorflow.python.eager import execute
@@ -105,12 +105,7 @@ def _restoring(plain: Callable[..., Any]) -> Callable[..., Any]:
     return execute_restoring
 
 
-_installed = False
-
-
+@cache
 def install() -> None:
     """Wrap TensorFlow's function that executes operations, once."""
-    global _installed
-    if not _installed:
-        execute.execute = _restoring(execute.execute)
-        _installed = True
+    execute.execute = _restoring(execute.execute)

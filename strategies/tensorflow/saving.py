@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import tensorflow as tf
@@ -144,19 +144,13 @@ def _on_chief_alone() -> bool:
     return False
 
 
+@cache
 def install_for_keras() -> None:
     """Wrap the functions that write models of Keras, once."""
     import keras
 
-    global _installed_for_keras
-    if _installed_for_keras:
-        return
-    _installed_for_keras = True
     for name in ("save", "save_weights", "export"):
         setattr(keras.Model, name, _once(getattr(keras.Model, name), "filepath", f"Model.{name}"))
-
-
-_installed_for_keras = False
 
 
 def _unless_silent(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,15 +161,9 @@ def _unless_silent(plain: Callable[..., Any]) -> Callable[..., Any]:
     return act
 
 
-_installed = False
-
-
+@cache
 def install() -> None:
     """Wrap TensorFlow's functions that write checkpoints, once."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     plain = saved_model.save_and_return_nodes
     saved_model.save_and_return_nodes = _once(plain, "export_dir", "tf.saved_model.save")
     kind = checkpoint_lib.Checkpoint

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
-from collectives.reductions.buckets import DEFAULT_BUCKET_BYTES, make_plan
+from collectives.reductions.buckets import DEFAULT_BUCKET_BYTES, make_buckets
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import DTYPES, reduced, value
 
@@ -21,7 +21,7 @@ KINDS = st.lists(
 
 @given(kinds=KINDS, bucket_bytes=st.integers(1, 500))
 def test_every_array_has_its_place_and_no_bucket_is_too_large(kinds, bucket_bytes):
-    buckets = make_plan(tuple(kinds), bucket_bytes).buckets
+    buckets = make_buckets(tuple(kinds), bucket_bytes)
     placed = sorted(slot.index for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(kinds)))
     for bucket in buckets:
@@ -38,7 +38,7 @@ def test_every_array_has_its_place_and_no_bucket_is_too_large(kinds, bucket_byte
 def test_the_default_is_a_few_buckets():
     assert DEFAULT_BUCKET_BYTES == 25 << 20
     kinds = (((1000,), np.dtype(np.float32)),) * 1000
-    assert len(make_plan(kinds, DEFAULT_BUCKET_BYTES).buckets) == 1
+    assert len(make_buckets(kinds, DEFAULT_BUCKET_BYTES)) == 1
 
 
 class CountingTransport(LocalTransport):
