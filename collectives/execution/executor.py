@@ -25,7 +25,7 @@ from collectives.reductions.reduction import Action, Array, ReduceOp
 from collectives.schedules.schedule import for_rank, rooted_at, split_lengths
 from collectives.schedules.spec import ANYTHING, spec_of
 from collectives.shm.online_tuning import PathTimes
-from collectives.transports.base import Actions, Message, PointToPoint, own_part
+from collectives.transports.base import Actions, Messages, PointToPoint, own_part
 
 _BINDINGS_KEPT = 8
 _PLANS_KEPT = 64
@@ -63,18 +63,18 @@ class Memory(Protocol):
 @dataclass(frozen=True)
 class _BoundRound:
     before: list[Action]
-    sends: list[Message]
-    receives: list[Message]
+    sends: Messages
+    receives: Messages
     after: list[Action]
 
-    def in_segments(self, nbytes: int) -> Iterator[tuple[list[Message], list[Message]]]:
+    def in_segments(self, nbytes: int) -> Iterator[tuple[Messages, Messages]]:
         """Parts of the messages, at most so many bytes of each. Both ends cut a message alike."""
-        longest = max(len(content) for _, content in self.sends + self.receives)
+        longest = max(len(content) for _, content in (*self.sends, *self.receives))
         for start in range(0, longest, nbytes):
             yield _part(self.sends, start, nbytes), _part(self.receives, start, nbytes)
 
 
-def _part(messages: Sequence[Message], start: int, nbytes: int) -> list[Message]:
+def _part(messages: Messages, start: int, nbytes: int) -> Messages:
     stop = start + nbytes
     return [(peer, content[start:stop]) for peer, content in messages if start < len(content)]
 

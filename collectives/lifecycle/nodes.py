@@ -139,6 +139,7 @@ def settle(engine: Engine, where: Topology) -> None:
         return
     part = engine.transport.split(where.node, engine.rank)
     assert part is not None
+    part.ranks = where.members[where.node]
     node = Engine(part, engine.wait_policy)
     engine.layout = _layout(engine, where)
     if engine.layout.oversubscription > 1:

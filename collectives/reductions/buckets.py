@@ -1,9 +1,9 @@
 """Tensor fusion: many small arrays are sent in few large messages.
 
 The buckets follow from the arrays' dtypes, shapes and order alone, so that all ranks compute the
-same ones without negotiation, and the same inputs give the same bits every time. Arrays
-are packed in order into buckets of one dtype. A bucket is filled up to `bucket_bytes`; an array
-larger than that has a bucket of its own.
+same ones without negotiation, and the same inputs give the same bits every time. Arrays are packed
+in order into buckets of one dtype. A bucket is filled up to `bucket_bytes`; an array larger than
+that has a bucket of its own.
 """
 
 from __future__ import annotations

@@ -400,6 +400,17 @@ def test_a_wait_between_nodes_names_ranks_of_the_whole_group(comm, monkeypatch):
 
 
 @pytest.mark.ranks(4)
+def test_waits_within_and_between_nodes_name_ranks_of_the_whole_group(comm):
+    with Communicator(MPI.COMM_WORLD, node_of=[0, 1, 0, 1], deadline=20) as part:
+        node, number = part._engine.node, comm.rank % 2
+        assert list(node._transport.absent([0, 1])) == [number, number + 2]
+        assert list(node.across.transport.absent([0, 1])) == [
+            comm.rank - number,
+            comm.rank - number + 1,
+        ]
+
+
+@pytest.mark.ranks(4)
 def test_prices_hold_between_the_nodes_too(comm):
     with Communicator(MPI.COMM_WORLD, node_of=[0, 0, 1, 1], deadline=20) as part:
         engine = part._engine

@@ -151,7 +151,7 @@ def test_process():
     Path("begun").touch()
     print("in process", os.getpid())
     if NUMBER == 17:
-        time.sleep(1)
+        time.sleep(1)  # longer than the limit of the first process
     if NUMBER == 18:
         pytest.skip("not on a Sunday")
     assert NUMBER != 19, f"in process {os.getpid()}"
