@@ -94,7 +94,7 @@ class MpiTransport(Transport):
             arrived = partial(MPI.Request.Testall, requests)
             while not arrived() and (action := next(overlapped, None)):
                 action()
-            self.wait_policy.spin_until(arrived, lambda: self.absent(peers))
+            self.wait_policy.spin_until(arrived, lambda: self.absent(peers), in_transit=True)
         except BaseException:
             # MPI may still read from these buffers and write into them.
             self._abandoned.append((sends, receives, requests))

@@ -40,6 +40,7 @@ _SPINS = 1000
 _YIELD_SECONDS = 2e-3
 _EARLY_SLEEP_YIELD_SECONDS = 20e-6
 _LONGEST_SLEEP = 1e-3
+_LONGEST_SLEEP_IN_TRANSIT = 0.1e-3
 _PROGRESS_SECONDS = 0.3e-3
 # torch.distributed calls this package for the user.
 _PACKAGES = ("collectives", "strategies", "torch")
@@ -124,13 +125,18 @@ class WaitPolicy:
         return other
 
     def spin_until(
-        self, ready: Callable[[], bool], absent: Absent, start: float | None = None
+        self,
+        ready: Callable[[], bool],
+        absent: Absent,
+        start: float | None = None,
+        *,
+        in_transit: bool = False,
     ) -> None:
         """Like `until`, but spin first."""
         for _ in range(self.spins):
             if ready():
                 return
-        self.until(ready, absent, start=start)
+        self.until(ready, absent, start=start, in_transit=in_transit)
 
     def until(
         self,
@@ -138,8 +144,13 @@ class WaitPolicy:
         absent: Absent,
         grace: float = 0.0,
         start: float | None = None,
+        *,
+        in_transit: bool = False,
     ) -> None:
         """Return when `ready()`.
+
+        `in_transit`: data may be in transit, which only `ready` moves on, as MPI does. The link is
+        idle while the wait sleeps longer than its buffers last.
 
         Raises DeadlineExceededError, naming the ranks in `absent()`, once the deadline plus `grace`
         seconds have passed since `start`, in seconds of `time.monotonic`: the beginning of a wait
@@ -150,6 +161,7 @@ class WaitPolicy:
         warned = self.deadline is not None and now - start >= self.deadline / 10
         next_check = CHECK_SECONDS
         next_progress = _PROGRESS_SECONDS
+        longest = _LONGEST_SLEEP_IN_TRANSIT if in_transit else _LONGEST_SLEEP
         while not ready():
             waited = time.monotonic() - start
             # Another thread may take Python's lock meanwhile, and keep it for milliseconds.
@@ -159,7 +171,7 @@ class WaitPolicy:
             if waited < self._yield_seconds:
                 os.sched_yield()
                 continue
-            time.sleep(min(_LONGEST_SLEEP, waited / 20))
+            time.sleep(min(longest, waited / 20))
             if waited >= next_check:
                 next_check = waited + CHECK_SECONDS
                 self.check_alive()

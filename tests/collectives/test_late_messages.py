@@ -12,6 +12,7 @@ import collectives
 from collectives import Communicator
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
+from collectives.transports.mpi import MpiTransport
 
 PATIENT = 30
 SMALL, LARGE = 3, 1_000_000
@@ -137,3 +138,21 @@ def test_threads_of_one_process(tmp_path, monkeypatch):
         return [received(comm, SMALL)[0] for _ in range(2)]
 
     assert local.run(2, program)[1] == [1.5, 2.5]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_wait_for_data_sleeps_less_than_other_waits(comm, monkeypatch):
+    """MPI moves data only when it is called, so that the link may be idle meanwhile."""
+    slept, sleep = [], time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
+    transport = MpiTransport.over(MPI.COMM_WORLD)
+    content, peer = [memoryview(bytearray(8)) for _ in range(2)], 1 - comm.rank
+    if comm.rank == 1:
+        end = time.monotonic() + 0.05
+        transport.wait_policy.until(lambda: time.monotonic() >= end, dict)
+        assert max(slept) > 0.5e-3
+    transport.exchange([(peer, content[0])], [(peer, content[1])])
+    transport.close()
+    if comm.rank == 0:
+        assert max(slept) <= 0.1e-3

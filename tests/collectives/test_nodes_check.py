@@ -100,7 +100,7 @@ class Policy(WaitPolicy):
         super().__init__(deadline)
         self.spins, self.world, self.rank = 0, world, rank
 
-    def until(self, ready, absent, grace=0.0, start=None):
+    def until(self, ready, absent, grace=0.0, start=None, *, in_transit=False):
         start = self.world.clock if start is None else start
         while not ready():
             if self.world.clock - start >= self.deadline + grace:
