@@ -81,14 +81,17 @@ class MpiTransport(Transport):
         requests: list[MPI.Request] = []
         peers = [peer for peer, _ in receives] or [peer for peer, _ in sends]
         try:
-            requests += [
-                comm.Irecv(part, peer, _EXCHANGE_TAG)
-                for peer, buffer in receives
-                for part in parts_of(buffer)
-            ]
+            # Open MPI clears a large message with one that waits behind what this rank sends to the
+            # same rank. With the receives first, the clearance for a rank that comes first would be
+            # sent before the own announcement, and the messages would move one after the other.
             requests += [
                 comm.Isend(part, peer, _EXCHANGE_TAG)
                 for peer, buffer in sends
+                for part in parts_of(buffer)
+            ]
+            requests += [
+                comm.Irecv(part, peer, _EXCHANGE_TAG)
+                for peer, buffer in receives
                 for part in parts_of(buffer)
             ]
             arrived = partial(MPI.Request.Testall, requests)

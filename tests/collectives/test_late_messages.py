@@ -156,3 +156,22 @@ def test_a_wait_for_data_sleeps_less_than_other_waits(comm, monkeypatch):
     transport.close()
     if comm.rank == 0:
         assert max(slept) <= 0.1e-3
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_an_exchange_announces_its_messages_before_it_clears_those_of_others(comm, monkeypatch):
+    """Else a rank that comes first sends all of its message before it clears the other's."""
+    posted = []
+
+    class Recorded:
+        def __getattr__(self, name):
+            posted.append(name)
+            return getattr(MPI.COMM_WORLD, name)
+
+    monkeypatch.setattr(MpiTransport, "comm", Recorded())
+    transport = MpiTransport(MPI.COMM_WORLD)
+    content, peer = [memoryview(bytearray([comm.rank] * 8)) for _ in range(2)], 1 - comm.rank
+    transport.exchange([(peer, content[0])], [(peer, content[1])])
+    assert posted == ["Isend", "Irecv"]
+    assert bytes(content[1]) == bytes([peer] * 8)
