@@ -19,6 +19,7 @@ from typing import Any
 
 from bench.cases.base import AUTO
 from bench.hosts.namespaces import find_mpirun, hosts, launch_line, shape, why_not
+from bench.reports.columns import machine_lines
 from bench.run import CAN_NOT_MEASURE
 from bench.sizes import shown
 from collectives import algorithms
@@ -47,8 +48,11 @@ def measure(options: argparse.Namespace) -> int:
     if problem is not None or mpirun is None:
         print(f"hosts can't be simulated here: {problem}", file=sys.stderr)
         return CAN_NOT_MEASURE
-    for count in options.hosts:
-        layout, costs, rows = _run(mpirun, count, options)
+    for number, count in enumerate(options.hosts):
+        layout, costs, header, rows = _run(mpirun, count, options)
+        if not number:
+            command = " ".join(["python -m bench.scale", *sys.argv[1:]])
+            print(f"{'; '.join(machine_lines(header))}.\n\n`{command}`: medians.\n")
         print(_HEADER)
         print("\n".join(_lines(layout, options.collective, costs, rows)), flush=True)
     return 0
@@ -56,8 +60,11 @@ def measure(options: argparse.Namespace) -> int:
 
 def _run(
     mpirun: str, count: int, options: argparse.Namespace
-) -> tuple[Layout, CostParameters, list[dict[str, Any]]]:
-    """The layout, whose hosts share cores; its fitted parameters; the rows of `python -m bench`."""
+) -> tuple[Layout, CostParameters, dict[str, Any], list[dict[str, Any]]]:
+    """The layout, whose hosts share cores; its fitted parameters; what `python -m bench` reports.
+
+    That is the header and the rows.
+    """
     with hosts(count) as (addresses, agent), tempfile.TemporaryDirectory() as folder:
         shape(agent, addresses, options.rate)
         line, environment = launch_line(mpirun, agent, addresses, [1] * count)
@@ -73,10 +80,11 @@ def _run(
             )
         (fitted,) = Path(folder).glob("figures-*.json")
         saved = json.loads(fitted.read_text(encoding="utf-8"))
-        rows: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["rows"]
+        reported = json.loads(report.read_text(encoding="utf-8"))
         key = saved["key"]
         layout = Layout(tuple(key["local_sizes"]), key["crowding"])
-        return layout, CostParameters(**saved["figures"]), rows
+        costs = CostParameters(**saved["figures"])
+        return layout, costs, reported["header"], reported["rows"]
 
 
 def _lines(
