@@ -144,14 +144,23 @@ def test_threads_of_one_process(tmp_path, monkeypatch):
 @pytest.mark.ranks(2)
 def test_a_wait_for_data_sleeps_less_than_other_waits(comm, monkeypatch):
     """MPI moves data only when it is called, so that the link may be idle meanwhile."""
-    slept, sleep = [], time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
-    transport = MpiTransport.over(MPI.COMM_WORLD)
+    slept, sleep, world, own = [], time.sleep, MPI.COMM_WORLD, threading.get_ident()
+
+    def recorded(seconds):
+        if threading.get_ident() == own:
+            slept.append(seconds)
+            if comm.rank == 0 and len(slept) == 30:
+                world.send(None, 1)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", recorded)
+    transport = MpiTransport.over(world)
     content, peer = [memoryview(bytearray(8)) for _ in range(2)], 1 - comm.rank
     if comm.rank == 1:
-        end = time.monotonic() + 0.05
+        end = time.monotonic() + 0.2
         transport.wait_policy.until(lambda: time.monotonic() >= end, dict)
         assert max(slept) > 0.5e-3
+        world.recv(source=0)
     transport.exchange([(peer, content[0])], [(peer, content[1])])
     transport.close()
     if comm.rank == 0:
