@@ -36,6 +36,23 @@ def exchanged_reduction(
     return reduction if small and reduction.plain_fold else None
 
 
+class _Arrays(dict[Block, Array]):
+    """Blocks as arrays of one length. The same blocks return in most calls."""
+
+    def __init__(self, nbytes: int, dtype: np.dtype[Any]) -> None:
+        super().__init__()
+        self._nbytes, self._dtype = nbytes, dtype
+
+    def __missing__(self, block: Block) -> Array:
+        found = self[block] = self.view(block[0].content, block[1])
+        return found
+
+    def view(self, content: Array, start: int) -> Array:
+        """The bytes from `start` on."""
+        elements: Array = content[start : start + self._nbytes].view(self._dtype)
+        return elements
+
+
 class ReductionExchange:
     """As `dissemination.Exchange`: as many elements of each rank, in the dtype of the fold."""
 
@@ -54,8 +71,7 @@ class ReductionExchange:
         )
         self.source: Any = None
         self.target: Any = None
-        self._arrays: dict[Block, Array] = {}
-        """Blocks as arrays. The same blocks return in most calls."""
+        self._arrays = _Arrays(self._nbytes, self._dtype)
         self._slots: list[list[Array]] = []
         """Of this node's ranks, by parity; the leader's comes first, and takes the result."""
         self._folded: Array | None = None
@@ -63,19 +79,10 @@ class ReductionExchange:
         if engine.node is not None and engine.node.steps.size > 1:
             memory = engine.node.steps.memory
             self._slots = [
-                [self._array(slots[parity], 0) for slots in memory.slots] for parity in range(2)
+                [self._arrays.view(slots[parity], 0) for slots in memory.slots]
+                for parity in range(2)
             ]
             self._rank = memory.rank
-
-    def _array(self, content: Array, start: int) -> Array:
-        elements: Array = content[start : start + self._nbytes].view(self._dtype)
-        return elements
-
-    def _array_of(self, block: Block) -> Array:
-        known = self._arrays.get(block)
-        if known is None:
-            known = self._arrays[block] = self._array(block[0].content, block[1])
-        return known
 
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
@@ -86,9 +93,9 @@ class ReductionExchange:
     def pack(self, block: Block, parity: int) -> int:
         """Fold the slots of the node's ranks."""
         if self._slots:
-            self._reduce(self._slots[parity], self._array_of(block))
+            self._reduce(self._slots[parity], self._arrays[block])
         else:
-            self._array_of(block)[...] = self.target if self.source is None else self.source
+            self._arrays[block][...] = self.target if self.source is None else self.source
         return self._nbytes
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
@@ -99,7 +106,7 @@ class ReductionExchange:
             self._folded, out = None, self.target
         else:
             self._folded = out = np.empty(self._nbytes // self._dtype.itemsize, self._dtype)
-        self._reduce([self._array_of(block) for block in blocks], out)
+        self._reduce(list(map(self._arrays.__getitem__, blocks)), out)
 
     def _reduce(self, arrays: Sequence[Array], out: Array) -> None:
         first = arrays[0]

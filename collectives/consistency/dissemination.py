@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from collectives.consistency.signature import FINGERPRINT_BITS
@@ -65,8 +66,8 @@ class Rounds:
     """The state of one call's rounds."""
 
     __slots__ = (
-        "_only", "alike", "blocks", "deadline", "exchange", "number", "parity", "round", "sent",
-        "status", "word",
+        "_only", "alike", "blocks", "deadline", "exchange", "nanoseconds", "number", "parity",
+        "round", "sent", "status", "word",
     )  # fmt: skip
 
     def __init__(self, word: int, exchange: Exchange | None, *, only: bool = False) -> None:
@@ -75,6 +76,8 @@ class Rounds:
         self.parity, self.number = word & 1, word & SEQUENCE_MASK
         self.deadline = math.inf
         """The shortest of the nodes whose messages have arrived and of this one, in seconds."""
+        self.nanoseconds = _NO_DEADLINE
+        """The same, as it was sent last."""
         self.alike = word >> SEQUENCE_BITS != DIFFERENT
         """Whether all words so far, this node's included, are those of the same call."""
         self.round, self.sent = 0, False
@@ -110,7 +113,8 @@ class Dissemination:
         """`absent` returns the ranks of the nodes that are waited for."""
         self._wait_policy, self._absent = wait_policy, absent
         rank, size = leaders.rank, leaders.size
-        self._order = [(rank - node) % size for node in range(size)]
+        # The blocks of all nodes, in the order of the nodes.
+        self._in_order = itemgetter(*((rank - node) % size for node in range(size)))
         distances = [1 << k for k in range((size - 1).bit_length())]
         self._counts = [min(distance, size - distance) for distance in distances]
         most = _LENGTH_BYTES + padded(LARGEST_EXCHANGE // size)
@@ -157,7 +161,10 @@ class Dissemination:
     def _send(self, rounds: Rounds, channel: NeighborChannel) -> None:
         parity, length, outgoing = rounds.parity, _HEAD_BYTES, channel.outgoing(rounds.parity)
         words = outgoing.words
-        words[0], words[1] = rounds.status, self._nanoseconds_of(rounds.deadline)
+        deadline, nanoseconds = self._deadline
+        if rounds.deadline != deadline:
+            nanoseconds = self._nanoseconds_of(rounds.deadline)
+        words[0], words[1], rounds.nanoseconds = rounds.status, nanoseconds, nanoseconds
         if rounds.exchange is not None:
             if not rounds.blocks:
                 own = outgoing, _FIRST_BLOCK
@@ -174,15 +181,13 @@ class Dissemination:
         rounds.sent = True
 
     def _nanoseconds_of(self, deadline: float) -> int:
-        known, nanoseconds = self._deadline
-        if deadline != known:
-            nanoseconds = _NO_DEADLINE if deadline >= _LONG else int(deadline * 1e9)
-            self._deadline = deadline, nanoseconds
+        nanoseconds = _NO_DEADLINE if deadline >= _LONG else int(deadline * 1e9)
+        self._deadline = deadline, nanoseconds
         return nanoseconds
 
     def _receive(self, rounds: Rounds, incoming: Buffer, word: int) -> None:
         words = incoming.words
-        if words[1] < self._nanoseconds_of(rounds.deadline):
+        if words[1] < rounds.nanoseconds:
             rounds.deadline = words[1] / 1e9
         if word != rounds.status:
             rounds.differ()
@@ -202,8 +207,7 @@ class Dissemination:
         call only.
         """
         if rounds.exchange is not None and rounds.alike:
-            blocks = [rounds.blocks[distance] for distance in self._order]
-            rounds.exchange.unpack(blocks, rounds.parity)
+            rounds.exchange.unpack(self._in_order(rounds.blocks), rounds.parity)
         for channel in self._channels[: rounds.round]:
             channel.discard()
         if rounds.alike:

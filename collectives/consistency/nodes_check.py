@@ -82,19 +82,23 @@ class NodesCheck:
         is raised.
         """
         number = word & SEQUENCE_MASK
-        rounds = Rounds(word, exchange)
+        wait_policy, rounds = self._wait_policy, Rounds(word, exchange)
         before, self._began = self._began, time.monotonic()
-        if self._wait_policy.deadline is not None:
-            rounds.deadline = self._wait_policy.deadline
+        if wait_policy.deadline is not None:
+            rounds.deadline = wait_policy.deadline
         late = (
             self._withdrawn == number
             # A caller that limits the wait withdraws all the time.
-            or self._wait_policy.limited
+            or wait_policy.limit is not None
             or rounds.deadline < self._shortest
             # A leader whose message has arrived may have waited for longer than its lease.
             or self._began - before > self._shortest * self._gap
         )
-        if late or not self._run(rounds) or self._was_stopped(rounds):
+        # In most calls the messages arrive while the first look for them spins.
+        complete = not late and (
+            self._rounds.advance(rounds, wait_policy.spins or 1) or self._run(rounds)
+        )
+        if not complete or self._was_stopped(rounds):
             rounds = self._vote(rounds, late)
             received = self._words.of(number)
             received[:] = [0] * len(received)
@@ -115,9 +119,7 @@ class NodesCheck:
 
     def _run(self, rounds: Rounds) -> bool:
         """Run the rounds; False if the lease has passed, or a vote is requested."""
-        advance, spins = self._rounds.advance, self._wait_policy.spins
-        if spins and advance(rounds, spins):
-            return True
+        advance = self._rounds.advance
         # Most messages are here after a few yields: a look for requests takes longer than they do.
         for _ in range(_YIELDS):
             if advance(rounds):

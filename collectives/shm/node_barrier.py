@@ -260,7 +260,7 @@ class NodeBarrier:
             self._wait_policy.until(ready, absent, GRACE_SECONDS)
         except DeadlineExceededError as error:
             # The caller that limits the wait repeats the same call.
-            error.withdrawn = self._wait_policy.limited
+            error.withdrawn = self._wait_policy.limit is not None
             raise
 
     def _committed(self, sequence: int) -> bool:

@@ -79,25 +79,21 @@ class WaitPolicy:
         self.progress: Callable[[], object] = lambda: None
         """Moves messages in transit on; a longer wait calls it from time to time."""
         self.before_raise: Callable[[BaseException], None] = lambda error: None
-        self._limit: float | None = None
+        self.limit: float | None = None
+        """Of `no_longer_than`; its caller then repeats the call."""
 
     @contextmanager
     def no_longer_than(self, seconds: float | None) -> Iterator[None]:
         """Within the context, a wait ends silently after `seconds`, if that is a number."""
-        self._limit = seconds
+        self.limit = seconds
         try:
             yield
         finally:
-            self._limit = None
-
-    @property
-    def limited(self) -> bool:
-        """Whether a `no_longer_than` limit holds; the caller then repeats the call."""
-        return self._limit is not None
+            self.limit = None
 
     def all_arrived(self) -> None:
         """Drop the limit, because every rank has arrived."""
-        self._limit = None
+        self.limit = None
 
     def share_cores(self) -> None:
         """Yield at every poll: the cores are oversubscribed."""
@@ -175,9 +171,9 @@ class WaitPolicy:
             if waited >= next_check:
                 next_check = waited + CHECK_SECONDS
                 self.check_alive()
-            if self._limit is not None and waited >= self._limit and not ready():
+            if self.limit is not None and waited >= self.limit and not ready():
                 raise DeadlineExceededError("", tuple(absent()))
-            if self.deadline is None or self._limit is not None:
+            if self.deadline is None or self.limit is not None:
                 continue
             if not warned and waited >= self.deadline / 10:
                 warned = True
@@ -194,7 +190,7 @@ class WaitPolicy:
 
     def renewed(self, error: DeadlineExceededError, absent: Absent) -> DeadlineExceededError:
         """The error of a wait that went on after it, with the ranks that are absent by now."""
-        return error if self.limited else self.exceeded(absent())
+        return error if self.limit is not None else self.exceeded(absent())
 
     def _text(self, waited: str, absent: dict[int, str]) -> str:
         ranks = ", ".join(f"rank {rank}{note}" for rank, note in sorted(absent.items()))
