@@ -6,6 +6,7 @@ the nodes, so that every rank has the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,25 @@ def exchanged_reduction(
     small = 0 < nbytes <= min(most, LARGEST_EXCHANGE // nodes)
     reduction = reduction_for(op, dtype)
     small = small and nbytes * max(engine.layout.local_sizes) <= SMALL_BYTES_OF_ALL
-    return reduction if small and reduction.plain_fold else None
+    if not small or not reduction.plain_fold:
+        return None
+    return reduction if _pays(engine, collective, op, dtype, nbytes) else None
+
+
+def _pays(engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> bool:
+    """Whether the bytes of all nodes take no longer than a reduction after the check.
+
+    Every node receives those of all others, but needs no round besides those of the check.
+    """
+    layout, costs = engine.layout, engine.costs
+    sent = (len(layout.local_sizes) - 1) * nbytes
+    # The bandwidth is that of one of a node's ranks while all of them send.
+    seconds = sent / (costs.schedule_bandwidth * min(layout.local_sizes))
+    # Most calls are so small that they need no price, which takes time.
+    if seconds <= costs.schedule_latency:
+        return True
+    choice = engine.price(collective, nbytes, engine.paths(collective, op, dtype))
+    return layout.oversubscription * seconds <= min(choice.seconds.values(), default=math.inf)
 
 
 class _Arrays(dict[Block, Array]):

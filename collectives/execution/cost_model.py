@@ -98,7 +98,9 @@ def built_in(layout: Layout) -> CostParameters:
         return CostParameters()
     link = 1.25e9
     return CostParameters(
+        schedule_latency=10e-6,
         schedule_bandwidth=link,
+        native_latency=5e-6,
         native_bandwidth=link,
         native_move_bandwidth=link,
         shared_start=20e-6,

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -203,6 +204,25 @@ def test_sizes_around_the_most_that_travels(part):
         expected = np.arange(nbytes, dtype=np.uint8) * (size + 2)
         np.testing.assert_array_equal(part.broadcast(content, root=size - 1), expected)
         assert (path_of_last(part) == "dissemination") == (nbytes <= most)
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("bandwidth", [1e7, 1e10])
+def test_reductions_travel_with_the_check_where_the_link_is_fast(comm, bandwidth):
+    """Every node would receive the arrays of all others."""
+    array, every = value(comm.rank, (256, 4)), values(comm.size, (256, 4))
+    with Communicator(MPI.COMM_WORLD, node_of=range(comm.size), deadline=20) as part:
+        costs = replace(part._engine.costs, schedule_bandwidth=bandwidth)
+        part._engine.use(costs, "figures of this test")
+        travels = bandwidth > 1e9
+        for collective in ("all_reduce", "reduce"):
+            explained = part.explain(collective, array.nbytes, array.dtype)
+            assert explained.startswith("dissemination runs") == travels, explained
+        np.testing.assert_array_equal(part.all_reduce(array), sum(every))
+        assert (path_of_last(part) == "dissemination") == travels
+        # So small that nothing is gained.
+        np.testing.assert_array_equal(part.all_reduce(array[0]), sum(each[0] for each in every))
+        assert path_of_last(part) == "dissemination"
 
 
 @pytest.mark.ranks(2, 3)
