@@ -6,18 +6,20 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
-# A documentation network (RFC 5737), which isn't routed.
-_PREFIX = "198.51.100"
-_ROOT_ADDRESS = f"{_PREFIX}.254"
+# Networks for benchmarks of network devices (RFC 2544), which aren't routed.
+_NETWORKS = 256
 _MADE = itertools.count()
 _CONGESTION_CONTROL = "net.ipv4.tcp_congestion_control"
 _TOOLS = ("ip", "nsenter", "sysctl", "tc", "unshare")
@@ -51,18 +53,23 @@ def _run(*command: str) -> None:
 def hosts(count: int, names: Sequence[str] | None = None) -> Iterator[tuple[list[str], Path]]:
     """Create so many hosts; yields their addresses and the path of an agent in place of ssh.
 
-    Programs on them, and the agent, resolve their names: host1, host2, … if none are given.
+    Programs on them, and the agent, resolve their names: host1, host2, … if none are given. SIGTERM
+    raises SystemExit meanwhile, so that they are removed: their network would disturb later ones.
     """
     names = names or [f"host{number}" for number in range(1, count + 1)]
     # A deleted link may exist for a moment: its name is not used again.
     name = f"c{os.getpid()}{chr(ord('a') + next(_MADE) % 26)}"
     bridge = f"{name}b"
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+        _schedule_as_one_session(stack)
         _run("ip", "link", "add", bridge, "type", "bridge")
         stack.callback(_run, "ip", "link", "delete", bridge)
-        _run("ip", "address", "add", f"{_ROOT_ADDRESS}/24", "dev", bridge)
+        prefix = _unused_prefix()
+        _run("ip", "address", "add", f"{_address_here(prefix)}/24", "dev", bridge)
         _run("ip", "link", "set", bridge, "up")
-        addresses = [f"{_PREFIX}.{number}" for number in range(1, count + 1)]
+        addresses = [f"{prefix}.{number}" for number in range(1, count + 1)]
         known = "".join(
             f"{address} {host}\n"
             for address, host in zip(["127.0.0.1", *addresses], ["localhost", *names], strict=True)
@@ -78,6 +85,36 @@ def hosts(count: int, names: Sequence[str] | None = None) -> Iterator[tuple[list
         agent.write_text(text, encoding="utf-8")
         agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
         yield addresses, agent
+
+
+def _schedule_as_one_session(stack: ExitStack) -> None:
+    """Share the cores between tasks, not between sessions, of which each host is one.
+
+    With sched_autogroup (sched(7)), tasks of one host that call sched_yield(2) all the time, as
+    MPI does, keep the cores from another one: for 30 s and more on Linux 6.18. Hosts have cores of
+    their own.
+    """
+    setting = "kernel.sched_autogroup_enabled"
+    found = subprocess.run(["sysctl", "-n", setting], capture_output=True, text=True, check=False)
+    if found.stdout.strip() == "1":
+        _run("sysctl", "-w", f"{setting}=0")
+        stack.callback(_run, "sysctl", "-w", f"{setting}=1")
+
+
+def _unused_prefix() -> str:
+    """A network that no other simulation uses at the moment."""
+    shown = subprocess.run(["ip", "-4", "address"], capture_output=True, text=True, check=True)
+    prefixes = (f"198.18.{(os.getpid() + number) % _NETWORKS}" for number in range(_NETWORKS))
+    return next(prefix for prefix in prefixes if f" {prefix}." not in shown.stdout)
+
+
+def _address_here(prefix: str) -> str:
+    """The address of this machine in a network of simulated hosts."""
+    return f"{prefix}.254"
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _name_hosts(stack: ExitStack, name: str, known: str) -> None:
@@ -163,7 +200,8 @@ def launch_line(
         options += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         environment = {}
     else:
-        options = ["-localhost", _ROOT_ADDRESS, "-launcher", "ssh", "-launcher-exec", str(agent)]
+        here = _address_here(addresses[0].rpartition(".")[0])
+        options = ["-localhost", here, "-launcher", "ssh", "-launcher-exec", str(agent)]
         options += ["-hosts", places]
         # Without it, UCX would use this machine's shared memory between the hosts.
         environment = {"UCX_TLS": "tcp,self"}

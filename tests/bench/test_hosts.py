@@ -1,9 +1,13 @@
 """Collectives between hosts, which are network namespaces."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from bench.hosts import compression, run, table
-from bench.hosts.namespaces import why_not
+from bench.hosts.namespaces import hosts, why_not
 
 REASON = why_not()
 # Bytes per second of 1 Gbit, and what the token bucket lets pass at once.
@@ -15,6 +19,29 @@ def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys, program):
     monkeypatch.setattr(table, "why_not", lambda: "tc is not installed")
     assert program.main([]) == 2
     assert capsys.readouterr().err == "hosts can't be simulated here: tc is not installed\n"
+
+
+PROGRAM = """
+import time
+from bench.hosts.namespaces import hosts
+with hosts(1) as (addresses, agent):
+    print(addresses[0], flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"no hosts can be simulated: {REASON}")
+def test_two_simulations_at_once_have_networks_of_their_own_and_end_by_sigterm():
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as other:
+        address = other.stdout.readline().decode().strip()
+        with hosts(1) as (addresses, _):
+            own = addresses[0]
+        other.terminate()
+        assert other.wait(30) == 128 + signal.SIGTERM
+    assert own.rpartition(".")[0] != address.rpartition(".")[0]
+    left = subprocess.run(["ip", "-4", "address"], capture_output=True, text=True, check=True)
+    assert own.rpartition(".")[0] not in left.stdout
+    assert address.rpartition(".")[0] not in left.stdout
 
 
 @pytest.mark.slow
