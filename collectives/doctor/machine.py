@@ -13,6 +13,7 @@ from collectives.doctor.report import Report, counted, ranges, ranks_by, ranks_n
 from collectives.launching.library import library_name
 
 _SHARED_MEMORY = "/dev/shm"
+_AUTOGROUP = "/proc/sys/kernel/sched_autogroup_enabled"
 # Docker's default.
 _SMALL_SHARED_MEMORY = 64 << 20
 _WINDOW_BYTES = 4096
@@ -28,6 +29,8 @@ class RankFacts:
     shared_memory: tuple[int, int] | None
     """Free and total bytes of /dev/shm, or None if there is none."""
     versions: dict[str, str | None]
+    autogroup: bool = False
+    """Whether the kernel divides the cores between sessions (sched(7))."""
 
 
 def gather_facts(mpi: Any, comm: Communicator) -> list[RankFacts]:
@@ -38,6 +41,7 @@ def gather_facts(mpi: Any, comm: Communicator) -> list[RankFacts]:
         cores=frozenset(os.sched_getaffinity(0)),
         shared_memory=_shared_memory(),
         versions=versions(),
+        autogroup=_reads_one(_AUTOGROUP),
     )
     facts: list[RankFacts] = mpi.COMM_WORLD.allgather(own)
     return facts
@@ -88,6 +92,11 @@ def _report_node(report: Report, node: int, facts: dict[int, RankFacts]) -> None
     report.row(f"node {node}", f"{hosts}: {ranks_named(facts)} on {where}")
     if len(facts) > len(cores):
         report.warn(f"{len(facts)} ranks share {counted(len(cores), 'core')}: oversubscribed")
+        if any(each.autogroup for each in facts.values()):
+            report.warn(
+                "programs of other sessions may get no core while ranks yield theirs in MPI;"
+                " sysctl kernel.sched_autogroup_enabled=0 shares the cores evenly"
+            )
 
 
 def _report_differences(report: Report, name: str, found: list[str | None]) -> None:
@@ -106,6 +115,14 @@ def _report_space(report: Report, node: int, space: tuple[int, int] | None) -> N
     report.row(label, f"{free >> 20} MiB of {size >> 20} MiB free")
     if free <= _SMALL_SHARED_MEMORY:
         report.warn("little for MPI's buffers; in docker, start with --shm-size=1g")
+
+
+def _reads_one(setting: str) -> bool:
+    try:
+        with open(setting, encoding="ascii") as found:
+            return found.read().strip() == "1"
+    except OSError:
+        return False
 
 
 def _shared_memory() -> tuple[int, int] | None:

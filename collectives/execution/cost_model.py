@@ -30,8 +30,10 @@ LARGEST_PRICED = 512
 # know. Between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.6 to 2.9 times as long by
 # them as by the ring (bench/results/README.md). It is not taken where it is expected to take longer
 # than it may gain, as after `tune` on a link that MPI's own uses better. Two ranks have no other
-# neighbors.
-_RING, _LARGE_MESSAGE, _LARGE_MESSAGE_OF_TWO, _RING_GAIN = "ring", 512 << 10, 2 << 20, 2.0
+# neighbors. Bytes of a message, and what the ring may be expected to take longer from there on:
+_RING = "ring"
+_RING_GAINS = ((512 << 10, 2.0), (256 << 10, 1.1))
+_RING_GAINS_OF_TWO = ((2 << 20, 2.0),)
 _CHANGING = (NATIVE, "rabenseifner", "circulant", "doubling")
 
 
@@ -149,11 +151,17 @@ def _choose(
         return Choice(paths[0], {}, f"with more than {LARGEST_PRICED} ranks nothing is priced")
     seconds = {name: expected(collective, name, nbytes, layout, costs) for name in (*names, *paths)}
     best = min(seconds, key=lambda name: seconds[name])
-    large_message = _LARGE_MESSAGE_OF_TWO if size == 2 else _LARGE_MESSAGE
-    large = len(layout.local_sizes) > 1 and nbytes >= large_message * size
-    if large and best in _CHANGING and seconds.get(_RING, math.inf) <= _RING_GAIN * seconds[best]:
-        return Choice(_RING, seconds, "large messages to one neighbor, from another one")
+    if len(layout.local_sizes) > 1 and best in _CHANGING:
+        gain = _ring_gain(size, nbytes)
+        if seconds.get(_RING, math.inf) <= gain * seconds[best]:
+            return Choice(_RING, seconds, "large messages to one neighbor, from another one")
     return Choice(best, seconds)
+
+
+def _ring_gain(size: int, nbytes: int) -> float:
+    """How many times as long the ring may be expected to take, and yet be taken."""
+    gains = _RING_GAINS_OF_TWO if size == 2 else _RING_GAINS
+    return next((gain for message, gain in gains if nbytes >= message * size), 0.0)
 
 
 def expected(
@@ -164,7 +172,7 @@ def expected(
     Ranks that share a core run one after the other, so oversubscription multiplies the time.
     """
     if path == NATIVE:
-        seconds = _native(collective, layout.size, nbytes, costs)
+        seconds = _native(collective, layout, nbytes, costs)
     elif path == SHARED:
         seconds = _shared(collective, nbytes, layout, costs)
     elif path == HIERARCHICAL:
@@ -176,9 +184,12 @@ def expected(
     return layout.oversubscription * seconds
 
 
-def _native(collective: str, size: int, nbytes: int, costs: CostParameters) -> float:
+def _native(collective: str, layout: Layout, nbytes: int, costs: CostParameters) -> float:
+    size = layout.size
     link = costs.native_link if spec_of(collective).reduces else costs.native_move_link
     names = algorithms.names(collective)
+    if len(layout.local_sizes) > 1 and collective in _ALONG_TREES:
+        names = [_TREE]
     inside = min(estimate(collective, name, size, nbytes, link) for name in names)
     if collective == "all_reduce" and size & (size - 1):
         # MPICH and Open MPI fold the ranks beyond a power of two into others first, and send them
@@ -186,6 +197,9 @@ def _native(collective: str, size: int, nbytes: int, costs: CostParameters) -> f
         inside += 2 * (link.latency + nbytes / link.bandwidth) + nbytes / link.reduction
     return costs.native_start + inside
 
+
+# Between nodes MPICH and Open MPI send large arrays of these along trees, whole in each round.
+_ALONG_TREES, _TREE = ("broadcast", "reduce"), "binomial"
 
 # Bytes that a rank touches for each byte of the buffer, by the number of ranks.
 _TOUCHED: dict[str, Callable[[int], float]] = {

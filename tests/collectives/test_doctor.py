@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -183,6 +184,16 @@ def test_ranks_are_told_by_node_with_the_cores_they_share(capsys):
     ]
     assert "numpy" not in found
     assert report.warnings == 1
+
+
+def test_ranks_that_share_cores_under_autogroup_are_told(capsys):
+    report = Report(prints=True)
+    alone, shared = replace(facts(0, [0]), autogroup=True), replace(facts(1, [4]), autogroup=True)
+    report_ranks(report, [alone, shared, shared])
+    found = rows(capsys.readouterr().out)
+    assert len(found["node 0"]) == 1
+    assert "sysctl kernel.sched_autogroup_enabled=0" in found["node 1"][2]
+    assert report.warnings == 2
 
 
 def test_ranks_with_different_software_are_told(capsys):

@@ -62,6 +62,34 @@ def test_large_messages_between_nodes_go_round_a_ring(collective, nodes):
         assert chosen.algorithm == "ring" if ring else "large" not in chosen.reason
 
 
+@pytest.mark.parametrize("nodes", [3, 4, 8])
+def test_where_one_path_is_as_good_as_another_a_rank_keeps_its_neighbors(nodes):
+    layout, medium = Layout((1,) * nodes), nodes << 18
+    costs = cost_model.built_in(layout)
+    for collective in ("all_reduce", "all_gather", "reduce_scatter"):
+        chosen = cost_model.choose(collective, medium, layout, (NATIVE,), costs)
+        assert chosen.algorithm == "ring", chosen
+        quicker = replace(costs, native_bandwidth=1.2 * costs.native_bandwidth)
+        quicker = replace(quicker, native_move_bandwidth=quicker.native_bandwidth)
+        chosen = cost_model.choose(collective, medium, layout, (NATIVE,), quicker)
+        assert "large messages" not in chosen.reason, chosen
+
+
+@pytest.mark.parametrize(
+    ("collective", "cut"),
+    [("broadcast", "scatter_all_gather"), ("reduce", "reduce_scatter_gather")],
+)
+def test_large_arrays_between_nodes_do_not_go_along_trees(collective, cut):
+    """As those of MPI's own do, which send the whole array in each of their rounds."""
+    for layout, nbytes, expected in (
+        (Layout((1,) * 4), 4 << 10, NATIVE),
+        (Layout((1,) * 4), 1 << 20, cut),
+        (Layout((1,) * 64), 1 << 20, cut),
+    ):
+        costs = cost_model.built_in(layout)
+        assert cost_model.choose(collective, nbytes, layout, (NATIVE,), costs).algorithm == expected
+
+
 @pytest.mark.parametrize(
     ("mebibytes", "expected"), [(1, SHARED), (4, SHARED), (8, SHARED), (64, SHARED)]
 )
