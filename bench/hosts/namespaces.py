@@ -22,7 +22,7 @@ from types import FrameType
 _NETWORKS = 256
 _MADE = itertools.count()
 _CONGESTION_CONTROL = "net.ipv4.tcp_congestion_control"
-_TOOLS = ("ip", "nsenter", "sysctl", "tc", "unshare")
+_TOOLS = ("ip", "nsenter", "sysctl", "taskset", "tc", "unshare")
 
 _AGENT = """#!/bin/sh
 # As ssh: options, a host, a command.
@@ -32,7 +32,7 @@ case "$1" in
 *) echo "no host $1" >&2; exit 255 ;;
 esac
 shift
-exec ip netns exec "$name" nsenter --uts="{directory}/$name" /bin/sh -c "$*"
+exec taskset -c "$core" ip netns exec "$name" nsenter --uts="{directory}/$name" /bin/sh -c "$*"
 """
 
 
@@ -53,8 +53,9 @@ def _run(*command: str) -> None:
 def hosts(count: int, names: Sequence[str] | None = None) -> Iterator[tuple[list[str], Path]]:
     """Create so many hosts; yields their addresses and the path of an agent in place of ssh.
 
-    Programs on them, and the agent, resolve their names: host1, host2, … if none are given. SIGTERM
-    raises SystemExit meanwhile, so that they are removed: their network would disturb later ones.
+    Each has one core, which it shares if there are fewer cores than hosts. Programs on them, and
+    the agent, resolve their names: host1, host2, … if none are given. SIGTERM raises SystemExit
+    meanwhile, so that they are removed: their network would disturb later ones.
     """
     names = names or [f"host{number}" for number in range(1, count + 1)]
     # A deleted link may exist for a moment: its name is not used again.
@@ -74,11 +75,12 @@ def hosts(count: int, names: Sequence[str] | None = None) -> Iterator[tuple[list
             f"{address} {host}\n"
             for address, host in zip(["127.0.0.1", *addresses], ["localhost", *names], strict=True)
         )
-        cases = []
+        cores, cases = sorted(os.sched_getaffinity(0)), []
         for number, (address, host) in enumerate(zip(addresses, names, strict=True), 1):
             _make(stack, f"{name}{number}", host, f"{address}/24", bridge, Path(directory))
             _name_hosts(stack, f"{name}{number}", known)
-            cases.append(f"{host}|{address}) name={name}{number} ;;")
+            core = cores[(number - 1) % len(cores)]
+            cases.append(f"{host}|{address}) name={name}{number} core={core} ;;")
         # Under the name of ssh, so that a PATH with its folder lets every program find it.
         agent = Path(directory) / "ssh"
         text = _AGENT.format(cases="\n".join(cases), directory=directory)

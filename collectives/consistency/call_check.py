@@ -101,23 +101,23 @@ class CallCheck:
 
         Data that the nodes exchange with it may be read from then on until the next call.
         """
-        sequence = self.sequence + 1
-        if exchange is not None:
+        sequence, wait_policy, alone = self.sequence + 1, self._wait_policy, self._alone
+        if exchange is not None and alone is None:
             exchange.store(sequence & 1)
-        call = self._wait_policy.call
+        call = wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, line
         # Set before any other rank can see the call, because errors are judged by it from here on.
         self.sequence = sequence
         try:
             word = base | sequence & SEQUENCE_MASK
-            if self._alone is None:
+            if alone is None:
                 alike = self._check(word, sequence, exchange)
             else:
-                alike = self._alone.agree(word, exchange)
+                alike = alone.agree(word, exchange)
         except DeadlineExceededError as error:
             self._uncount(error, sequence)
             raise
-        self._wait_policy.all_arrived()
+        wait_policy.limit = None
         if not alike:
             raise self._describe(signature)
 

@@ -50,7 +50,7 @@ class Exchange(Protocol):
     """This rank's data and the memory for the result, set before every call."""
 
     def store(self, parity: int) -> None:
-        """Store this rank's data where its node's leader reads them."""
+        """Store this rank's data where its node's leader reads them, if it has a node barrier."""
 
     def pack(self, block: Block, parity: int) -> int:
         """As the leader: store the data of the node's ranks; how many bytes. May be called again.

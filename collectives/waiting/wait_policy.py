@@ -80,7 +80,7 @@ class WaitPolicy:
         """Moves messages in transit on; a longer wait calls it from time to time."""
         self.before_raise: Callable[[BaseException], None] = lambda error: None
         self.limit: float | None = None
-        """Of `no_longer_than`; its caller then repeats the call."""
+        """Of `no_longer_than`, until every rank has arrived; its caller then repeats the call."""
 
     @contextmanager
     def no_longer_than(self, seconds: float | None) -> Iterator[None]:
@@ -90,10 +90,6 @@ class WaitPolicy:
             yield
         finally:
             self.limit = None
-
-    def all_arrived(self) -> None:
-        """Drop the limit, because every rank has arrived."""
-        self.limit = None
 
     def share_cores(self) -> None:
         """Yield at every poll: the cores are oversubscribed."""
