@@ -93,14 +93,18 @@ def _schedule_as_one_session(stack: ExitStack) -> None:
     """Share the cores between tasks, not between sessions, of which each host is one.
 
     With sched_autogroup (sched(7)), tasks of one host that call sched_yield(2) all the time, as
-    MPI does, keep the cores from another one: for 30 s and more on Linux 6.18. Hosts have cores of
-    their own.
+    MPI does, keep the cores from another one: for 30 s and more on Linux 6.18. Where the kernel
+    refuses the setting it stays as it is.
     """
+
+    def sysctl(*arguments: str) -> str:
+        command = ["sysctl", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
     setting = "kernel.sched_autogroup_enabled"
-    found = subprocess.run(["sysctl", "-n", setting], capture_output=True, text=True, check=False)
-    if found.stdout.strip() == "1":
-        _run("sysctl", "-w", f"{setting}=0")
-        stack.callback(_run, "sysctl", "-w", f"{setting}=1")
+    if sysctl("-n", setting) == "1":
+        sysctl("-w", f"{setting}=0")
+        stack.callback(sysctl, "-w", f"{setting}=1")
 
 
 def _unused_prefix() -> str:
