@@ -21,6 +21,7 @@ from types import FrameType
 # Networks for benchmarks of network devices (RFC 2544), which aren't routed.
 _NETWORKS = 256
 _MADE = itertools.count()
+_AUTOGROUP = "kernel.sched_autogroup_enabled"
 _CONGESTION_CONTROL = "net.ipv4.tcp_congestion_control"
 _TOOLS = ("ip", "nsenter", "sysctl", "taskset", "tc", "unshare")
 
@@ -96,15 +97,9 @@ def _schedule_as_one_session(stack: ExitStack) -> None:
     MPI does, keep the cores from another one: for 30 s and more on Linux 6.18. Where the kernel
     refuses the setting it stays as it is.
     """
-
-    def sysctl(*arguments: str) -> str:
-        command = ["sysctl", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    setting = "kernel.sched_autogroup_enabled"
-    if sysctl("-n", setting) == "1":
-        sysctl("-w", f"{setting}=0")
-        stack.callback(sysctl, "-w", f"{setting}=1")
+    if _sysctl(_AUTOGROUP) == "1":
+        _sysctl(f"{_AUTOGROUP}=0")
+        stack.callback(_sysctl, f"{_AUTOGROUP}=1")
 
 
 def _unused_prefix() -> str:
@@ -144,7 +139,7 @@ def _make(
     for device in ("lo", inside):
         _run("ip", "-n", name, "link", "set", device, "up")
     # Where this is refused, the benchmark prints what it is instead.
-    subprocess.run(_sysctl(name, f"{_CONGESTION_CONTROL}=reno"), capture_output=True, check=False)
+    _sysctl(f"{_CONGESTION_CONTROL}=reno", name)
     # A namespace's name outlives the process that sets it where a file is bound to it.
     place = directory / name
     place.touch()
@@ -152,9 +147,14 @@ def _make(
     stack.callback(_run, "umount", str(place))
 
 
-def _sysctl(name: str, setting: str) -> list[str]:
-    """The command that reads or writes a kernel's setting in a namespace."""
-    return ["ip", "netns", "exec", name, "sysctl", "-n", setting]
+def _sysctl(setting: str, namespace: str | None = None) -> str:
+    """Read or write ("name=value") a setting of the kernel, here or in a network namespace.
+
+    Returns its value, or nothing where the kernel refuses.
+    """
+    inside = [] if namespace is None else ["ip", "netns", "exec", namespace]
+    command = [*inside, "sysctl", "-n", setting]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def congestion_control(agent: Path, address: str) -> str:
@@ -163,9 +163,7 @@ def congestion_control(agent: Path, address: str) -> str:
     Every kernel lets a namespace use Reno. With an algorithm that estimates the rate of a link, as
     BBR, a benchmark would measure how well it does.
     """
-    command = _sysctl(namespace_of(agent, address), _CONGESTION_CONTROL)
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    return _sysctl(_CONGESTION_CONTROL, namespace_of(agent, address)) or "unknown"
 
 
 def namespace_of(agent: Path, address: str) -> str:

@@ -63,7 +63,6 @@ class ExchangedRows:
         self.target: Any = None
         self._most, self._size, self._check = most, engine.size, engine.call_check
         self._head = first, second, nbytes if nbytes <= most else 0
-        self._alone = engine.call_check.node_barrier is None
         self._rank = 0 if engine.node is None else engine.node.steps.rank
         self._slots = [[slots[parity] for slots in self._check.slots] for parity in range(2)]
         self._words = [[slot.data.cast("Q") for slot in slots] for slots in self._slots]
@@ -92,8 +91,6 @@ class ExchangedRows:
 
     def pack(self, block: Block, parity: int) -> int:
         """The rows of this node's ranks, one behind the other."""
-        if self._alone:
-            self.store(parity)
         buffer, start = block
         at = start
         for slot, words in zip(self._slots[parity], self._words[parity], strict=True):

@@ -101,8 +101,8 @@ class CallCheck:
 
         Data that the nodes exchange with it may be read from then on until the next call.
         """
-        sequence, wait_policy, alone = self.sequence + 1, self._wait_policy, self._alone
-        if exchange is not None and alone is None:
+        sequence, wait_policy = self.sequence + 1, self._wait_policy
+        if exchange is not None:
             exchange.store(sequence & 1)
         call = wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, line
@@ -110,10 +110,10 @@ class CallCheck:
         self.sequence = sequence
         try:
             word = base | sequence & SEQUENCE_MASK
-            if alone is None:
+            if self._alone is None:
                 alike = self._check(word, sequence, exchange)
             else:
-                alike = alone.agree(word, exchange)
+                alike = self._alone.agree(word, exchange)
         except DeadlineExceededError as error:
             self._uncount(error, sequence)
             raise

@@ -50,7 +50,7 @@ class Exchange(Protocol):
     """This rank's data and the memory for the result, set before every call."""
 
     def store(self, parity: int) -> None:
-        """Store this rank's data where its node's leader reads them, if it has a node barrier."""
+        """Store this rank's data where its node's leader reads them."""
 
     def pack(self, block: Block, parity: int) -> int:
         """As the leader: store the data of the node's ranks; how many bytes. May be called again.
@@ -161,10 +161,8 @@ class Dissemination:
     def _send(self, rounds: Rounds, channel: NeighborChannel) -> None:
         parity, length, outgoing = rounds.parity, _HEAD_BYTES, channel.outgoing(rounds.parity)
         words = outgoing.words
-        deadline, nanoseconds = self._deadline
-        if rounds.deadline != deadline:
-            nanoseconds = self._nanoseconds_of(rounds.deadline)
-        words[0], words[1], rounds.nanoseconds = rounds.status, nanoseconds, nanoseconds
+        words[0] = rounds.status
+        words[1] = rounds.nanoseconds = self._nanoseconds_of(rounds.deadline)
         if rounds.exchange is not None:
             if not rounds.blocks:
                 own = outgoing, _FIRST_BLOCK
@@ -181,8 +179,10 @@ class Dissemination:
         rounds.sent = True
 
     def _nanoseconds_of(self, deadline: float) -> int:
-        nanoseconds = _NO_DEADLINE if deadline >= _LONG else int(deadline * 1e9)
-        self._deadline = deadline, nanoseconds
+        known, nanoseconds = self._deadline
+        if deadline != known:
+            nanoseconds = _NO_DEADLINE if deadline >= _LONG else int(deadline * 1e9)
+            self._deadline = deadline, nanoseconds
         return nanoseconds
 
     def _receive(self, rounds: Rounds, incoming: Buffer, word: int) -> None:

@@ -43,9 +43,6 @@ _LEASE = 1 / 8
 _GAPS = 1 / 8
 """The gaps of all rounds together, as a part of the deadline."""
 
-_FIRST_HALF = 1 / 2
-"""Of the deadline, in which a leader completes the rounds."""
-
 _YIELDS = 20
 
 # In place of a fingerprint, in messages to all leaders.
@@ -101,7 +98,7 @@ class NodesCheck:
         complete = not late and (
             self._rounds.advance(rounds, wait_policy.spins or 1) or self._run(rounds)
         )
-        if not complete or time.monotonic() >= self._began + rounds.deadline * _FIRST_HALF:
+        if not complete or self._was_stopped(rounds):
             rounds = self._vote(rounds, late)
             received = self._words.of(number)
             received[:] = [0] * len(received)
@@ -118,7 +115,7 @@ class NodesCheck:
 
     def _was_stopped(self, rounds: Rounds) -> bool:
         """Whether this process stood still for so long that a leader may have withdrawn."""
-        return time.monotonic() >= self._began + rounds.deadline * _FIRST_HALF
+        return time.monotonic() >= self._began + rounds.deadline / 2
 
     def _run(self, rounds: Rounds) -> bool:
         """Run the rounds; False if the lease has passed, or a vote is requested."""

@@ -27,7 +27,7 @@ LARGEST_PRICED = 512
 
 # From here on the messages of patterns in which a rank changes its peers, and those of MPI's own,
 # delay each other and their acknowledgements on links with long queues, which the model doesn't
-# know. Between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.6 to 2.9 times as long by
+# know. Between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.5 to 3 times as long by
 # them as by the ring (bench/results/README.md). It is not taken where it is expected to take longer
 # than it may gain, as after `tune` on a link that MPI's own uses better. Two ranks have no other
 # neighbors. Bytes of a message, and what the ring may be expected to take longer from there on:
