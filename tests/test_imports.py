@@ -136,6 +136,7 @@ LAZY = {
         "collectives/launching/torch_store.py",
         "collectives/torch/arguments.py",
         "collectives/torch/buckets.py",
+        "collectives/torch/call_queue.py",
         "collectives/torch/closures.py",
         "collectives/torch/collective_calls.py",
         "collectives/torch/fsdp.py",

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from bench.sizes import parse_sizes, shown
 from bench.timing import Subject, batch_of, interleave
 
 OURS, PEER = "collectives", "gloo"
-_WARMUP, _STEPS = 2, 10
+_WARMUP, _STEPS, _INSTANCES = 2, 10, 5
+
+Step = Callable[[], Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,12 +109,20 @@ def _calls(
 def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
     import torch.distributed as dist
 
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    groups = groups | {"one rank": alone}
+    lines = ["", "| training | ms per step | speed |", "|---|---:|---:|"]
+    for make, batch in ((_small_steps, _STEPS), (_large_steps, 1)):
+        lines += _shares(partial(make, groups), world, batch, repeats)
+    return lines
+
+
+def _small_steps(groups: dict[str, Any]) -> dict[str, Step]:
     from bench.in_step import IN_STEP, with_barrier
     from bench.torch import training
 
-    ours, peer = groups.values()
-    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
-    small = {
+    ours, peer, alone = groups.values()
+    return {
         "apart": training.apart(None),
         IN_STEP: with_barrier(training.apart(None)),
         "DDP of one rank": training.data_parallel(alone),
@@ -121,25 +132,36 @@ def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
         f"DDP, {OURS}, views": training.data_parallel(ours, gradient_as_bucket_view=True),
         "strategy.distribute": training.distributed(None),
     }
-    large = {
+
+
+def _large_steps(groups: dict[str, Any]) -> dict[str, Step]:
+    from bench.torch import training
+
+    ours, peer, _ = groups.values()
+    return {
         f"FSDP2, {PEER}": training.fully_sharded(peer),
         f"FSDP2, {OURS}": training.fully_sharded(ours),
         f"FSDP2, {OURS}, registered": training.fully_sharded(ours, register=True),
     }
-    lines = ["", "| training | ms per step | speed |", "|---|---:|---:|"]
-    for steps, batch in ((small, _STEPS), (large, 1)):
-        lines += _shares(steps, world, batch, repeats)
-    return lines
 
 
-def _shares(steps: dict[str, Callable[[], Any]], world: Any, batch: int, repeats: int) -> list[str]:
-    """Each program's time for a step, and its speed as a share of the first one's."""
-    subjects = [Subject([(step, None)]) for step in steps.values()]
-    first, *others = _medians(subjects, world, batch, repeats)
-    return [
-        f"| {name} | {1e3 * seconds:.2f} | {first / seconds:.2f} |"
-        for name, seconds in zip(steps, (first, *others), strict=True)
-    ]
+def _shares(make: Callable[[], dict[str, Step]], world: Any, batch: int, repeats: int) -> list[str]:
+    """Each program's time for a step, and its speed as a share of the first one's.
+
+    The median of several instances of the models: where a model lies in memory changes its step by
+    up to a tenth.
+    """
+    seconds = []
+    for _ in range(_INSTANCES):
+        steps = make()
+        subjects = [Subject([(step, None)]) for step in steps.values()]
+        seconds.append(_medians(subjects, world, batch, repeats))
+    times, shares = (
+        np.array(seconds),
+        np.array([[each[0] / one for one in each] for each in seconds]),
+    )
+    rows = zip(steps, np.median(times, axis=0), np.median(shares, axis=0), strict=True)
+    return [f"| {name} | {1e3 * time:.2f} | {share:.2f} |" for name, time, share in rows]
 
 
 def _medians(subjects: list[Subject], world: Any, batch: int, repeats: int) -> list[float]:

@@ -6,7 +6,7 @@ them. Every rank makes the calls of all buckets in the order of the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import finalize
 
@@ -18,6 +18,9 @@ from collectives.communicator import Communicator
 from collectives.compression import CompressedReducer, ListName
 
 Finish = Callable[[], None]
+
+# A smaller copy costs more as a call of its own than it takes once the gradient has left the cache.
+_LARGE_BYTES = 64 << 10
 
 
 class UnusableGradientError(ValueError):
@@ -51,6 +54,9 @@ class Bucket(Protocol):
     def holds(self, parameter: Any) -> bool:
         """Whether the parameter's gradient may still be the result of a reduction."""
 
+    def take_large(self, key: int, parameter: Any) -> None:
+        """Move the gradient of the parameter, of that id, into the bucket now if that is faster."""
+
 
 class DenseBucket:
     """Parameters of one dtype and device."""
@@ -73,6 +79,8 @@ class DenseBucket:
         self._flat = torch.zeros_like(self._sent, dtype=first.dtype) if narrow else self._sent
         self._address = self._flat.data_ptr()
         self._indices = {id(each.parameter): index for index, each in enumerate(members)}
+        large = (each for _, each in members if each.nbytes >= _LARGE_BYTES)
+        self._large = frozenset(map(id, large))
         self._places = self._cut()
         self._views = [place.detach() for place in self._places]
 
@@ -148,13 +156,36 @@ class DenseBucket:
                 inside = first <= gradient.data_ptr() < stop
                 outside.append(place)
                 gradients.append(gradient.clone() if inside else gradient)
-            if not self._views[index].is_set_to(place):
-                self._views[index] = place.detach()
-            parameter.grad = self._views[index]
+            parameter.grad = self._view(index)
         if missing:
             torch._foreach_zero_(missing)
         if outside:
             torch._foreach_copy_(outside, gradients)
+
+    def take_large(self, key: int, parameter: Any) -> None:
+        """Copy a large gradient while it is in the core's cache.
+
+        `start` moves the others, and those that need more than a copy.
+        """
+        if key not in self._large:
+            return
+        index, gradient = self._indices[key], parameter.grad
+        place, first = self._places[index], self._address
+        if (
+            gradient.is_sparse
+            or (gradient.dtype, gradient.shape) != (place.dtype, place.shape)
+            or first <= gradient.data_ptr() < first + self._flat.nbytes
+        ):
+            return
+        place.copy_(gradient)
+        parameter.grad = self._view(index)
+
+    def _view(self, index: int) -> Any:
+        """What the gradient of a parameter becomes."""
+        place = self._places[index]
+        if not self._views[index].is_set_to(place):
+            self._views[index] = place.detach()
+        return self._views[index]
 
     def _finish(self) -> None:
         if self._sent is not self._flat:
@@ -219,6 +250,9 @@ class SparseBucket:
         """True, as a sparse gradient that is added to may be replaced."""
         return True
 
+    def take_large(self, key: int, parameter: Any) -> None:
+        """Do nothing: sparse gradients have no place."""
+
 
 def _as_sparse(parameter: Any) -> Any:
     """The gradient, with each index once; without elements if it is missing."""
@@ -254,40 +288,3 @@ def _zeros(comm: Communicator, length: int, dtype: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
     return from_torch(torch.zeros(length, dtype=dtype), "gradients").copy()
-
-
-def make_buckets(
-    comm: Communicator,
-    members: Sequence[Member],
-    sparse: Collection[int],
-    wire: Any,
-    limits: tuple[int, int],
-) -> list[Bucket]:
-    """Distribute the parameters to buckets, those of the last layers first. Collective.
-
-    Their gradients arrive first. `limits` are the bytes of the first bucket and of the others: the
-    first is small, so that its reduction begins early. `sparse` holds positions of parameters with
-    sparse gradients. `wire` is as of DenseBucket, or compresses one bucket for each dtype.
-    """
-    compressed = isinstance(wire, CompressedReducer)
-    closed: list[list[Member]] = []
-    open_ones: dict[Any, tuple[list[Member], int]] = {}
-    buckets: list[Bucket] = []
-    for position in reversed(range(len(members))):
-        member = members[position]
-        if position in sparse:
-            continue
-        parameter = member.parameter
-        kind = parameter.dtype, parameter.device
-        group, size = open_ones.get(kind, ([], 0))
-        size += parameter.numel() * parameter.itemsize
-        if group and not compressed and size > limits[min(len(closed), 1)]:
-            closed.append(group)
-            group, size = [], parameter.numel() * parameter.itemsize
-        group.append(member)
-        open_ones[kind] = group, size
-    closed.extend(group for group, _ in open_ones.values())
-    make = CompressedBucket if compressed else DenseBucket
-    buckets.extend(make(comm, group, wire) for group in closed)
-    buckets.extend(SparseBucket(comm, members[position]) for position in sorted(sparse))
-    return buckets

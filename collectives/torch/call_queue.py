@@ -4,22 +4,29 @@ torch's programs may call a collective with `async_op=True` on one rank and with
 `Join` does: both kinds share one order and one communicator. A call that is waited for runs in the
 caller's thread where no other is pending; the others run on the group's own thread. There a brief
 call would take several times as long, so that it runs in the caller's thread too if all ranks come
-soon: it then waits for no rank that may wait for this one.
+soon (`run_soon`): it then waits for no rank that may wait for this one.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from collectives.torch.works import PendingWork
+import torch
+from torch.distributed import Work
+
+from collectives.torch.collective_calls import stays_tensor
+from collectives.torch.works import PendingWork, done
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
 
 Action = Callable[[], None]
 # What the other thread costs.
 _HANDOVER_SECONDS = 5e-4
+# They take less time than the other thread's start. As DDP's first bucket.
+_BRIEF_BYTES = 1 << 20
 
 
 class CallQueue:
@@ -37,17 +44,26 @@ class CallQueue:
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
-    def submit(self, work: PendingWork, action: Action, *, brief: bool) -> None:
-        """Make the call once those before it have ended; the work receives its end.
+    def run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
+        """Make a brief call now, if all ranks come soon; its ended work, or None if it isn't made.
 
-        brief: whether its data take less time than another thread's start; the same on all ranks.
+        `outputs` are tensors, also in lists; the same bytes on all ranks.
         """
-        if brief and not self.pending and self._all_come(_HANDOVER_SECONDS):
-            failed = _failure_of(action, calling_line())
-            work.finish(failed)
-            if failed is not None and not isinstance(failed, Exception):
-                raise failed
-            return
+        if self.pending or _bytes_on_cpu(outputs) > _BRIEF_BYTES:
+            return None
+        if not self._all_come(_HANDOVER_SECONDS):
+            return None
+        failed = _failure_of(action)
+        if failed is None:
+            return done(outputs)
+        work = PendingWork(outputs, name)
+        work.finish(_with_line(failed, calling_line()))
+        if not isinstance(failed, Exception):
+            raise failed
+        return work
+
+    def submit(self, work: PendingWork, action: Action) -> None:
+        """Make the call once those before it have ended; the work receives its end."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -76,10 +92,10 @@ class CallQueue:
         if job is None:
             return False
         with self._policy.sleeping_early():
-            failed = _failure_of(job.action, job.line)
+            failed = _failure_of(job.action)
         with self._lock:
             self.pending -= 1
-        job.work.finish(failed)
+        job.work.finish(None if failed is None else _with_line(failed, job.line))
         return True
 
 
@@ -89,11 +105,11 @@ class _Job(NamedTuple):
     line: str
 
 
-def _failure_of(action: Action, line: str) -> BaseException | None:
+def _failure_of(action: Action) -> BaseException | None:
     try:
         action()
     except BaseException as error:
-        return _with_line(error, line)
+        return error
     return None
 
 
@@ -102,3 +118,11 @@ def _with_line(error: BaseException, line: str) -> BaseException:
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]} (an asynchronous call of {line})", *error.args[1:])
     return error
+
+
+def _bytes_on_cpu(tensors: Any) -> float:
+    """The bytes of dense tensors in lists; infinity if there are other tensors."""
+    if isinstance(tensors, list | tuple):
+        return sum(map(_bytes_on_cpu, tensors))
+    dense = tensors.layout is torch.strided and not stays_tensor(tensors)
+    return tensors.nbytes if dense else math.inf

@@ -13,7 +13,8 @@ import torch
 from collectives.communicator import Communicator
 from collectives.compression import CompressedReducer
 from collectives.errors import CollectiveError
-from collectives.torch.buckets import Bucket, Member, UnusableGradientError, make_buckets
+from collectives.torch.bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, make_buckets
+from collectives.torch.buckets import Bucket, Member, UnusableGradientError
 from collectives.torch.closures import fold_number
 from collectives.torch.parameters import (
     check_options,
@@ -28,8 +29,6 @@ from collectives.torch.parameters import (
 from collectives.torch.reduction_round import SECOND_SUM, GradientError, Round, at_end, is_nested
 
 __all__ = ["GradientError", "GradientReducer"]
-
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
 
 _number_of_backward = torch._C._current_graph_task_id
 
@@ -207,6 +206,7 @@ class GradientReducer:
         if current.again and self._buckets[bucket].holds(parameter):
             raise self._refuse(self._names[key] + SECOND_SUM)
         current.arrived.add(key)
+        self._buckets[bucket].take_large(key, parameter)
         if bucket < current.overlapped:
             self._start(current, bucket)
 

@@ -6,10 +6,10 @@ version 2.13 or after: both are there. A call takes torch's options; without any
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
 from collectives.torch.arguments import as_list, as_lists, divides_alike, options_of, split
 from collectives.torch.call_queue import CallQueue
-from collectives.torch.collective_calls import CollectiveCalls, stays_tensor
+from collectives.torch.collective_calls import CollectiveCalls
 from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.names import Names
@@ -33,8 +33,6 @@ AllreduceOptions = _c10d.AllreduceOptions
 CoalescedOptions = _c10d.AllreduceCoalescedOptions
 # How long `shutdown` waits for the other ranks, which may destroy their groups later or never.
 _SHUTDOWN_SECONDS = 5.0
-# As DDP's first bucket.
-_BRIEF_BYTES = 1 << 20
 
 
 @untraced
@@ -67,9 +65,11 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         if not options.asyncOp and not self._queue.pending:
             self._perform(seconds, call, *arguments)
             return done(outputs)
-        work = PendingWork(outputs, name)
-        brief = _bytes_on_cpu(outputs) <= _BRIEF_BYTES
-        self._queue.submit(work, lambda: self._perform(seconds, call, *arguments), brief=brief)
+        action = partial(self._perform, seconds, call, *arguments)
+        work = self._queue.run_soon(outputs, name, action)
+        if work is None:
+            work = PendingWork(outputs, name)
+            self._queue.submit(work, action)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -290,11 +290,3 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
             self._messages.close()
 
     abort = shutdown
-
-
-def _bytes_on_cpu(tensors: Any) -> float:
-    """The bytes of dense tensors in lists; infinity if there are other tensors."""
-    if isinstance(tensors, list | tuple):
-        return sum(map(_bytes_on_cpu, tensors))
-    dense = tensors.layout is torch.strided and not stays_tensor(tensors)
-    return tensors.nbytes if dense else math.inf

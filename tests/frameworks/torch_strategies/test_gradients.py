@@ -14,6 +14,16 @@ def _one_thread(torch):
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _large(torch, monkeypatch, request):
+    """The weights' gradients are moved when they arrive, the biases' at the end."""
+    from collectives.torch import buckets
+
+    given = getattr(request, "param", 33)
+    monkeypatch.setattr(buckets, "_LARGE_BYTES", given)
+    return given
+
+
 def network(torch):
     torch.manual_seed(1)
     nn = torch.nn
@@ -70,6 +80,29 @@ def test_backward_gives_the_mean(torch, comm, overlap, to_none):
         model.zero_grad(set_to_none=False)
         loss_of(model, own(comm, batch(torch, 0, ROWS * comm.size))).backward()
         assert first.grad is kept, "the view stays"
+
+
+@pytest.mark.ranks(2)
+def test_a_large_gradient_is_moved_when_it_arrives(torch, comm):
+    """Hooks that come later change what is reduced."""
+    from collectives.torch.gradients import GradientReducer
+
+    weight, bias = (torch.nn.Parameter(torch.zeros(length)) for length in (9, 8))
+    reducer, found = GradientReducer(comm, [("weight", weight), ("bias", bias)]), {}
+
+    def hook(parameter):
+        bucket = reducer._buckets[0]._flat
+        first = bucket.data_ptr()
+        found[len(parameter)] = first <= parameter.grad.data_ptr() < first + bucket.nbytes
+        parameter.grad.mul_(10)
+
+    for each in (weight, bias):
+        each.register_post_accumulate_grad_hook(hook)
+    ((comm.rank + 1.0) * (weight.sum() + bias.sum())).backward()
+    assert found == {9: True, 8: False}
+    assert weight.grad.tolist() == [15.0] * 9
+    assert bias.grad.tolist() == [15.0] * 8
+    reducer.close()
 
 
 def test_accumulation(torch, comm):
@@ -413,6 +446,7 @@ def two(torch):
     return [(name, torch.nn.Parameter(torch.ones(2))) for name in ("a", "b")]
 
 
+@pytest.mark.parametrize("_large", [8, 9], indirect=True)
 @pytest.mark.ranks(2, 3)
 def test_a_refused_reduction_changes_no_gradient(torch, comm):
     from collectives.torch.gradients import GradientError, GradientReducer
@@ -429,6 +463,7 @@ def test_a_refused_reduction_changes_no_gradient(torch, comm):
     reducer.close()
 
 
+@pytest.mark.parametrize("_large", [8, 9], indirect=True)
 @pytest.mark.ranks(2, 3)
 def test_gradients_that_have_changed_places(torch, comm):
     """Each lies where the other's result belongs."""
