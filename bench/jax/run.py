@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from bench.sizes import parse_sizes, shown
 from bench.timing import Subject, batch_of, interleave
+from bench.training_table import HEAD, rows
 
 _WARMUP, _STEPS = 2, 10
 _SIZES = [8, 1 << 19, 1 << 22]
@@ -99,14 +101,10 @@ def _calls(options: argparse.Namespace, world: Any) -> Iterator[str]:
 
 
 def _training(options: argparse.Namespace, world: Any) -> Iterator[str]:
-    """Each way's time for a step, and its speed as a share of the first one's."""
     from bench.jax.training import steps
 
-    ways = steps(options.batch)
-    yield from ("", "| training | ms per step | speed |", "|---|---:|---:|")
-    medians = _medians(list(ways.values()), world, _STEPS, options.repeats)
-    for name, seconds in zip(ways, medians, strict=True):
-        yield f"| {name} | {1e3 * seconds:.2f} | {medians[0] / seconds:.2f} |"
+    yield from ("", HEAD)
+    yield from rows(partial(steps, options.batch), world, batch=_STEPS, repeats=options.repeats)
 
 
 def _medians(

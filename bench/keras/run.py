@@ -6,20 +6,17 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.in_step import IN_STEP, with_barrier
-from bench.timing import Subject, interleave
+from bench.training_table import HEAD, rows
 
-_WARMUP = 1
 _APART = "apart"
 
-Epoch = Callable[[], Any]
+Make = Callable[[], dict[str, Callable[[], Any]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +50,7 @@ def _measure(options: argparse.Namespace) -> None:
     from bench.keras import training
 
     world = MPI.COMM_WORLD.Dup()
-    tables: dict[str, dict[str, Epoch]] = {}
+    tables: dict[str, Make] = {}
     size = options.batch, options.steps
     if options.backend == "tensorflow":
         tables["A custom loop in a tf.function"] = _loops(world, *size)
@@ -61,15 +58,15 @@ def _measure(options: argparse.Namespace) -> None:
         import torch
 
         torch.set_num_threads(1)
-    tables["fit"] = {
+    tables["fit"] = lambda: {
         _APART: training.apart(*size),
         IN_STEP: training.in_step(*size),
         "compile in the scope": training.together(*size),
     }
     lines = [f"- {name}: {value}" for name, value in _header(keras, MPI, world, options).items()]
-    for title, epochs in tables.items():
-        lines += ["", f"## {title}", "", "| training | ms per step | speed |", "|---|---:|---:|"]
-        lines += _rows(epochs, options, world)
+    for title, make in tables.items():
+        lines += ["", f"## {title}", "", HEAD]
+        lines += rows(make, world, batch=1, repeats=options.repeats, steps=options.steps)
     if world.rank == 0:
         text = "\n".join(["# Keras", "", *lines, ""])
         print(text, flush=True)
@@ -77,7 +74,7 @@ def _measure(options: argparse.Namespace) -> None:
             options.output.write_text(text, encoding="utf-8")
 
 
-def _loops(world: Any, batch: int, steps: int) -> dict[str, Epoch]:
+def _loops(world: Any, batch: int, steps: int) -> Make:
     """Custom loops. TensorFlow's own strategy is made before anything else uses TensorFlow."""
     import tensorflow as tf
 
@@ -91,20 +88,11 @@ def _loops(world: Any, batch: int, steps: int) -> dict[str, Epoch]:
         "TensorFlow's own": own,
     }
     alone = tf.distribute.get_strategy()
-    return {
+    return lambda: {
         _APART: loops.epoch_of(alone, batch, steps),
         IN_STEP: loops.epoch_of(alone, batch, steps, around=with_barrier),
         **{name: loops.epoch_of(strategy, batch, steps) for name, strategy in ways.items()},
     }
-
-
-def _rows(epochs: dict[str, Epoch], options: argparse.Namespace, world: Any) -> Iterator[str]:
-    """The first is what the others are compared with."""
-    subjects = [Subject([(epoch, None)]) for epoch in epochs.values()]
-    seconds = interleave(subjects, world, batch=1, warmup=_WARMUP, repeats=options.repeats)
-    medians = np.median(seconds, axis=1) / options.steps
-    for name, median in zip(epochs, medians, strict=True):
-        yield f"| {name} | {1e3 * median:.2f} | {medians[0] / median:.2f} |"
 
 
 def _header(keras: Any, mpi: Any, world: Any, options: argparse.Namespace) -> dict[str, object]:

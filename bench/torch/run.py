@@ -16,9 +16,10 @@ import numpy as np
 
 from bench.sizes import parse_sizes, shown
 from bench.timing import Subject, batch_of, interleave
+from bench.training_table import HEAD, rows
 
 OURS, PEER = "collectives", "gloo"
-_WARMUP, _STEPS, _INSTANCES = 2, 10, 5
+_WARMUP, _STEPS = 2, 10
 
 Step = Callable[[], Any]
 
@@ -111,9 +112,9 @@ def _training(groups: dict[str, Any], repeats: int, world: Any) -> list[str]:
 
     alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
     groups = groups | {"one rank": alone}
-    lines = ["", "| training | ms per step | speed |", "|---|---:|---:|"]
+    lines = ["", HEAD]
     for make, batch in ((_small_steps, _STEPS), (_large_steps, 1)):
-        lines += _shares(partial(make, groups), world, batch, repeats)
+        lines += rows(partial(make, groups), world, batch=batch, repeats=repeats)
     return lines
 
 
@@ -143,25 +144,6 @@ def _large_steps(groups: dict[str, Any]) -> dict[str, Step]:
         f"FSDP2, {OURS}": training.fully_sharded(ours),
         f"FSDP2, {OURS}, registered": training.fully_sharded(ours, register=True),
     }
-
-
-def _shares(make: Callable[[], dict[str, Step]], world: Any, batch: int, repeats: int) -> list[str]:
-    """Each program's time for a step, and its speed as a share of the first one's.
-
-    The median of several instances of the models: where a model lies in memory changes its step by
-    up to a tenth.
-    """
-    seconds = []
-    for _ in range(_INSTANCES):
-        steps = make()
-        subjects = [Subject([(step, None)]) for step in steps.values()]
-        seconds.append(_medians(subjects, world, batch, repeats))
-    times, shares = (
-        np.array(seconds),
-        np.array([[each[0] / one for one in each] for each in seconds]),
-    )
-    rows = zip(steps, np.median(times, axis=0), np.median(shares, axis=0), strict=True)
-    return [f"| {name} | {1e3 * time:.2f} | {share:.2f} |" for name, time, share in rows]
 
 
 def _medians(subjects: list[Subject], world: Any, batch: int, repeats: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -20,26 +21,35 @@ Kind = tuple[tuple[int, ...], np.dtype[Any]]
 class ReusedArray:
     """An array that is given out again once neither it nor a view of it is referenced."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._shape, self._dtype = shape, dtype
-        self._array: Array = np.empty(shape, dtype)
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = 1) -> None:
+        """`alignment` of its first element, in bytes."""
+        self._shape, self._dtype, self._alignment = shape, dtype, alignment
         self._lock = threading.Lock()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        nbytes = math.prod(self._shape) * self._dtype.itemsize
+        # The base of all views.
+        self._memory: Any = np.empty(nbytes + self._alignment, np.uint8)
+        start = -self._memory.ctypes.data % self._alignment
+        self._array: Array = np.ndarray(self._shape, self._dtype, self._memory, start)
 
     def take(self) -> Array:
         """The array, or a new one while the last one is in use. Its content is undefined."""
         # Two threads that count at once would both find it unused.
         with self._lock:
             if self._references() != _UNUSED:
-                self._array = np.empty(self._shape, self._dtype)
+                self._allocate()
             return self._array
 
     def _references(self) -> int:
-        return sys.getrefcount(self._array) if _COUNTED else 0
+        return _count(self._array) + _count(self._memory)
 
 
 _COUNTED = sys.implementation.name == "cpython"
+_count: Callable[[object], int] = sys.getrefcount if _COUNTED else lambda _: 0
 # Without reference counts an array counts as used: no array has this number of references.
-_UNUSED = ReusedArray((), np.dtype(np.uint8))._references() if _COUNTED else -1
+_UNUSED = ReusedArray((), np.dtype(np.uint8))._references() or -1
 
 
 class BufferPool:

@@ -48,11 +48,4 @@ def _taking(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Callable[[], Array]
     if nbytes < LEAST_BYTES:
         return partial(np.empty, shape, dtype)
     # Each array by itself: a variable that takes over one tensor's memory would keep all of it.
-    memory = ReusedArray((nbytes + ALIGNMENT,), np.dtype(np.uint8))
-
-    def take() -> Array:
-        # A reference to the array is one to the memory, too.
-        taken: Any = memory.take()
-        return np.ndarray(shape, dtype, taken, -taken.ctypes.data % ALIGNMENT)
-
-    return take
+    return ReusedArray(shape, dtype, ALIGNMENT).take

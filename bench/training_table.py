@@ -1,0 +1,43 @@
+"""Ways to train one network, compared by the time of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from bench.timing import Subject, interleave
+
+INSTANCES = 5
+HEAD = "| training | ms per step | speed |\n|---|---:|---:|"
+
+_WARMUP = 2
+
+
+def rows(
+    make: Callable[[], dict[str, Callable[[], Any]]],
+    world: Any,
+    *,
+    batch: int,
+    repeats: int,
+    steps: int = 1,
+) -> Iterator[str]:
+    """Each way's time for a step, and its speed as a share of the first one's, as Markdown.
+
+    They are medians of several instances of the networks: where the arrays of one lie in memory
+    changes its step by up to a tenth. `make` makes an instance: what trains `steps` steps in each
+    way, by its name. A repeat is `batch` of them.
+    """
+    seconds = []
+    for _ in range(INSTANCES):
+        ways = make()
+        subjects = [Subject([(way, None)]) for way in ways.values()]
+        measured = interleave(subjects, world, batch=batch, warmup=_WARMUP, repeats=repeats)
+        seconds.append(np.median(measured, axis=1) / steps)
+    times = np.array(seconds)
+    shares = times[:, :1] / times
+    for name, time, share in zip(
+        ways, np.median(times, axis=0), np.median(shares, axis=0), strict=True
+    ):
+        yield f"| {name} | {1e3 * time:.2f} | {share:.2f} |"
