@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.reductions.reduction import Array
+from collectives.reductions.reduction import Array, convert
 
 Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
@@ -50,16 +50,17 @@ class Compressor(ABC):
 class Cast(Compressor):
     """Elements of a narrower type; sums are rounded to it."""
 
-    def __init__(self, wire: np.dtype[Any]) -> None:
-        self._wire = wire
+    def __init__(self, wire: np.dtype[Any], shapes: Shapes) -> None:
+        self._narrow = np.empty(sum(map(math.prod, shapes)), wire)
 
     def sum(self, leaders: Communicator, flat: Array) -> Array:
-        """Values beyond the range of the type become infinite."""
-        self.bytes_sent = 0
-        narrow = flat.astype(self._wire)
+        """`flat`, overwritten. Values beyond the range of the type become infinite."""
+        self.bytes_sent, narrow = 0, self._narrow
+        convert(flat, narrow)
         self._sent(narrow)
         leaders.all_reduce(narrow, out=narrow)
-        return narrow.astype(flat.dtype)
+        convert(narrow, flat)
+        return flat
 
     def commit(self) -> None:
         """Nothing is kept: what rounding leaves out is lost."""
@@ -177,7 +178,7 @@ MakeCompressor: TypeAlias = Callable[[Shapes, np.dtype[Any]], Compressor]
 def parse(text: str) -> MakeCompressor:
     """What makes the compressor of that name; ValueError for any other text."""
     if text in _CASTS:
-        return lambda shapes, dtype: Cast(_CASTS[text])
+        return lambda shapes, dtype: Cast(_CASTS[text], shapes)
     match = _PARAMETERIZED.fullmatch(text)
     if match is None:
         raise ValueError(f"compression={text!r}: must be {ALLOWED}")

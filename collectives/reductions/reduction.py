@@ -26,6 +26,7 @@ Fold: TypeAlias = Callable[[Array, Array, Array], Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT8S = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 _FLOAT16S = (np.dtype(np.float16), BFLOAT16)
+_HALF_AND_SINGLE = {np.dtype(np.float16), np.dtype(np.float32)}
 _INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 _REDUCIBLE = {*map(np.dtype, (*_INTEGERS, *_FLOATS)), BFLOAT16}
@@ -176,7 +177,10 @@ class Reduction:
         if self.dtype.kind == "c":
             folded = np.atleast_1d(folded).view(folded.real.dtype)
         if self._is_float16:
-            folded[...] = folded.astype(np.float32) / np.float32(size)
+            wide = np.empty(folded.shape, np.float32)
+            convert(folded, wide)
+            wide /= np.float32(size)
+            convert(wide, folded)
         elif size & (size - 1):
             np.divide(folded, np.asarray(size, folded.dtype), out=folded)
         else:
@@ -215,6 +219,15 @@ def fold_in_order(fold: Fold, pieces: Sequence[Array], out: Array, scratch: Arra
             fold(first, piece, between)
             first = between
     fold(first, pieces[-1], out)
+
+
+def convert(source: Array, target: Array) -> None:
+    """Copy contiguous elements into those of another floating dtype, rounded to nearest even."""
+    if {source.dtype, target.dtype} == _HALF_AND_SINGLE:
+        # 9 to 13 times as fast as NumPy.
+        numkong.astype(source, "float32" if target.itemsize == 4 else "float16", out=target)
+    else:
+        target[...] = source
 
 
 def _tensor(piece: Array) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from collectives import Communicator
 from collectives.algorithms import names
-from collectives.reductions.reduction import ReduceOp, reduction_for
+from collectives.reductions.reduction import ReduceOp, convert, reduction_for
 from tests.collectives.oracle import defined
 
 FLOATS = [np.dtype(name) for name in ("f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16)]
@@ -96,6 +96,32 @@ def test_a_mean_in_blocks_is_the_sum_divided_at_once(ranks):
             out = np.empty_like(scratch) if in_place is None else pieces[in_place]
             mean.fold_ranks(pieces, out, scratch)
         assert bits(out) == bits(expected), (dtype, length, in_place)
+
+
+@np.errstate(all="ignore")
+@pytest.mark.parametrize("wide", ["f4", "f8"])
+def test_halves_are_converted_as_numpy_does_wherever_they_lie(wide):
+    """All halves, and numbers next to the middle between two of them; a NaN stays one."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    exact = halves.astype(wide)
+    found = np.empty_like(exact)
+    convert(halves, found)
+    np.testing.assert_array_equal(found, exact)
+    bits = found.view(f"u{found.itemsize}")
+    middles = exact[:-1] / 2 + exact[1:] / 2
+    given = np.concatenate([np.nextafter(middles, each) for each in (-np.inf, middles, np.inf)])
+    given = np.concatenate([given, exact, [1e30, -1e30, 1e-30]]).astype(wide)
+    narrow = np.empty(len(given), np.float16)
+    convert(given, narrow)
+    np.testing.assert_array_equal(narrow, given.astype(np.float16))
+    for start, length in ((1, 1), (3, 17), (31_700, 1030)):
+        part = slice(start, start + length)
+        alone = np.empty(length, np.float16)
+        convert(given[part], alone)
+        assert alone.tobytes() == narrow[part].tobytes()
+        apart = np.empty(length, exact.dtype)
+        convert(halves[part], apart)
+        assert apart.tobytes() == bits[part].tobytes()
 
 
 def test_a_mean_of_a_single_complex_number():
