@@ -17,7 +17,7 @@ from collectives.errors import DeadlineExceededError, MismatchError, UnusableErr
 from collectives.execution.engine import Engine
 from collectives.lifecycle.futures import Handle
 from collectives.transports.base import Receiving
-from collectives.waiting.wait_policy import WaitPolicy, calling_line
+from collectives.waiting.wait_policy import WaitPolicy, calling_line, check_timeout
 
 Result = TypeVar("Result")
 Key = tuple[int, int]
@@ -105,6 +105,7 @@ class Messages:
 
     def wait(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Return when it has moved. TimeoutError or DeadlineExceededError if it takes too long."""
+        timeout = check_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         if not transfer.moved and not self._guarded(self._wait, transfer, end):
             raise TimeoutError(f"not done after {timeout} s")

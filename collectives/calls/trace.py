@@ -45,6 +45,8 @@ class RankCalls(NamedTuple):
 
 def trace(path: str | os.PathLike[str], asynchronous: list[Entry]) -> Operation:
     """Write every rank's last calls; an OSError of the writing rank is raised on all ranks."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path={path!r}: must be a str or an os.PathLike")
 
     def perform(engine: Engine) -> None:
         own = RankCalls(machine(), (engine.recorder.entries(), asynchronous))

@@ -18,7 +18,7 @@ from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
 from collectives.lifecycle.nodes import Topology
 from collectives.transports.base import Transport
-from collectives.waiting.wait_policy import calling_line, log
+from collectives.waiting.wait_policy import calling_line, check_timeout, log
 
 Result = TypeVar("Result")
 Tuned = tuple[CostParameters, str]
@@ -48,6 +48,7 @@ class Handle(Generic[Result]):
         Raises the collective's exception, and TimeoutError if the call has not ended after
         `timeout` seconds (it continues anyway).
         """
+        timeout = check_timeout(timeout)
         try:
             return self._future.result(timeout)
         except FutureTimeoutError as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from types import FrameType
 
 from collectives.errors import DeadlineExceededError
@@ -212,3 +213,12 @@ def check_deadline(deadline: float | None) -> float | None:
     if not deadline > 0:
         raise ValueError(f"deadline={deadline!r}: must be a positive number of seconds, or None")
     return float(deadline)
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """`timeout` in seconds, or None for no timeout; TypeError otherwise."""
+    if timeout is None:
+        return None
+    if not isinstance(timeout, Real):
+        raise TypeError(f"timeout={timeout!r}: must be a number of seconds, or None")
+    return float(timeout)

@@ -150,6 +150,14 @@ def test_arguments_of_one_rank_are_refused_at_once_and_differences_by_wait(comm)
     for text, start in refused.items():
         with pytest.raises(ValueError, match=text):
             start()
+    received = comm.irecv(np.empty(size), (comm.rank - 1) % size)
+    for handle in (comm.all_reduce_async(array), comm.isend(array, (comm.rank + 1) % size)):
+        with pytest.raises(TypeError, match="timeout='1': must be a number of seconds, or None"):
+            handle.wait("1")
+        handle.wait(np.float32(60))
+    received.wait(60)
+    with pytest.raises(TypeError, match="path=None: must be a str"):
+        comm.trace(None)
     np.testing.assert_array_equal(comm.all_reduce_async(array).wait(), array * size)
     # Of the root's array alone; the other ranks learn of it.
     with pytest.raises(TypeError, match="array of dtype object"):
