@@ -37,9 +37,8 @@ class Member(NamedTuple):
 class Bucket(Protocol):
     """Parameters whose gradients are reduced together."""
 
-    @property
-    def members(self) -> Sequence[Member]:
-        """The parameters."""
+    members: Sequence[Member]
+    """The parameters."""
 
     calls: int
     """How many collective calls `start` makes."""
@@ -54,8 +53,13 @@ class Bucket(Protocol):
     def holds(self, parameter: Any) -> bool:
         """Whether the parameter's gradient may still be the result of a reduction."""
 
+    def begin(self) -> None:
+        """A reduction begins, with the first gradient that arrives."""
+        return
+
     def take_large(self, key: int, parameter: Any) -> None:
         """Move the gradient of the parameter, of that id, into the bucket now if that is faster."""
+        return
 
 
 class DenseBucket:
@@ -79,8 +83,9 @@ class DenseBucket:
         self._flat = torch.zeros_like(self._sent, dtype=first.dtype) if narrow else self._sent
         self._address = self._flat.data_ptr()
         self._indices = {id(each.parameter): index for index, each in enumerate(members)}
-        large = (each for _, each in members if each.nbytes >= _LARGE_BYTES)
-        self._large = frozenset(map(id, large))
+        self._large = {id(each): each for _, each in members if each.nbytes >= _LARGE_BYTES}
+        self._missing: set[int] = set()
+        self._taken: set[int] = set()
         self._places = self._cut()
         self._views = [place.detach() for place in self._places]
 
@@ -111,6 +116,7 @@ class DenseBucket:
                 self._flat.mul_(scale)
             if narrowed:
                 self._sent.copy_(self._flat)
+        self._taken.clear()
         return self._reduce(op, overlap)
 
     def _reduce(self, op: str, overlap: bool) -> Finish:
@@ -128,6 +134,8 @@ class DenseBucket:
     def holds(self, parameter: Any) -> bool:
         """Whether the gradient is a view of the bucket, or was one."""
         index, gradient = self._indices[id(parameter)], parameter.grad
+        if id(parameter) in self._taken:
+            return False
         if gradient is self._views[index]:
             return True
         return not gradient.is_sparse and gradient.is_set_to(self._places[index])
@@ -162,23 +170,25 @@ class DenseBucket:
         if outside:
             torch._foreach_copy_(outside, gradients)
 
-    def take_large(self, key: int, parameter: Any) -> None:
-        """Copy a large gradient while it is in the core's cache.
+    def begin(self) -> None:
+        """Note which large gradients autograd is going to make."""
+        self._missing = {key for key, each in self._large.items() if each.grad is None}
 
-        `start` moves the others, and those that need more than a copy.
+    def take_large(self, key: int, parameter: Any) -> None:
+        """Copy a large gradient while it is in the core's cache; `start` moves the others.
+
+        One that autograd has made: any other may be another parameter's, too, and still change.
         """
-        if key not in self._large:
+        if key not in self._missing:
             return
         index, gradient = self._indices[key], parameter.grad
-        place, first = self._places[index], self._address
-        if (
-            gradient.is_sparse
-            or (gradient.dtype, gradient.shape) != (place.dtype, place.shape)
-            or first <= gradient.data_ptr() < first + self._flat.nbytes
-        ):
+        place = self._places[index]
+        if gradient is None or gradient.is_sparse:
             return
-        place.copy_(gradient)
-        parameter.grad = self._view(index)
+        if (gradient.dtype, gradient.shape) == (place.dtype, place.shape):
+            place.copy_(gradient)
+            parameter.grad = self._view(index)
+            self._taken.add(key)
 
     def _view(self, index: int) -> Any:
         """What the gradient of a parameter becomes."""
@@ -214,7 +224,7 @@ class CompressedBucket(DenseBucket):
         return self._finish
 
 
-class SparseBucket:
+class SparseBucket(Bucket):
     """One parameter with sparse gradients: the rows of all ranks are gathered."""
 
     calls = 2
@@ -249,9 +259,6 @@ class SparseBucket:
     def holds(self, parameter: Any) -> bool:
         """True, as a sparse gradient that is added to may be replaced."""
         return True
-
-    def take_large(self, key: int, parameter: Any) -> None:
-        """Do nothing: sparse gradients have no place."""
 
 
 def _as_sparse(parameter: Any) -> Any:

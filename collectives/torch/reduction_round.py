@@ -46,6 +46,8 @@ class Round:
         self._finishes: list[Finish] = []
         self._scale: float | None = None
         self._missing = [len(bucket.members) for bucket in buckets]
+        for bucket in buckets:
+            bucket.begin()
         self.arrived: set[int] = set()
         """The ids of parameters whose gradients this round reduces."""
         self.again = False

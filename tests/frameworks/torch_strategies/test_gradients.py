@@ -84,24 +84,81 @@ def test_backward_gives_the_mean(torch, comm, overlap, to_none):
 
 @pytest.mark.ranks(2)
 def test_a_large_gradient_is_moved_when_it_arrives(torch, comm):
-    """Hooks that come later change what is reduced."""
+    """Hooks that come later change what is reduced; one that came earlier has dropped it."""
     from collectives.torch.gradients import GradientReducer
 
-    weight, bias = (torch.nn.Parameter(torch.zeros(length)) for length in (9, 8))
-    reducer, found = GradientReducer(comm, [("weight", weight), ("bias", bias)]), {}
+    lengths = {"bias": 8, "weight": 9, "second": 10}
+    parameters = {name: torch.nn.Parameter(torch.zeros(length)) for name, length in lengths.items()}
+    drop = parameters["second"].register_post_accumulate_grad_hook(
+        lambda parameter: setattr(parameter, "grad", None)
+    )
+    reducer, found = GradientReducer(comm, list(parameters.items())), {}
 
     def hook(parameter):
         bucket = reducer._buckets[0]._flat
         first = bucket.data_ptr()
-        found[len(parameter)] = first <= parameter.grad.data_ptr() < first + bucket.nbytes
-        parameter.grad.mul_(10)
+        if parameter.grad is not None:
+            found[len(parameter)] = first <= parameter.grad.data_ptr() < first + bucket.nbytes
+            parameter.grad.mul_(10)
 
-    for each in (weight, bias):
+    for each in parameters.values():
         each.register_post_accumulate_grad_hook(hook)
-    ((comm.rank + 1.0) * (weight.sum() + bias.sum())).backward()
-    assert found == {9: True, 8: False}
-    assert weight.grad.tolist() == [15.0] * 9
-    assert bias.grad.tolist() == [15.0] * 8
+
+    def backward():
+        # In this order the gradients of the graph arrive.
+        total = sum(each.sum() for each in reversed(parameters.values()))
+        ((comm.rank + 1.0) * total).backward()
+        return [each.grad[0].item() for each in parameters.values()]
+
+    assert backward() == [15.0, 15.0, 0.0]
+    drop.remove()
+    for each in parameters.values():
+        each.grad = None
+    assert backward() == [15.0] * 3
+    assert not found[8]
+    assert sum(found.values()) == 2 - (len(found) - 3)
+    reducer.close()
+
+
+@pytest.mark.parametrize("_large", [9], indirect=True)
+@pytest.mark.ranks(2)
+def test_a_sum_after_an_interrupted_backward(torch, comm):
+    """What had arrived is added to, as it was not reduced."""
+    from collectives.torch.gradients import GradientReducer
+
+    names = {"late": 3, "large": 3, "first": 1}
+    late, large, first = (torch.nn.Parameter(torch.zeros(length)) for length in names.values())
+    parameters = list(zip(names, (late, large, first), strict=True))
+    reducer = GradientReducer(comm, parameters, op="sum")
+
+    def fail(gradient):
+        raise ZeroDivisionError("in a hook")
+
+    def backward(hook=None):
+        copied = late * 1
+        if hook is not None:
+            copied.register_hook(hook)
+        ((comm.rank + 1.0) * (copied.sum() + large.sum() + first.sum())).backward()
+
+    backward()
+    late.grad = large.grad = first.grad = None
+    with pytest.raises(ZeroDivisionError):
+        backward(fail)
+    assert large.grad.tolist() == [comm.rank + 1.0] * 3
+    backward()
+    assert [each.grad[0].item() for _, each in parameters] == [3.0, 6.0, 6.0]
+    reducer.close()
+
+
+@pytest.mark.parametrize("_large", [8], indirect=True)
+@pytest.mark.ranks(2)
+def test_parameters_that_share_a_gradient(torch, comm):
+    """It holds both parameters' gradients, as without a reducer."""
+    (_, a), (_, b) = parameters = two(torch)
+    reducer = reducer_of(comm, torch.nn.ParameterDict(parameters), bucket_bytes=100)
+    a.grad = b.grad = torch.zeros(2)
+    ((comm.rank + 1.0) * (a.sum() + 10 * b.sum())).backward()
+    assert a.grad.tolist() == b.grad.tolist() == [16.5] * 2
     reducer.close()
 
 
@@ -230,6 +287,9 @@ class OneOf:
 
     def __init__(self, number, started):
         self.number, self.started = number, started
+
+    def begin(self):
+        assert not self.started
 
     def start(self, op, scale, *, overlap):
         self.started.append((self.number, overlap))
