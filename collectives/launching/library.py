@@ -8,6 +8,16 @@ from typing import Any
 
 from collectives.errors import BackendUnavailableError
 
+# Of Open MPI, which reads them when MPI is initialized.
+_SETTINGS = {
+    # Without InfiniBand, this component prints a message for every window, and it is not
+    # thread-safe.
+    "OMPI_MCA_osc": "^ucx",
+    # Messages of up to so many bytes are sent without asking the receiver. By default 64 KiB, which
+    # an array of 64 KiB exceeds by its header. Its TCP transport sends no more at a time.
+    "OMPI_MCA_btl_tcp_eager_limit": "131072",
+}
+
 
 def is_initialized() -> bool:
     """Whether MPI is initialized, by this package or by the program."""
@@ -18,9 +28,8 @@ def is_initialized() -> bool:
 def load() -> Any:
     """The `mpi4py.MPI` module; its import initializes MPI. BackendUnavailableError without MPI."""
     if "mpi4py.MPI" not in sys.modules:
-        # Without InfiniBand, this component of Open MPI prints a message for every window, and it
-        # is not thread-safe. It can only be excluded before MPI is initialized.
-        os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

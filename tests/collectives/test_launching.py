@@ -276,3 +276,24 @@ def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch):
     monkeypatch.setattr(start, "started_by_mpi", lambda environment: False)
     with pytest.raises(LaunchError, match="rank 1 of 2 at here:29500 has started is no rank"):
         start.start_mpi()
+
+
+@pytest.mark.parametrize(
+    ("before", "set_by_user", "found"),
+    [("", {}, "131072"), ("", {"OMPI_MCA_btl_tcp_eager_limit": "4096"}, "4096"),
+     ("import mpi4py.MPI;", {}, "None")],
+)  # fmt: skip
+def test_settings_of_open_mpi_where_mpi_is_initialized_here(before, set_by_user, found):
+    pytest.importorskip("mpi4py", reason="mpi4py isn't installed: MPI can't be initialized")
+    program = f"import os; {before} import collectives; collectives.world();"
+    program += "print(os.environ.get('OMPI_MCA_btl_tcp_eager_limit'))"
+    environment = {key: value for key, value in os.environ.items() if "OMPI_MCA" not in key}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | set_by_user,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ended.stdout.split() == [found]
