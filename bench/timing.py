@@ -91,6 +91,14 @@ def interleave(
     return _slowest(seconds, world)
 
 
+def medians(calls: Sequence[Call], world: Any, *, batch: int, warmup: int, repeats: int) -> Array:
+    """Median seconds of each of the calls, which take turns and return their results."""
+    subjects = [Subject([(call, None)]) for call in calls]
+    return np.median(
+        interleave(subjects, world, batch=batch, warmup=warmup, repeats=repeats), axis=1
+    )
+
+
 def _slowest(seconds: Array, world: Any) -> Array:
     slowest: Array = np.max(world.allgather(seconds), axis=0)
     return slowest

@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from bench.timing import Subject, interleave
+from bench.timing import medians
 
 INSTANCES = 5
 HEAD = "| training | ms per step | speed |\n|---|---:|---:|"
 
 _WARMUP = 2
 
+Make = Callable[[], dict[str, Callable[[], Any]]]
+
 
 def rows(
-    make: Callable[[], dict[str, Callable[[], Any]]],
+    make: Make,
     world: Any,
     *,
     batch: int,
@@ -32,9 +34,9 @@ def rows(
     seconds = []
     for _ in range(INSTANCES):
         ways = make()
-        subjects = [Subject([(way, None)]) for way in ways.values()]
-        measured = interleave(subjects, world, batch=batch, warmup=_WARMUP, repeats=repeats)
-        seconds.append(np.median(measured, axis=1) / steps)
+        calls = list(ways.values())
+        taken = medians(calls, world, batch=batch, warmup=_WARMUP, repeats=repeats)
+        seconds.append(taken / steps)
     times = np.array(seconds)
     shares = times[:, :1] / times
     for name, time, share in zip(

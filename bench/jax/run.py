@@ -6,16 +6,14 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.sizes import parse_sizes, shown
-from bench.timing import Subject, batch_of, interleave
+from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
 
 _WARMUP, _STEPS = 2, 10
@@ -94,9 +92,9 @@ def _calls(options: argparse.Namespace, world: Any) -> Iterator[str]:
     for nbytes in options.sizes:
         calls = [call_of(name, way, nbytes, world) for name, way in measured.items()]
         batch = max(_CALLS_IN_A_ROW, batch_of(nbytes))
-        medians = _medians(calls, world, batch, options.repeats)
-        for name, seconds in zip(measured, medians, strict=True):
-            ratio = seconds / medians[0]
+        found = medians(calls, world, batch=batch, warmup=_WARMUP, repeats=options.repeats)
+        for name, seconds in zip(measured, found, strict=True):
+            ratio = seconds / found[0]
             yield f"| {name} | {shown(nbytes)} | {1e6 * seconds:.1f} | {ratio:.2f} |"
 
 
@@ -105,12 +103,3 @@ def _training(options: argparse.Namespace, world: Any) -> Iterator[str]:
 
     yield from ("", HEAD)
     yield from rows(partial(steps, options.batch), world, batch=_STEPS, repeats=options.repeats)
-
-
-def _medians(
-    calls: Sequence[Callable[[], Any]], world: Any, batch: int, repeats: int
-) -> list[float]:
-    subjects = [Subject([(call, None)]) for call in calls]
-    seconds = interleave(subjects, world, batch=batch, warmup=_WARMUP, repeats=repeats)
-    medians: list[float] = np.median(seconds, axis=1).tolist()
-    return medians

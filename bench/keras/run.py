@@ -6,17 +6,15 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from bench.in_step import IN_STEP, with_barrier
-from bench.training_table import HEAD, rows
+from bench.training_table import HEAD, Make, rows
 
 _APART = "apart"
-
-Make = Callable[[], dict[str, Callable[[], Any]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

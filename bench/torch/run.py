@@ -12,10 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.sizes import parse_sizes, shown
-from bench.timing import Subject, batch_of, interleave
+from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
 
 OURS, PEER = "collectives", "gloo"
@@ -100,8 +98,8 @@ def _calls(
             for call, _ in made:
                 call()
             differs = not torch.equal(made[0][1], made[1][1])
-            subjects = [Subject([(call, None)]) for call, _ in made]
-            ours, peer = _medians(subjects, world, batch_of(nbytes), options.repeats)
+            calls, batch = [call for call, _ in made], batch_of(nbytes)
+            ours, peer = medians(calls, world, batch=batch, warmup=_WARMUP, repeats=options.repeats)
             note = " WRONG" if differs else ""
             times = f"{1e6 * ours:.1f} | {1e6 * peer:.1f} | {peer / ours:.2f}"
             yield f"| {name}{note} | {shown(nbytes)} | {times} |", differs
@@ -144,9 +142,3 @@ def _large_steps(groups: dict[str, Any]) -> dict[str, Step]:
         f"FSDP2, {OURS}": training.fully_sharded(ours),
         f"FSDP2, {OURS}, registered": training.fully_sharded(ours, register=True),
     }
-
-
-def _medians(subjects: list[Subject], world: Any, batch: int, repeats: int) -> list[float]:
-    seconds = interleave(subjects, world, batch=batch, warmup=_WARMUP, repeats=repeats)
-    medians: list[float] = np.median(seconds, axis=1).tolist()
-    return medians

@@ -62,7 +62,7 @@ class Bucket(Protocol):
         return
 
 
-class DenseBucket:
+class DenseBucket(Bucket):
     """Parameters of one dtype and device."""
 
     calls = 1

@@ -4,7 +4,7 @@ torch's programs may call a collective with `async_op=True` on one rank and with
 `Join` does: both kinds share one order and one communicator. A call that is waited for runs in the
 caller's thread where no other is pending; the others run on the group's own thread. There a brief
 call would take several times as long, so that it runs in the caller's thread too if all ranks come
-soon (`run_soon`): it then waits for no rank that may wait for this one.
+soon: it then waits for no rank that may wait for this one.
 """
 
 from __future__ import annotations
@@ -44,11 +44,19 @@ class CallQueue:
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
-    def run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
-        """Make a brief call now, if all ranks come soon; its ended work, or None if it isn't made.
+    def submit(self, outputs: list[Any], name: str, action: Action) -> Work:
+        """Make the call once those before it have ended; its work, which may have ended.
 
         `outputs` are tensors, also in lists; the same bytes on all ranks.
         """
+        work = self._run_soon(outputs, name, action)
+        if work is None:
+            work = PendingWork(outputs, name)
+            self._enqueue(work, action)
+        return work
+
+    def _run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
+        """Make a brief call now, if all ranks come soon; its ended work, or None if not."""
         if self.pending or _bytes_on_cpu(outputs) > _BRIEF_BYTES:
             return None
         if not self._all_come(_HANDOVER_SECONDS):
@@ -62,8 +70,7 @@ class CallQueue:
             raise failed
         return work
 
-    def submit(self, work: PendingWork, action: Action) -> None:
-        """Make the call once those before it have ended; the work receives its end."""
+    def _enqueue(self, work: PendingWork, action: Action) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(

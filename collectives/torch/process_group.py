@@ -24,7 +24,7 @@ from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.names import Names
 from collectives.torch.untraced import untraced
-from collectives.torch.works import AllWorks, PendingWork, done
+from collectives.torch.works import AllWorks, done
 
 Tensors = Sequence[Any]
 
@@ -66,10 +66,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
             self._perform(seconds, call, *arguments)
             return done(outputs)
         action = partial(self._perform, seconds, call, *arguments)
-        work = self._queue.run_soon(outputs, name, action)
-        if work is None:
-            work = PendingWork(outputs, name)
-            self._queue.submit(work, action)
+        work = self._queue.submit(outputs, name, action)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
