@@ -127,6 +127,18 @@ SABOTAGES = {
     "a mean between nodes is not divided": Sabotage(
         "self._reduction.finish(folded, len(self._levels.places))", "pass", "test_between_nodes"
     ),
+    "a block is folded before its message has arrived": Sabotage(
+        "partial(fold, target, arrived[(distance - 1) % 2], target)",
+        "partial(fold, target, arrived[distance % 2], target)",
+        "test_between_nodes",
+        worlds="6",
+    ),
+    "the block that arrived last is not gathered on the node": Sabotage(
+        "node, part = origin, places[origin]\n            leave(node, part)",
+        "node, part = origin, places[origin]",
+        "test_between_nodes",
+        worlds="6",
+    ),
     "the operands of a schedule's fold depend on the rank": Sabotage(
         "first, second = (received, own) if step.peer < self.rank else (own, received)",
         "first, second = (own, received)",

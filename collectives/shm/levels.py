@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp
-from collectives.transports.base import Actions
+from collectives.transports.base import Actions, PointToPoint
 
 Work = Callable[[int, np.dtype[Any]], Array]
 """A flat buffer for intermediate results."""
@@ -16,6 +16,10 @@ Work = Callable[[int, np.dtype[Any]], Array]
 
 class Across(Protocol):
     """The ranks of equal local rank on all nodes."""
+
+    @property
+    def transport(self) -> PointToPoint:
+        """Their connections; the ranks are the numbers of the nodes."""
 
     def run(
         self,

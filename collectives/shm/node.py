@@ -15,8 +15,9 @@ from collectives.schedules.spec import spec_of
 from collectives.shm.addresses import AddressExchange, DataPath
 from collectives.shm.copy_in_copy_out import CopyInCopyOut
 from collectives.shm.cross_memory_attach import CrossMemoryAttach
-from collectives.shm.hierarchical import Hierarchical
 from collectives.shm.levels import Levels
+from collectives.shm.node_blocks import NodeBlocks
+from collectives.shm.node_slices import NodeSlices
 from collectives.shm.packed import Packed
 from collectives.shm.peer_memory import open_peer_memory
 from collectives.shm.pool import Gather, Pool
@@ -27,6 +28,11 @@ from collectives.transports.base import Native, Transport
 
 Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
 """As a native collective; may return the name of the data path that it took."""
+
+_IN_TWO_LEVELS: dict[str, type[NodeSlices | NodeBlocks]] = {
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast"), NodeSlices),
+    **dict.fromkeys(("reduce_scatter", "all_gather"), NodeBlocks),
+}
 
 
 class Node:
@@ -89,7 +95,8 @@ class Node:
         in_node = cache(
             lambda name: self.shared(name, folds_as if spec_of(name).reduces else None, dtype)
         )
-        path = Hierarchical(self._levels, in_node, op, dtype).find(collective)
+        made = _IN_TWO_LEVELS.get(collective)
+        path = None if made is None else made(self._levels, in_node, op, dtype).find(collective)
         return {} if path is None else {HIERARCHICAL: path}
 
     def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> PathSelector:

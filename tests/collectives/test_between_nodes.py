@@ -13,6 +13,7 @@ from collectives.calls.exchanged_rows import room_of_row
 from collectives.execution.cost_model import CostParameters, built_in
 from collectives.execution.host_memory import HostMemory
 from collectives.lifecycle import nodes
+from collectives.reductions.reduction import BFLOAT16
 from collectives.shm.online_tuning import PathTimes
 from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
@@ -354,6 +355,37 @@ def test_large_arrays_are_pipelined(comm, collective):
             else:
                 assert taken == ["pipelined"] * 5
             assert set(part.all_gather_object(taken[4])) == {taken[4]}
+
+
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("of_a_node", ["half", "two"])
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
+def test_large_blocks_are_pipelined(comm, collective, of_a_node):
+    """One node's block after the other. Parts may differ in length, and be empty."""
+    rank, size, way = comm.rank, comm.size, {"algorithm": "hierarchical"}
+    count = 2 if of_a_node == "two" else size // 2
+    nodes, length = size // count, 300_000
+    with Communicator(MPI.COMM_WORLD, node_of=[each // count for each in range(size)]) as part:
+        reductions = ((np.float32, "mean"), (np.int16, "sum"), (BFLOAT16, "max"))
+        # An all_gather moves bytes: what is known of one dtype holds for all.
+        for dtype, op in reductions if collective == "reduce_scatter" else reductions[:1]:
+            every, taken = values(size, length * nodes + 1, dtype), []
+            parts = [each[: 0 if peer == 1 else length + peer] for peer, each in enumerate(every)]
+            for call in range(5):
+                with case(dtype, call):
+                    if collective == "reduce_scatter":
+                        result = part.reduce_scatter(every[rank], op, **way)
+                        expected = np.array_split(reduced(op, every), size)[rank]
+                    else:
+                        expected = np.concatenate(parts)
+                        out = np.empty_like(expected) if call % 2 else None
+                        result = part.all_gather(parts[rank], out=out, **way)
+                    np.testing.assert_array_equal(result, expected)
+                    taken.append(path_of_last(part))
+            if collective == "all_gather" or nodes == 2 or dtype == np.int16:
+                assert taken[:4] == ["hierarchical"] * 2 + ["pipelined"] * 2
+            else:
+                assert taken == ["pipelined"] * 5
 
 
 @pytest.mark.ranks(4)

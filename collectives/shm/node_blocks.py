@@ -1,0 +1,132 @@
+"""Collectives in two levels that work on the block of one node's ranks after the other.
+
+Pipelined, each rank exchanges one part with each of the other nodes in turn, as a pairwise
+exchange (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+MPICH", 2005): while one block's parts are in transit, the node works on the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from collectives.reductions.reduction import Array
+from collectives.shm.copy_in_copy_out import part_starts
+from collectives.shm.two_levels import CHUNK_BYTES, InNode, TwoLevels, beside
+from collectives.transports.base import own_part, parts_by_rank
+
+Action = Callable[[], None]
+
+
+class NodeBlocks(TwoLevels):
+    """One rank's collectives, for one op and dtype, as a transport's native collectives."""
+
+    def find(self, collective: str) -> InNode | None:
+        """The collective, or None if it is not made in two levels with these nodes."""
+        levels = self._levels
+        # The parts of a node's ranks must lie side by side.
+        if not (levels.even and levels.in_order and levels.local_size > 1):
+            return None
+        found: InNode = getattr(self, f"_{collective}")
+        return found
+
+    def _cut(self, lengths: Sequence[int]) -> tuple[list[int], list[tuple[slice, Sequence[int]]]]:
+        """The lengths of the parts of this local rank on all nodes; the nodes' blocks and parts."""
+        count, starts = self._levels.local_size, part_starts(lengths)
+        blocks = [
+            (slice(starts[first], starts[first + count]), lengths[first : first + count])
+            for first in range(0, len(lengths), count)
+        ]
+        return [parts[self._levels.local] for _, parts in blocks], blocks
+
+    def _chunks(self, lengths: Sequence[int]) -> int:
+        """Blocks in the pipeline: one where they are so small that the waits cost more."""
+        nodes = len(self._levels.members)
+        mean = sum(lengths) * self._dtype.itemsize // nodes
+        return nodes if mean >= CHUNK_BYTES else 1
+
+    def _exchange(self, distance: int, sent: Array, received: Array, actions: list[Action]) -> None:
+        """Send to the node `distance` after this one, receive from the one as far before."""
+        levels, across = self._levels, self._levels.across
+        assert across is not None
+        nodes = len(levels.members)
+        sends = [((levels.node + distance) % nodes, sent.view(np.uint8).data)]
+        receives = [((levels.node - distance) % nodes, received.view(np.uint8).data)]
+        beside(partial(across.transport.exchange_beside, sends, receives), actions)
+
+    def _reduce_scatter(
+        self, source: Array | None, target: Array, lengths: Sequence[int], root: int
+    ) -> str:
+        """On the node for the ranks of one node after the other, then between nodes."""
+        assert source is not None
+        given = source
+        own, blocks = self._cut(lengths)
+
+        def enter(node: int, folded: Array) -> None:
+            block, parts = blocks[node]
+            self._in_node("reduce_scatter", given[block], folded, parts)
+
+        def whole() -> None:
+            folded = self._levels.work(sum(own), self._dtype)
+            for node, part in enumerate(parts_by_rank(folded, own)):
+                enter(node, part)
+            self._between("reduce_scatter", folded, target, lengths=own)
+
+        pipelined = partial(self._fold_in_turn, enter, target, own)
+        way = self._run_faster(self._chunks(lengths), whole, pipelined)
+        self._finish(target)
+        return way
+
+    def _fold_in_turn(
+        self, enter: Callable[[int, Array], None], target: Array, own: Sequence[int]
+    ) -> None:
+        """`enter` folds this rank's part for a node, of this node's ranks."""
+        assert self._reduction is not None
+        levels, fold, nodes = self._levels, self._reduction.fold, len(own)
+        lengths = [*own, len(target), len(target)]
+        *folded, even, odd = parts_by_rank(levels.work(sum(lengths), self._dtype), lengths)
+        arrived = even, odd
+        after = [(levels.node + distance) % nodes for distance in range(1, nodes)]
+        enter(after[0], folded[after[0]])
+        for distance, node in enumerate(after, 1):
+            actions: list[Action] = [
+                partial(enter, each, folded[each]) for each in after[distance : distance + 1]
+            ]
+            if distance == 1:
+                actions.append(partial(enter, levels.node, target))
+            else:
+                actions.append(partial(fold, target, arrived[(distance - 1) % 2], target))
+            self._exchange(distance, folded[node], arrived[distance % 2], actions)
+        fold(target, arrived[(nodes - 1) % 2], target)
+
+    def _all_gather(
+        self, source: Array | None, target: Array, lengths: Sequence[int], root: int
+    ) -> str:
+        """Between nodes, then on the node of the ranks of one node after the other."""
+        levels = self._levels
+        rank = levels.members[levels.node][levels.local]
+        given = own_part(target, lengths, rank) if source is None else source
+        own, blocks = self._cut(lengths)
+        joined = levels.work(sum(own), self._dtype)
+        places = parts_by_rank(joined, own)
+
+        def leave(node: int, part: Array) -> None:
+            block, parts = blocks[node]
+            self._in_node("all_gather", part, target[block], parts)
+
+        def whole() -> None:
+            self._between("all_gather", given, joined, lengths=own)
+            for node, part in enumerate(places):
+                leave(node, part)
+
+        def pipelined() -> None:
+            node, part = levels.node, given
+            for distance in range(1, len(blocks)):
+                origin = (levels.node - distance) % len(blocks)
+                self._exchange(distance, given, places[origin], [partial(leave, node, part)])
+                node, part = origin, places[origin]
+            leave(node, part)
+
+        return self._run_faster(self._chunks(lengths), whole, pipelined)
