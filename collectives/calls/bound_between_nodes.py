@@ -1,4 +1,4 @@
-"""Small reductions between nodes: the data travel with the check of the call.
+"""Reductions of few bytes between nodes: the data travel with the check of the call.
 
 The leader of each node folds the arrays of its ranks, and then those of all nodes, in the order of
 the nodes, so that every rank has the same bits.
@@ -30,10 +30,15 @@ def exchanged_reduction(
     nodes = 1 if engine.call_check is None else engine.call_check.nodes
     if nodes == 1:
         return None
-    most = _SCATTERED_BYTES if collective == "reduce_scatter" else SMALL_BYTES
+    fullest = max(engine.layout.local_sizes)
+    most = min(SMALL_BYTES, SMALL_BYTES_OF_ALL // fullest)
+    if collective == "reduce_scatter":
+        most = min(most, _SCATTERED_BYTES)
+    elif collective == "all_reduce" and fullest == 1:
+        # A rank alone on its node needs no slot, and all ranks need all that is sent.
+        most = LARGEST_EXCHANGE
     small = 0 < nbytes <= min(most, LARGEST_EXCHANGE // nodes)
     reduction = reduction_for(op, dtype)
-    small = small and nbytes * max(engine.layout.local_sizes) <= SMALL_BYTES_OF_ALL
     if not small or not reduction.plain_fold:
         return None
     return reduction if _pays(engine, collective, op, dtype, nbytes) else None

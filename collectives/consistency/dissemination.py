@@ -23,7 +23,7 @@ from collectives.waiting.wait_policy import WaitPolicy
 Block = tuple[Buffer, int]
 """A buffer of messages, and the byte, a multiple of 8, where a node's data begin in it."""
 
-LARGEST_EXCHANGE = 128 << 10
+LARGEST_EXCHANGE = 512 << 10
 """The most bytes of all nodes together that may travel with the check, equally many of each."""
 DIFFERENT = (1 << FINGERPRINT_BITS) - 1
 """In place of the fingerprint: of a node whose ranks disagree, or that has found a difference."""

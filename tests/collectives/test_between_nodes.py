@@ -10,10 +10,12 @@ from mpi4py import MPI
 
 from collectives import CollectiveError, Communicator, OpMismatchError
 from collectives.calls.exchanged_rows import room_of_row
+from collectives.consistency.dissemination import LARGEST_EXCHANGE
 from collectives.execution.cost_model import CostParameters, built_in
 from collectives.execution.host_memory import HostMemory
 from collectives.lifecycle import nodes
 from collectives.reductions.reduction import BFLOAT16
+from collectives.shm.layout import SMALL_BYTES
 from collectives.shm.online_tuning import PathTimes
 from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
@@ -26,7 +28,7 @@ LAYOUTS = {
     "every second": lambda rank, size: rank % 2,
     "one apart": lambda rank, size: int(rank == size - 1),
 }
-FEW, MANY = 2, 20_000
+FEW, MANY = 2, 300_000
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -205,6 +207,26 @@ def test_sizes_around_the_most_that_travels(part):
         expected = np.arange(nbytes, dtype=np.uint8) * (size + 2)
         np.testing.assert_array_equal(part.broadcast(content, root=size - 1), expected)
         assert (path_of_last(part) == "dissemination") == (nbytes <= most)
+
+
+@pytest.mark.ranks(2, 3)
+def test_reductions_around_the_most_that_travels(part):
+    """The arrays of ranks alone on their nodes need no slots, unless only one gets the result."""
+    engine, rank, size = part._engine, part.rank, part.size
+    engine.use(replace(engine.costs, schedule_bandwidth=1e12), "a link without limits")
+    slot, alone = SMALL_BYTES, max(engine.layout.local_sizes) == 1
+    most = LARGEST_EXCHANGE // size // 8 * 8 if alone else slot
+    for nbytes in (slot, slot + 8, most, most + 8):
+        every = values(size, nbytes // 8)
+        with case(nbytes):
+            for out in (None, np.empty_like(every[0])):
+                result = part.all_reduce(every[rank], "mean", out=out)
+                np.testing.assert_array_equal(result, reduced("mean", every))
+                assert (path_of_last(part) == "dissemination") == (nbytes <= most)
+            result = part.reduce(every[rank], "max")
+            if rank == 0:
+                np.testing.assert_array_equal(result, reduced("max", every))
+            assert (path_of_last(part) == "dissemination") == (nbytes <= slot)
 
 
 @pytest.mark.ranks(3, 4)
