@@ -1,0 +1,65 @@
+"""Sparse gradients, of which the ranks gather the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from collectives.communicator import Communicator
+from collectives.torch.buckets import Bucket, Finish, Member, refuse_changed
+
+
+class SparseBucket(Bucket):
+    """One parameter with sparse gradients: the rows of all ranks are gathered."""
+
+    calls = 2
+
+    def __init__(self, comm: Communicator, member: Member) -> None:
+        self._comm, self.members = comm, [member]
+        self._dtype = member.parameter.dtype
+
+    def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
+        """Gather the indices and values of all ranks; those of equal indices are added."""
+        refuse_changed(self.members, self._dtype)
+        parameter = self.members[0].parameter
+        with torch.no_grad():
+            part = _as_sparse(parameter)
+            # Kept by `finish` until they are sent.
+            indices, values = part.indices().t().contiguous(), part.values()
+            factor = 1 / self._comm.size if scale is None and op == "mean" else scale
+            if factor is not None:
+                values = torch.zeros_like(values) if factor == 0 else values * factor
+        if overlap:
+            handles = [self._comm.all_gather_async(each) for each in (indices, values.contiguous())]
+        else:
+            gathered = [self._comm.all_gather(each) for each in (indices, values.contiguous())]
+
+        def finish() -> None:
+            all_indices, all_values = [each.wait() for each in handles] if overlap else gathered
+            total = _sparse(all_indices.t(), all_values, parameter)
+            parameter.grad = total.coalesce()
+
+        return finish
+
+    def holds(self, parameter: Any) -> bool:
+        """True, as a sparse gradient that is added to may be replaced."""
+        return True
+
+
+def _as_sparse(parameter: Any) -> Any:
+    """The gradient, with each index once; without elements if it is missing."""
+    gradient = parameter.grad
+    if gradient is None:
+        shape = (0, *parameter.shape[1:])
+        empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        gradient = _sparse(indices, empty, parameter)
+    elif not gradient.is_sparse:
+        gradient = gradient.to_sparse(1)
+    return gradient.coalesce()
+
+
+def _sparse(indices: Any, values: Any, parameter: Any) -> Any:
+    # The indices are those of gradients of the same parameter.
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
