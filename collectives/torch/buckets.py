@@ -53,9 +53,13 @@ class Bucket(Protocol):
     def holds(self, parameter: Any) -> bool:
         """Whether the parameter's gradient may still be the result of a reduction."""
 
-    def begin(self) -> None:
-        """A reduction begins, with the first gradient that arrives."""
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """A reduction of all these buckets begins, with the first gradient that arrives."""
         return
+
+    def contains(self, gradient: Any) -> bool:
+        """Whether a dense gradient lies in memory of the bucket."""
+        return False
 
     def take_large(self, key: int, parameter: Any) -> None:
         """Move the gradient of the parameter, of that id, into the bucket now if that is faster."""
@@ -83,7 +87,7 @@ class DenseBucket(Bucket):
         self._flat = torch.zeros_like(self._sent, dtype=first.dtype) if narrow else self._sent
         self._address = self._flat.data_ptr()
         self._indices = {id(each.parameter): index for index, each in enumerate(members)}
-        self._large = {id(each): each for _, each in members if each.nbytes >= _LARGE_BYTES}
+        self._large = {id(each) for _, each in members if each.nbytes >= _LARGE_BYTES}
         self._missing: set[int] = set()
         self._taken: set[int] = set()
         self._places = self._cut()
@@ -150,7 +154,6 @@ class DenseBucket(Bucket):
             self._sent = self._flat = to_torch(self._array)
             self._places, self._address = self._cut(), self._flat.data_ptr()
         missing, outside, gradients = [], [], []
-        first, stop = self._address, self._address + self._flat.nbytes
         for index, (_, parameter) in enumerate(self.members):
             gradient, place = parameter.grad, self._places[index]
             if gradient is None:
@@ -161,18 +164,31 @@ class DenseBucket(Bucket):
             elif gradient.is_set_to(place):
                 continue
             else:
-                inside = first <= gradient.data_ptr() < stop
                 outside.append(place)
-                gradients.append(gradient.clone() if inside else gradient)
+                gradients.append(gradient)
             parameter.grad = self._view(index)
         if missing:
             torch._foreach_zero_(missing)
         if outside:
             torch._foreach_copy_(outside, gradients)
 
-    def begin(self) -> None:
-        """Note which large gradients autograd is going to make."""
-        self._missing = {key for key, each in self._large.items() if each.grad is None}
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Note which large gradients autograd is going to make; copy those in others' places."""
+        self._missing.clear()
+        for index, (_, parameter) in enumerate(self.members):
+            gradient = parameter.grad
+            if gradient is None:
+                if id(parameter) in self._large:
+                    self._missing.add(id(parameter))
+            elif gradient is not self._views[index] and not gradient.is_sparse:
+                own = gradient.is_set_to(self._places[index])
+                if not own and any(each.contains(gradient) for each in buckets):
+                    parameter.grad = gradient.clone()
+
+    def contains(self, gradient: Any) -> bool:
+        """Whether it begins in the bucket."""
+        offset: int = gradient.data_ptr() - self._flat.data_ptr()
+        return 0 <= offset < self._flat.nbytes
 
     def take_large(self, key: int, parameter: Any) -> None:
         """Copy a large gradient while it is in the core's cache; `start` moves the others.

@@ -47,7 +47,7 @@ class Round:
         self._scale: float | None = None
         self._missing = [len(bucket.members) for bucket in buckets]
         for bucket in buckets:
-            bucket.begin()
+            bucket.begin(buckets)
         self.arrived: set[int] = set()
         """The ids of parameters whose gradients this round reduces."""
         self.again = False

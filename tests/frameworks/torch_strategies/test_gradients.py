@@ -148,6 +148,28 @@ def test_a_sum_after_an_interrupted_backward(torch, comm):
     reducer.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_bytes", [4, 100], ids=["in two buckets", "in one"])
+def test_gradients_in_each_others_places(torch, comm, bucket_bytes):
+    """The program has exchanged two gradients, or gives one parameter that of another."""
+    (_, a), (_, b) = parameters = two(torch)
+    limits = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+    reducer = reducer_of(comm, torch.nn.ParameterDict(parameters), **limits)
+
+    def backward():
+        ((comm.rank + 1.0) * (a.sum() + 10 * b.sum())).backward()
+        return [each.grad[0].item() for each in (a, b)]
+
+    assert backward() == [1.5, 15.0]
+    a.grad, b.grad = b.grad, a.grad
+    assert backward() == [16.5, 16.5]
+    a.grad, b.grad = None, a.grad
+    assert backward() == [1.5, 31.5]
+    a.grad, b.grad = b.grad, None
+    assert backward() == [33.0, 15.0]
+    reducer.close()
+
+
 @pytest.mark.parametrize("_large", [8], indirect=True)
 @pytest.mark.ranks(2)
 def test_parameters_that_share_a_gradient(torch, comm):
@@ -286,7 +308,7 @@ class OneOf:
     def __init__(self, number, started):
         self.number, self.started = number, started
 
-    def begin(self):
+    def begin(self, buckets):
         assert not self.started
 
     def start(self, op, scale, *, overlap):
