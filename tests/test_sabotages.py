@@ -128,8 +128,8 @@ SABOTAGES = {
         "self._reduction.finish(folded, len(self._levels.places))", "pass", "test_between_nodes"
     ),
     "a block is folded before its message has arrived": Sabotage(
-        "partial(fold, target, arrived[(distance - 1) % 2], target)",
-        "partial(fold, target, arrived[distance % 2], target)",
+        "actions.append(partial(fold, distance - 1))",
+        "actions.append(partial(fold, distance))",
         "test_between_nodes",
         worlds="6",
     ),

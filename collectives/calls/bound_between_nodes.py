@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.calls.bound_small import SMALL_BYTES_OF_ALL
-from collectives.consistency.dissemination import LARGEST_EXCHANGE, Block
+from collectives.consistency.dissemination import LARGEST_EXCHANGE, LARGEST_OF_TWO, Block
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.shm.layout import SMALL_BYTES
@@ -31,13 +31,14 @@ def exchanged_reduction(
     if nodes == 1:
         return None
     fullest = max(engine.layout.local_sizes)
-    most = min(SMALL_BYTES, SMALL_BYTES_OF_ALL // fullest)
+    if collective == "all_reduce" and engine.size == nodes == 2:
+        # Without slots, which other ranks of a node would need.
+        most = LARGEST_OF_TWO
+    else:
+        most = min(SMALL_BYTES, SMALL_BYTES_OF_ALL // fullest, LARGEST_EXCHANGE // nodes)
     if collective == "reduce_scatter":
         most = min(most, _SCATTERED_BYTES)
-    elif collective == "all_reduce" and fullest == 1:
-        # A rank alone on its node needs no slot, and all ranks need all that is sent.
-        most = LARGEST_EXCHANGE
-    small = 0 < nbytes <= min(most, LARGEST_EXCHANGE // nodes)
+    small = 0 < nbytes <= most
     reduction = reduction_for(op, dtype)
     if not small or not reduction.plain_fold:
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -23,8 +24,10 @@ from collectives.waiting.wait_policy import WaitPolicy
 Block = tuple[Buffer, int]
 """A buffer of messages, and the byte, a multiple of 8, where a node's data begin in it."""
 
-LARGEST_EXCHANGE = 512 << 10
+LARGEST_EXCHANGE = 128 << 10
 """The most bytes of all nodes together that may travel with the check, equally many of each."""
+LARGEST_OF_TWO = 256 << 10
+"""The most bytes of one of two nodes, where each needs all of the other's in any case."""
 DIFFERENT = (1 << FINGERPRINT_BITS) - 1
 """In place of the fingerprint: of a node whose ranks disagree, or that has found a difference."""
 
@@ -55,7 +58,7 @@ class Exchange(Protocol):
     def pack(self, block: Block, parity: int) -> int:
         """As the leader: store the data of the node's ranks; how many bytes. May be called again.
 
-        A node may have `LARGEST_EXCHANGE // nodes` bytes.
+        A node may have `LARGEST_EXCHANGE // nodes` bytes, one of two `LARGEST_OF_TWO`.
         """
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
@@ -117,7 +120,7 @@ class Dissemination:
         self._in_order = itemgetter(*((rank - node) % size for node in range(size)))
         distances = [1 << k for k in range((size - 1).bit_length())]
         self._counts = [min(distance, size - distance) for distance in distances]
-        most = _LENGTH_BYTES + padded(LARGEST_EXCHANGE // size)
+        most = _LENGTH_BYTES + padded(LARGEST_OF_TWO if size == 2 else LARGEST_EXCHANGE // size)
         nbytes = _HEAD_BYTES + max(self._counts) * most
         # The last one that was sent, in seconds and in nanoseconds.
         self._deadline: tuple[float, int] = math.inf, _NO_DEADLINE
@@ -222,7 +225,8 @@ class Dissemination:
             answer(rounds.number)
             return channel.sent(rounds.parity)
 
-        self._wait_policy.spin_until(sent, lambda: self._absent(self._targets))
+        absent = partial(self._absent, self._targets)
+        self._wait_policy.spin_until(sent, absent, in_transit=True)
 
     def close(self) -> None:
         """Close the channels."""

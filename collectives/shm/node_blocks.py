@@ -14,10 +14,13 @@ import numpy as np
 
 from collectives.reductions.reduction import Array
 from collectives.shm.copy_in_copy_out import part_starts
-from collectives.shm.two_levels import CHUNK_BYTES, InNode, TwoLevels, beside
+from collectives.shm.two_levels import InNode, TwoLevels, beside
 from collectives.transports.base import own_part, parts_by_rank
 
 Action = Callable[[], None]
+
+LEAST_PART = 1 << 18
+"""Bytes of a rank's part, on average, from which on blocks are pipelined."""
 
 
 class NodeBlocks(TwoLevels):
@@ -41,11 +44,13 @@ class NodeBlocks(TwoLevels):
         ]
         return [parts[self._levels.local] for _, parts in blocks], blocks
 
-    def _chunks(self, lengths: Sequence[int]) -> int:
-        """Blocks in the pipeline: one where they are so small that the waits cost more."""
-        nodes = len(self._levels.members)
-        mean = sum(lengths) * self._dtype.itemsize // nodes
-        return nodes if mean >= CHUNK_BYTES else 1
+    def _run_best(
+        self, lengths: Sequence[int], whole: Callable[[], None], pipelined: Callable[[], None]
+    ) -> str:
+        """As `_run_faster`. Whole, if the parts are so small that the waits cost more."""
+        nbytes = sum(lengths) * self._dtype.itemsize
+        blocks = len(self._levels.members) if nbytes >= LEAST_PART * len(lengths) else 1
+        return self._run_faster(nbytes, blocks, whole, pipelined)
 
     def _exchange(self, distance: int, sent: Array, received: Array, actions: list[Action]) -> None:
         """Send to the node `distance` after this one, receive from the one as far before."""
@@ -75,7 +80,7 @@ class NodeBlocks(TwoLevels):
             self._between("reduce_scatter", folded, target, lengths=own)
 
         pipelined = partial(self._fold_in_turn, enter, target, own)
-        way = self._run_faster(self._chunks(lengths), whole, pipelined)
+        way = self._run_best(lengths, whole, pipelined)
         self._finish(target)
         return way
 
@@ -83,12 +88,17 @@ class NodeBlocks(TwoLevels):
         self, enter: Callable[[int, Array], None], target: Array, own: Sequence[int]
     ) -> None:
         """`enter` folds this rank's part for a node, of this node's ranks."""
-        assert self._reduction is not None
-        levels, fold, nodes = self._levels, self._reduction.fold, len(own)
-        lengths = [*own, len(target), len(target)]
-        *folded, even, odd = parts_by_rank(levels.work(sum(lengths), self._dtype), lengths)
-        arrived = even, odd
+        levels, nodes = self._levels, len(own)
+        # With two nodes one buffer is enough for what arrives.
+        lengths = [*own, len(target) if nodes > 2 else 0]
+        *folded, spare = parts_by_rank(levels.work(sum(lengths), self._dtype), lengths)
+        # The place of this node's own part, which is folded in the target, is free.
+        arrived = spare, folded[levels.node]
         after = [(levels.node + distance) % nodes for distance in range(1, nodes)]
+
+        def fold(distance: int) -> None:
+            self._fold_with(target, arrived[distance % 2], (levels.node - distance) % nodes)
+
         enter(after[0], folded[after[0]])
         for distance, node in enumerate(after, 1):
             actions: list[Action] = [
@@ -97,9 +107,19 @@ class NodeBlocks(TwoLevels):
             if distance == 1:
                 actions.append(partial(enter, levels.node, target))
             else:
-                actions.append(partial(fold, target, arrived[(distance - 1) % 2], target))
+                actions.append(partial(fold, distance - 1))
             self._exchange(distance, folded[node], arrived[distance % 2], actions)
-        fold(target, arrived[(nodes - 1) % 2], target)
+        fold(nodes - 1)
+
+    def _fold_with(self, target: Array, arrived: Array, node: int) -> None:
+        """Fold what arrived from a node into the target.
+
+        In the order of the nodes, as a schedule does: the sign of a zero and the rounding of a
+        complex product depend on it.
+        """
+        assert self._reduction is not None
+        pair = (arrived, target) if node < self._levels.node else (target, arrived)
+        self._reduction.fold(*pair, target)
 
     def _all_gather(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int
@@ -129,4 +149,4 @@ class NodeBlocks(TwoLevels):
                 node, part = origin, places[origin]
             leave(node, part)
 
-        return self._run_faster(self._chunks(lengths), whole, pipelined)
+        return self._run_best(lengths, whole, pipelined)

@@ -51,7 +51,7 @@ class NodeSlices(TwoLevels):
             leave(every)
 
         pipelined = partial(_run_pipelined, chunks, enter, between, leave)
-        return self._run_faster(len(chunks), whole, pipelined)
+        return self._run_faster(target.nbytes, len(chunks), whole, pipelined)
 
     def _all_reduce(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int

@@ -48,7 +48,7 @@ class TwoLevels:
         # only the payload of a NaN may differ.
         self._any_order = op is None or len(levels.members) == 2 or dtype.kind in "biu"
         self._times: dict[int, PathTimes] = {}
-        """Of the arrays of about as many chunks."""
+        """Of the arrays of about as many bytes."""
 
     def _in_node(
         self,
@@ -89,9 +89,9 @@ class TwoLevels:
         self._reduction.finish(folded, len(self._levels.places))
 
     def _run_faster(
-        self, chunks: int, whole: Callable[[], None], pipelined: Callable[[], None]
+        self, nbytes: int, chunks: int, whole: Callable[[], None], pipelined: Callable[[], None]
     ) -> str:
-        """Run whole arrays or so many chunks, what was faster lately; which."""
+        """Run arrays of so many bytes whole or in chunks, what was faster lately; which."""
         ways = {PIPELINED: pipelined, HIERARCHICAL: whole}
 
         def run(path: str) -> str:
@@ -102,7 +102,7 @@ class TwoLevels:
             return run(HIERARCHICAL)
         if not self._any_order:
             return run(PIPELINED)
-        size = chunks.bit_length()
+        size = nbytes.bit_length()
         times = self._times.setdefault(size, PathTimes((PIPELINED, HIERARCHICAL)))
         return times.run(run, self._levels.longest)
 

@@ -187,8 +187,8 @@ class DenseBucket(Bucket):
 
     def contains(self, gradient: Any) -> bool:
         """Whether it begins in the bucket."""
-        offset: int = gradient.data_ptr() - self._flat.data_ptr()
-        return 0 <= offset < self._flat.nbytes
+        first, nbytes = self._flat.data_ptr(), self._flat.nbytes
+        return first <= gradient.data_ptr() < first + nbytes  # type: ignore[no-any-return]
 
     def take_large(self, key: int, parameter: Any) -> None:
         """Copy a large gradient while it is in the core's cache; `start` moves the others.

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from collectives import CollectiveError, Communicator, OpMismatchError
 from collectives.calls.exchanged_rows import room_of_row
-from collectives.consistency.dissemination import LARGEST_EXCHANGE
+from collectives.consistency.dissemination import LARGEST_EXCHANGE, LARGEST_OF_TWO
 from collectives.execution.cost_model import CostParameters, built_in
 from collectives.execution.host_memory import HostMemory
 from collectives.lifecycle import nodes
@@ -211,12 +211,12 @@ def test_sizes_around_the_most_that_travels(part):
 
 @pytest.mark.ranks(2, 3)
 def test_reductions_around_the_most_that_travels(part):
-    """The arrays of ranks alone on their nodes need no slots, unless only one gets the result."""
+    """An array of each of two ranks alone needs no slot, unless only one gets the result."""
     engine, rank, size = part._engine, part.rank, part.size
     engine.use(replace(engine.costs, schedule_bandwidth=1e12), "a link without limits")
-    slot, alone = SMALL_BYTES, max(engine.layout.local_sizes) == 1
-    most = LARGEST_EXCHANGE // size // 8 * 8 if alone else slot
-    for nbytes in (slot, slot + 8, most, most + 8):
+    usual = min(SMALL_BYTES, LARGEST_EXCHANGE // len(engine.layout.local_sizes) // 8 * 8)
+    most = LARGEST_OF_TWO if size == 2 else usual
+    for nbytes in (usual, usual + 8, most, most + 8):
         every = values(size, nbytes // 8)
         with case(nbytes):
             for out in (None, np.empty_like(every[0])):
@@ -226,7 +226,7 @@ def test_reductions_around_the_most_that_travels(part):
             result = part.reduce(every[rank], "max")
             if rank == 0:
                 np.testing.assert_array_equal(result, reduced("max", every))
-            assert (path_of_last(part) == "dissemination") == (nbytes <= slot)
+            assert (path_of_last(part) == "dissemination") == (nbytes <= usual)
 
 
 @pytest.mark.ranks(3, 4)
@@ -386,12 +386,12 @@ def test_large_blocks_are_pipelined(comm, collective, of_a_node):
     """One node's block after the other. Parts may differ in length, and be empty."""
     rank, size, way = comm.rank, comm.size, {"algorithm": "hierarchical"}
     count = 2 if of_a_node == "two" else size // 2
-    nodes, length = size // count, 300_000
+    nodes, length = size // count, 150_000
     with Communicator(MPI.COMM_WORLD, node_of=[each // count for each in range(size)]) as part:
         reductions = ((np.float32, "mean"), (np.int16, "sum"), (BFLOAT16, "max"))
         # An all_gather moves bytes: what is known of one dtype holds for all.
         for dtype, op in reductions if collective == "reduce_scatter" else reductions[:1]:
-            every, taken = values(size, length * nodes + 1, dtype), []
+            every, taken = values(size, length * size + 1, dtype), []
             parts = [each[: 0 if peer == 1 else length + peer] for peer, each in enumerate(every)]
             for call in range(5):
                 with case(dtype, call):
@@ -408,6 +408,34 @@ def test_large_blocks_are_pipelined(comm, collective, of_a_node):
                 assert taken[:4] == ["hierarchical"] * 2 + ["pipelined"] * 2
             else:
                 assert taken == ["pipelined"] * 5
+
+
+@pytest.mark.ranks(4)
+def test_large_blocks_have_the_same_bits_in_both_ways(comm):
+    """The sign of a zero and a complex product depend on the order of the operands."""
+    generator = np.random.default_rng(comm.rank)
+    factors = generator.normal(size=(500_000, 2)).astype(np.float32).view(np.complex64).ravel()
+    zeros = np.copysign(np.zeros(500_000, np.float32), 1 - comm.rank)
+    with Communicator(MPI.COMM_WORLD, node_of=[0, 0, 1, 1], deadline=20) as part:
+        for array, op in ((factors, "product"), (zeros, "max")):
+            results, taken = set(), set()
+            for _ in range(4):
+                results.add(part.reduce_scatter(array, op, algorithm="hierarchical").tobytes())
+                taken.add(path_of_last(part))
+            assert taken == {"hierarchical", "pipelined"}
+            assert len(results) == 1, op
+
+
+@pytest.mark.ranks(4)
+def test_large_blocks_of_other_sizes_are_tried_anew(comm):
+    """What is faster for a size says nothing of others."""
+    with Communicator(MPI.COMM_WORLD, node_of=[0, 0, 1, 1], deadline=20) as part:
+        for length in (300_000, 1_500_000):
+            taken = set()
+            for _ in range(4):
+                part.all_gather(np.ones(length, np.int32), algorithm="hierarchical")
+                taken.add(path_of_last(part))
+            assert taken == {"hierarchical", "pipelined"}
 
 
 @pytest.mark.ranks(4)
