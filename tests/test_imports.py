@@ -152,6 +152,7 @@ LAZY = {
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",
         "collectives/torch/reduction_round.py",
+        "collectives/torch/sparse_bucket.py",
         "collectives/torch/rendezvous.py",
         "collectives/torch/sync_batch_norm.py",
         "collectives/torch/untraced.py",
