@@ -208,7 +208,7 @@ def check_deadline(deadline: float | None) -> float | None:
     """`deadline` in seconds, or None for no deadline; ValueError or TypeError otherwise."""
     if deadline is None:
         return None
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float):
+    if isinstance(deadline, bool) or not isinstance(deadline, Real):
         raise TypeError(f"deadline={deadline!r}: must be a number of seconds, or None")
     if not deadline > 0:
         raise ValueError(f"deadline={deadline!r}: must be a positive number of seconds, or None")
