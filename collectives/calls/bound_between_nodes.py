@@ -31,13 +31,12 @@ def exchanged_reduction(
     if nodes == 1:
         return None
     fullest = max(engine.layout.local_sizes)
-    if collective == "all_reduce" and engine.size == nodes == 2:
-        # Without slots, which other ranks of a node would need.
-        most = LARGEST_OF_TWO
-    else:
-        most = min(SMALL_BYTES, SMALL_BYTES_OF_ALL // fullest, LARGEST_EXCHANGE // nodes)
+    most = min(SMALL_BYTES, SMALL_BYTES_OF_ALL // fullest, LARGEST_EXCHANGE // nodes)
     if collective == "reduce_scatter":
         most = min(most, _SCATTERED_BYTES)
+    elif collective == "all_reduce" and engine.size == 2:
+        # Ranks alone on their nodes need no slots.
+        most = LARGEST_OF_TWO
     small = 0 < nbytes <= most
     reduction = reduction_for(op, dtype)
     if not small or not reduction.plain_fold:

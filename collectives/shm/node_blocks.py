@@ -12,15 +12,13 @@ from functools import partial
 
 import numpy as np
 
-from collectives.reductions.reduction import Array
+from collectives.reductions.reduction import Action, Array
 from collectives.shm.copy_in_copy_out import part_starts
 from collectives.shm.two_levels import InNode, TwoLevels, beside
 from collectives.transports.base import own_part, parts_by_rank
 
-Action = Callable[[], None]
-
 LEAST_PART = 1 << 18
-"""Bytes of a rank's part, on average, from which on blocks are pipelined."""
+"""Bytes of a rank's part, on average, from which on blocks are pipelined: waits cost more else."""
 
 
 class NodeBlocks(TwoLevels):
@@ -30,10 +28,8 @@ class NodeBlocks(TwoLevels):
         """The collective, or None if it is not made in two levels with these nodes."""
         levels = self._levels
         # The parts of a node's ranks must lie side by side.
-        if not (levels.even and levels.in_order and levels.local_size > 1):
-            return None
-        found: InNode = getattr(self, f"_{collective}")
-        return found
+        apart = not (levels.even and levels.in_order and levels.local_size > 1)
+        return None if apart else super().find(collective)
 
     def _cut(self, lengths: Sequence[int]) -> tuple[list[int], list[tuple[slice, Sequence[int]]]]:
         """The lengths of the parts of this local rank on all nodes; the nodes' blocks and parts."""
@@ -44,13 +40,10 @@ class NodeBlocks(TwoLevels):
         ]
         return [parts[self._levels.local] for _, parts in blocks], blocks
 
-    def _run_best(
-        self, lengths: Sequence[int], whole: Callable[[], None], pipelined: Callable[[], None]
-    ) -> str:
-        """As `_run_faster`. Whole, if the parts are so small that the waits cost more."""
+    def _run(self, lengths: Sequence[int], whole: Action, pipelined: Action) -> str:
+        """As `_run_faster`, of so many elements of each rank."""
         nbytes = sum(lengths) * self._dtype.itemsize
-        blocks = len(self._levels.members) if nbytes >= LEAST_PART * len(lengths) else 1
-        return self._run_faster(nbytes, blocks, whole, pipelined)
+        return self._run_faster(nbytes, nbytes >= LEAST_PART * len(lengths), whole, pipelined)
 
     def _exchange(self, distance: int, sent: Array, received: Array, actions: list[Action]) -> None:
         """Send to the node `distance` after this one, receive from the one as far before."""
@@ -80,7 +73,7 @@ class NodeBlocks(TwoLevels):
             self._between("reduce_scatter", folded, target, lengths=own)
 
         pipelined = partial(self._fold_in_turn, enter, target, own)
-        way = self._run_best(lengths, whole, pipelined)
+        way = self._run(lengths, whole, pipelined)
         self._finish(target)
         return way
 
@@ -149,4 +142,4 @@ class NodeBlocks(TwoLevels):
                 node, part = origin, places[origin]
             leave(node, part)
 
-        return self._run_best(lengths, whole, pipelined)
+        return self._run(lengths, whole, pipelined)

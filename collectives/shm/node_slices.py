@@ -12,8 +12,11 @@ from functools import lru_cache, partial
 from collectives.reductions.reduction import Array
 from collectives.schedules.schedule import split_lengths
 from collectives.shm.copy_in_copy_out import blocks_of
-from collectives.shm.two_levels import CHUNK_BYTES, InNode, TwoLevels, beside
+from collectives.shm.two_levels import TwoLevels, beside
 from collectives.transports.base import Actions, own_part
+
+CHUNK_BYTES = 1 << 19
+"""Bytes of a chunk. Larger ones overlap less; smaller ones cost more waits."""
 
 Stage = Callable[[slice], None]
 """Works on a chunk of the arrays in one node's memory."""
@@ -21,11 +24,6 @@ Stage = Callable[[slice], None]
 
 class NodeSlices(TwoLevels):
     """One rank's collectives, for one op and dtype, as a transport's native collectives."""
-
-    def find(self, collective: str) -> InNode:
-        """The collective."""
-        found: InNode = getattr(self, f"_{collective}")
-        return found
 
     def _slices(self, chunk: Array) -> tuple[Sequence[int], Array]:
         """The elements of each local rank's slice of a chunk, and this rank's slice."""
@@ -51,7 +49,7 @@ class NodeSlices(TwoLevels):
             leave(every)
 
         pipelined = partial(_run_pipelined, chunks, enter, between, leave)
-        return self._run_faster(target.nbytes, len(chunks), whole, pipelined)
+        return self._run_faster(target.nbytes, len(chunks) > 1, whole, pipelined)
 
     def _all_reduce(
         self, source: Array | None, target: Array, lengths: Sequence[int], root: int

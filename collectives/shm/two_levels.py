@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from collectives.reductions.reduction import Array, ReduceOp, reduction_for
+from collectives.reductions.reduction import Action, Array, ReduceOp, reduction_for
 from collectives.schedules.paths import HIERARCHICAL, PIPELINED
 from collectives.shm.levels import Levels
 from collectives.shm.online_tuning import PathTimes
 from collectives.transports.base import Actions
-
-CHUNK_BYTES = 1 << 19
-"""Bytes of a pipelined part. Larger ones overlap less; smaller ones cost more waits."""
 
 InNode = Callable[[Array | None, Array, Sequence[int], int], str | None]
 """As a native collective; returns the name of the data path that it took."""
@@ -49,6 +46,11 @@ class TwoLevels:
         self._any_order = op is None or len(levels.members) == 2 or dtype.kind in "biu"
         self._times: dict[int, PathTimes] = {}
         """Of the arrays of about as many bytes."""
+
+    def find(self, collective: str) -> InNode | None:
+        """The collective, or None if it is not made in two levels with these nodes."""
+        found: InNode = getattr(self, f"_{collective}")
+        return found
 
     def _in_node(
         self,
@@ -88,17 +90,18 @@ class TwoLevels:
         assert self._reduction is not None
         self._reduction.finish(folded, len(self._levels.places))
 
-    def _run_faster(
-        self, nbytes: int, chunks: int, whole: Callable[[], None], pipelined: Callable[[], None]
-    ) -> str:
-        """Run arrays of so many bytes whole or in chunks, what was faster lately; which."""
+    def _run_faster(self, nbytes: int, large: bool, whole: Action, pipelined: Action) -> str:
+        """Run arrays of so many bytes whole or, if they are large, pipelined; which.
+
+        What was faster lately, or always pipelined where the order of the fold matters.
+        """
         ways = {PIPELINED: pipelined, HIERARCHICAL: whole}
 
         def run(path: str) -> str:
             ways[path]()
             return path
 
-        if chunks < 2:
+        if not large:
             return run(HIERARCHICAL)
         if not self._any_order:
             return run(PIPELINED)
@@ -107,7 +110,7 @@ class TwoLevels:
         return times.run(run, self._levels.longest)
 
 
-def beside(begin: Callable[[Actions], None], actions: Iterable[Callable[[], None]]) -> None:
+def beside(begin: Callable[[Actions], None], actions: Iterable[Action]) -> None:
     """Exchange messages and run all actions, some of them while the messages are in transit."""
     overlapped = iter(actions)
     begin(overlapped)

@@ -85,7 +85,7 @@ class DenseBucket(Bucket):
         else:
             self._array = self._sent = torch.zeros(length, dtype=dtype, device=first.device)
         self._flat = torch.zeros_like(self._sent, dtype=first.dtype) if narrow else self._sent
-        self._address = self._flat.data_ptr()
+        self._addresses = self._find_addresses()
         self._indices = {id(each.parameter): index for index, each in enumerate(members)}
         self._large = {id(each) for _, each in members if each.nbytes >= _LARGE_BYTES}
         self._missing: set[int] = set()
@@ -102,6 +102,11 @@ class DenseBucket(Bucket):
             places.append(self._flat.as_strided(parameter.shape, strides, start))
             start += parameter.numel()
         return places
+
+    def _find_addresses(self) -> range:
+        """Those of the bucket's bytes."""
+        first = self._flat.data_ptr()
+        return range(first, first + self._flat.nbytes)
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Move gradients that lie elsewhere into the bucket, and reduce it."""
@@ -149,10 +154,10 @@ class DenseBucket(Bucket):
 
         Memory is compared: an assignment to `gradient.data` moves a view out of the bucket.
         """
-        if self._flat is self._sent and self._flat.data_ptr() != self._address:
+        if self._flat is self._sent and self._flat.data_ptr() != self._addresses.start:
             # `share_memory_` of a view has moved the storage.
             self._sent = self._flat = to_torch(self._array)
-            self._places, self._address = self._cut(), self._flat.data_ptr()
+            self._places, self._addresses = self._cut(), self._find_addresses()
         missing, outside, gradients = [], [], []
         for index, (_, parameter) in enumerate(self.members):
             gradient, place = parameter.grad, self._places[index]
@@ -164,8 +169,9 @@ class DenseBucket(Bucket):
             elif gradient.is_set_to(place):
                 continue
             else:
+                # A hook may have exchanged gradients since the reduction began.
                 outside.append(place)
-                gradients.append(gradient)
+                gradients.append(gradient.clone() if self.contains(gradient) else gradient)
             parameter.grad = self._view(index)
         if missing:
             torch._foreach_zero_(missing)
@@ -187,8 +193,7 @@ class DenseBucket(Bucket):
 
     def contains(self, gradient: Any) -> bool:
         """Whether it begins in the bucket."""
-        first, nbytes = self._flat.data_ptr(), self._flat.nbytes
-        return first <= gradient.data_ptr() < first + nbytes  # type: ignore[no-any-return]
+        return gradient.data_ptr() in self._addresses
 
     def take_large(self, key: int, parameter: Any) -> None:
         """Copy a large gradient while it is in the core's cache; `start` moves the others.

@@ -170,6 +170,28 @@ def test_gradients_in_each_others_places(torch, comm, bucket_bytes):
     reducer.close()
 
 
+@pytest.mark.ranks(2)
+def test_a_hook_exchanges_gradients_of_a_bucket(torch, comm):
+    (_, a), (_, b) = parameters = two(torch)
+    reducer = reducer_of(comm, torch.nn.ParameterDict(parameters), bucket_bytes=100)
+    arrived = []
+
+    def exchange(parameter):
+        arrived.append(parameter)
+        if len(arrived) == 4:
+            a.grad, b.grad = b.grad, a.grad
+
+    for each in (a, b):
+        each.register_post_accumulate_grad_hook(exchange)
+    for expected in ([1.5, 15.0], [15.0, 1.5]):
+        for each in (a, b):
+            if each.grad is not None:
+                each.grad.zero_()
+        ((comm.rank + 1.0) * (a.sum() + 10 * b.sum())).backward()
+        assert [each.grad[0].item() for each in (a, b)] == expected
+    reducer.close()
+
+
 @pytest.mark.parametrize("_large", [8], indirect=True)
 @pytest.mark.ranks(2)
 def test_parameters_that_share_a_gradient(torch, comm):
