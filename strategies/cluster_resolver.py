@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from collectives import Communicator
 from strategies.cluster.slurm import expand_counts, expand_hosts, place_tasks
-from strategies.cluster.spec import ClusterSpec, Task, ordered_tasks, read_index, worker_cluster
+from strategies.cluster.spec import ClusterSpec, ordered_tasks, read_index, worker_cluster
 from strategies.cluster.tf_config import TFConfig, parse_tf_config
 from strategies.core.world import world_of
 
@@ -44,11 +44,8 @@ class ClusterResolver(ABC):
         """The cluster; an empty one, which is false, for a single worker."""
 
     def tf_config(self) -> TFConfig:
-        """The same answers as one value, whose `to_text()` a `RankReport` can carry."""
-        cluster = self.cluster_spec() or None
-        if self.task_type is None or self.task_id is None:
-            return TFConfig(cluster, None, self.task_type, self.task_id)
-        return TFConfig(cluster, Task(self.task_type, self.task_id))
+        """The same answers as one value, whose `to_text()` every rank can report."""
+        return TFConfig(self.cluster_spec() or None, self.task_type, self.task_id)
 
 
 class _KnownCluster(ClusterResolver):

@@ -67,7 +67,7 @@ STRATEGIES = {
     | {"input", "metrics", "optimizers", "parameter_server", "replication", "synchronous"}
     | {"variables"},
     "launch": {"cluster", "collectives.launch"},
-    "experimental": {"cluster_resolver", "coordinator", "core", "parameter_server"}
+    "experimental": {"cluster_resolver", "coordinator", "core", "input", "parameter_server"}
     | {"synchronous", "collectives"},
     "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
     | {"synchronous", "collectives"},

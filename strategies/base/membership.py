@@ -57,9 +57,9 @@ def join_cluster(
         text = os.environ.get("TF_CONFIG") if resolver is None else resolver.tf_config().to_text()
     with raising_on_all(world.rank):
         places = assign_ranks(world.all_gather_object((text, socket.gethostname())))
-        validate(TFConfig(places[0].cluster, places[0].task))
+        validate(TFConfig(places[0].cluster, places[0].task.type, places[0].task.index))
     place = places[world.rank]
-    group = world.split(_GROUPS.get(place.role, 0), key=place.key)
+    group = world.split(_GROUPS.get(place.role, 0), key=place.id)
     assert group is not None
     if resolver is None:
         task = place.task

@@ -19,16 +19,13 @@ from strategies.cluster.tf_config import TFConfig, parse_tf_config, validate_tas
 _LONE_EVALUATOR = Task("evaluator", 0)
 
 
-class RankReport(NamedTuple):
-    """One MPI rank's `TF_CONFIG` (None: unset), and its host's name."""
-
-    tf_config: str | None
-    host: str
-
-
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank's task in the cluster; `id` counts the tasks in the order of `ordered_tasks`."""
+    """One rank's task in the cluster.
+
+    `id` counts the tasks in the order of `ordered_tasks`. It is the key to split with, so that the
+    order of launch never matters.
+    """
 
     task: Task
     id: int
@@ -41,11 +38,6 @@ class RankPlace:
     def role(self) -> str:
         """The task's type: what the ranks are split by."""
         return self.task.type
-
-    @property
-    def key(self) -> int:
-        """The key to split with, so that the order of launch never matters."""
-        return self.id
 
 
 class _Claim(NamedTuple):
@@ -61,14 +53,14 @@ class _Claim(NamedTuple):
 
 
 def assign_ranks(reports: Sequence[tuple[str | None, str]]) -> tuple[RankPlace, ...]:
-    """Each MPI rank's place, from the `RankReport` of every rank in rank order.
+    """Each MPI rank's place, from each one's `TF_CONFIG` (None: unset) and host, in rank order.
 
     Without a cluster on any rank, all are workers in rank order. Otherwise all ranks must have
     the same cluster and each task exactly one rank, an evaluator outside of the cluster counting
     as one more task. Raises ValueError, whose text names every offending rank, its host, what it
     saw and what was expected, and is the same whatever rank computes it.
     """
-    claims = [_read(rank, RankReport(*report)) for rank, report in enumerate(reports)]
+    claims = [_read(rank, *report) for rank, report in enumerate(reports)]
     # That of most ranks, the lowest rank's among equals; None where none has any.
     counts = Counter(claim.config.cluster for claim in claims if claim.config.cluster)
     cluster = max(counts, key=counts.__getitem__, default=None)
@@ -83,11 +75,11 @@ def assign_ranks(reports: Sequence[tuple[str | None, str]]) -> tuple[RankPlace, 
     return _places(ordered_tasks(cluster), cluster)
 
 
-def _read(rank: int, report: RankReport) -> _Claim:
+def _read(rank: int, tf_config: str | None, host: str) -> _Claim:
     try:
-        return _Claim(rank, report.host, parse_tf_config(report.tf_config), None)
+        return _Claim(rank, host, parse_tf_config(tf_config), None)
     except (TypeError, ValueError) as error:
-        return _Claim(rank, report.host, TFConfig(), f"{type(error).__name__}: {error}")
+        return _Claim(rank, host, TFConfig(), f"{type(error).__name__}: {error}")
 
 
 def _expected_tasks(claims: Sequence[_Claim], cluster: ClusterSpec) -> list[Task]:

@@ -17,25 +17,17 @@ _TRAINING_JOBS = ("chief", "worker", "evaluator", "data")
 
 @dataclass(frozen=True)
 class TFConfig:
-    """What one `TF_CONFIG` says. Without a cluster the process is a single worker.
-
-    `task` has a type and an index; where only one of the two was given, it is the lone one.
-    """
+    """What one `TF_CONFIG` says. Without a cluster the process is a single worker."""
 
     cluster: ClusterSpec | None = None
-    task: Task | None = None
-    lone_type: str | None = None
-    lone_index: int | None = None
+    task_type: str | None = None
+    task_id: int | None = None
 
     @property
-    def task_type(self) -> str | None:
-        """The task's type, also where it has no index."""
-        return self.task.type if self.task else self.lone_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The task's index, also where it has no type."""
-        return self.task.index if self.task else self.lone_index
+    def task(self) -> Task | None:
+        """The task, where both its type and its index are known."""
+        known = self.task_type is not None and self.task_id is not None
+        return Task(self.task_type, self.task_id) if known else None  # type: ignore[arg-type]
 
     def to_text(self) -> str:
         """The `TF_CONFIG` text that `parse_tf_config` reads as this value."""
@@ -146,12 +138,10 @@ def _read_config(parts: object) -> TFConfig:
     parts = as_object(parts, "TF_CONFIG", 'with the keys "cluster" and "task"')
     cluster = ClusterSpec(parts.get("cluster", {}), name='TF_CONFIG["cluster"]')
     validate_cluster(cluster)
-    task_type, index = _read_task(parts.get("task", {}))
-    if task_type is None or index is None:
-        return TFConfig(cluster or None, None, task_type, index)
-    if cluster and task_type in ("evaluator", *cluster.jobs):
-        validate_task(Task(task_type, index), cluster)
-    return TFConfig(cluster or None, Task(task_type, index))
+    config = TFConfig(cluster or None, *_read_task(parts.get("task", {})))
+    if cluster and config.task and config.task_type in ("evaluator", *cluster.jobs):
+        validate_task(config.task, cluster)
+    return config
 
 
 def _read_task(task: object) -> tuple[str | None, int | None]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from collectives import Communicator
 from strategies.cluster_resolver import ClusterResolver
 from strategies.core.options import (
@@ -13,23 +10,26 @@ from strategies.core.options import (
     CommunicationOptions,
 )
 from strategies.experimental import coordinator, partitioners
+from strategies.input import ValueContext
+from strategies.parameter_server import ParameterServerStrategy
+from strategies.synchronous.central_storage import CentralStorageStrategy
 from strategies.synchronous.mirrored import (
     MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy,
 )
 from strategies.synchronous.tpu import TPUStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "TPUStrategy",
+    "ValueContext",
     "coordinator",
     "partitioners",
 ]
-
-# Those of `strategies` itself, which imports this module.
-_LATER = ("CentralStorageStrategy", "ParameterServerStrategy", "ValueContext")
 
 
 class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
@@ -47,9 +47,3 @@ class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
     ) -> None:
         options = CommunicationOptions(implementation=communication)
         super().__init__(cluster_resolver, options, communicator=communicator)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(import_module("strategies"), name)
-    raise AttributeError(f"module 'strategies.experimental' has no attribute {name!r}")

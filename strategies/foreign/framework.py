@@ -25,9 +25,6 @@ class Framework(ABC):
     classes: ClassVar[tuple[str, ...]]
     """Dotted names, within the package, of the classes of variables, models and optimizers."""
 
-    adapted: ClassVar[bool] = False
-    """Whether a strategy trains its models, once they are given to it."""
-
     alternative: ClassVar[str]
     """What a program can do without an adapter, for error messages."""
 

@@ -19,7 +19,6 @@ class Keras(Framework):
     name = "Keras"
     module = "keras"
     classes = ("layers.Layer", "Variable", "optimizers.Optimizer")
-    adapted = True
     alternative = (
         "make and compile the model in the scope of a strategy whose replicas take each step"
         " together (MultiWorkerMirroredStrategy, MirroredStrategy or CentralStorageStrategy):"

@@ -58,10 +58,9 @@ def refused(thing: Any, what: str) -> TypeError:
     assert framework is not None
     mark = framework.inference_mark
     inference = f"\n  A model that isn't trained is allowed: {mark}." if mark else ""
-    none_yet = "" if framework.adapted else f"; there are no adapters for {framework.name} yet"
     return TypeError(
         f"the {framework.name} {framework.describe(thing)} {what}: it would train independently on"
-        f" every rank, since strategies synchronize only strategies.Variable{none_yet}.\n"
+        " every rank, since strategies synchronize only strategies.Variable.\n"
         f"  Instead: {framework.alternative}.{inference}"
     )
 

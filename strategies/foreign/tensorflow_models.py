@@ -16,7 +16,6 @@ class TensorFlow(Framework):
     name = "TensorFlow"
     module = "tensorflow"
     classes = ("Variable", "Module", "compat.v1.train.Optimizer")
-    adapted = True
     alternative = (
         "import strategies.tensorflow, and create it in the scope of"
         " strategies.tensorflow.MultiWorkerMirroredStrategy (MirroredStrategy,"

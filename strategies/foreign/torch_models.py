@@ -15,7 +15,6 @@ class Torch(Framework):
     name = "torch"
     module = "torch"
     classes = ("nn.Module", "Tensor", "optim.Optimizer")
-    adapted = True
     alternative = (
         "once, model, optimizer = strategy.distribute(model, optimizer); gradients are reduced in"
         " backward from then on"

@@ -20,7 +20,7 @@ from strategies.keras.state import (
 )
 from strategies.keras.training import Training
 
-_CHIEFS = tuple(
+ON_CHIEF = tuple(
     getattr(keras.callbacks, name)
     for name in (
         "BackupAndRestore",
@@ -33,13 +33,7 @@ _CHIEFS = tuple(
     )
     if hasattr(keras.callbacks, name)
 )
-"""Callbacks that write what is written once."""
-
-
-def runs_on_chief(thing: Any) -> bool:
-    """Whether it is a callback that `fit` runs on the chief alone."""
-    return isinstance(thing, _CHIEFS)
-
+"""Callbacks that write what is written once: `fit` runs them on the chief alone."""
 
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -49,7 +43,7 @@ def callbacks_of_rank(training: Training, callbacks: Any) -> list[Any]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     every = keras.tree.flatten(callbacks) if callbacks else []
-    return [each for each in every if training.is_chief or not isinstance(each, _CHIEFS)]
+    return [each for each in every if training.is_chief or not isinstance(each, ON_CHIEF)]
 
 
 def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any) -> list[Any]:
@@ -63,7 +57,7 @@ def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any)
 
 def _acts_on_batches(callback: Any) -> bool:
     """Whether it may end training within an epoch, or communicate there."""
-    if isinstance(callback, (*_CHIEFS, keras.callbacks.History)):
+    if isinstance(callback, (*ON_CHIEF, keras.callbacks.History)):
         return False
     return any(not is_default(getattr(callback, name)) for name in _BATCHES)
 

@@ -40,11 +40,6 @@ def outside_of_programs() -> AbstractContextManager[Any]:
     return context
 
 
-def wait_for(arrays: Sequence[Any]) -> None:
-    """Return when the programs that compute the arrays have run, and so their collective calls."""
-    jax.block_until_ready(arrays)
-
-
 def _order(training: Training) -> list[Any]:
     """An array of the program's last reduction, if this one is in the same program."""
     last = training.last_reduction

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
 import keras
 
-from strategies.core.options import ReduceOp
 from strategies.foreign.methods import replace_method
 from strategies.keras.models import permit_training, prepare
 from strategies.keras.training import Training
@@ -20,17 +19,7 @@ from strategies.replication.replication import Replication
 @contextmanager
 def scope_with_keras(strategy: Replication, scope: AbstractContextManager[None]) -> Iterator[None]:
     """A strategy's scope, in which `compile` prepares models for its ranks."""
-
-    def mean(arrays: Sequence[Any]) -> Sequence[Any]:
-        return strategy.all_reduce_arrays(arrays, ReduceOp.MEAN)
-
-    training = Training(
-        strategy.communicator,
-        is_chief=strategy.is_chief,
-        owner=strategy,
-        mean=None if strategy.reduces_plainly else mean,
-    )
-    with scope, training_scope(training):
+    with scope, training_scope(Training(strategy)):
         yield
 
 

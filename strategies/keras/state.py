@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import compare, refuse_differences
+from strategies.input.batches import digest_of
 from strategies.keras.optimizers import optimizers_of
 from strategies.keras.training import Training
 
@@ -49,9 +49,8 @@ def refuse_different_weights(
     """
     variables = model.trainable_variables
     values = [each.value for each in variables] if values is None else values
-    digests = [_digest_of(each) for each in values]
-    text = _hash(b"".join(digests)).hex()
-    reports = compare(training.communicator, "weights: ", text, digests)
+    digests = [digest_of(keras.ops.convert_to_numpy(each)) for each in values]
+    reports = compare(training.communicator, "weights: ", " ".join(digests), digests)
     if reports is None:
         return
     differ = [len(set(each)) > 1 for each in zip(*reports, strict=True)]
@@ -62,15 +61,6 @@ def refuse_different_weights(
         " updates, average with collectives.all_reduce(…, 'mean')"
     )
     raise raised_on_all(error, training.communicator.rank)
-
-
-def _digest_of(value: Any) -> bytes:
-    array = np.ascontiguousarray(keras.ops.convert_to_numpy(value))
-    return _hash(array.reshape(-1).view(np.uint8).data)
-
-
-def _hash(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def statistics_of(model: Any) -> list[Any]:

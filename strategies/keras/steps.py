@@ -16,9 +16,8 @@ Step = Callable[..., Any]
 def finish_steps(model: Any) -> None:
     """Return when the collective calls of the steps so far are over, which JAX only enqueues."""
     if keras.config.backend() == "jax":
-        from strategies.keras.jax_gradients import wait_for
-
-        wait_for([each.value for each in model.variables])
+        for each in model.variables:
+            each.value.block_until_ready()
 
 
 def steps_of(model: Any, training: Training) -> dict[str, Step]:

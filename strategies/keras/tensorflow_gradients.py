@@ -62,7 +62,7 @@ def _weighted_sums(replica: Any, step: Step, gradients: Sequence[Any]) -> list[A
         totals = [
             next(slices_sums if isinstance(each, tf.IndexedSlices) else sums) for each in wide
         ]
-    return [_cast(total, each.dtype) for total, each in zip(totals, gradients, strict=True)]
+    return [tf.cast(total, each.dtype) for total, each in zip(totals, gradients, strict=True)]
 
 
 def _sums_by_rows(replica: Any, tensors: Sequence[Any], rows: Any) -> list[Any]:
@@ -99,13 +99,4 @@ def _product(gradient: Any, factor: Any) -> Any:
 
 def _wide(gradient: Any) -> Any:
     """In float32 if it is shorter, whose products with rows could overflow."""
-    return _cast(gradient, tf.float32) if gradient.dtype.size < tf.float32.size else gradient
-
-
-def _cast(gradient: Any, dtype: Any) -> Any:
-    if gradient.dtype == dtype:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)
+    return tf.cast(gradient, tf.float32) if gradient.dtype.size < tf.float32.size else gradient

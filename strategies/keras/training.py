@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -12,8 +12,8 @@ import numpy as np
 from collectives import CollectiveMismatchError, Communicator
 from collectives.compression import CompressedReducer, ListName
 from collectives.consistency.uncaught import raised_on_all
+from strategies.core.options import ReduceOp
 
-Reduce = Callable[[Sequence[Any]], Sequence[Any]]
 Positions = tuple[int, ...]
 
 _ENDED = 0
@@ -23,25 +23,15 @@ _ENDED = 0
 class Training:
     """The ranks that train a model in step."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        *,
-        is_chief: bool,
-        owner: Any = None,
-        mean: Reduce | None = None,
-        reduces: bool = True,
-    ) -> None:
-        """Take a communicator whose rank 0 is the chief.
+    def __init__(self, owner: Any, *, reduces: bool = True) -> None:
+        """`owner` is the strategy, whose rank 0 is the chief.
 
-        owner: the strategy, for those that look for the strategy of a model.
-        mean: reduces arrays to their mean over the ranks, where `collectives` doesn't choose how.
         reduces: whether gradients, metrics and statistics are reduced, and batches split, by this
             package. Keras's TensorFlow backend has that done by the `tf.distribute` strategy.
         """
-        self.reduces = reduces
-        self.communicator, self.owner = communicator, owner
-        self.is_chief = is_chief
+        self.owner, self.reduces = owner, reduces
+        self.communicator: Communicator = owner.communicator
+        self.is_chief: bool = owner.is_chief
         self.rows: int | None = None
         """The number of rows that this rank's current step has; None outside of Keras's steps."""
         self.rows_read = 0
@@ -54,7 +44,6 @@ class Training:
         """A result of the last reduction in a JAX program, on which the next one depends."""
         self.step: Any = None
         """Of Keras's TensorFlow backend, what gradients' reduction needs of the current step."""
-        self._mean = mean
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._next_numbers = count(1)
         self._names: dict[tuple[int, Positions], ListName] = {}
@@ -120,10 +109,11 @@ class Training:
             for target, mean in zip(map(np.asarray, out), means, strict=True):
                 target[...] = mean
             return
-        if self._mean is None:
+        if self.owner.reduces_plainly:
             self.communicator.all_reduce_many(arrays, "mean", out=out)
             return
-        for target, mean in zip(out, self._mean(arrays), strict=True):
+        means = self.owner.all_reduce_arrays(arrays, ReduceOp.MEAN)
+        for target, mean in zip(out, means, strict=True):
             target[...] = mean
 
     def _name_of(self, optimizer: int, positions: Positions) -> ListName:

@@ -100,12 +100,6 @@ def element_bytes(dtype: np.dtype[Any], bytes_per_string: int) -> int:
     return bytes_per_string if dtype.kind in "SUTO" else dtype.itemsize
 
 
-def div_lengths(rows: int, parts: int) -> list[int]:
-    """How many rows each part has: TensorFlow's "div" split, the first parts one row longer."""
-    base, extra = divmod(rows, parts)
-    return [base + (part < extra) for part in range(parts)]
-
-
 def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name}={value!r}: must be a whole number")
@@ -144,16 +138,16 @@ class RoundRobin:
             self._colocated = before
 
 
-def lengths_of_parts(
+def count_of_parts(
     partitioner: PartitionFunction | None, shape: tuple[int, ...], dtype: Any
-) -> list[int] | None:
-    """How many rows each part of a variable has; None where it stays whole.
+) -> int:
+    """Into how many parts a variable is split, along its rows.
 
     A single number, or a variable without rows, is never split. Raises ValueError for a
     partitioner that splits along another axis than 0.
     """
     if partitioner is None or not shape or not shape[0]:
-        return None
+        return 1
     parts = partitioner(shape=shape, dtype=dtype)
     usable = isinstance(parts, list | tuple) and len(parts) == len(shape)
     if not usable or parts[0] < 1 or any(part != 1 for part in parts[1:]):
@@ -161,8 +155,7 @@ def lengths_of_parts(
             f"variable_partitioner gave {parts!r} for a variable of shape {shape}: must be a list"
             " with an entry for each axis, from 1 up for the first one, and 1 for all others"
         )
-    count = min(parts[0], shape[0])
-    return None if count == 1 else div_lengths(shape[0], count)
+    return int(min(parts[0], shape[0]))
 
 
 def replica_device_setter(

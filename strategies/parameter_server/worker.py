@@ -10,7 +10,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import count
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from strategies.core.indexed_slices import Gradient
 from strategies.core.storage import Storage
 from strategies.core.values import Array
 from strategies.parameter_server.client import Client
-from strategies.parameter_server.placement import PartitionFunction, RoundRobin, lengths_of_parts
+from strategies.parameter_server.placement import PartitionFunction, RoundRobin, count_of_parts
 from strategies.parameter_server.requests import Request, Roles, ShardInfo, VariableInfo
 from strategies.parameter_server.rpc_client import RpcClient
 from strategies.parameter_server.storage import ServedStorage, stored
@@ -70,12 +70,13 @@ class Worker:
 
     def _create(self, value: Array, what: str) -> VariableInfo:
         """Put a variable onto the servers, and announce it."""
-        lengths = None
+        number = 1
         if not self._placement.colocating:
-            lengths = lengths_of_parts(self._partitioner, value.shape, value.dtype)
-        parts = [value] if lengths is None else np.split(value, np.cumsum(lengths)[:-1])
+            number = count_of_parts(self._partitioner, value.shape, value.dtype)
+        # TensorFlow's "div" split, too, makes the first parts one row longer.
+        parts = [value] if number == 1 else np.array_split(value, number)
         places = [(next(self._shards), self._placement.next()) for _ in parts]
-        names = _names_of_parts(what, lengths)
+        names = _names_of_parts(what, parts)
         with self._rpc.lock:
             self._rpc.poll()
             pending = [
@@ -87,7 +88,7 @@ class Worker:
                 ShardInfo(shard, server, part.shape, part.dtype, address)
                 for (shard, server), part, (address, _) in zip(places, parts, made, strict=True)
             )
-            info = VariableInfo(what, value.shape, value.dtype, shards, lengths is not None)
+            info = VariableInfo(what, value.shape, value.dtype, shards, number > 1)
             self._announce("variable", info)
         return info
 
@@ -189,11 +190,11 @@ class Worker:
         self._rpc.leave()
 
 
-def _names_of_parts(what: str, lengths: Sequence[int] | None) -> list[str]:
-    if lengths is None:
+def _names_of_parts(what: str, parts: Sequence[Array]) -> list[str]:
+    if len(parts) == 1:
         return [what]
-    lasts = (int(end) - 1 for end in np.cumsum(lengths))
+    ends = accumulate(map(len, parts))
     return [
-        f"{what}, rows {last - length + 1} to {last}"
-        for length, last in zip(lengths, lasts, strict=True)
+        f"{what}, rows {end - len(part)} to {end - 1}"
+        for part, end in zip(parts, ends, strict=True)
     ]

@@ -17,6 +17,7 @@ from tensorflow.python.distribute import (
 from strategies.core.options import CommunicationOptions
 from strategies.replication.replication import Replication
 from strategies.tensorflow import variables
+from strategies.tensorflow.cluster import options_of
 from strategies.tensorflow.input import distribute, distribute_from_function
 from strategies.tensorflow.operations import Operations
 from strategies.tensorflow.seeds import replica_seeds
@@ -229,11 +230,5 @@ def local_value(value: Any) -> Any:
 
 def _options(options: Any) -> CommunicationOptions | None:
     """TensorFlow's options as those of `strategies`; None where they say nothing."""
-    if options is None:
-        return None
-    given = CommunicationOptions(
-        bytes_per_pack=options.bytes_per_pack,
-        timeout_seconds=options.timeout_seconds,
-        implementation=options.implementation.value,
-    )
+    given = options_of(options)
     return None if given == _DEFAULT else given

@@ -35,25 +35,19 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     ValueError for FILE with fewer files than ranks.
     """
     communicator, options = extended.operations.communicator, _on_host(options)
+    alone = communicator.size == 1
 
     def make(source: Any) -> Any:
         return input_util.get_distributed_dataset(
             source,
             extended._input_workers_with_options(options),
             extended._container_strategy(),
-            num_replicas_in_sync=communicator.size,
-            input_context=extended._input_context(),
+            num_replicas_in_sync=None if alone else communicator.size,
+            input_context=None if alone else extended._input_context(),
             options=options,
         )
 
-    if communicator.size == 1:
-        return input_util.get_distributed_dataset(
-            dataset,
-            extended._input_workers_with_options(options),
-            extended._container_strategy(),
-            options=options,
-        )
-    if not tf.executing_eagerly():
+    if alone or not tf.executing_eagerly():
         return make(dataset)
     policy = _policy(dataset)
     if policy in (_POLICIES.AUTO, _POLICIES.FILE):

@@ -20,7 +20,7 @@ from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.extended import CollectiveExtended, local_value
 from strategies.tensorflow.input import distribute, joined
 from strategies.tensorflow.outer_steps import OuterSteps
-from strategies.tensorflow.statistics import enclosing_function
+from strategies.tensorflow.statistics import enclosing_function, execute_if
 from strategies.tensorflow.strategy import Strategy
 
 
@@ -111,15 +111,11 @@ class LocalExtended(CollectiveExtended):
         """The body of a `run`, after which the step is counted if there was one."""
         yield
 
-        def end() -> Any:
+        def end() -> None:
             self._stepped.assign(False)
-            self._end_step()
-            return tf.constant(0)
+            execute_if(self._steps.assign_add(1) >= self._length, self.average)
 
-        if not tf.executing_eagerly():
-            tf.cond(self._stepped, end, lambda: tf.constant(0))
-        elif self._stepped:
-            end()
+        execute_if(self._stepped, end)
 
     def statistic_changed(self, variable: Any) -> None:
         """Nothing: statistics are averaged with the weights."""
@@ -147,20 +143,6 @@ class LocalExtended(CollectiveExtended):
         # A branch that one rank does not execute is a step there, too: the ranks count the same.
         with enclosing_function(tf.compat.v1.get_default_graph()).as_default():
             self._stepped.assign(True)
-
-    def _end_step(self) -> None:
-        steps = self._steps.assign_add(1)
-        due = steps >= self._length
-        if tf.executing_eagerly():
-            if due:
-                self.average()
-            return
-
-        def average() -> Any:
-            self.average()
-            return tf.constant(0)
-
-        tf.cond(due, average, lambda: tf.constant(0))
 
     def average(self) -> None:
         """Average all variables that training changes over the ranks, and begin a new round."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from tensorflow.python.saved_model import save as saved_model
 
 from collectives import Communicator
 from strategies.core.same_error import call_on_all
+from strategies.tensorflow.variables import callers
 
 
 class _State(threading.local):
@@ -134,14 +134,9 @@ def _once(plain: Callable[..., Any], path_name: str, what: str) -> Callable[...,
 
 def _on_chief_alone() -> bool:
     """Whether a callback that `fit` runs on the chief alone is on the stack of calls."""
-    from strategies.keras.callbacks import runs_on_chief
+    from strategies.keras.callbacks import ON_CHIEF
 
-    frame = sys._getframe(1)
-    while frame is not None:
-        if runs_on_chief(frame.f_locals.get("self")):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(isinstance(frame.f_locals.get("self"), ON_CHIEF) for frame in callers())
 
 
 @cache

@@ -122,7 +122,11 @@ class ServedVariable(ReplicatedVariable):
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
         """Restore the chief's value on the servers; the other workers wait for it."""
         value = restored_tensors[trackable.VARIABLE_VALUE_KEY]
-        self.exchange.as_chief(lambda: self.assign(value))
+
+        def restore() -> None:
+            self.assign(value)
+
+        self._distribute_strategy.chief_first(restore)
         return tf.no_op()
 
 
@@ -160,14 +164,6 @@ class Exchange:
             return [place.initial.copy()]
 
         return self._operations.execute(call, [value], [value.shape])[0]
-
-    def as_chief(self, action: Any) -> None:
-        """Call the function as the chief; the other workers wait until its changes are applied."""
-
-        def act() -> None:
-            action()
-
-        self._arrays.chief_first(act)
 
     # Steps.
 

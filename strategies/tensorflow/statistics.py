@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,15 +124,11 @@ class Statistics:
     def _average_after(self, function: _Function) -> None:
         """Average what the function has changed, if it was executed in this run."""
 
-        def average() -> Any:
+        def average() -> None:
             function.executed.assign(False)
             self._average(function.variables)
-            return tf.constant(0)
 
-        if not tf.executing_eagerly():
-            tf.cond(function.executed, average, lambda: tf.constant(0))
-        elif function.executed:
-            average()
+        execute_if(function.executed, average)
 
     def _average(self, variables: list[Any]) -> None:
         if variables:
@@ -158,3 +154,17 @@ class Statistics:
     def _assign(self, variables: list[Any], means: list[Any]) -> None:
         for variable, mean in zip(variables, means, strict=True):
             variable._primary.assign(mean)
+
+
+def execute_if(condition: Any, action: Callable[[], None]) -> None:
+    """Execute the action if a tensor or variable is true, eagerly or in a graph."""
+    if tf.executing_eagerly():
+        if condition:
+            action()
+        return
+
+    def act() -> Any:
+        action()
+        return tf.constant(0)
+
+    tf.cond(condition, act, lambda: tf.constant(0))

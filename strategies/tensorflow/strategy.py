@@ -65,7 +65,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         from strategies.keras.training import Training
 
         saving.install_for_keras()
-        return Training(self.communicator, is_chief=self.is_chief, owner=self, reduces=False)
+        return Training(self, reduces=False)
 
     @property
     def communicator(self) -> Communicator:
@@ -100,3 +100,4 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         return tf.data.Dataset.from_tensor_slices(numpy_input)
 
     make_experimental_numpy_dataset = experimental_make_numpy_dataset
+    """The name in TensorFlow's older guide."""

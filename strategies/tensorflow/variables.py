@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,7 @@ from tensorflow.python.trackable import base as trackable
 
 _KERAS = "keras.src.backend.tensorflow.core"
 _KERAS_COMMON = "keras.src.backend.common.variables"
-_FRAMES = 24
+_FRAMES = 25
 _BETWEEN = ("tensorflow.", "strategies.tensorflow.", "keras.src.backend.", "keras.src.layers.layer")
 """Modules that assign what another caller has computed."""
 
@@ -155,32 +156,28 @@ def _evaluated(initial: Any, dtype: Any) -> Any:
 
 def _keras_variable() -> weakref.ref[Any] | None:
     """A reference to the variable of Keras 3 that is being created, on the stack of calls."""
-    for count, frame in enumerate(_callers()):
+    for frame in islice(callers(), _FRAMES):
         if frame.f_globals.get("__name__") == _KERAS and "self" in frame.f_locals:
             return weakref.ref(frame.f_locals["self"])
-        if count == _FRAMES:
-            break
     return None
 
 
 def _assigning_module() -> str:
     """The name of the module whose code assigns a variable, on the stack of calls."""
-    names = (str(frame.f_globals.get("__name__")) for frame in _callers())
+    names = (str(frame.f_globals.get("__name__")) for frame in callers())
     return next((name for name in names if not name.startswith(_BETWEEN)), "")
 
 
 def added_by_keras(variable: Any) -> Any:
     """What Keras's `assign_add` or `assign_sub`, which assign the sum, adds; None elsewhere."""
     holder = None if variable.keras_variable is None else variable.keras_variable()
-    for count, frame in enumerate(_callers()):
+    for frame in islice(callers(), _FRAMES):
         module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
         if module == _KERAS_COMMON and name in ("assign_add", "assign_sub"):
             if holder is None or frame.f_locals.get("self") is not holder:
                 return None
             addend = tf.convert_to_tensor(frame.f_locals["value"])
             return addend if name == "assign_add" else -addend
-        if count == _FRAMES:
-            break
     return None
 
 
@@ -188,7 +185,8 @@ def _is_keras(module: str) -> bool:
     return module.startswith("keras.")
 
 
-def _callers() -> Iterator[FrameType]:
+def callers() -> Iterator[FrameType]:
+    """The frames of the stack, the caller's first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -118,7 +118,7 @@ def test_a_task_reads_well():
 
 
 def config_of(task_type, index=0, **jobs):
-    return TFConfig(ClusterSpec(jobs), Task(task_type, index))
+    return TFConfig(ClusterSpec(jobs), task_type, index)
 
 
 VALIDATIONS = [
@@ -129,7 +129,7 @@ VALIDATIONS = [
 
 
 @pytest.mark.parametrize("validate", VALIDATIONS)
-@pytest.mark.parametrize("config", [TFConfig(), TFConfig(None, Task("ps", 0))])
+@pytest.mark.parametrize("config", [TFConfig(), TFConfig(None, "ps", 0)])
 def test_without_a_cluster_everything_is_a_single_worker(validate, config):
     validate(config)
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from strategies.cluster.ranks import assign_ranks
-from strategies.cluster.spec import ClusterSpec, Task
+from strategies.cluster.spec import ClusterSpec
 from strategies.cluster.tf_config import TFConfig, parse_tf_config
 from strategies.cluster_resolver import (
     ClusterResolver,
@@ -77,7 +77,7 @@ def test_a_cluster_without_a_task(set_tf_config):
 def test_arguments_go_before_tf_config(set_tf_config):
     set_tf_config({"cluster": TWO, "task": {"type": "worker", "index": 1}})
     resolver = TFConfigClusterResolver("evaluator", 0, rpc_layer="grpc", environment="cloud")
-    assert resolver.tf_config() == TFConfig(ClusterSpec(TWO), Task("evaluator", 0))
+    assert resolver.tf_config() == TFConfig(ClusterSpec(TWO), "evaluator", 0)
     assert (resolver.rpc_layer, resolver.environment) == ("grpc", "cloud")
 
 

@@ -15,7 +15,7 @@ from strategies.parameter_server import (
     MinSizePartitioner,
     replica_device_setter,
 )
-from strategies.parameter_server.placement import RoundRobin, div_lengths, lengths_of_parts
+from strategies.parameter_server.placement import RoundRobin, count_of_parts
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float64", "int8", "complex128"]).map(np.dtype)
@@ -83,7 +83,7 @@ def test_max_size(shape, dtype, most_bytes, most):
     row = math.prod(shape[1:]) * dtype.itemsize
     assert 1 <= first <= shape[0]
     if first != most:
-        largest = max(div_lengths(shape[0], first)) * row
+        largest = -(-shape[0] // first) * row
         assert largest <= max(most_bytes, row)
         assert first == 1 or -(-shape[0] // (first - 1)) * row > most_bytes
 
@@ -105,33 +105,20 @@ def test_wrong_numbers(make, error, text):
         make()
 
 
-def test_the_div_split():
-    assert div_lengths(13, 5) == [3, 3, 3, 2, 2]
-    assert div_lengths(6, 4) == [2, 2, 1, 1]
-
-
-@given(rows=st.integers(1, 200), parts=st.integers(1, 50))
-def test_the_div_split_is_even(rows, parts):
-    lengths = div_lengths(rows, parts)
-    assert sum(lengths) == rows
-    assert len(lengths) == parts
-    assert lengths == [len(part) for part in np.array_split(np.arange(rows), parts)]
-
-
 def test_what_is_split():
     partitioner = FixedShardsPartitioner(5)
-    assert lengths_of_parts(partitioner, (13, 2), np.float32) == [3, 3, 3, 2, 2]
-    assert lengths_of_parts(partitioner, (2, 9), np.float32) == [1, 1]
-    assert lengths_of_parts(lambda shape, dtype: (99, 1), (3, 2), np.float32) == [1, 1, 1]
+    assert count_of_parts(partitioner, (13, 2), np.float32) == 5
+    assert count_of_parts(partitioner, (2, 9), np.float32) == 2
+    assert count_of_parts(lambda shape, dtype: (99, 1), (3, 2), np.float32) == 3
     for shape in ((), (1, 7), (0, 3)):
-        assert lengths_of_parts(partitioner, shape, np.float32) is None
-    assert lengths_of_parts(None, (13, 2), np.float32) is None
+        assert count_of_parts(partitioner, shape, np.float32) == 1
+    assert count_of_parts(None, (13, 2), np.float32) == 1
 
 
 @pytest.mark.parametrize("parts", [[1, 2], [0, 1], [2], [], None, 3])
 def test_a_partitioner_with_an_impossible_result(parts):
     with pytest.raises(ValueError, match="variable_partitioner gave"):
-        lengths_of_parts(lambda shape, dtype: parts, (4, 4), np.float32)
+        count_of_parts(lambda shape, dtype: parts, (4, 4), np.float32)
 
 
 def test_servers_get_shards_in_turn():

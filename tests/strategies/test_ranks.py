@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.cluster.ranks import RankReport, assign_ranks
+from strategies.cluster.ranks import assign_ranks
 from strategies.cluster.spec import ClusterSpec, Task, ordered_tasks, worker_cluster
 
 FULL = ClusterSpec(
@@ -30,7 +30,7 @@ def report(cluster, task=None, host="h"):
     parts = {"cluster": cluster.as_dict() if cluster else {}}
     if task:
         parts["task"] = {"type": task.type, "index": task.index}
-    return RankReport(json.dumps(parts), host)
+    return json.dumps(parts), host
 
 
 def worker(index, cluster=TWO, host=None):
@@ -120,7 +120,7 @@ def test_without_a_cluster_all_are_workers_in_rank_order(text):
 
 def test_a_world_of_one_without_tf_config():
     (place,) = assign_ranks([(None, "x")])
-    assert (place.role, place.id, place.key, place.is_chief) == ("worker", 0, 0, True)
+    assert (place.role, place.id, place.is_chief) == ("worker", 0, True)
 
 
 def test_places_follow_the_cluster_and_not_the_launch():
@@ -131,7 +131,7 @@ def test_places_follow_the_cluster_and_not_the_launch():
     chiefs = [str(place.task) for place in places if place.is_chief]
     assert chiefs == ["evaluator 0", "chief 0"]
     assert [place.role for place in places] == [task.type for task in tasks]
-    assert all(place.cluster == FULL and place.key == place.id for place in places)
+    assert all(place.cluster == FULL for place in places)
 
 
 def test_an_evaluator_outside_of_the_cluster_is_one_more_task():

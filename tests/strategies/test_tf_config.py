@@ -35,12 +35,12 @@ def task_text(**task):
     "text", [None, "{}", '{"cluster": {}}', '{"task": {}}', '{"environment": "cloud"}']
 )
 def test_nothing_set_is_a_single_worker(text):
-    assert parse_tf_config(text) == TFConfig(cluster=None, task=None)
+    assert parse_tf_config(text) == TFConfig()
 
 
 def test_a_task_without_a_cluster():
     config = parse_tf_config(text_of(task={"type": "worker", "index": 7}))
-    assert config == TFConfig(None, Task("worker", 7))
+    assert config == TFConfig(None, "worker", 7)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,11 @@ def configs(draw):
     names = st.sampled_from(["worker", "ps", "data", "gpu \N{GREEK SMALL LETTER MU}"])
     cluster = ClusterSpec(draw(st.dictionaries(names, jobs, min_size=1)))
     job = draw(st.sampled_from(cluster.jobs))
-    task = Task(job, draw(st.sampled_from(cluster.task_indices(job))))
-    alone = [TFConfig(cluster), TFConfig(cluster, None, job), TFConfig(cluster, None, None, 2)]
-    return draw(st.sampled_from([TFConfig(cluster, task), TFConfig(None, task), *alone]))
+    index = draw(st.sampled_from(cluster.task_indices(job)))
+    alone = [TFConfig(cluster), TFConfig(cluster, job), TFConfig(cluster, None, 2)]
+    return draw(
+        st.sampled_from([TFConfig(cluster, job, index), TFConfig(None, job, index), *alone])
+    )
 
 
 @given(configs())

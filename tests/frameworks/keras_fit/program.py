@@ -195,7 +195,7 @@ def shuffled_pieces_are_every_row_once():
     from strategies.keras.training import Training
 
     np.random.seed(RANK)
-    training = Training(STRATEGY.communicator, is_chief=STRATEGY.is_chief)
+    training = Training(STRATEGY)
     orders = []
     for shuffle in (True, "batch"):
         how = {"batch_size": BATCH, "seed": common_seed(WORLD)}
