@@ -10,7 +10,8 @@ import numpy as np
 
 from collectives.asynchronous.collectives import AsynchronousCollectives
 from collectives.asynchronous.point_to_point import PointToPointCalls
-from collectives.calls import PASS, allocation, objects, tuning
+from collectives.calls import PASS, allocation, movements, objects, reductions, scans, tuning
+from collectives.calls.all_to_all import all_to_all
 from collectives.calls.explain import explain
 from collectives.calls.mailboxes import open_mailbox
 from collectives.calls.persistent import PersistentCalls
@@ -69,8 +70,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
                 return result
         if algorithm is None and (got := self._cached.all_reduce(array, op, out, what)) is not PASS:
             return got
-        return self._run(
-            self._operations.all_reduce(array, op, out=out, algorithm=algorithm, what=what)
+        return self._perform(
+            reductions.all_reduce, array, op, out=out, algorithm=algorithm, what=what
         )
 
     def reduce(
@@ -86,9 +87,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         root = self._root(root)
         if algorithm is None and (got := self._cached.reduce(array, op, root, out)) is not PASS:
             return got
-        return self._run(
-            self._operations.reduce(array, op, root=root, out=out, algorithm=algorithm)
-        )
+        return self._perform(reductions.reduce, array, op, root=root, out=out, algorithm=algorithm)
 
     def broadcast(self, array: Any, *, root: int = 0, algorithm: str | None = None) -> Any:
         """Copy the root's array into the other ranks' arrays, of equal shape and dtype; return it.
@@ -100,7 +99,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
             result = self._cached.broadcast(array, root, on_root=self.rank == root)
             if result is not PASS:
                 return result
-        return self._run(self._operations.broadcast(array, root=root, algorithm=algorithm))
+        return self._perform(movements.broadcast, array, root=root, algorithm=algorithm)
 
     def all_gather(
         self, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
@@ -113,9 +112,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         """
         if algorithm is None and (got := self._cached.all_gather(array, axis, out)) is not PASS:
             return got
-        return self._run(
-            self._operations.all_gather(array, axis=axis, out=out, algorithm=algorithm)
-        )
+        return self._perform(movements.all_gather, array, axis=axis, out=out, algorithm=algorithm)
 
     def gather(
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
@@ -124,7 +121,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         root = self._root(root)
         if algorithm is None and (got := self._cached.gather(array, root, axis)) is not PASS:
             return got
-        return self._run(self._operations.gather(array, root=root, axis=axis, algorithm=algorithm))
+        return self._perform(movements.gather, array, root=root, axis=axis, algorithm=algorithm)
 
     def scatter(
         self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
@@ -135,7 +132,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         """
         if algorithm is None:
             return self._cached.scatter(array, self._root(root), axis)
-        return self._run(self._operations.scatter(array, root=root, axis=axis, algorithm=algorithm))
+        return self._perform(movements.scatter, array, root=root, axis=axis, algorithm=algorithm)
 
     def reduce_scatter(
         self,
@@ -152,8 +149,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
             and (got := self._cached.reduce_scatter(array, op, axis, out)) is not PASS
         ):
             return got
-        return self._run(
-            self._operations.reduce_scatter(array, op, axis=axis, out=out, algorithm=algorithm)
+        return self._perform(
+            reductions.reduce_scatter, array, op, axis=axis, out=out, algorithm=algorithm
         )
 
     def scan(
@@ -170,7 +167,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         """
         if algorithm is None and (got := self._cached.scan("scan", array, op, out)) is not PASS:
             return got
-        return self._run(self._operations.scan(array, op, out=out, algorithm=algorithm))
+        return self._perform(scans.scan, array, op, out=out, algorithm=algorithm)
 
     def exscan(
         self,
@@ -188,7 +185,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         """
         if algorithm is None and (got := self._cached.scan("exscan", array, op, out)) is not PASS:
             return got
-        return self._run(self._operations.exscan(array, op, out=out, algorithm=algorithm))
+        return self._perform(scans.exscan, array, op, out=out, algorithm=algorithm)
 
     def all_to_all(self, arrays: Any, *, out: Any = None, algorithm: str | None = None) -> Any:
         """Send arrays[i] to rank i; return a list of the received arrays, entry i from rank i.
@@ -199,7 +196,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         """
         if algorithm is None and (got := self._cached.all_to_all(arrays, out)) is not PASS:
             return got
-        return self._run(self._operations.all_to_all(arrays, out=out, algorithm=algorithm))
+        return self._perform(all_to_all, arrays, out=out, algorithm=algorithm)
 
     def all_reduce_many(
         self,
@@ -224,7 +221,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
     def barrier(self, what: str | None = None) -> None:
         """Return when every rank has called it; a MismatchError if their texts differ."""
         if self._cached.barrier(what) is PASS:
-            self._run(self._operations.barrier(what))
+            self._perform(reductions.barrier, what)
 
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """A copy of the root's object, pickled, also on the root; for small metadata."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -13,7 +13,6 @@ from collectives.calls import Operation
 from collectives.calls.bound_many import ManyReducer
 from collectives.calls.call_cache import CallCache
 from collectives.calls.many import Many
-from collectives.calls.operations import Operations
 from collectives.calls.tuning import use_saved
 from collectives.consistency.signature import Signature, check_index
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
@@ -81,9 +80,8 @@ class Group(Deferred):
         self._closed = False
         self._cached = CallCache(self._engine, self._check_open)
         self._bound = self._cached.known
-        many = Many(self._engine)
-        self._many = ManyReducer(self._engine, many)
-        self._operations = Operations(self._engine, many)
+        self._plans = Many(self._engine)
+        self._many = ManyReducer(self._engine, self._plans)
         self._many_on_gpus = ManyOnGpus(self._engine, self._devices)
         if not self._engine.transport.one_process:
             shutdown.keep(self)
@@ -136,7 +134,6 @@ class Group(Deferred):
     @deadline.setter
     def deadline(self, seconds: float | None) -> None:
         self._engine.wait_policy.deadline = check_deadline(seconds)
-        self._duplicate.set_deadline(self._engine.wait_policy.deadline)
 
     def __enter__(self: Entered) -> Entered:
         return self
@@ -265,6 +262,9 @@ class Group(Deferred):
             self._devices.check_call(signature)
             signature = signature.on_gpu()
         return self._engine.perform(signature, operation.run)
+
+    def _perform(self, make: Callable[..., Operation], *arguments: Any, **named: Any) -> Any:
+        return self._run(make(self._engine, *arguments, **named))
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         self._check_open()

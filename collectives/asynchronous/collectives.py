@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec
 
-from collectives.calls import Operation
-from collectives.calls.operations import Operations
+from collectives.calls import Operation, movements, reductions, scans
+from collectives.calls.all_to_all import all_to_all
+from collectives.calls.many import Many
+from collectives.execution.engine import Engine
 from collectives.gpu.reductions import ManyOnGpus, begins_on_gpu
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.reduction import ReduceOp
@@ -16,16 +18,18 @@ Arguments = ParamSpec("Arguments")
 Form = Callable[Concatenate["AsynchronousCollectives", Arguments], Handle[Any]]
 
 
-def _asynchronous(make: Callable[Concatenate[Operations, Arguments], Operation]) -> Form[Arguments]:
+def _asynchronous(make: Callable[Concatenate[Engine, Arguments], Operation]) -> Form[Arguments]:
     """The method that starts the operation which the blocking call of the same arguments runs."""
 
     def start(
         self: AsynchronousCollectives, /, *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Handle[Any]:
-        return self._submit(make(self._operations, *arguments, **named))
+        return self._submit(make(self._engine, *arguments, **named))
 
-    start.__signature__ = signature(make).replace(  # type: ignore[attr-defined]
-        return_annotation="Handle[Any]"
+    own, (itself, *_) = signature(start), signature(start).parameters.values()
+    _, *parameters = signature(make).parameters.values()
+    start.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[itself, *parameters]
     )
     start.__name__ = f"{make.__name__}_async"
     start.__qualname__ = f"AsynchronousCollectives.{start.__name__}"
@@ -50,7 +54,8 @@ class AsynchronousCollectives:
     begins when it runs. Neither inputs nor outputs may be changed before the call is done.
     """
 
-    _operations: Operations
+    _engine: Engine
+    _plans: Many
     _many_on_gpus: ManyOnGpus
 
     def _check_open(self) -> None:
@@ -59,27 +64,27 @@ class AsynchronousCollectives:
     def _submit(self, operation: Operation) -> Handle[Any]:
         raise NotImplementedError
 
-    all_reduce_async = _asynchronous(Operations.all_reduce)
+    all_reduce_async = _asynchronous(reductions.all_reduce)
     """Start an `all_reduce`."""
-    reduce_async = _asynchronous(Operations.reduce)
+    reduce_async = _asynchronous(reductions.reduce)
     """Start a `reduce`."""
-    reduce_scatter_async = _asynchronous(Operations.reduce_scatter)
+    reduce_scatter_async = _asynchronous(reductions.reduce_scatter)
     """Start a `reduce_scatter`."""
-    broadcast_async = _asynchronous(Operations.broadcast)
+    broadcast_async = _asynchronous(movements.broadcast)
     """Start a `broadcast`."""
-    all_gather_async = _asynchronous(Operations.all_gather)
+    all_gather_async = _asynchronous(movements.all_gather)
     """Start an `all_gather`."""
-    gather_async = _asynchronous(Operations.gather)
+    gather_async = _asynchronous(movements.gather)
     """Start a `gather`."""
-    scatter_async = _asynchronous(Operations.scatter)
+    scatter_async = _asynchronous(movements.scatter)
     """Start a `scatter`. TypeError on every rank if the root's array lies on a GPU."""
-    scan_async = _asynchronous(Operations.scan)
+    scan_async = _asynchronous(scans.scan)
     """Start a `scan`."""
-    exscan_async = _asynchronous(Operations.exscan)
+    exscan_async = _asynchronous(scans.exscan)
     """Start an `exscan`."""
-    all_to_all_async = _asynchronous(Operations.all_to_all)
+    all_to_all_async = _asynchronous(all_to_all)
     """Start an `all_to_all`."""
-    barrier_async = _asynchronous(Operations.barrier)
+    barrier_async = _asynchronous(reductions.barrier)
     """Start a `barrier` between asynchronous calls: it is done once every rank has started it."""
 
     def all_reduce_many_async(
@@ -95,5 +100,4 @@ class AsynchronousCollectives:
         if begins_on_gpu(arrays):
             self._check_open()
             return self._many_on_gpus.submit(arrays, op, out, bucket_bytes, what)
-        fused = self._operations.all_reduce_many
-        return self._submit(fused(arrays, op, out=out, bucket_bytes=bucket_bytes, what=what))
+        return self._submit(self._plans.operation(arrays, op, out, bucket_bytes, what)[0])

@@ -38,14 +38,9 @@ class Duplicate:
     def _thread(self) -> ProgressThread:
         if self.progress is None:
             assert self.transport is not None
-            deadline = self._engine.wait_policy.deadline
-            self.progress = ProgressThread(self.transport, self._topology, deadline)
+            policy = self._engine.wait_policy
+            self.progress = ProgressThread(self.transport, self._topology, policy)
         return self.progress
-
-    def set_deadline(self, deadline: float | None) -> None:
-        """Set the deadline of the calls that begin from now on."""
-        if self.progress is not None:
-            self.progress.deadline = deadline
 
     def entries(self) -> list[Entry]:
         """The recorded calls."""

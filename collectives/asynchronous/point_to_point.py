@@ -7,6 +7,7 @@ from typing import Any
 from collectives.asynchronous.messages import Messages
 from collectives.calls.point_to_point import Incoming, Outgoing
 from collectives.consistency.signature import check_peer
+from collectives.execution.engine import Engine
 from collectives.lifecycle.futures import Handle
 
 
@@ -14,19 +15,14 @@ class PointToPointCalls:
     """The part of a communicator that sends messages between two ranks. Not collective."""
 
     _messages: Messages
-
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0 to size − 1."""
-        raise NotImplementedError
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        raise NotImplementedError
+    _engine: Engine
 
     def _check_open(self) -> None:
         raise NotImplementedError
+
+    def _peer(self, rank: Any, name: str = "peer") -> int:
+        self._check_open()
+        return check_peer(rank, self._engine.rank, self._engine.size, name)
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send the array's elements to one rank, which receives them with `recv` or `irecv`.
@@ -34,8 +30,7 @@ class PointToPointCalls:
         After DeadlineExceededError the message remains in transit: do not change the array until
         the same `send`, repeated, has returned. Repeating it does not send the message twice.
         """
-        self._check_open()
-        self._messages.send(Outgoing("send", array, check_peer(peer, self.rank, self.size), tag))
+        self._messages.send(Outgoing("send", array, self._peer(peer), tag))
 
     def recv(self, out: Any, peer: int, tag: int = 0) -> Any:
         """Receive elements from one rank into `out`, and return it.
@@ -43,9 +38,7 @@ class PointToPointCalls:
         Raises ShapeMismatchError or DtypeMismatchError if the message differs from `out`. After
         DeadlineExceededError the message goes to the next receive of the same rank and tag.
         """
-        self._check_open()
-        peer = check_peer(peer, self.rank, self.size)
-        return self._messages.receive(Incoming("recv", out, peer, tag))
+        return self._messages.receive(Incoming("recv", out, self._peer(peer), tag))
 
     def isend(self, array: Any, dest: int, tag: int = 0) -> Handle[Any]:
         """Start to send the array's elements, of any shape and dtype, to another rank.
@@ -58,9 +51,7 @@ class PointToPointCalls:
 
         Raises ValueError or TypeError for a wrong rank, tag or array. As MPI_Isend (MPI 4.1, 3.7).
         """
-        self._check_open()
-        peer = check_peer(dest, self.rank, self.size, "dest")
-        return self._messages.start(Outgoing("isend", array, peer, tag))
+        return self._messages.start(Outgoing("isend", array, self._peer(dest, "dest"), tag))
 
     def irecv(self, array: Any, source: int, tag: int = 0) -> Handle[Any]:
         """Start to receive the elements that another rank sends with `send` or `isend`.
@@ -74,6 +65,4 @@ class PointToPointCalls:
 
         Raises ValueError or TypeError for a wrong rank, tag or array. As MPI_Irecv (MPI 4.1, 3.7).
         """
-        self._check_open()
-        peer = check_peer(source, self.rank, self.size, "source")
-        return self._messages.start(Incoming("irecv", array, peer, tag))
+        return self._messages.start(Incoming("irecv", array, self._peer(source, "source"), tag))

@@ -17,7 +17,6 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
-    empty,
     flat,
     given_output,
     is_device,
@@ -170,13 +169,14 @@ def exchange_bytes(
     outgoing: Sequence[int],
     incoming: Sequence[int],
     algorithm: str | None = None,
+    beside: Array | None = None,
 ) -> list[Array]:
     """What every rank has sent to this one, in the engine's memory; this rank sends itself 0 bytes.
 
     `writes` store what is sent to each rank; `outgoing` and `incoming` are lengths in bytes.
     """
     lengths = [*outgoing, *incoming]
-    buffer = engine.work(sum(lengths), np.dtype(np.uint8))
+    buffer = engine.work(sum(lengths), np.dtype(np.uint8), beside)
     starts = list(accumulate(lengths, initial=0))
     for peer in _others(engine):
         writes[peer](buffer[starts[peer] : starts[peer + 1]])
@@ -185,10 +185,12 @@ def exchange_bytes(
     return [buffer[first:last] for first, last in pairwise(ends)]
 
 
-def all_to_all(arrays: Any, size: int, algorithm: str | None, out: Any = None) -> Operation:
+def all_to_all(
+    engine: Engine, arrays: Any, *, out: Any = None, algorithm: str | None = None
+) -> Operation:
     """Send arrays[i] to rank i; entry i of the result was sent by rank i."""
     algorithms.check_name("all_to_all", algorithm)
-    parts = Parts(arrays, size, out)
+    parts = Parts(arrays, engine.size, out)
     signature = Signature("all_to_all", detail=forced(algorithm), nbytes=parts.nbytes)
     devices = list(map(is_device, parts.arrays))
     if any(devices) and not all(devices):
@@ -212,21 +214,23 @@ def _between_gpus(engine: Engine, given: Sequence[Array], algorithm: str | None)
     outgoing = [_aligned(array.nbytes) for array in given]
     incoming = [_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in coming]
     outgoing[engine.rank] = incoming[engine.rank] = 0
-    lengths = outgoing + incoming
-    buffer = empty(sum(lengths), np.dtype(np.uint8), given[0])
-    ends = np.cumsum(lengths).tolist()
-    for peer in _others(engine):
-        block = flat(given[peer]).view(np.uint8)
-        start = ends[peer] - outgoing[peer]
-        buffer[start : start + block.size] = block
-    engine.run("all_to_all", None, buffer, lengths=lengths, algorithm=algorithm)
+    writes = [writer(flat(array).view(np.uint8)) for array in given]
+    found = exchange_bytes(engine, writes, outgoing, incoming, algorithm, given[0])
     received = [given[engine.rank].copy()] * engine.size
     for peer in _others(engine):
         dtype, shape = coming[peer]
-        start = ends[engine.size + peer] - incoming[peer]
         nbytes = math.prod(shape) * dtype.itemsize
-        received[peer] = buffer[start : start + nbytes].copy().view(dtype).reshape(shape)
+        received[peer] = found[peer][:nbytes].copy().view(dtype).reshape(shape)
     return received
+
+
+def writer(content: Array) -> Write:
+    """What stores the content at the start of a buffer."""
+
+    def write(buffer: Array) -> None:
+        buffer[: len(content)] = content
+
+    return write
 
 
 def _others(engine: Engine) -> list[int]:

@@ -7,13 +7,12 @@ kind of its parts beside its arrival, 0 if they differ, and all ranks compare th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from collectives.arrays.kinds import to_array
-from collectives.calls.all_to_all import exchange, exchange_bytes
+from collectives.calls.all_to_all import exchange, exchange_bytes, writer
 from collectives.calls.bound import Call, Run, bind
 from collectives.calls.bound_small import DATA, node_of_all
 from collectives.calls.rows import rows_of_all
@@ -158,13 +157,6 @@ def _by_messages(engine: Engine, outgoing: Array, incoming: Array) -> None:
     """The parts of bytes to and from each rank, whose lengths are known."""
     rank, lengths = engine.rank, [outgoing.shape[1]] * engine.size
     lengths[rank] = 0
-    received = exchange_bytes(engine, [_writer(part) for part in outgoing], lengths, lengths)
+    received = exchange_bytes(engine, [writer(part) for part in outgoing], lengths, lengths)
     for peer in range(engine.size):
         incoming[peer] = outgoing[rank] if peer == rank else received[peer]
-
-
-def _writer(content: Array) -> Callable[[Array], None]:
-    def write(buffer: Array) -> None:
-        buffer[...] = content
-
-    return write

@@ -25,16 +25,19 @@ from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.counts import ANY_ROOM, counts_of_all
 from collectives.calls.objects import broadcast_pickle
-from collectives.consistency.signature import ANY_LENGTH, Signature, dtype_name, forced
+from collectives.consistency.signature import ANY_LENGTH, Signature, check_index, dtype_name, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 
 
-def broadcast(array: Any, root: int, algorithm: str | None, *, on_root: bool) -> Operation:
+def broadcast(
+    engine: Engine, array: Any, *, root: int = 0, algorithm: str | None = None
+) -> Operation:
     """The root's content in every rank's array."""
+    root = check_index("root", root, engine.size)
     algorithms.check_name("broadcast", algorithm)
     given = to_array(array)
-    output = broadcast_output(given, array, on_root=on_root)
+    output = broadcast_output(given, array, on_root=engine.rank == root)
 
     def perform(engine: Engine) -> Any:
         engine.run("broadcast", None, output.buffer, root=root, algorithm=algorithm)
@@ -67,7 +70,9 @@ def signature_of(collective: str, rows: Rows, root: int | None, algorithm: str |
     return Signature(collective, None, dtype, shape, root, forced(algorithm), nbytes)
 
 
-def all_gather(array: Any, axis: int, out: Any, algorithm: str | None) -> Operation:
+def all_gather(
+    engine: Engine, array: Any, *, axis: int = 0, out: Any = None, algorithm: str | None = None
+) -> Operation:
     """All ranks' arrays, joined along the axis in rank order."""
     algorithms.check_name("all_gather", algorithm)
     rows = Rows(to_array(array), axis)
@@ -97,8 +102,11 @@ def rows_of(out: Any, rows: Rows) -> int:
     return count
 
 
-def gather(array: Any, root: int, axis: int, algorithm: str | None) -> Operation:
+def gather(
+    engine: Engine, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+) -> Operation:
     """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
+    root = check_index("root", root, engine.size)
     algorithms.check_name("gather", algorithm)
     rows = Rows(to_array(array), axis)
     refuse_lost_gradient(array, "array")
@@ -172,9 +180,13 @@ def scatter_block(
     return block
 
 
-def scatter(array: Any, root: int, axis: int, algorithm: str | None, *, on_root: bool) -> Operation:
+def scatter(
+    engine: Engine, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
+    root = check_index("root", root, engine.size)
     algorithms.check_name("scatter", algorithm)
+    on_root = engine.rank == root
 
     def perform(engine: Engine) -> Any:
         rows: list[Rows] = []

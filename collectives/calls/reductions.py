@@ -19,7 +19,7 @@ from collectives.arrays.kinds import (
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import Operation
 from collectives.calls.arguments import Rows, split_rows
-from collectives.consistency.signature import Signature, check_text, dtype_name, forced
+from collectives.consistency.signature import Signature, check_index, check_text, dtype_name, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
 
@@ -77,7 +77,13 @@ class ReduceInput:
 
 
 def all_reduce(
-    array: Any, op: ReduceOp | str, out: Any, algorithm: str | None, what: str | None = None
+    engine: Engine,
+    array: Any,
+    op: ReduceOp | str = "sum",
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+    what: str | None = None,
 ) -> Operation:
     """The reduction of all ranks' arrays, on every rank."""
     algorithms.check_name("all_reduce", algorithm)
@@ -95,21 +101,28 @@ def all_reduce(
     return Operation(signature, perform, given.on_gpu)
 
 
-def barrier(what: str | None) -> Operation:
+def barrier(engine: Engine, what: str | None = None) -> Operation:
     """Nothing but the agreement that all have come, and have come for the same."""
     check_text("what", what)
     return Operation(Signature("barrier", detail=what), lambda engine: None)
 
 
 def reduce(
-    array: Any, op: ReduceOp | str, root: int, out: Any, algorithm: str | None, *, on_root: bool
+    engine: Engine,
+    array: Any,
+    op: ReduceOp | str = "sum",
+    *,
+    root: int = 0,
+    out: Any = None,
+    algorithm: str | None = None,
 ) -> Operation:
     """The reduction of all ranks' arrays, on the root alone; None elsewhere."""
+    root = check_index("root", root, engine.size)
     algorithms.check_name("reduce", algorithm)
     # On every rank alike, though the root alone gets a result.
     refuse_lost_gradient(array, "array")
     given = ReduceInput(array, op)
-    output = given.output(out) if on_root else None
+    output = given.output(out) if engine.rank == root else None
 
     def perform(engine: Engine) -> Any:
         if output is None:
@@ -124,14 +137,13 @@ def reduce(
 
 
 def reduce_scatter(
+    engine: Engine,
     array: Any,
-    op: ReduceOp | str,
-    axis: int,
-    out: Any,
-    algorithm: str | None,
+    op: ReduceOp | str = "sum",
     *,
-    rank: int,
-    size: int,
+    axis: int = 0,
+    out: Any = None,
+    algorithm: str | None = None,
 ) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the reduction."""
     algorithms.check_name("reduce_scatter", algorithm)
@@ -139,9 +151,9 @@ def reduce_scatter(
     if out is None:
         refuse_lost_gradient(array, "array")
     rows = Rows(given.converted(), axis)
-    counts = split_rows(rows.count, size)
+    counts = split_rows(rows.count, engine.size)
     lengths = tuple(count * rows.elements for count in counts)
-    result = rows.output(out, counts[rank], given.dtype, given.original)
+    result = rows.output(out, counts[engine.rank], given.dtype, given.original)
     source, target = rows.flat, result.buffer
     if out is not None and may_overlap(source, target):
         source = source.copy()

@@ -19,9 +19,32 @@ from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 
 
 def scan(
+    engine: Engine,
+    array: Any,
+    op: ReduceOp | str = "sum",
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Operation:
+    """The reduction of the arrays of all ranks up to this one."""
+    return _fold("scan", array, op, out, algorithm)
+
+
+def exscan(
+    engine: Engine,
+    array: Any,
+    op: ReduceOp | str = "sum",
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
+) -> Operation:
+    """The reduction of the arrays of all ranks below this one."""
+    return _fold("exscan", array, op, out, algorithm)
+
+
+def _fold(
     collective: str, array: Any, op: ReduceOp | str, out: Any, algorithm: str | None
 ) -> Operation:
-    """The reduction of the arrays of all ranks up to this one, or below it ("exscan")."""
     algorithms.check_name(collective, algorithm)
     given = ReduceInput(array, op)
     refuse_mean(collective, given.op)

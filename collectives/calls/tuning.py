@@ -58,7 +58,7 @@ def _saved(engine: Engine) -> tuple[CostParameters, str] | None:
 
 
 def _key(engine: Engine) -> Key:
-    return Key.here(engine.transport.library, engine.layout)
+    return Key(platform.node(), engine.transport.library, engine.layout)
 
 
 def tune(*, save: bool) -> Operation:

@@ -46,39 +46,23 @@ class CallCheck:
         ranks of each node. `describe` exchanges every rank's call after a mismatch.
         """
         self._wait_policy, self.node_barrier, self._leaders = wait_policy, node_barrier, leaders
-        self._nodes, self._describe = nodes, describe
-        self._several_nodes = len(nodes) > 1
+        self.members, self.nodes, self._describe = nodes, len(nodes), describe
         self._nodes_check = (
             None if leaders is None else NodesCheck(leaders, wait_policy, self._absent)
         )
         self._alone = self._nodes_check if node_barrier is None else None
         """The comparison of a rank alone on its node."""
-        self.slots = _slots(node_barrier) if self._several_nodes else []
+        self.slots = _slots(node_barrier) if self.nodes > 1 else []
         """The memory of this node's ranks, by parity of the call, for data that travel with it."""
         self.sequence = 0
         """Number of the last call that was made, or that other ranks may have seen."""
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes."""
-        return len(self._nodes)
-
-    @property
-    def members(self) -> list[list[int]]:
-        """The ranks of each node."""
-        return self._nodes
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank exchanges words on behalf of its node."""
-        return self.node_barrier is None or self.node_barrier.memory.rank == 0
 
     def all_come(self, seconds: float) -> bool:
         """Whether no rank waits for long in the next call: all come within that time.
 
         False where the ranks don't share one node's memory. To be asked only before that call.
         """
-        if self.node_barrier is None or self._several_nodes:
+        if self.node_barrier is None or self.nodes > 1:
             return False
         return intents.all_come(self.node_barrier.memory, self.sequence + 1, seconds)
 
@@ -150,12 +134,11 @@ class CallCheck:
         if self.node_barrier is None:
             return True
         self.node_barrier.arrive(word, sequence)
-        if not self._several_nodes:
+        if self.nodes == 1:
             return self.node_barrier.wait_for_all(word, sequence)
-        if not self.leads:
-            return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
         nodes_check = self._nodes_check
-        assert nodes_check is not None
+        if nodes_check is None:
+            return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
         try:
             if alike := self.node_barrier.collect(word, sequence):
                 alike = nodes_check.agree(word, exchange)
@@ -171,7 +154,7 @@ class CallCheck:
         """The ranks of the nodes that are waited for, which the node's other ranks read too."""
         if self.node_barrier is not None:
             self.node_barrier.publish_missing(nodes)
-        return ranks_of(self._nodes, nodes)
+        return ranks_of(self.members, nodes)
 
     def close(self) -> None:
         """Close the channel to the other nodes."""

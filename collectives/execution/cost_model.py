@@ -62,16 +62,6 @@ class CostParameters:
         """A message of a schedule."""
         return Link(self.schedule_latency, self.schedule_bandwidth, self.reduction)
 
-    @property
-    def native_move_link(self) -> Link:
-        """Like `native_link`, for collectives without a fold, which the library copies directly."""
-        return Link(self.native_latency, self.native_move_bandwidth, self.reduction)
-
-    @property
-    def native_link(self) -> Link:
-        """A message inside the MPI library."""
-        return Link(self.native_latency, self.native_bandwidth, self.reduction)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -186,7 +176,10 @@ def expected(
 
 def _native(collective: str, layout: Layout, nbytes: int, costs: CostParameters) -> float:
     size = layout.size
-    link = costs.native_link if spec_of(collective).reduces else costs.native_move_link
+    # What isn't folded the library copies directly.
+    reduces = spec_of(collective).reduces
+    bandwidth = costs.native_bandwidth if reduces else costs.native_move_bandwidth
+    link = Link(costs.native_latency, bandwidth, costs.reduction)
     names = algorithms.names(collective)
     if len(layout.local_sizes) > 1 and collective in _ALONG_TREES:
         names = [_TREE]

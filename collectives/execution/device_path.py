@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from collectives.cuda.interface import DeviceArray, Event
 from collectives.cuda.runtime import wait_for
-from collectives.reductions.reduction import ReduceOp, Reduction, reduction_for
+from collectives.reductions.reduction import ReduceOp
 
 Move: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
 """A collective from the first array into the second, which may be the same array."""
@@ -34,11 +34,6 @@ class Request(NamedTuple):
     def given(self) -> DeviceArray:
         """The input, which lies in the target if the source is None."""
         return self.target if self.source is None else self.source
-
-    @property
-    def reduction(self) -> Reduction | None:
-        """What the op means for the dtype. Devices may reduce 8-bit floats."""
-        return None if self.op is None else reduction_for(self.op, self.target.dtype, on_gpu=True)
 
     @property
     def empty(self) -> bool:
@@ -103,13 +98,6 @@ class OnDevices(Protocol):
     @property
     def gpus_requested(self) -> bool:
         """Whether the caller requested GPUs, and therefore new arrays on them."""
-
-    def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
-        """Check a call of these dtypes on this rank, before the ranks synchronize.
-
-        Raises TypeError if the current GPU is not the communicator's, and RuntimeError if a CUDA
-        graph can't capture the call.
-        """
 
     def room(self, length: int, dtype: np.dtype[Any]) -> DeviceArray:
         """New memory on this rank's GPU, for a rank that has no array there yet. Collective."""

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -30,11 +29,6 @@ class Key:
     host: str
     library: str
     layout: Layout
-
-    @classmethod
-    def here(cls, library: str, layout: Layout) -> Key:
-        """The key of a communicator whose rank 0 is this process."""
-        return cls(platform.node(), library, layout)
 
     @property
     def path(self) -> Path:

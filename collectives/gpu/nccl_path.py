@@ -109,7 +109,7 @@ class NcclPath(DevicePath):
             request.op,
             request.root,
         )
-        if request.reduction is not None and request.reduction.divides:
+        if request.op is ReduceOp.MEAN:
             self._cuda.divide(request.target, self._transport.size)
         return algorithm
 

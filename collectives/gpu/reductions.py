@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from collectives.arrays.kinds import Output, address, flat, is_plain
 from collectives.calls import Operation
@@ -15,22 +13,13 @@ from collectives.consistency.signature import check_text
 from collectives.cuda.interface import DeviceArray
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.execution.engine import Engine
+from collectives.gpu.backend import Devices
 from collectives.gpu.buckets import BucketMemory
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.buckets import check_bucket_bytes, check_many
 from collectives.reductions.reduction import ReduceOp, as_op
 
 Started = TypeVar("Started")
-
-
-class Devices(Protocol):
-    """The part of `backend.Devices` that is used here."""
-
-    def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
-        """Check a call of these dtypes on this rank."""
-
-    def enqueue(self, operation: Operation) -> Handle[Any]:
-        """Enqueue the call now; the handle waits for the GPU."""
 
 
 def begins_on_gpu(arrays: Sequence[Any]) -> bool:

@@ -19,28 +19,15 @@ METADATA_EXTENSION = 1
 INTERNAL_ERROR = 13
 
 DTYPES = frozenset(
-    {
-        np.dtype(bool),
-        np.dtype("int8"),
-        np.dtype("int16"),
-        np.dtype("int32"),
-        np.dtype("int64"),
-        np.dtype("uint8"),
-        np.dtype("uint16"),
-        np.dtype("uint32"),
-        np.dtype("uint64"),
-        np.dtype("float16"),
-        np.dtype("float32"),
-        np.dtype("float64"),
-        np.dtype("complex64"),
-        np.dtype(ml_dtypes.bfloat16),
-        np.dtype("complex128"),
-        np.dtype(ml_dtypes.float8_e5m2),
-        np.dtype(ml_dtypes.float8_e4m3fn),
-        np.dtype(ml_dtypes.float8_e4m3b11fnuz),
-        np.dtype(ml_dtypes.float8_e5m2fnuz),
-        np.dtype(ml_dtypes.float8_e4m3fnuz),
-    }
+    map(
+        np.dtype,
+        (
+            *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+            *("float16", "float32", "float64", "complex64", "complex128", ml_dtypes.bfloat16),
+            *(ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3b11fnuz),
+            *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e4m3fnuz),
+        ),
+    )
 )
 """Those of arrays whose elements have whole bytes of their own."""
 

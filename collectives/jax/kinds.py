@@ -75,10 +75,6 @@ class Kind:
     """Whether every such call is kept: ranks use its results differently."""
 
 
-def _to(kind: str, **changes: Any) -> Callable[[Call, list[Any], Bind], list[Any]]:
-    return lambda call, cotangents, bind: bind(cotangents, replace(call, kind=kind, **changes))
-
-
 def _scaled(call: Call, arrays: list[Any]) -> list[Any]:
     return [each / call.comm.size for each in arrays] if call.op == "mean" else arrays
 
@@ -88,12 +84,10 @@ def _own(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
     return _scaled(call, cotangents)
 
 
-def _gathered(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
-    return _scaled(call, bind(cotangents, replace(call, kind="all_gather", op="sum")))
-
-
-def _from_root(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
-    return _scaled(call, bind(cotangents, replace(call, kind="broadcast", op="sum")))
+def _to(kind: str) -> Callable[[Call, list[Any], Bind], list[Any]]:
+    return lambda call, cotangents, bind: _scaled(
+        call, bind(cotangents, replace(call, kind=kind, op="sum"))
+    )
 
 
 def _of_higher_ranks(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
@@ -161,11 +155,11 @@ KINDS = {
     ),
     "reduce_scatter": Kind(
         lambda call, source, target: call.comm.reduce_scatter(source, call.op, out=target),
-        _gathered,
+        _to("all_gather"),
         lambda length, size: length // size,
     ),
     "broadcast": Kind(_broadcast, _to("reduce"), in_place=True),
-    "reduce": Kind(_reduce, _from_root, in_place=True, kept=True),
+    "reduce": Kind(_reduce, _to("broadcast"), in_place=True, kept=True),
     "all_to_all": Kind(
         lambda call, source, target: call.comm.all_to_all(source, out=target), _to("all_to_all")
     ),

@@ -18,7 +18,7 @@ from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
 from collectives.lifecycle.nodes import Topology
 from collectives.transports.base import Transport
-from collectives.waiting.wait_policy import calling_line, check_timeout, log
+from collectives.waiting.wait_policy import WaitPolicy, calling_line, check_timeout, log
 
 Result = TypeVar("Result")
 Tuned = tuple[CostParameters, str]
@@ -65,15 +65,9 @@ class ProgressThread:
     calls.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        topology: Topology,
-        deadline: float | None,
-    ) -> None:
-        self._transport, self._topology = transport, topology
-        self.deadline = deadline
-        """Deadline of the calls that begin from now on."""
+    def __init__(self, transport: Transport, topology: Topology, policy: WaitPolicy) -> None:
+        """A call has the deadline that `policy`, that of the blocking calls, has at its begin."""
+        self._transport, self._topology, self._policy = transport, topology, policy
         self.recorder: FlightRecorder | None = None
         self._closed = self._settled = False
         self._final_call: Handle[Any] | None = None
@@ -120,7 +114,7 @@ class ProgressThread:
 
     def _work(self) -> None:
         engine = Engine(self._transport)
-        engine.wait_policy.deadline = self.deadline
+        engine.wait_policy.deadline = self._policy.deadline
         engine.wait_policy.sleep_early()
         nodes.agree_by_messages(engine)
         self.recorder = engine.recorder
@@ -148,7 +142,7 @@ class ProgressThread:
         """Run one job; False at the end. No reference to the job remains while the thread waits."""
         job = self._jobs.get()
         if job is not None:
-            engine.wait_policy.deadline = self.deadline
+            engine.wait_policy.deadline = self._policy.deadline
             if job.tuned is not None and job.tuned[0] is not engine.costs:
                 engine.use(*job.tuned)
             ends = job.operation.signature is _END

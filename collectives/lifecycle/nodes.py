@@ -143,7 +143,8 @@ def settle(engine: Engine, where: Topology) -> None:
     node = Engine(part, engine.wait_policy)
     engine.layout = _layout(engine, where)
     if engine.layout.oversubscription > 1:
-        engine.wait_policy.share_cores()
+        # Every poll yields the core.
+        engine.wait_policy.spins = 0
     segments = _share(engine, node)
     if segments is None:
         part.close()

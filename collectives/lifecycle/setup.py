@@ -25,4 +25,4 @@ def transport_over(source: Any) -> Transport:
         raise TypeError(f"mpi_comm is a {kind}: must be an mpi4py Intracomm or a Transport")
     from collectives.transports.mpi import MpiTransport
 
-    return MpiTransport.over(source)
+    return MpiTransport(source.Dup())

@@ -48,6 +48,7 @@ class Closable(Protocol):
 _lock = threading.Lock()
 _open: dict[int, Closable] = {}
 _before: list[Callable[[], None]] = []
+"""What runs at the program's end, before every attempt to close, and before MPI ends."""
 
 
 def keep(group: Closable) -> None:
@@ -62,11 +63,6 @@ def forget(group: Closable) -> None:
     """Remove a communicator that was closed."""
     with _lock:
         _open.pop(id(group), None)
-
-
-def before_closing(action: Callable[[], None]) -> None:
-    """Run an action at the program's end, before every attempt to close, and before MPI ends."""
-    _before.append(action)
 
 
 class ExitCode:
@@ -111,7 +107,7 @@ def survive_deaths(all_alive: Callable[[], bool]) -> None:
         if not all_alive():
             code.end_process()
 
-    before_closing(end_without_mpi)
+    _before.append(end_without_mpi)
 
 
 def leave_at_exit(leave: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
-from collectives.shm.addresses import Addresses, DataPath, address_of
+from collectives.shm.addresses import Addresses, address_of
 from collectives.shm.copy_in_copy_out import Lengths, blocks_of, bounds, others, part_starts
 from collectives.shm.peer_memory import PeerMemory
 from collectives.shm.progress import ProgressCounters
@@ -36,11 +36,6 @@ class CrossMemoryAttach:
             self._fold = reduction_for(op, dtype).fold_ranks
             self._scratch = [np.empty(self._block, dtype) for _ in range(self._size)]
             self._addresses = list(map(address_of, self._scratch))
-
-    def find(self, collective: str) -> DataPath | None:
-        """The collective of that name, or None if it has no such path."""
-        found: DataPath | None = getattr(self, collective, None)
-        return found
 
     # Reductions
 

@@ -81,7 +81,7 @@ class Node:
                 name: PathSelector(self.addresses, None, {name: path}, least_bytes=0, forced=True)
                 for name, path in paths.items()
             }
-            zero_copy = ZeroCopy(self.steps, self.pool, op, dtype).find(collective)
+            zero_copy = getattr(ZeroCopy(self.steps, self.pool, op, dtype), collective, None)
             # The ranks of an all_to_all may hold different amounts.
             least = 0 if collective == "all_to_all" else LEAST_BYTES
             shared = PathSelector(self.addresses, zero_copy, paths, least)
@@ -101,7 +101,7 @@ class Node:
 
     def shared(self, collective: str, op: ReduceOp | None, dtype: np.dtype[Any]) -> PathSelector:
         """The selector of a collective of this node's ranks alone."""
-        zero_copy = ZeroCopy(self.steps, self.pool, op, dtype).find(collective)
+        zero_copy = getattr(ZeroCopy(self.steps, self.pool, op, dtype), collective, None)
         paths = self._data_paths(collective, op, dtype)
         return PathSelector(self.addresses, zero_copy, paths, LEAST_BYTES)
 
@@ -112,9 +112,9 @@ class Node:
         copied: Native = getattr(CopyInCopyOut(self.steps, op, dtype), collective)
         paths = {STAGED: without_addresses(copied)}
         if self._peers is not None:
-            attached = CrossMemoryAttach(self.steps, self._peers, op, dtype).find(collective)
-            if attached is not None:
-                paths[SINGLE_COPY] = attached
+            attached = CrossMemoryAttach(self.steps, self._peers, op, dtype)
+            if hasattr(attached, collective):
+                paths[SINGLE_COPY] = getattr(attached, collective)
         return paths
 
     def packed(self, op: ReduceOp, dtype: np.dtype[Any]) -> Packed:

@@ -76,7 +76,7 @@ class NodeBarrier:
         """Store the word."""
         self.memory.publish(ARRIVALS[sequence & 1], word)
 
-    def wait_for_all(self, word: int, sequence: int, *, leave: bool = True) -> bool:
+    def wait_for_all(self, word: int, sequence: int) -> bool:
         """Wait for all the node's ranks; whether their words are equal.
 
         At the deadline the word is withdrawn before the error is raised.
@@ -93,7 +93,7 @@ class NodeBarrier:
                     if words[index] == word:
                         break
                 else:
-                    alike &= self._await(words, index, word, leave)
+                    alike &= self._await(words, index, word)
             if len(others) == 1 or self._commit(word, index):
                 break
         if self.memory.fence is not None:
@@ -108,7 +108,7 @@ class NodeBarrier:
         self.memory.publish(COMMITTED, 0)
         return False
 
-    def _await(self, words: memoryview, index: int, word: int, leave: bool) -> bool:
+    def _await(self, words: memoryview, index: int, word: int) -> bool:
         """Wait until one rank has arrived; whether its word equals `word`."""
         number = word & SEQUENCE_MASK
         self._waits_since = self._waits_since or time.monotonic_ns()
@@ -119,14 +119,12 @@ class NodeBarrier:
         try:
             self._wait_policy.until(arrived, lambda: self._late(word, index))
         except DeadlineExceededError as error:
-            while leave and not arrived():
+            while not arrived():
                 if self._withdraw(index, word):
                     error.withdrawn = True
                     raise
                 # A rank continues, or all ranks have arrived at this moment.
                 self._await_bound(lambda: arrived() or not self._any_committed(word), dict)
-            if not leave:
-                raise
         return words[index] == word
 
     def _withdraw(self, index: int, word: int) -> bool:

@@ -24,9 +24,10 @@ class Packed:
 
     def __init__(self, steps: ProgressCounters, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self._steps, self._fold = steps, reduction_for(op, dtype).fold_ranks
+        self.begin = steps.await_free_stage
+        """Returns the parity of the place into which this rank may pack now."""
         self._rank, self._size = steps.rank, steps.size
-        self.capacity = STAGE_BYTES // dtype.itemsize
-        most = self.capacity // self._size + LINE_BYTES
+        most = STAGE_BYTES // dtype.itemsize // self._size + LINE_BYTES
         self._scratch = np.empty(most, dtype)
         self._stages = steps.memory.stages_of(dtype)
 
@@ -42,10 +43,6 @@ class Packed:
             )
             for parity in (0, 1)
         ]
-
-    def begin(self) -> int:
-        """The parity of the place into which this rank may pack now."""
-        return self._steps.await_free_stage()
 
     def reduce(self, place: Place) -> None:
         """Reduce; the result replaces what this rank packed, until the next `begin`."""

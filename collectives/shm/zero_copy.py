@@ -50,11 +50,6 @@ class ZeroCopy:
         # Of the last call: the next one has the same object if its addresses are the same.
         self._last: tuple[Addresses, int, list[_Block]] = NOWHERE, 0, []
 
-    def find(self, collective: str) -> ZeroCopyPath | None:
-        """The collective of that name, or None if it has no such path."""
-        found: ZeroCopyPath | None = getattr(self, collective, None)
-        return found
-
     def _views(self, places: Sequence[int], length: int) -> list[Array]:
         view, dtype = self._pool.view, self._dtype
         return [view(place, peer, length, dtype) for peer, place in enumerate(places)]

@@ -199,10 +199,6 @@ class CollectiveCalls:
             )
         target[...] = block.reshape(target.shape)
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.comm.barrier()
-
 
 def stays_tensor(tensor: Any) -> bool:
     """Whether the communicator is given the tensor itself: it finds the path of a GPU's memory."""

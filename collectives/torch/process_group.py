@@ -187,7 +187,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         """Synchronize all ranks."""
-        return self._run(options_of(_c10d.BarrierOptions, opts), "barrier", [], self._calls.barrier)
+        return self._run(options_of(_c10d.BarrierOptions, opts), "barrier", [], self._comm.barrier)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -201,7 +201,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         if timeout is not None:
             opts.timeout = max(timeout, timedelta(milliseconds=1))
         try:
-            self._run(opts, "monitored_barrier", [], self._calls.barrier).wait()
+            self._run(opts, "monitored_barrier", [], self._comm.barrier).wait()
         except DeadlineExceededError as error:
             absent = ", ".join(map(str, error.absent))
             text = f"Rank {self._comm.rank} timed out in monitoredBarrier"

@@ -57,11 +57,6 @@ class MpiTransport(Transport):
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
 
-    @classmethod
-    def over(cls, comm: MPI.Intracomm) -> MpiTransport:
-        """A transport over a duplicate of the user's communicator. Collective."""
-        return cls(comm.Dup())
-
     @property
     def comm(self) -> MPI.Intracomm:
         """The communicator; RuntimeError after `close`."""

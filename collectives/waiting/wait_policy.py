@@ -92,10 +92,6 @@ class WaitPolicy:
         finally:
             self.limit = None
 
-    def share_cores(self) -> None:
-        """Yield at every poll: the cores are oversubscribed."""
-        self.spins = 0
-
     def sleep_early(self) -> None:
         """Leave the core and Python's lock to a computing thread."""
         self.spins, self._yield_seconds = 0, _EARLY_SLEEP_YIELD_SECONDS

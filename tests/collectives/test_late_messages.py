@@ -154,7 +154,7 @@ def test_a_wait_for_data_sleeps_less_than_other_waits(comm, monkeypatch):
         sleep(seconds)
 
     monkeypatch.setattr(time, "sleep", recorded)
-    transport = MpiTransport.over(world)
+    transport = MpiTransport(world.Dup())
     content, peer = [memoryview(bytearray(8)) for _ in range(2)], 1 - comm.rank
     if comm.rank == 1:
         end = time.monotonic() + 0.2

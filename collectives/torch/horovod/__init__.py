@@ -51,18 +51,16 @@ from collectives.torch.horovod.optimizer import DistributedOptimizer
 from collectives.torch.horovod.process_sets import (
     ProcessSet,
     add_process_set,
-    global_process_set,
-    init,
-    remove_process_set,
-    shutdown,
-)
-from collectives.torch.horovod.state import (
     cross_rank,
     cross_size,
+    global_process_set,
+    init,
     is_initialized,
     local_rank,
     local_size,
     rank,
+    remove_process_set,
+    shutdown,
     size,
 )
 from collectives.torch.sync_batch_norm import SyncBatchNorm

@@ -20,7 +20,9 @@ from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 class Pending:
     """The result of an asynchronous call, for `synchronize` and `poll`."""
 
-    def __init__(self, handle: Handle[Any], finish: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, handle: Handle[Any], finish: Callable[[Any], Any] = lambda result: result
+    ) -> None:
         self._handle, self._finish = handle, finish
         self._finished: list[Any] = []
 
@@ -120,7 +122,7 @@ def allgather_async(
     """Start an `allgather`."""
     comm, sent = ranks_of(process_set), tensor.detach()
     _notice_joined(comm, Request("allgather_async"))
-    return Pending(comm.all_gather_async(sent), _unchanged)
+    return Pending(comm.all_gather_async(sent))
 
 
 def broadcast_async(
@@ -137,7 +139,7 @@ def broadcast_async_(
     """Start a `broadcast_`; `synchronize` returns `tensor`."""
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
     _notice_joined(comm, Request("broadcast_async"))
-    return Pending(comm.broadcast_async(tensor, root=root), _unchanged)
+    return Pending(comm.broadcast_async(tensor, root=root))
 
 
 def alltoall_async(
@@ -171,7 +173,3 @@ def reducescatter_async(
 
 def _notice_joined(comm: Communicator, request: Request) -> None:
     with_joined(comm, request, lambda: comm.barrier(str(request)))
-
-
-def _unchanged(result: Any) -> Any:
-    return result

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from collectives.torch.horovod.joining import Request, with_joined
-from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
-from collectives.torch.horovod.state import ranks
+from collectives.torch.horovod.process_sets import ProcessSet, ranks, ranks_of, root_of
 
 
 def broadcast_parameters(

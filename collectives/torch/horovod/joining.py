@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -20,7 +21,7 @@ from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch.closures import LOSS
-from collectives.torch.horovod.state import ranks
+from collectives.torch.horovod.process_sets import ranks
 
 Result = TypeVar("Result")
 
@@ -157,12 +158,8 @@ def _zeros(request: Request) -> list[Any]:
     ]
 
 
-def _reduce(comm: Communicator, request: Request) -> None:
-    comm.all_reduce(_zeros(request)[0], request.op)
-
-
-def _reduce_loss(comm: Communicator, request: Request) -> None:
-    comm.all_reduce(_zeros(request)[0], request.op, what=LOSS)
+def _reduce(comm: Communicator, request: Request, what: str | None = None) -> None:
+    comm.all_reduce(_zeros(request)[0], request.op, what=what)
 
 
 def _reduce_many(comm: Communicator, request: Request) -> None:
@@ -186,7 +183,7 @@ def _reduce_gradients(comm: Communicator, request: Request) -> None:
 
 _SERVED: dict[str, Callable[[Communicator, Request], None]] = {
     "allreduce": _reduce,
-    LOSS: _reduce_loss,
+    LOSS: partial(_reduce, what=LOSS),
     "grouped_allreduce": _reduce_many,
     "allreduce_async": _reduce_later,
     "grouped_allreduce_async": _reduce_many_later,

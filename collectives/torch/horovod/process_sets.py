@@ -7,7 +7,51 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from collectives.communicator import Communicator
-from collectives.torch.horovod import state
+from collectives.world import world
+
+_comm: Communicator | None = None
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` was not called since."""
+    return _comm is not None
+
+
+def ranks() -> Communicator:
+    """The communicator of all ranks. ValueError before `init`."""
+    if _comm is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _comm
+
+
+def rank() -> int:
+    """The number of this process, from 0 to size() − 1."""
+    return ranks().rank
+
+
+def size() -> int:
+    """The number of processes."""
+    return ranks().size
+
+
+def local_rank() -> int:
+    """The number of this process among those of its node."""
+    return ranks().local_rank
+
+
+def local_size() -> int:
+    """The number of processes on this node."""
+    return ranks().local_size
+
+
+def cross_rank() -> int:
+    """The number of this process's node."""
+    return ranks().node
+
+
+def cross_size() -> int:
+    """The number of nodes."""
+    return ranks().nodes
 
 
 class ProcessSet:
@@ -24,7 +68,7 @@ class ProcessSet:
     def included(self) -> bool:
         """Whether this rank is in the set. ValueError before it was added."""
         self._check_added()
-        return state.rank() in self.ranks
+        return rank() in self.ranks
 
     def rank(self) -> int:
         """This rank's number within the set. ValueError if it is not in it."""
@@ -40,7 +84,7 @@ class ProcessSet:
         self._check_added()
         if self._comm is None:
             raise ValueError(
-                f"process_set={self}: rank {state.rank()} is not in it, and makes no call there"
+                f"process_set={self}: rank {rank()} is not in it, and makes no call there"
             )
         return self._comm
 
@@ -51,7 +95,7 @@ class ProcessSet:
         return self.ranks.index(rank)
 
     def _check_added(self) -> None:
-        state.ranks()
+        ranks()
         if self.process_set_id is None:
             raise ValueError(f"process_set={self}: give it to hvd.add_process_set, on every rank")
 
@@ -68,14 +112,14 @@ class _All(ProcessSet):
         """The ranks are those of `init`."""
 
     def comm(self) -> Communicator:
-        return state.ranks()
+        return ranks()
 
     def index(self, rank: int) -> int:
         return rank
 
     def __getattr__(self, name: str) -> Any:
         if name == "ranks":
-            return list(range(state.size()))
+            return list(range(size()))
         raise AttributeError(f"ProcessSet has no {name}")
 
 
@@ -95,7 +139,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             "init with a communicator: Horovod's calls use all ranks here, or a process set:"
             " hvd.add_process_set(ranks)"
         )
-    state.begin()
+    global _comm
+    _comm = world()
     if process_sets is not None and process_sets != "dynamic":
         for each in process_sets:
             add_process_set(each)  # type: ignore[arg-type]
@@ -106,7 +151,8 @@ def shutdown() -> None:
     for each in _added:
         each.process_set_id = None
     _added.clear()
-    state.end()
+    global _comm
+    _comm = None
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -117,7 +163,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     global _next_number
     given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    comm = state.ranks()
+    comm = ranks()
     if not given.ranks or not set(given.ranks) <= set(range(comm.size)):
         raise ValueError(f"process_set={given}: must have ranks from 0 to {comm.size - 1}")
     if any(each.ranks == given.ranks for each in (global_process_set, *_added)):
@@ -133,7 +179,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Release a set's communicator, and return whether there was one. Collective."""
     if process_set not in _added:
         return False
-    state.ranks().barrier(f"hvd.remove_process_set({process_set.ranks})")
+    ranks().barrier(f"hvd.remove_process_set({process_set.ranks})")
     _added.remove(process_set)
     process_set.process_set_id = None
     comm, process_set._comm = process_set._comm, None
@@ -144,7 +190,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def ranks_of(process_set: ProcessSet | None) -> Communicator:
     """The communicator of a set's ranks, of all where it is None."""
-    return state.ranks() if process_set is None else process_set.comm()
+    return ranks() if process_set is None else process_set.comm()
 
 
 def root_of(process_set: ProcessSet | None, root_rank: int) -> int:
