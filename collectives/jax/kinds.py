@@ -19,6 +19,12 @@ from collectives.world import world
 
 LINEAR = ("sum", "mean")
 
+PVARY = "pvary"
+"""The transpose of `all_reduce`: each rank gets the cotangent of the total, which all ranks have.
+
+As `jax.lax.pvary`, whose transpose is a sum over the ranks again. It is no call at all.
+"""
+
 ReduceList = Callable[[Sequence[Any]], Sequence[Any]]
 """Reduces a list of NumPy arrays over the ranks; its results are new arrays. Collective."""
 
@@ -77,11 +83,6 @@ class Kind:
 
 def _scaled(call: Call, arrays: list[Any]) -> list[Any]:
     return [each / call.comm.size for each in arrays] if call.op == "mean" else arrays
-
-
-def _own(call: Call, cotangents: list[Any], bind: Bind) -> list[Any]:
-    """All ranks have the cotangent of the same total, so that each has its own."""
-    return _scaled(call, cotangents)
 
 
 def _to(kind: str) -> Callable[[Call, list[Any], Bind], list[Any]]:
@@ -145,9 +146,10 @@ def _recv(call: Call, source: Any, target: Any) -> None:
 KINDS = {
     "all_reduce": Kind(
         lambda call, source, target: call.comm.all_reduce(source, call.op, out=target),
-        _own,
+        _to(PVARY),
         in_place=True,
     ),
+    PVARY: Kind(None, _to("all_reduce")),
     "all_gather": Kind(
         lambda call, source, target: call.comm.all_gather(source, out=target),
         _to("reduce_scatter"),

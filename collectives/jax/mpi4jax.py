@@ -55,11 +55,7 @@ def gather(x: Any, root: int, *, comm: Any = None) -> Any:
 def alltoall(x: Any, *, comm: Any = None) -> Any:
     """Row i sent to rank i; row i received from it. `x` has a row for each rank."""
     given_comm = _communicator(comm)
-    if jnp.shape(x)[:1] != (given_comm.size,):
-        raise ValueError(
-            f"alltoall: an array of shape {jnp.shape(x)}: its first axis must have the length"
-            f" {given_comm.size}, the number of ranks"
-        )
+    _check_rows("Alltoall", x, given_comm)
     return functions.all_to_all(x, comm=given_comm)
 
 
@@ -75,7 +71,9 @@ def scatter(x: Any, root: int, *, comm: Any = None) -> Any:
     """Row r of the root's array, on rank r; the other ranks pass an array of the row's shape."""
     given_comm = _communicator(comm)
     array = jnp.asarray(x)
-    if given_comm.rank != root:
+    if given_comm.rank == root:
+        _check_rows("Scatter", x, given_comm)
+    else:
         array = jnp.broadcast_to(array, (given_comm.size, *array.shape))
     return bcast(array, root, comm=given_comm)[given_comm.rank]
 
@@ -85,9 +83,14 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:
     functions.send(x, dest, tag=tag, comm=_communicator(comm))
 
 
-def recv(x: Any, source: int, *, tag: int = 0, comm: Any = None) -> Any:
-    """The array that a rank sends, of the shape and dtype of `x`. The source must be a rank."""
-    return functions.recv(x, source, tag=tag, comm=_communicator(comm))
+def recv(x: Any, source: int, *, tag: int = 0, comm: Any = None, status: Any = None) -> Any:
+    """The array that a rank sends, of the shape and dtype of `x`. The source must be a rank.
+
+    status: an `MPI.Status`, which is filled when the call is traced: it is the same in every run.
+    """
+    received = functions.recv(x, source, tag=tag, comm=_communicator(comm))
+    _fill(status, source, tag, received)
+    return received
 
 
 def sendrecv(
@@ -99,8 +102,12 @@ def sendrecv(
     sendtag: int = 0,
     recvtag: int | None = None,
     comm: Any = None,
+    status: Any = None,
 ) -> Any:
-    """The array of rank `source`, while `sendbuf` is sent to `dest`; both of one shape and tag."""
+    """The array of rank `source`, while `sendbuf` is sent to `dest`; both of one shape and tag.
+
+    status: as of `recv`.
+    """
     sent, received = jnp.asarray(sendbuf), jnp.asarray(recvbuf)
     if (sent.shape, sent.dtype) != (received.shape, received.dtype):
         raise ValueError(
@@ -109,13 +116,40 @@ def sendrecv(
         )
     if recvtag not in (None, sendtag):
         raise ValueError(f"sendrecv: recvtag={recvtag}: must be sendtag, {sendtag}")
+    _fill(status, source, sendtag, received)
     given_comm = _communicator(comm)
     return functions.sendrecv(sent, source=source, dest=dest, tag=sendtag, comm=given_comm)
+
+
+def has_cuda_support() -> bool:
+    """Whether arrays stay on CUDA devices: no, they are exchanged through the host."""
+    return False
+
+
+def has_sycl_support() -> bool:
+    """Whether arrays stay on SYCL devices: no."""
+    return False
 
 
 def barrier(*, comm: Any = None) -> None:
     """Wait for every rank."""
     functions.barrier(comm=_communicator(comm))
+
+
+def _check_rows(call: str, x: Any, comm: Communicator) -> None:
+    """ValueError unless there is a row for each rank."""
+    if jnp.shape(x)[:1] != (comm.size,):
+        raise ValueError(
+            f"{call} input must have shape (nproc, ...), where nproc is the number of ranks,"
+            f" {comm.size}; it has shape {jnp.shape(x)}"
+        )
+
+
+def _fill(status: Any, source: int, tag: int, array: Any) -> None:
+    if status is not None:
+        status.Set_source(source)
+        status.Set_tag(tag)
+        status.Set_elements(sys.modules["mpi4py.MPI"].BYTE, array.size * array.dtype.itemsize)
 
 
 def _communicator(comm: Any) -> Communicator:

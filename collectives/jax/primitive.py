@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from collectives.jax import host_calls, kinds
-from collectives.jax.kinds import KINDS, LINEAR, Call
+from collectives.jax.kinds import KINDS, LINEAR, PVARY, Call
 from collectives.jax.ordering import TOKEN, results_before, token_of
 
 _primitive = Primitive("collective")
@@ -50,6 +50,8 @@ def _shapes(*arrays: Any, call: Call, count: int) -> Any:
 
 @_primitive.def_impl  # type: ignore[untyped-decorator]
 def _run_at_once(*arrays: Any, **parameters: Any) -> Any:
+    if parameters["call"].kind == PVARY:
+        return list(arrays)
     return _compiled(**parameters)(*arrays)
 
 
@@ -112,6 +114,8 @@ def _batch(arrays: Any, axes: Any, *, call: Call, count: int) -> Any:
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
+    if call.kind == PVARY:
+        return operands
     lower = _lower_ffi if host_calls.uses_ffi() else _lower_callback
     before = results_before()
     if lower is _lower_callback:

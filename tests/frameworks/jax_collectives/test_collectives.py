@@ -118,6 +118,11 @@ def test_values_and_derivatives(jax, calls, comm, case):
     forward = np.vdot(cotangent, slope)
     totals = comm.all_reduce(np.array([forward, np.vdot(back, direction)]))
     np.testing.assert_allclose(totals[0] / (comm.size if one_total else 1), totals[1], rtol=1e-9)
+    # The transpose's own transpose, as second derivatives in reverse mode take it.
+    twice = jax.jit(
+        lambda x, t, d: jax.linear_transpose(lambda c: jax.vjp(function, x)[1](c)[0], t)(d)[0]
+    )
+    np.testing.assert_allclose(twice(own, cotangent, direction), slope, rtol=1e-9, atol=1e-12)
 
 
 def test_loops_and_conditions(jax, calls, comm):
@@ -155,8 +160,11 @@ def test_loops_and_conditions(jax, calls, comm):
         factor, value = factor * np.cos(value), np.sin(value)
     # Only the first mean is of arrays that differ; every mean divides the cotangent.
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(own), factor / size**2, rtol=1e-6)
-    hessian = jax.jit(jax.jacfwd(jax.grad(lambda x: (mean(x) ** 3).sum())))(own)
-    np.testing.assert_allclose(np.diag(hessian), 6 * middle / size, rtol=1e-6)
+    for outer in (jax.jacfwd, jax.jacrev):
+        hessian = jax.jit(outer(jax.grad(lambda x: (mean(x) ** 3).sum())))(own)
+        np.testing.assert_allclose(np.diag(hessian), 6 * middle / size, rtol=1e-6)
+    cube = jax.grad(lambda x: (mean(x) ** 3).sum())
+    np.testing.assert_allclose(jax.grad(lambda x: cube(x).sum())(own), 6 * middle / size, rtol=1e-6)
 
 
 def test_dtypes_and_pytrees(jax, calls, comm):

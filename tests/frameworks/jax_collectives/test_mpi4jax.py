@@ -71,3 +71,22 @@ def test_functions_and_communicators(jax, mpi, comm):
         mpi4jax.allreduce(own, mpi.LAND)
     with pytest.raises(ValueError, match="must be of one kind"):
         mpi4jax.sendrecv(own, own[:1], 0, 0)
+    for call in (mpi4jax.alltoall, lambda x: mpi4jax.scatter(x, rank)):
+        with pytest.raises(
+            ValueError, match=r"input must have shape \(nproc, ...\), .* 3; .*\(2,\)"
+        ):
+            call(own)
+
+    around = {"source": (rank - 1) % size, "dest": (rank + 1) % size}
+    status = mpi.Status()
+    shift = jax.jit(lambda x: mpi4jax.sendrecv(x, x, **around, sendtag=7, status=status))
+    np.testing.assert_array_equal(shift(own), rows[rank - 1])
+    assert (status.Get_source(), status.Get_tag()) == (around["source"], 7)
+    assert status.Get_count(mpi.FLOAT) == 2
+    status = mpi.Status()
+    if rank == 0:
+        mpi4jax.send(own, 2, tag=5)
+    elif rank == 2:
+        np.testing.assert_array_equal(mpi4jax.recv(own, 0, tag=5, status=status), rows[0])
+        assert (status.Get_source(), status.Get_tag()) == (0, 5)
+    assert [mpi4jax.has_cuda_support(), mpi4jax.has_sycl_support()] == [False, False]
