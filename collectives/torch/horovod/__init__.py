@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from collectives.errors import CollectiveError
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch.horovod.asynchronous import (
     allgather_async,
@@ -21,10 +22,13 @@ from collectives.torch.horovod.asynchronous import (
     alltoall_async,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather_async,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter_async,
     poll,
     reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
 from collectives.torch.horovod.broadcasts import (
@@ -43,8 +47,10 @@ from collectives.torch.horovod.operations import (
     barrier,
     broadcast,
     broadcast_,
+    grouped_allgather,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_reducescatter,
     reducescatter,
 )
 from collectives.torch.horovod.optimizer import DistributedOptimizer
@@ -63,8 +69,21 @@ from collectives.torch.horovod.process_sets import (
     shutdown,
     size,
 )
+from collectives.torch.horovod.queries import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from collectives.torch.sync_batch_norm import SyncBatchNorm
 
+HorovodInternalError = CollectiveError
 Average, Sum = ReduceOp.MEAN, ReduceOp.SUM
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 
@@ -72,6 +91,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
@@ -96,13 +116,22 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "join",
@@ -111,13 +140,16 @@ __all__ = [
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 
@@ -127,21 +159,6 @@ _ADVICE = {
     "start_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
     "stop_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
 }
-
-
-def mpi_threads_supported() -> bool:
-    """True: threads other than the program's make MPI calls."""
-    return True
-
-
-def mpi_enabled() -> bool:
-    """True."""
-    return True
-
-
-def mpi_built() -> bool:
-    """True."""
-    return True
 
 
 def __getattr__(name: str) -> Any:

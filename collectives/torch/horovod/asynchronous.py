@@ -12,8 +12,19 @@ import torch
 
 from collectives.communicator import Communicator
 from collectives.lifecycle.futures import Handle
+from collectives.reductions.reduction import ReduceOp
 from collectives.torch.horovod.joining import Request, request_of, with_joined
-from collectives.torch.horovod.operations import Op, joined, op_of, parts_of, scale, scaled
+from collectives.torch.horovod.operations import (
+    Op,
+    check_axes,
+    in_place,
+    joined,
+    op_of,
+    parts_of,
+    scaled,
+    store,
+    store_all,
+)
 from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 
 
@@ -21,7 +32,7 @@ class Pending:
     """The result of an asynchronous call, for `synchronize` and `poll`."""
 
     def __init__(
-        self, handle: Handle[Any], finish: Callable[[Any], Any] = lambda result: result
+        self, handle: Handle[Any] | _Each, finish: Callable[[Any], Any] = lambda result: result
     ) -> None:
         self._handle, self._finish = handle, finish
         self._finished: list[Any] = []
@@ -35,6 +46,21 @@ class Pending:
         if not self._finished:
             self._finished.append(self._finish(self._handle.wait()))
         return self._finished[0]
+
+    __call__ = result
+
+
+class _Each:
+    """The results of several calls, as one handle."""
+
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        return all(each.done() for each in self._pending)
+
+    def wait(self) -> list[Any]:
+        return [each.result() for each in self._pending]
 
 
 def synchronize(handle: Pending) -> Any:
@@ -61,7 +87,7 @@ def allreduce_async(
     sent = scaled(tensor.detach(), prescale_factor)
     _notice_joined(comm, request_of("allreduce_async", [sent], op))
     handle = comm.all_reduce_async(sent, op)
-    return Pending(handle, lambda result: scaled(result, postscale_factor))
+    return Pending(handle, lambda result: scaled(result, postscale_factor, tensor.dtype))
 
 
 def allreduce_async_(
@@ -75,10 +101,10 @@ def allreduce_async_(
 ) -> Pending:
     """Like `allreduce_async`, in place; `synchronize` returns `tensor`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    scale(tensor, prescale_factor)
-    _notice_joined(comm, request_of("allreduce_async", [tensor], op))
-    handle = comm.all_reduce_async(tensor, op, out=tensor)
-    return Pending(handle, lambda result: scale(result, postscale_factor))
+    sent = scaled(tensor.detach(), prescale_factor)
+    _notice_joined(comm, request_of("allreduce_async", [sent], op))
+    handle = comm.all_reduce_async(sent, op, out=sent if in_place([sent], op) else None)
+    return Pending(handle, lambda result: store(result, postscale_factor, tensor))
 
 
 def grouped_allreduce_async(
@@ -95,7 +121,13 @@ def grouped_allreduce_async(
     sent = [scaled(each.detach(), prescale_factor) for each in tensors]
     _notice_joined(comm, request_of("grouped_allreduce_async", sent, op))
     handle = comm.all_reduce_many_async(sent, op)
-    return Pending(handle, lambda results: [scaled(each, postscale_factor) for each in results])
+    return Pending(
+        handle,
+        lambda results: [
+            scaled(each, postscale_factor, tensor.dtype)
+            for each, tensor in zip(results, sent, strict=True)
+        ],
+    )
 
 
 def grouped_allreduce_async_(
@@ -109,11 +141,10 @@ def grouped_allreduce_async_(
 ) -> Pending:
     """Like `grouped_allreduce_async`, in place; `synchronize` returns the tensors."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    for each in tensors:
-        scale(each, prescale_factor)
-    _notice_joined(comm, request_of("grouped_allreduce_async", tensors, op))
-    handle = comm.all_reduce_many_async(tensors, op, out=tensors)
-    return Pending(handle, lambda _: [scale(each, postscale_factor) for each in tensors])
+    sent = [scaled(each.detach(), prescale_factor) for each in tensors]
+    _notice_joined(comm, request_of("grouped_allreduce_async", sent, op))
+    handle = comm.all_reduce_many_async(sent, op, out=sent if in_place(sent, op) else None)
+    return Pending(handle, lambda results: store_all(results, postscale_factor, tensors))
 
 
 def allgather_async(
@@ -123,6 +154,38 @@ def allgather_async(
     comm, sent = ranks_of(process_set), tensor.detach()
     _notice_joined(comm, Request("allgather_async"))
     return Pending(comm.all_gather_async(sent))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
+) -> Pending:
+    """Start a `grouped_allgather`."""
+    return Pending(_Each([allgather_async(each, name, process_set) for each in tensors]))
+
+
+def sparse_allreduce_async(
+    tensor: Any, name: str | None, op: Op, process_set: ProcessSet | None = None
+) -> Pending:
+    """Start the sum or average of sparse tensors of equal shapes.
+
+    `synchronize`, and the handle when it is called, return a sparse tensor. Raises ValueError for
+    another op.
+    """
+    op, comm = op_of(op, None), ranks_of(process_set)
+    if op not in (ReduceOp.MEAN, ReduceOp.SUM):
+        raise ValueError(f"op={op.value}: must be Average or Sum of sparse tensors")
+    part = tensor.detach().coalesce()
+    rows = [part.indices().t().contiguous(), part.values().contiguous()]
+
+    def finish(gathered: list[Any]) -> Any:
+        indices, values = gathered
+        if op is ReduceOp.MEAN:
+            values = values / comm.size
+        # Another rank's shape may be larger.
+        total = torch.sparse_coo_tensor(indices.t(), values, part.shape, check_invariants=True)
+        return total.coalesce()
+
+    return Pending(_Each([allgather_async(each, name, process_set) for each in rows]), finish)
 
 
 def broadcast_async(
@@ -165,10 +228,24 @@ def reducescatter_async(
 ) -> Pending:
     """Start a `reducescatter`."""
     op, comm = op_of(op, None), ranks_of(process_set)
+    check_axes(tensor)
     sent = scaled(tensor.detach(), prescale_factor)
     _notice_joined(comm, Request("reducescatter_async"))
     handle = comm.reduce_scatter_async(sent, op)
-    return Pending(handle, lambda rows: scaled(rows, postscale_factor))
+    return Pending(handle, lambda rows: scaled(rows, postscale_factor, tensor.dtype))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: Op = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Pending:
+    """Start a `grouped_reducescatter`."""
+    given = name, op, prescale_factor, postscale_factor, process_set
+    return Pending(_Each([reducescatter_async(each, *given) for each in tensors]))
 
 
 def _notice_joined(comm: Communicator, request: Request) -> None:

@@ -75,14 +75,21 @@ def request_of(name: str, tensors: Any, op: ReduceOp) -> Request:
 def with_joined(comm: Communicator, request: Request, call: Callable[[], Result]) -> Result:
     """Make a call, again if ranks have joined. Collective.
 
-    Raises NotImplementedError on every rank if some have joined and the call is not one that zeros
-    can take part in; the call's own errors.
+    Raises NotImplementedError on every rank that has not joined if others have and the call is not
+    one that zeros can take part in; the call's own errors.
     """
     try:
         return call()
     except MismatchError as error:
-        if _joined_request(comm, request, error) is None:
+        joined = _joined(comm, request, error)
+        if joined is None:
             raise
+        if not request.with_zeros:
+            op = f" by {request.op.value}" if request.name in _SERVED else ""
+            raise NotImplementedError(
+                f"{request.name}{op}: ranks {joined.ranks} have joined, and can't take part in it."
+                " Make this call before hvd.join(), or after all ranks have joined"
+            ) from None
     return call()
 
 
@@ -97,15 +104,12 @@ def join(device: int = -1) -> int:
 
     Every reduction of `DistributedOptimizer`, and every asynchronous call, begins with a barrier,
     in which this is noticed. Other calls cost nothing, unless a rank has joined: then each costs
-    two exchanges more.
+    two exchanges more. Those that zeros can't take part in, such as `allgather`, reductions by Min,
+    Max or Product, and reductions that are differentiated, raise NotImplementedError on the ranks
+    that make them.
 
     Args:
         device: ignored.
-
-    Raises:
-        NotImplementedError: another rank made a call that zeros can't take part in, such as
-            `allgather`, a reduction by Min, Max or Product, or a reduction that is differentiated;
-            on every rank.
 
     """
     comm, served = ranks(), 0
@@ -114,20 +118,26 @@ def join(device: int = -1) -> int:
             comm.barrier("hvd.join")
             break
         except MismatchError as error:
-            request = _joined_request(comm, None, error)
-            if request is None:
+            joined = _joined(comm, None, error)
+            if joined is None:
                 raise
-        _SERVED[request.name](comm, request)
+        if joined.request.with_zeros:
+            _SERVED[joined.request.name](comm, joined.request)
         served += 1
     counts = comm.all_gather(np.array([served]))
-    # The last one of those that have taken part in the fewest calls of others.
+    # The last one of those that have noticed the fewest calls of others.
     return int(np.flatnonzero(counts == counts.min())[-1])
 
 
-def _joined_request(
-    comm: Communicator, request: Request | None, error: MismatchError
-) -> Request | None:
-    """After a mismatch: the call that ranks which have not joined made; None if all made one.
+class _Joined(NamedTuple):
+    """Ranks that have joined, and the call that the others made."""
+
+    ranks: list[int]
+    request: Request
+
+
+def _joined(comm: Communicator, request: Request | None, error: MismatchError) -> _Joined | None:
+    """After a mismatch: the ranks that have joined, and the others' call; None if none has.
 
     `request` is this rank's, None in `join`. Raises `error` where those calls differ.
     """
@@ -142,13 +152,7 @@ def _joined_request(
     made: list[Request] = list({each for each in requests if each is not None})
     if len(made) != 1:
         raise error
-    if not made[0].with_zeros:
-        op = f" by {made[0].op.value}" if made[0].name in _SERVED else ""
-        raise NotImplementedError(
-            f"{made[0].name}{op}: ranks {joined} have joined, and can't take part in it. Make this"
-            " call before hvd.join(), or after all ranks have joined"
-        )
-    return made[0]
+    return _Joined(joined, made[0])
 
 
 def _zeros(request: Request) -> list[Any]:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from collectives.communicator import Communicator
+from collectives.errors import DtypeMismatchError
 from collectives.reductions.reduction import ReduceOp, as_op
 from collectives.torch import functions
 from collectives.torch.horovod.compression import Compression, Compressor
@@ -27,10 +29,11 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Any:
-    """The ranks' tensors reduced, by default averaged, as a new tensor.
+    """The ranks' tensors reduced, by default averaged, as a new tensor of the same dtype.
 
-    The average of integers is float64, unlike Horovod's. Differentiated if `tensor` requires grad,
-    which then must be so on every rank. Raises ValueError for both `average` and `op`.
+    Averages of integers, and their products with a factor, are rounded towards zero. Differentiated
+    if `tensor` requires grad, which then must be so on every rank. Raises ValueError for both
+    `average` and `op`.
     """
     op, comm = op_of(op, average), ranks_of(process_set)
     sent, kept = compression.compress(scaled(tensor, prescale_factor))
@@ -40,7 +43,7 @@ def allreduce(
     else:
         request = request_of("allreduce", [sent], op)
         reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op))
-    return scaled(compression.decompress(reduced, kept), postscale_factor)
+    return scaled(compression.decompress(reduced, kept), postscale_factor, tensor.dtype)
 
 
 def allreduce_(
@@ -52,12 +55,12 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Any:
-    """Like `allreduce`, in place. TypeError for the average of integers."""
+    """Like `allreduce`, in place."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    scale(tensor, prescale_factor)
-    request = request_of("allreduce", [tensor], op)
-    with_joined(comm, request, lambda: comm.all_reduce(tensor, op, out=tensor))
-    return scale(tensor, postscale_factor)
+    sent = scaled(tensor.detach(), prescale_factor)
+    request, out = request_of("allreduce", [sent], op), sent if in_place([sent], op) else None
+    reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op, out=out))
+    return store(reduced, postscale_factor, tensor)
 
 
 def grouped_allreduce(
@@ -80,8 +83,8 @@ def grouped_allreduce(
     request = request_of("grouped_allreduce", sent, op)
     reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op))
     return [
-        scaled(compression.decompress(each, kept), postscale_factor)
-        for each, (_, kept) in zip(reduced, pairs, strict=True)
+        scaled(compression.decompress(each, kept), postscale_factor, tensor.dtype)
+        for each, (_, kept), tensor in zip(reduced, pairs, tensors, strict=True)
     ]
 
 
@@ -96,19 +99,29 @@ def grouped_allreduce_(
 ) -> list[Any]:
     """Like `grouped_allreduce`, in place."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    for each in tensors:
-        scale(each, prescale_factor)
-    request = request_of("grouped_allreduce", tensors, op)
-    with_joined(comm, request, lambda: comm.all_reduce_many(tensors, op, out=tensors))
-    return [scale(each, postscale_factor) for each in tensors]
+    sent = [scaled(each.detach(), prescale_factor) for each in tensors]
+    request, out = request_of("grouped_allreduce", sent, op), sent if in_place(sent, op) else None
+    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op, out=out))
+    return store_all(reduced, postscale_factor, tensors)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Any:
-    """The ranks' tensors, joined along axis 0, in which their lengths may differ."""
+    """The ranks' tensors, joined along axis 0, in which their lengths may differ.
+
+    The gradient is the average of the ranks' gradients of these rows, as Horovod's.
+    """
     comm = ranks_of(process_set)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _alone(comm, "allgather", lambda: functions.all_gather(tensor, comm=comm))
+        sent = _ScaledGradient.apply(tensor, 1 / comm.size)
+        return _alone(comm, "allgather", lambda: functions.all_gather(sent, comm=comm))
     return _alone(comm, "allgather", lambda: comm.all_gather(tensor))
+
+
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
+) -> list[Any]:
+    """`allgather` of each tensor."""
+    return [allgather(each, name, process_set) for each in tensors]
 
 
 def broadcast(
@@ -116,11 +129,13 @@ def broadcast(
 ) -> Any:
     """A copy of the root's tensor; the other ranks' have equal shape and dtype.
 
-    `root_rank` is its number among all ranks, as in every call with a process set.
+    `root_rank` is its number among all ranks, as in every call with a process set. The root's
+    gradient is the average of the ranks' gradients, as Horovod's.
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _alone(comm, "broadcast", lambda: functions.broadcast(tensor, root=root, comm=comm))
+        sent = _ScaledGradient.apply(tensor, 1 / comm.size)
+        return _alone(comm, "broadcast", lambda: functions.broadcast(sent, root=root, comm=comm))
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return _alone(comm, "broadcast", lambda: comm.broadcast(copy, root=root))
 
@@ -167,7 +182,10 @@ def parts_of(tensor: Any, splits: Any, size: int) -> Any:
 
 
 def joined(received: Sequence[Any], splits: Any) -> Any:
-    """The result of `alltoall`."""
+    """The result of `alltoall`; DtypeMismatchError if the ranks sent different dtypes."""
+    dtypes = [str(each.dtype) for each in received]
+    if len(set(dtypes)) > 1:
+        raise DtypeMismatchError("alltoall: the ranks sent tensors of different dtypes", (*dtypes,))
     rows = torch.cat(list(received))
     if splits is None:
         return rows
@@ -185,15 +203,33 @@ def reducescatter(
 ) -> Any:
     """This rank's rows of the reduced, by default averaged, tensors; the first ranks get one more.
 
-    Differentiated if `tensor` requires grad, which then must be so on every rank.
+    Differentiated if `tensor` requires grad, which then must be so on every rank: the gradient is
+    the gathered one, times the number of ranks for Sum, as Horovod's. Raises ValueError for a
+    tensor without axes.
     """
     op, comm = op_of(op, None), ranks_of(process_set)
+    check_axes(tensor)
     sent, kept = compression.compress(scaled(tensor, prescale_factor))
     if tensor.requires_grad and torch.is_grad_enabled():
+        sent = _ScaledGradient.apply(sent, comm.size)
         rows = _alone(comm, "reducescatter", lambda: functions.reduce_scatter(sent, op, comm=comm))
     else:
         rows = _alone(comm, "reducescatter", lambda: comm.reduce_scatter(sent, op))
-    return scaled(compression.decompress(rows, kept), postscale_factor)
+    return scaled(compression.decompress(rows, kept), postscale_factor, tensor.dtype)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Op = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[Any]:
+    """`reducescatter` of each tensor."""
+    given = name, compression, op, prescale_factor, postscale_factor, process_set
+    return [reducescatter(each, *given) for each in tensors]
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
@@ -216,14 +252,49 @@ def op_of(op: Op, average: bool | None) -> ReduceOp:
     return ReduceOp.MEAN if average else ReduceOp.SUM
 
 
-def scaled(tensor: Any, factor: float) -> Any:
-    """The tensor times a factor."""
-    return tensor if factor == 1.0 else tensor * factor
+def check_axes(tensor: Any) -> None:
+    """ValueError for a tensor that has no rows to scatter."""
+    if tensor.dim() == 0:
+        raise ValueError("reducescatter: a tensor without axes: must have rows")
 
 
-def scale(tensor: Any, factor: float) -> Any:
-    """The tensor, which was multiplied by a factor in place."""
+def scaled(tensor: Any, factor: float, dtype: Any = None) -> Any:
+    """The tensor times a factor, in the dtype, or its own. Integers are multiplied as float64."""
+    kept = tensor.dtype if dtype is None else dtype
     if factor != 1.0:
-        with torch.no_grad():
-            tensor.mul_(factor)
+        number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        tensor = (tensor if number else tensor.double()) * factor
+    return tensor.to(kept)
+
+
+def in_place(tensors: Sequence[Any], op: ReduceOp) -> bool:
+    """Whether the reductions can be written into the tensors: averages of integers are float64."""
+    return op is not ReduceOp.MEAN or all(
+        each.dtype.is_floating_point or each.dtype.is_complex for each in tensors
+    )
+
+
+def store(result: Any, factor: float, tensor: Any) -> Any:
+    """The tensor, in which the result times a factor was stored."""
+    with torch.no_grad():
+        if factor != 1.0 or not result.is_set_to(tensor):
+            tensor.copy_(scaled(result, factor))
     return tensor
+
+
+def store_all(results: Sequence[Any], factor: float, tensors: Sequence[Any]) -> list[Any]:
+    """As `store`, of each."""
+    return [store(each, factor, tensor) for each, tensor in zip(results, tensors, strict=True)]
+
+
+class _ScaledGradient(Function):  # type: ignore[misc]
+    """The tensor, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, factor: float) -> Any:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * ctx.factor, None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import SparseAdam
 
 from collectives.communicator import Communicator
 from collectives.reductions.reduction import ReduceOp, as_op
@@ -15,7 +16,7 @@ from collectives.torch.closures import LOSS, over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.torch.horovod.compression import Compression, Compressor
 from collectives.torch.horovod.joining import number_gradients, request_of, with_joined
-from collectives.torch.horovod.process_sets import ProcessSet, ranks_of
+from collectives.torch.horovod.process_sets import ProcessSet, ranks
 from collectives.torch.parameters import open_reducers
 from collectives.torch.reduction_round import SECOND_SUM
 
@@ -159,7 +160,9 @@ def DistributedOptimizer(  # noqa: N802
     backward_passes_per_step: int = 1,
     op: ReduceOp | str = ReduceOp.MEAN,
     gradient_predivide_factor: float = 1.0,
-    *,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
     process_set: ProcessSet | None = None,
 ) -> Any:
     """An optimizer that steps by the ranks' gradients, reduced by `loss.backward()`. Collective.
@@ -179,7 +182,12 @@ def DistributedOptimizer(  # noqa: N802
         op: Average or Sum.
         gradient_predivide_factor: without effect, because gradients are divided before they are
             added in a narrower dtype, and otherwise once.
-        process_set: the ranks that train together, all by default. Its ranks can't join.
+        num_groups: without effect: buckets have the order of the parameters.
+        groups: without effect, too.
+        sparse_as_dense: without effect. Sparse gradients become dense, as they do in Horovod
+            meanwhile; those of SparseAdam stay sparse.
+        process_set: the ranks that train together, all by default. Its ranks can't join. A rank
+            that is not in it trains alone.
 
     Raises:
         ValueError: another op; `gradient_predivide_factor` with Sum; names that are missing or
@@ -200,11 +208,12 @@ def DistributedOptimizer(  # noqa: N802
     made.__dict__.update((key, kept) for key, kept in vars(optimizer).items() if key != "step")
     with _replaced([each for _, each in named]):
         made._gradients = _Gradients(
-            ranks_of(process_set),
+            ranks() if process_set is None else process_set.trainers(),
             named,
             passes,
             op="mean" if op is ReduceOp.MEAN else "sum",
             wire_dtype=compression.wire_dtype,
+            sparse=[name for name, _ in named] if isinstance(optimizer, SparseAdam) else (),
         )
     return made
 

@@ -64,6 +64,7 @@ class ProcessSet:
         """`ranks` are numbers of ranks among all; TypeError for an MPI communicator."""
         self.ranks = sorted({operator.index(each) for each in ranks})
         self._comm: Communicator | None = None
+        """That of the set's ranks; on a rank that is not in it, of this rank alone."""
 
     def included(self) -> bool:
         """Whether this rank is in the set. ValueError before it was added."""
@@ -81,11 +82,16 @@ class ProcessSet:
 
     def comm(self) -> Communicator:
         """The communicator of its ranks. ValueError if this rank is not one of them."""
-        self._check_added()
-        if self._comm is None:
+        if not self.included():
             raise ValueError(
                 f"process_set={self}: rank {rank()} is not in it, and makes no call there"
             )
+        return self.trainers()
+
+    def trainers(self) -> Communicator:
+        """The same; where this rank is not one of them, its own communicator of one rank."""
+        self._check_added()
+        assert self._comm is not None
         return self._comm
 
     def index(self, rank: int) -> int:
@@ -113,6 +119,8 @@ class _All(ProcessSet):
 
     def comm(self) -> Communicator:
         return ranks()
+
+    trainers = comm
 
     def index(self, rank: int) -> int:
         return rank
@@ -169,7 +177,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if any(each.ranks == given.ranks for each in (global_process_set, *_added)):
         raise ValueError(f"process_set={given}: a set of these ranks exists")
     comm.barrier(f"hvd.add_process_set({given.ranks})")
-    given._comm = comm.split(0 if comm.rank in given.ranks else None)
+    given._comm = comm.split(0 if comm.rank in given.ranks else 1 + comm.rank)
     given.process_set_id, _next_number = _next_number, _next_number + 1
     _added.append(given)
     return given

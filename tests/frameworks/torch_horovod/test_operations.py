@@ -12,9 +12,11 @@ def test_ranks(hvd, comm):
     assert (hvd.local_rank(), hvd.local_size()) == (comm.local_rank, comm.local_size)
     assert (hvd.cross_rank(), hvd.cross_size()) == (comm.node, comm.nodes)
     assert hvd.is_initialized()
-    assert hvd.mpi_threads_supported()
-    assert hvd.mpi_built()
-    assert hvd.mpi_enabled()
+    assert all([hvd.mpi_threads_supported(), hvd.mpi_built(), hvd.mpi_enabled()])
+    assert not any(
+        [hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built(), hvd.rocm_built()]
+    )
+    assert bool(hvd.nccl_built()) <= hvd.cuda_built()
     hvd.shutdown()
     assert not hvd.is_initialized()
     hvd.init()
@@ -50,15 +52,50 @@ def test_allreduce(torch, hvd, comm):
     assert tensor.tolist() == [2 * each for each in mean]
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_integers_stay_integers(torch, hvd, comm, dtype):
+    """Averages and factors are rounded towards zero, in place and out of place."""
+    given = torch.tensor([5 + comm.rank, 100], dtype=getattr(torch, dtype))
+    own = (torch.tensor([5 + comm.rank, 100]) * 0.7).long()
+    factors = {"prescale_factor": 0.7, "postscale_factor": 0.5}
+    sums = comm.all_reduce(own.numpy())
+    mean = (sums / comm.size * 0.5).astype(int).tolist()
+    halves = (sums * 0.5).astype(int).tolist()
+    results = [
+        hvd.allreduce(given, **factors),
+        hvd.synchronize(hvd.allreduce_async(given, **factors)),
+        hvd.grouped_allreduce([given], **factors)[0],
+        hvd.synchronize(hvd.grouped_allreduce_async([given], **factors))[0],
+        hvd.allreduce_(given.clone(), **factors),
+        hvd.synchronize(hvd.allreduce_async_(given.clone(), **factors)),
+        hvd.grouped_allreduce_([given.clone()], **factors)[0],
+        hvd.synchronize(hvd.grouped_allreduce_async_([given.clone()], **factors))[0],
+        torch.cat([hvd.allgather(hvd.reducescatter(given, **factors))]),
+        hvd.allgather(hvd.synchronize(hvd.reducescatter_async(given, **factors))),
+    ]
+    for each in results:
+        assert each.dtype == given.dtype
+        assert each.tolist() == mean
+    assert given.tolist() == [5 + comm.rank, 100]
+    in_place = given.clone()
+    assert hvd.allreduce_(in_place, op=hvd.Sum, **factors) is in_place
+    assert in_place.tolist() == halves
+
+
 def test_differentiated_calls(torch, hvd, comm):
+    """As Horovod's: gathered and broadcast tensors get averages, scattered sums whole gradients."""
     tensor = torch.full((comm.size, 2), comm.rank + 1.0, requires_grad=True)
     weight = comm.rank + 1.0
     total = comm.size * (comm.size + 1) / 2
     for call, gradient in (
         (lambda: hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.fp16), total),
         (lambda: hvd.grouped_allreduce([tensor, tensor.detach()])[0], total / comm.size),
-        (lambda: hvd.allgather(tensor), total),
-        (lambda: hvd.broadcast(tensor, comm.size - 1), total * (comm.rank == comm.size - 1)),
+        (lambda: hvd.allgather(tensor), total / comm.size),
+        (lambda: hvd.grouped_allgather([tensor])[0], total / comm.size),
+        (
+            lambda: hvd.broadcast(tensor, comm.size - 1),
+            total / comm.size * (comm.rank == comm.size - 1),
+        ),
     ):
         tensor.grad = None
         (call() * weight).sum().backward()
@@ -66,7 +103,8 @@ def test_differentiated_calls(torch, hvd, comm):
     rows = torch.arange(1.0, comm.size + 1)[:, None].expand(-1, 2)
     for call, gradient in (
         (lambda: hvd.alltoall(tensor), rows),
-        (lambda: hvd.reducescatter(tensor), rows / comm.size),
+        (lambda: hvd.reducescatter(tensor), rows),
+        (lambda: hvd.reducescatter(tensor, op=hvd.Sum), rows * comm.size),
     ):
         tensor.grad = None
         (call() * weight).sum().backward()
@@ -95,6 +133,8 @@ def test_every_asynchronous_form(torch, hvd, comm):
         (hvd.alltoall, hvd.alltoall_async, (tensor, splits)),
         (hvd.reducescatter, hvd.reducescatter_async, (tensor,)),
         (hvd.grouped_allreduce, hvd.grouped_allreduce_async, ([tensor, tensor[1:]],)),
+        (hvd.grouped_allgather, hvd.grouped_allgather_async, ([tensor, tensor[1:]],)),
+        (hvd.grouped_reducescatter, hvd.grouped_reducescatter_async, ([tensor, tensor[1:]],)),
     ]
     handles = [later(*given) for _, later, given in pairs]
     for (now, _, given), handle in reversed(list(zip(pairs, handles, strict=True))):
@@ -106,6 +146,22 @@ def test_every_asynchronous_form(torch, hvd, comm):
     torch.testing.assert_close(given[1], 2 * hvd.allreduce(tensor, op=hvd.Sum))
     assert hvd.synchronize(hvd.broadcast_async_(tensor, 1)) is tensor
     assert tensor[0] == 1
+
+
+def test_sparse_tensors(torch, hvd, comm):
+    """Rows that several ranks hold are added; a rank may hold none."""
+    indices, values = [[0, comm.rank, 0]], [[1.0, 2.0], [comm.rank, 1.0], [1.0, 1.0]]
+    kept = 3 if comm.rank else 0
+    parts = torch.tensor(indices)[:, :kept], torch.tensor(values)[:kept]
+    given = torch.sparse_coo_tensor(*parts, (comm.size, 2), check_invariants=True)
+    for op in (hvd.Average, hvd.Sum):
+        handle = hvd.sparse_allreduce_async(given, "rows", op)
+        found = handle()
+        assert found.is_sparse
+        torch.testing.assert_close(found.to_dense(), hvd.allreduce(given.to_dense(), op=op))
+        assert hvd.synchronize(handle) is found
+    with pytest.raises(ValueError, match="op=max: must be Average or Sum of sparse tensors"):
+        hvd.sparse_allreduce_async(given, "rows", hvd.Max)
 
 
 def test_process_sets(torch, hvd, comm):
@@ -189,6 +245,11 @@ def test_groups_and_movements(torch, hvd, comm):
         hvd.alltoall(sent, [1])
     with pytest.raises(ValueError, match="multiple of"):
         hvd.alltoall(torch.zeros(comm.size + 1))
+    with pytest.raises(hvd.HorovodInternalError, match="different dtypes"):
+        hvd.alltoall(torch.zeros(comm.size, dtype=torch.int32 if comm.rank else torch.float32))
+    for scatter in (hvd.reducescatter, hvd.reducescatter_async):
+        with pytest.raises(ValueError, match="without axes"):
+            scatter(torch.tensor(1.0))
     rows = hvd.reducescatter(torch.arange(comm.size + 1.0), op=hvd.Sum)
     assert rows.tolist() == [
         comm.size * each for each in ([0, 1] if comm.rank == 0 else [comm.rank + 1])

@@ -280,7 +280,37 @@ def test_a_process_set_trains_apart(torch, hvd, comm):
         flat = [torch.cat([each.detach().reshape(-1) for each in model.parameters()])]
         flat.append(torch.cat([each.reshape(-1) for each in trained(torch, steps)]).detach())
         torch.testing.assert_close(*flat, rtol=1e-5, atol=1e-5)
+    else:
+        # As Horovod's: a rank that isn't in the set trains alone.
+        steps = batches(torch, 1)
+        model, optimizer = distributed(torch, hvd, process_set=members)
+        for (batch,) in steps:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        for own, alone in zip(model.parameters(), trained(torch, steps), strict=True):
+            torch.testing.assert_close(own.detach(), alone.detach())
     hvd.remove_process_set(members)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_embeddings(torch, hvd, comm, sparse_as_dense):
+    """Of an optimizer that takes sparse gradients alone; the rows of all ranks are averaged."""
+    torch.manual_seed(1)
+    model = torch.nn.Embedding(10, 3, sparse=True)
+    alone = torch.nn.Embedding(10, 3, sparse=True)
+    alone.load_state_dict(model.state_dict())
+    single = torch.optim.SparseAdam(list(alone.parameters()), lr=0.1)
+    options = {"groups": 1, "sparse_as_dense": sparse_as_dense}
+    made = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(made, **options)
+    rows = [torch.tensor([[rank, 4, 5 + rank % 2]]) for rank in range(comm.size)]
+    model(rows[comm.rank]).sum().backward()
+    assert model.weight.grad.is_sparse
+    optimizer.step()
+    (sum(alone(each).sum() for each in rows) / comm.size).backward()
+    single.step()
+    torch.testing.assert_close(model.weight.detach(), alone.weight.detach())
 
 
 def test_the_last_rank_that_joined_may_be_any(torch, hvd, comm):
@@ -300,8 +330,11 @@ def test_calls_that_zeros_cannot_take_part_in(torch, hvd, comm, call):
             return hvd.allgather_object(1)
         return hvd.allreduce(torch.ones(2, requires_grad=True))
 
-    with pytest.raises(NotImplementedError, match=r"ranks \[0\] have joined"):
-        make() if comm.rank else hvd.join()
+    if comm.rank:
+        with pytest.raises(NotImplementedError, match=r"ranks \[0\] have joined"):
+            make()
+    # The rank that has joined waits for the others. It has noticed a call, and they none.
+    assert hvd.join() == comm.size - 1
     assert make() is not None
 
 

@@ -1,0 +1,60 @@
+"""Horovod's questions about how it was built, of which scripts print or branch on the answers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from collectives.transports.nccl_driver import NcclDriver
+
+
+def mpi_threads_supported() -> bool:
+    """True: threads other than the program's make MPI calls."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """True."""
+    return True
+
+
+def mpi_built() -> bool:
+    """True."""
+    return True
+
+
+def cuda_built() -> bool:
+    """Whether CuPy is installed, without which tensors on GPUs are refused."""
+    return find_spec("cupy") is not None
+
+
+def nccl_built() -> int:
+    """The version of the NCCL that CuPy loads, such as 22809; 0 without."""
+    if not cuda_built():
+        return 0
+    driver = NcclDriver()
+    return 0 if driver.problem() else driver.version()
+
+
+def gloo_enabled() -> bool:
+    """False."""
+    return False
+
+
+def gloo_built() -> bool:
+    """False."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def rocm_built() -> bool:
+    """False."""
+    return False
