@@ -148,6 +148,7 @@ LAZY = {
         "collectives/torch/horovod/joining.py",
         "collectives/torch/horovod/operations.py",
         "collectives/torch/horovod/optimizer.py",
+        "collectives/torch/horovod/tensors.py",
         "collectives/torch/parameters.py",
         "collectives/torch/process_group.py",
         "collectives/torch/reduce_ops.py",

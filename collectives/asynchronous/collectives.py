@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec
 
 from collectives.calls import Operation, movements, reductions, scans
@@ -26,10 +26,10 @@ def _asynchronous(make: Callable[Concatenate[Engine, Arguments], Operation]) -> 
     ) -> Handle[Any]:
         return self._submit(make(self._engine, *arguments, **named))
 
-    own, (itself, *_) = signature(start), signature(start).parameters.values()
-    _, *parameters = signature(make).parameters.values()
-    start.__signature__ = own.replace(  # type: ignore[attr-defined]
-        parameters=[itself, *parameters]
+    _, *given = signature(make).parameters.values()
+    itself = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+    start.__signature__ = Signature(  # type: ignore[attr-defined]
+        [itself, *given], return_annotation="Handle[Any]"
     )
     start.__name__ = f"{make.__name__}_async"
     start.__qualname__ = f"AsynchronousCollectives.{start.__name__}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 from typing import Any
 
@@ -41,8 +40,9 @@ class HostMemory:
 
     def at(self, address: int, length: int, dtype: np.dtype[Any]) -> Array:
         """An array over the memory."""
-        memory: Any = (ctypes.c_char * (length * dtype.itemsize)).from_address(address)
-        return np.ndarray(length, dtype, memory)
+        if not length:
+            return np.empty(0, dtype)
+        return np.asarray(_AddressRange(address, length * dtype.itemsize)).view(dtype)
 
     def message(self, array: Array) -> memoryview:
         """A view of the bytes."""
@@ -55,3 +55,15 @@ class HostMemory:
     def fold(self, op: ReduceOp, first: Array, second: Array, out: Array) -> Action:
         """By the fastest fold for the dtype."""
         return reduction_for(op, out.dtype).bind(first, second, out)
+
+
+class _AddressRange:
+    """Memory at an address, in NumPy's array interface, without ownership."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }

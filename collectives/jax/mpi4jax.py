@@ -55,7 +55,8 @@ def gather(x: Any, root: int, *, comm: Any = None) -> Any:
 def alltoall(x: Any, *, comm: Any = None) -> Any:
     """Row i sent to rank i; row i received from it. `x` has a row for each rank."""
     given_comm = _communicator(comm)
-    _check_rows("Alltoall", x, given_comm)
+    if problem := _problem("Alltoall", x, given_comm):
+        raise ValueError(problem)
     return functions.all_to_all(x, comm=given_comm)
 
 
@@ -68,11 +69,17 @@ def bcast(x: Any, root: int, *, comm: Any = None) -> Any:
 
 
 def scatter(x: Any, root: int, *, comm: Any = None) -> Any:
-    """Row r of the root's array, on rank r; the other ranks pass an array of the row's shape."""
+    """Row r of the root's array, on rank r; the other ranks pass an array of the row's shape.
+
+    A MismatchError on every rank, ValueError alone, if the root's has no row for each rank.
+    """
     given_comm = _communicator(comm)
     array = jnp.asarray(x)
     if given_comm.rank == root:
-        _check_rows("Scatter", x, given_comm)
+        if problem := _problem("Scatter", x, given_comm):
+            # The other ranks, which broadcast, raise a MismatchError, too.
+            given_comm.barrier(problem)
+            raise ValueError(problem)
     else:
         array = jnp.broadcast_to(array, (given_comm.size, *array.shape))
     return bcast(array, root, comm=given_comm)[given_comm.rank]
@@ -136,13 +143,14 @@ def barrier(*, comm: Any = None) -> None:
     functions.barrier(comm=_communicator(comm))
 
 
-def _check_rows(call: str, x: Any, comm: Communicator) -> None:
-    """ValueError unless there is a row for each rank."""
-    if jnp.shape(x)[:1] != (comm.size,):
-        raise ValueError(
-            f"{call} input must have shape (nproc, ...), where nproc is the number of ranks,"
-            f" {comm.size}; it has shape {jnp.shape(x)}"
-        )
+def _problem(call: str, x: Any, comm: Communicator) -> str | None:
+    """None where there is a row for each rank."""
+    if jnp.shape(x)[:1] == (comm.size,):
+        return None
+    return (
+        f"{call} input must have shape (nproc, ...), where nproc is the number of ranks,"
+        f" {comm.size}; it has shape {jnp.shape(x)}"
+    )
 
 
 def _fill(status: Any, source: int, tag: int, array: Any) -> None:

@@ -51,7 +51,7 @@ def _shapes(*arrays: Any, call: Call, count: int) -> Any:
 @_primitive.def_impl  # type: ignore[untyped-decorator]
 def _run_at_once(*arrays: Any, **parameters: Any) -> Any:
     if parameters["call"].kind == PVARY:
-        return list(arrays)
+        return list(map(jnp.asarray, arrays))
     return _compiled(**parameters)(*arrays)
 
 

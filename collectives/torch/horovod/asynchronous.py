@@ -14,18 +14,20 @@ from collectives.communicator import Communicator
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch.horovod.joining import Request, request_of, with_joined
-from collectives.torch.horovod.operations import (
+from collectives.torch.horovod.operations import compare_count
+from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
+from collectives.torch.horovod.tensors import (
     Op,
     check_axes,
     in_place,
     joined,
     op_of,
     parts_of,
+    scale,
     scaled,
     store,
     store_all,
 )
-from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 
 
 class Pending:
@@ -101,9 +103,8 @@ def allreduce_async_(
 ) -> Pending:
     """Like `allreduce_async`, in place; `synchronize` returns `tensor`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    sent = scaled(tensor.detach(), prescale_factor)
-    _notice_joined(comm, request_of("allreduce_async", [sent], op))
-    handle = comm.all_reduce_async(sent, op, out=sent if in_place([sent], op) else None)
+    _notice_joined(comm, request_of("allreduce_async", [scale(tensor, prescale_factor)], op))
+    handle = comm.all_reduce_async(tensor, op, out=tensor if in_place([tensor], op) else None)
     return Pending(handle, lambda result: store(result, postscale_factor, tensor))
 
 
@@ -141,10 +142,10 @@ def grouped_allreduce_async_(
 ) -> Pending:
     """Like `grouped_allreduce_async`, in place; `synchronize` returns the tensors."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    sent = [scaled(each.detach(), prescale_factor) for each in tensors]
-    _notice_joined(comm, request_of("grouped_allreduce_async", sent, op))
-    handle = comm.all_reduce_many_async(sent, op, out=sent if in_place(sent, op) else None)
-    return Pending(handle, lambda results: store_all(results, postscale_factor, tensors))
+    given = [scale(each, prescale_factor) for each in tensors]
+    _notice_joined(comm, request_of("grouped_allreduce_async", given, op))
+    handle = comm.all_reduce_many_async(given, op, out=given if in_place(given, op) else None)
+    return Pending(handle, lambda results: store_all(results, postscale_factor, given))
 
 
 def allgather_async(
@@ -160,6 +161,7 @@ def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
 ) -> Pending:
     """Start a `grouped_allgather`."""
+    compare_count("grouped_allgather_async", tensors, process_set)
     return Pending(_Each([allgather_async(each, name, process_set) for each in tensors]))
 
 
@@ -176,16 +178,17 @@ def sparse_allreduce_async(
         raise ValueError(f"op={op.value}: must be Average or Sum of sparse tensors")
     part = tensor.detach().coalesce()
     rows = [part.indices().t().contiguous(), part.values().contiguous()]
+    _notice_joined(comm, Request(f"sparse_allreduce_async: {op.value} of {list(part.shape)}"))
 
     def finish(gathered: list[Any]) -> Any:
         indices, values = gathered
         if op is ReduceOp.MEAN:
             values = values / comm.size
-        # Another rank's shape may be larger.
-        total = torch.sparse_coo_tensor(indices.t(), values, part.shape, check_invariants=True)
+        # The ranks have compared the shape, in which all indices lie.
+        total = torch.sparse_coo_tensor(indices.t(), values, part.shape, check_invariants=False)
         return total.coalesce()
 
-    return Pending(_Each([allgather_async(each, name, process_set) for each in rows]), finish)
+    return Pending(_Each([Pending(comm.all_gather_async(each)) for each in rows]), finish)
 
 
 def broadcast_async(
@@ -222,9 +225,9 @@ def reducescatter_async(
     tensor: Any,
     name: str | None = None,
     op: Op = None,
+    process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
 ) -> Pending:
     """Start a `reducescatter`."""
     op, comm = op_of(op, None), ranks_of(process_set)
@@ -239,12 +242,13 @@ def grouped_reducescatter_async(
     tensors: Sequence[Any],
     name: str | None = None,
     op: Op = None,
+    process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
 ) -> Pending:
     """Start a `grouped_reducescatter`."""
-    given = name, op, prescale_factor, postscale_factor, process_set
+    compare_count("grouped_reducescatter_async", tensors, process_set)
+    given = name, op, process_set, prescale_factor, postscale_factor
     return Pending(_Each([reducescatter_async(each, *given) for each in tensors]))
 
 

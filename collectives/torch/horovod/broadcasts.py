@@ -13,15 +13,15 @@ from collectives.torch.horovod.process_sets import ProcessSet, ranks, ranks_of, 
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    params: Mapping[str, Any] | Iterable[Any],
     root_rank: int,
     process_set: ProcessSet | None = None,
 ) -> None:
     """Copy the root's tensors into the other ranks', of equal shapes and dtypes.
 
     Args:
-        params: `model.state_dict()`, or `model.named_parameters()`. Entries other than tensors are
-            left alone.
+        params: `model.state_dict()`, `model.named_parameters()`, or tensors. Entries other than
+            tensors are left alone.
         root_rank: the rank whose tensors are sent, its number among all ranks.
         process_set: the ranks that take part; all by default.
 
@@ -30,18 +30,19 @@ def broadcast_parameters(
 
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
-    pairs = params.items() if isinstance(params, Mapping) else params
-    tensors = [each for _, each in pairs if isinstance(each, torch.Tensor)]
+    given = params.values() if isinstance(params, Mapping) else params
+    every = [each[1] if isinstance(each, tuple) else each for each in given]
+    tensors = [each for each in every if isinstance(each, torch.Tensor)]
     request = Request("broadcast_parameters")
     with torch.no_grad():
         for tensor in tensors:
             with_joined(comm, request, partial(comm.broadcast, tensor, root=root))
 
 
-def broadcast_optimizer_state(optimizer: Any, root_rank: int) -> None:
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
     """Load the state of the root's optimizer, its options included, on the other ranks.
 
-    It is sent pickled.
+    It is sent pickled. `model` is ignored: the state need not exist on the other ranks.
     """
     state = broadcast_object(
         optimizer.state_dict() if ranks().rank == root_rank else None, root_rank

@@ -22,7 +22,7 @@ class Compressor(NamedTuple):
 
     def decompress(self, tensor: Any, kept: Any) -> Any:
         """The tensor in the dtype before `compress`."""
-        return tensor.to(kept) if self.wire_dtype is not None else tensor
+        return tensor if self.wire_dtype is None or not kept.is_floating_point else tensor.to(kept)
 
 
 class Compression:

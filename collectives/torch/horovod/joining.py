@@ -26,6 +26,9 @@ from collectives.torch.horovod.process_sets import ranks
 Result = TypeVar("Result")
 
 _ADDED = (ReduceOp.SUM, ReduceOp.MEAN)
+_IN_JOIN = "hvd.join"
+_JOIN = f"barrier({_IN_JOIN})"
+"""The call of a rank that has joined, in the MismatchErrors of the others."""
 
 
 class Request(NamedTuple):
@@ -67,7 +70,15 @@ def number_gradients(comm: Communicator, gradients: Gradients) -> Request:
 
 
 def request_of(name: str, tensors: Any, op: ReduceOp) -> Request:
-    """The request of a reduction of tensors."""
+    """The request of a reduction of tensors.
+
+    TypeError for those that the call would refuse, after ranks that have joined have begun it.
+    """
+    for each in tensors:
+        if each.layout != torch.strided or each.is_quantized or each.is_meta:
+            raise TypeError(f"{name}: a tensor of {each.layout} on {each.device}: must be plain")
+        if each.is_conj() or each.is_neg():
+            raise TypeError(f"{name}: a conjugated or negated view: must be resolved")
     described = ((tuple(each.shape), str(each.dtype), each.device.type) for each in tensors)
     return Request(name, tuple(described), op)
 
@@ -115,7 +126,7 @@ def join(device: int = -1) -> int:
     comm, served = ranks(), 0
     while True:
         try:
-            comm.barrier("hvd.join")
+            comm.barrier(_IN_JOIN)
             break
         except MismatchError as error:
             joined = _joined(comm, None, error)
@@ -141,6 +152,8 @@ def _joined(comm: Communicator, request: Request | None, error: MismatchError) -
 
     `request` is this rank's, None in `join`. Raises `error` where those calls differ.
     """
+    if _JOIN not in error.calls:
+        return None
     try:
         requests = comm.all_gather_object(request)
     except MismatchError:

@@ -6,17 +6,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
 from collectives.communicator import Communicator
-from collectives.errors import DtypeMismatchError
-from collectives.reductions.reduction import ReduceOp, as_op
+from collectives.reductions.reduction import ReduceOp
 from collectives.torch import functions
 from collectives.torch.horovod.compression import Compression, Compressor
 from collectives.torch.horovod.joining import Request, request_of, with_joined
 from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
-
-Op = ReduceOp | str | None
+from collectives.torch.horovod.tensors import (
+    Op,
+    check_axes,
+    gradient_times,
+    in_place,
+    joined,
+    op_of,
+    parts_of,
+    scale,
+    scaled,
+    store,
+    store_all,
+)
 
 
 def allreduce(
@@ -57,9 +66,9 @@ def allreduce_(
 ) -> Any:
     """Like `allreduce`, in place."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    sent = scaled(tensor.detach(), prescale_factor)
-    request, out = request_of("allreduce", [sent], op), sent if in_place([sent], op) else None
-    reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op, out=out))
+    request = request_of("allreduce", [scale(tensor, prescale_factor)], op)
+    out = tensor if in_place([tensor], op) else None
+    reduced = with_joined(comm, request, lambda: comm.all_reduce(tensor, op, out=out))
     return store(reduced, postscale_factor, tensor)
 
 
@@ -99,10 +108,11 @@ def grouped_allreduce_(
 ) -> list[Any]:
     """Like `grouped_allreduce`, in place."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    sent = [scaled(each.detach(), prescale_factor) for each in tensors]
-    request, out = request_of("grouped_allreduce", sent, op), sent if in_place(sent, op) else None
-    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op, out=out))
-    return store_all(reduced, postscale_factor, tensors)
+    given = [scale(each, prescale_factor) for each in tensors]
+    request = request_of("grouped_allreduce", given, op)
+    out = given if in_place(given, op) else None
+    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(given, op, out=out))
+    return store_all(reduced, postscale_factor, given)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Any:
@@ -112,7 +122,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | No
     """
     comm = ranks_of(process_set)
     if tensor.requires_grad and torch.is_grad_enabled():
-        sent = _ScaledGradient.apply(tensor, 1 / comm.size)
+        sent = gradient_times(tensor, 1 / comm.size)
         return _alone(comm, "allgather", lambda: functions.all_gather(sent, comm=comm))
     return _alone(comm, "allgather", lambda: comm.all_gather(tensor))
 
@@ -120,7 +130,8 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | No
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Any]:
-    """`allgather` of each tensor."""
+    """`allgather` of each tensor; the ranks have equally many."""
+    compare_count("grouped_allgather", tensors, process_set)
     return [allgather(each, name, process_set) for each in tensors]
 
 
@@ -134,7 +145,7 @@ def broadcast(
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
     if tensor.requires_grad and torch.is_grad_enabled():
-        sent = _ScaledGradient.apply(tensor, 1 / comm.size)
+        sent = gradient_times(tensor, 1 / comm.size)
         return _alone(comm, "broadcast", lambda: functions.broadcast(sent, root=root, comm=comm))
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return _alone(comm, "broadcast", lambda: comm.broadcast(copy, root=root))
@@ -168,38 +179,14 @@ def alltoall(
     return joined(received, splits)
 
 
-def parts_of(tensor: Any, splits: Any, size: int) -> Any:
-    """The rows for each of `size` ranks."""
-    count = len(tensor)
-    if splits is None:
-        if count % size:
-            raise ValueError(f"{count} rows: must be a multiple of {size}, or splits be given")
-        return tensor.split([count // size] * size)
-    lengths = [int(each) for each in splits]
-    if sum(lengths) != count or len(lengths) != size or min(lengths) < 0:
-        raise ValueError(f"splits={lengths}: must be {size} numbers of rows that add up to {count}")
-    return tensor.split(lengths)
-
-
-def joined(received: Sequence[Any], splits: Any) -> Any:
-    """The result of `alltoall`; DtypeMismatchError if the ranks sent different dtypes."""
-    dtypes = [str(each.dtype) for each in received]
-    if len(set(dtypes)) > 1:
-        raise DtypeMismatchError("alltoall: the ranks sent tensors of different dtypes", (*dtypes,))
-    rows = torch.cat(list(received))
-    if splits is None:
-        return rows
-    return rows, torch.tensor([len(each) for each in received], dtype=torch.int32)
-
-
 def reducescatter(
     tensor: Any,
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: Op = None,
+    process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
 ) -> Any:
     """This rank's rows of the reduced, by default averaged, tensors; the first ranks get one more.
 
@@ -211,7 +198,8 @@ def reducescatter(
     check_axes(tensor)
     sent, kept = compression.compress(scaled(tensor, prescale_factor))
     if tensor.requires_grad and torch.is_grad_enabled():
-        sent = _ScaledGradient.apply(sent, comm.size)
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            sent = gradient_times(sent, comm.size)
         rows = _alone(comm, "reducescatter", lambda: functions.reduce_scatter(sent, op, comm=comm))
     else:
         rows = _alone(comm, "reducescatter", lambda: comm.reduce_scatter(sent, op))
@@ -223,12 +211,13 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: Op = None,
+    process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
 ) -> list[Any]:
-    """`reducescatter` of each tensor."""
-    given = name, compression, op, prescale_factor, postscale_factor, process_set
+    """`reducescatter` of each tensor; the ranks have equally many."""
+    compare_count("grouped_reducescatter", tensors, process_set)
+    given = name, compression, op, process_set, prescale_factor, postscale_factor
     return [reducescatter(each, *given) for each in tensors]
 
 
@@ -238,63 +227,12 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     _alone(comm, "barrier", comm.barrier)
 
 
+def compare_count(name: str, tensors: Sequence[Any], process_set: ProcessSet | None) -> None:
+    """A MismatchError on every rank where the ranks have different numbers of tensors."""
+    comm, text = ranks_of(process_set), f"{name} of {len(tensors)} tensors"
+    _alone(comm, text, lambda: comm.barrier(text))
+
+
 def _alone(comm: Communicator, name: str, call: Callable[[], Any]) -> Any:
     """Make a call in which ranks that have joined can't take part."""
     return with_joined(comm, Request(name), call)
-
-
-def op_of(op: Op, average: bool | None) -> ReduceOp:
-    """Horovod's older argument, or the newer one."""
-    if average is None:
-        return ReduceOp.MEAN if op is None else as_op(op)
-    if op is not None:
-        raise ValueError("average and op were both given: leave out average, the older one")
-    return ReduceOp.MEAN if average else ReduceOp.SUM
-
-
-def check_axes(tensor: Any) -> None:
-    """ValueError for a tensor that has no rows to scatter."""
-    if tensor.dim() == 0:
-        raise ValueError("reducescatter: a tensor without axes: must have rows")
-
-
-def scaled(tensor: Any, factor: float, dtype: Any = None) -> Any:
-    """The tensor times a factor, in the dtype, or its own. Integers are multiplied as float64."""
-    kept = tensor.dtype if dtype is None else dtype
-    if factor != 1.0:
-        number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        tensor = (tensor if number else tensor.double()) * factor
-    return tensor.to(kept)
-
-
-def in_place(tensors: Sequence[Any], op: ReduceOp) -> bool:
-    """Whether the reductions can be written into the tensors: averages of integers are float64."""
-    return op is not ReduceOp.MEAN or all(
-        each.dtype.is_floating_point or each.dtype.is_complex for each in tensors
-    )
-
-
-def store(result: Any, factor: float, tensor: Any) -> Any:
-    """The tensor, in which the result times a factor was stored."""
-    with torch.no_grad():
-        if factor != 1.0 or not result.is_set_to(tensor):
-            tensor.copy_(scaled(result, factor))
-    return tensor
-
-
-def store_all(results: Sequence[Any], factor: float, tensors: Sequence[Any]) -> list[Any]:
-    """As `store`, of each."""
-    return [store(each, factor, tensor) for each, tensor in zip(results, tensors, strict=True)]
-
-
-class _ScaledGradient(Function):  # type: ignore[misc]
-    """The tensor, whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, factor: float) -> Any:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient * ctx.factor, None

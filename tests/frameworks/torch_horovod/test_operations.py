@@ -105,10 +105,43 @@ def test_differentiated_calls(torch, hvd, comm):
         (lambda: hvd.alltoall(tensor), rows),
         (lambda: hvd.reducescatter(tensor), rows),
         (lambda: hvd.reducescatter(tensor, op=hvd.Sum), rows * comm.size),
+        (lambda: hvd.reducescatter(tensor, op=hvd.Max), rows * (comm.rank == comm.size - 1)),
     ):
         tensor.grad = None
         (call() * weight).sum().backward()
         torch.testing.assert_close(tensor.grad, gradient)
+
+
+def test_tensors_that_gradients_depend_on_are_not_overwritten(torch, hvd, comm):
+    leaf = torch.arange(3.0, requires_grad=True)
+    computed = leaf * 1
+    for call in (
+        lambda: hvd.allreduce_(computed),
+        lambda: hvd.allreduce_async_(computed),
+        lambda: hvd.grouped_allreduce_([computed]),
+        lambda: hvd.grouped_allreduce_async_([computed]),
+        lambda: hvd.broadcast_(computed, 0),
+    ):
+        with pytest.raises(ValueError, match="falsify their gradients"):
+            call()
+    assert hvd.allreduce_(leaf, op=hvd.Sum, prescale_factor=2.0) is leaf
+    assert leaf.tolist() == [0, 2 * comm.size, 4 * comm.size]
+
+
+def test_different_groups(torch, hvd, comm):
+    """Of tensors, or of shapes of sparse ones: an error, after which the next call works."""
+    one, op = torch.ones(4), hvd.Sum
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (4 + comm.rank,), check_invariants=True)
+    for call in (
+        lambda: hvd.grouped_allgather([one] * (1 + comm.rank)),
+        lambda: hvd.grouped_reducescatter([one] * (1 + comm.rank)),
+        lambda: hvd.grouped_allgather_async([one] * (1 + comm.rank)),
+        lambda: hvd.grouped_reducescatter_async([one] * (1 + comm.rank)),
+        lambda: hvd.sparse_allreduce_async(sparse, None, op),
+    ):
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0: barrier"):
+            call()
+        assert hvd.allreduce(one, op=op).tolist() == [comm.size] * 4
 
 
 def test_asynchronous_calls(torch, hvd, comm):
@@ -187,6 +220,8 @@ def test_process_sets(torch, hvd, comm):
         assert hvd.allgather(one, **options).tolist() == rows
         assert hvd.alltoall(one, **options).tolist() == [float(rank) for rank in inside]
         assert hvd.reducescatter(one, **options).tolist() == mean[:1]
+        scattered = hvd.reducescatter(one, None, hvd.Compression.none, hvd.Sum, members)
+        assert scattered.tolist() == total[:1]
         assert hvd.broadcast(one, last, **options).tolist() == [last] * last
         assert hvd.broadcast_object(comm.rank, last, process_set=members) == last
         assert hvd.allgather_object(comm.rank, **options) == list(inside)
@@ -264,9 +299,12 @@ def test_equal_starts(torch, hvd, comm):
     if comm.rank == 0:
         model(torch.ones(4, 2) * torch.arange(4.0)[:, None]).square().sum().backward()
         optimizer.step()
+    with torch.no_grad():
+        model[0].bias += comm.rank
+    hvd.broadcast_parameters(list(model.parameters()), root_rank=0)
     for parameters in (model.state_dict(), model.named_parameters()):
         hvd.broadcast_parameters(parameters, root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
     for each in model.state_dict().values():
         assert torch.equal(each, hvd.broadcast(each, 0))
     states = hvd.allgather_object(optimizer.state_dict()["param_groups"])

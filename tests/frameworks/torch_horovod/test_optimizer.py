@@ -338,6 +338,38 @@ def test_calls_that_zeros_cannot_take_part_in(torch, hvd, comm, call):
     assert make() is not None
 
 
+@pytest.mark.parametrize("kind", ["sparse", "conjugated", "meta"])
+def test_asynchronous_calls_that_are_refused(torch, hvd, comm, kind):
+    """Before ranks that have joined notice them."""
+    given = {
+        "sparse": torch.ones(2).to_sparse(),
+        "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
+        "meta": torch.ones(2, device="meta"),
+    }[kind]
+    if comm.rank:
+        for call in (hvd.allreduce_async, hvd.allreduce_async_):
+            with pytest.raises(TypeError, match="must be"):
+                call(given)
+        mean = hvd.synchronize(hvd.allreduce_async(torch.ones(2)))
+        torch.testing.assert_close(mean, torch.full((2,), (comm.size - 1) / comm.size))
+    assert hvd.join() == comm.size - 1
+
+
+def test_calls_of_others_end_join(torch, hvd, comm):
+    """And the ranks' next calls but one match again."""
+    import collectives
+
+    with pytest.raises(collectives.MismatchError):
+        comm.all_reduce(torch.ones(2)) if comm.rank else hvd.join()
+    if comm.rank:
+        with pytest.raises(collectives.MismatchError, match="rank 0: all_gather_object"):
+            hvd.allreduce(torch.ones(2))
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [comm.size] * 2
+    with pytest.raises(collectives.MismatchError):
+        comm.all_reduce(torch.ones(2)) if comm.rank else hvd.allreduce(torch.ones(2))
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [comm.size] * 2
+
+
 def test_mismatches_stay_errors(torch, hvd, comm):
     import collectives
 

@@ -1,0 +1,104 @@
+"""What Horovod's calls do with tensors and arguments before and after the communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from collectives.errors import DtypeMismatchError
+from collectives.reductions.reduction import ReduceOp, as_op
+
+Op = ReduceOp | str | None
+
+
+def op_of(op: Op, average: bool | None) -> ReduceOp:
+    """Horovod's older argument, or the newer one."""
+    if average is None:
+        return ReduceOp.MEAN if op is None else as_op(op)
+    if op is not None:
+        raise ValueError("average and op were both given: leave out average, the older one")
+    return ReduceOp.MEAN if average else ReduceOp.SUM
+
+
+def check_axes(tensor: Any) -> None:
+    """ValueError for a tensor that has no rows to scatter."""
+    if tensor.dim() == 0:
+        raise ValueError("reducescatter: a tensor without axes: must have rows")
+
+
+def scaled(tensor: Any, factor: float, dtype: Any = None) -> Any:
+    """The tensor times a factor, in the dtype, or its own. Integers are multiplied as float64."""
+    kept = tensor.dtype if dtype is None else dtype
+    if factor != 1.0:
+        number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        tensor = (tensor if number else tensor.double()) * factor
+    return tensor.to(kept)
+
+
+def in_place(tensors: Sequence[Any], op: ReduceOp) -> bool:
+    """Whether the reductions can be written into the tensors: averages of integers are float64."""
+    return op is not ReduceOp.MEAN or all(
+        each.dtype.is_floating_point or each.dtype.is_complex for each in tensors
+    )
+
+
+def scale(tensor: Any, factor: float) -> Any:
+    """The tensor, which was multiplied by a factor in place."""
+    return tensor if factor == 1.0 else store(tensor.detach(), factor, tensor)
+
+
+def store(result: Any, factor: float, tensor: Any) -> Any:
+    """The tensor, in which the result times a factor was stored."""
+    if result is tensor:
+        return scale(tensor, factor)
+    with torch.no_grad():
+        tensor.copy_(scaled(result, factor))
+    return tensor
+
+
+def store_all(results: Sequence[Any], factor: float, tensors: Sequence[Any]) -> list[Any]:
+    """As `store`, of each."""
+    return [store(each, factor, tensor) for each, tensor in zip(results, tensors, strict=True)]
+
+
+def gradient_times(tensor: Any, factor: float) -> Any:
+    """The tensor, whose gradient is multiplied by a factor."""
+    return _GradientTimes.apply(tensor, factor)
+
+
+class _GradientTimes(Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, factor: float) -> Any:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * ctx.factor, None
+
+
+def parts_of(tensor: Any, splits: Any, size: int) -> Any:
+    """The rows for each of `size` ranks."""
+    count = len(tensor)
+    if splits is None:
+        if count % size:
+            raise ValueError(f"{count} rows: must be a multiple of {size}, or splits be given")
+        return tensor.split([count // size] * size)
+    lengths = [int(each) for each in splits]
+    if sum(lengths) != count or len(lengths) != size or min(lengths) < 0:
+        raise ValueError(f"splits={lengths}: must be {size} numbers of rows that add up to {count}")
+    return tensor.split(lengths)
+
+
+def joined(received: Sequence[Any], splits: Any) -> Any:
+    """The result of `alltoall`; DtypeMismatchError if the ranks sent different dtypes."""
+    dtypes = [str(each.dtype) for each in received]
+    if len(set(dtypes)) > 1:
+        raise DtypeMismatchError("alltoall: the ranks sent tensors of different dtypes", (*dtypes,))
+    rows = torch.cat(list(received))
+    if splits is None:
+        return rows
+    return rows, torch.tensor([len(each) for each in received], dtype=torch.int32)
