@@ -64,7 +64,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Any:
-    """Like `allreduce`, in place."""
+    """Like `allreduce`, in place.
+
+    Raises ValueError for a tensor that was computed from others that require grad.
+    """
     op, comm = op_of(op, average), ranks_of(process_set)
     request = request_of("allreduce", [scale(tensor, prescale_factor)], op)
     out = tensor if in_place([tensor], op) else None
@@ -106,7 +109,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[Any]:
-    """Like `grouped_allreduce`, in place."""
+    """Like `grouped_allreduce`, in place. ValueError as of `allreduce_`."""
     op, comm = op_of(op, average), ranks_of(process_set)
     given = [scale(each, prescale_factor) for each in tensors]
     request = request_of("grouped_allreduce", given, op)
