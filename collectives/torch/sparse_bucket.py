@@ -37,7 +37,7 @@ class SparseBucket(Bucket):
 
         def finish() -> None:
             all_indices, all_values = [each.wait() for each in handles] if overlap else gathered
-            total = _sparse(all_indices.t(), all_values, parameter)
+            total = sparse_tensor(all_indices.t(), all_values, parameter)
             parameter.grad = total.coalesce()
 
         return finish
@@ -54,12 +54,12 @@ def _as_sparse(parameter: Any) -> Any:
         shape = (0, *parameter.shape[1:])
         empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        gradient = _sparse(indices, empty, parameter)
+        gradient = sparse_tensor(indices, empty, parameter)
     elif not gradient.is_sparse:
         gradient = gradient.to_sparse(1)
     return gradient.coalesce()
 
 
-def _sparse(indices: Any, values: Any, parameter: Any) -> Any:
-    # The indices are those of gradients of the same parameter.
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+def sparse_tensor(indices: Any, values: Any, like: Any) -> Any:
+    """The rows of sparse tensors of the same shape, which need no further check, as one tensor."""
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)

@@ -26,8 +26,9 @@ class TFConfig:
     @property
     def task(self) -> Task | None:
         """The task, where both its type and its index are known."""
-        known = self.task_type is not None and self.task_id is not None
-        return Task(self.task_type, self.task_id) if known else None  # type: ignore[arg-type]
+        if self.task_type is None or self.task_id is None:
+            return None
+        return Task(self.task_type, self.task_id)
 
     def to_text(self) -> str:
         """The `TF_CONFIG` text that `parse_tf_config` reads as this value."""

@@ -13,8 +13,7 @@ import torch
 from collectives.communicator import Communicator
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.reduction import ReduceOp
-from collectives.torch.horovod.joining import Request, request_of, with_joined
-from collectives.torch.horovod.operations import compare_count
+from collectives.torch.horovod.joining import Request, notice_joined, request_of
 from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.torch.horovod.tensors import (
     Op,
@@ -28,6 +27,7 @@ from collectives.torch.horovod.tensors import (
     store,
     store_all,
 )
+from collectives.torch.sparse_bucket import sparse_tensor
 
 
 class Pending:
@@ -87,7 +87,7 @@ def allreduce_async(
     """Start an `allreduce`; `synchronize` returns the result."""
     op, comm = op_of(op, average), ranks_of(process_set)
     sent = scaled(tensor.detach(), prescale_factor)
-    _notice_joined(comm, request_of("allreduce_async", [sent], op))
+    notice_joined(comm, request_of("allreduce_async", [sent], op))
     handle = comm.all_reduce_async(sent, op)
     return Pending(handle, lambda result: scaled(result, postscale_factor, tensor.dtype))
 
@@ -103,7 +103,7 @@ def allreduce_async_(
 ) -> Pending:
     """Like `allreduce_async`, in place; `synchronize` returns `tensor`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    _notice_joined(comm, request_of("allreduce_async", [scale(tensor, prescale_factor)], op))
+    notice_joined(comm, request_of("allreduce_async", [scale(tensor, prescale_factor)], op))
     handle = comm.all_reduce_async(tensor, op, out=tensor if in_place([tensor], op) else None)
     return Pending(handle, lambda result: store(result, postscale_factor, tensor))
 
@@ -120,7 +120,7 @@ def grouped_allreduce_async(
     """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
     op, comm = op_of(op, average), ranks_of(process_set)
     sent = [scaled(each.detach(), prescale_factor) for each in tensors]
-    _notice_joined(comm, request_of("grouped_allreduce_async", sent, op))
+    notice_joined(comm, request_of("grouped_allreduce_async", sent, op))
     handle = comm.all_reduce_many_async(sent, op)
     return Pending(
         handle,
@@ -143,7 +143,7 @@ def grouped_allreduce_async_(
     """Like `grouped_allreduce_async`, in place; `synchronize` returns the tensors."""
     op, comm = op_of(op, average), ranks_of(process_set)
     given = [scale(each, prescale_factor) for each in tensors]
-    _notice_joined(comm, request_of("grouped_allreduce_async", given, op))
+    notice_joined(comm, request_of("grouped_allreduce_async", given, op))
     handle = comm.all_reduce_many_async(given, op, out=given if in_place(given, op) else None)
     return Pending(handle, lambda results: store_all(results, postscale_factor, given))
 
@@ -153,7 +153,7 @@ def allgather_async(
 ) -> Pending:
     """Start an `allgather`."""
     comm, sent = ranks_of(process_set), tensor.detach()
-    _notice_joined(comm, Request("allgather_async"))
+    notice_joined(comm, Request("allgather_async"))
     return Pending(comm.all_gather_async(sent))
 
 
@@ -161,8 +161,9 @@ def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
 ) -> Pending:
     """Start a `grouped_allgather`."""
-    compare_count("grouped_allgather_async", tensors, process_set)
-    return Pending(_Each([allgather_async(each, name, process_set) for each in tensors]))
+    comm, sent = ranks_of(process_set), [each.detach() for each in tensors]
+    notice_joined(comm, Request(f"grouped_allgather_async of {len(sent)}"))
+    return Pending(_Each([Pending(comm.all_gather_async(each)) for each in sent]))
 
 
 def sparse_allreduce_async(
@@ -178,15 +179,13 @@ def sparse_allreduce_async(
         raise ValueError(f"op={op.value}: must be Average or Sum of sparse tensors")
     part = tensor.detach().coalesce()
     rows = [part.indices().t().contiguous(), part.values().contiguous()]
-    _notice_joined(comm, Request(f"sparse_allreduce_async: {op.value} of {list(part.shape)}"))
+    notice_joined(comm, Request(f"sparse_allreduce_async: {op.value} of {list(part.shape)}"))
 
     def finish(gathered: list[Any]) -> Any:
         indices, values = gathered
         if op is ReduceOp.MEAN:
             values = values / comm.size
-        # The ranks have compared the shape, in which all indices lie.
-        total = torch.sparse_coo_tensor(indices.t(), values, part.shape, check_invariants=False)
-        return total.coalesce()
+        return sparse_tensor(indices.t(), values, part).coalesce()
 
     return Pending(_Each([Pending(comm.all_gather_async(each)) for each in rows]), finish)
 
@@ -204,7 +203,7 @@ def broadcast_async_(
 ) -> Pending:
     """Start a `broadcast_`; `synchronize` returns `tensor`."""
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
-    _notice_joined(comm, Request("broadcast_async"))
+    notice_joined(comm, Request("broadcast_async"))
     return Pending(comm.broadcast_async(tensor, root=root))
 
 
@@ -217,7 +216,7 @@ def alltoall_async(
     """Start an `alltoall`; `synchronize` returns what that returns."""
     comm = ranks_of(process_set)
     parts = parts_of(tensor.detach(), splits, comm.size)
-    _notice_joined(comm, Request("alltoall_async"))
+    notice_joined(comm, Request("alltoall_async"))
     return Pending(comm.all_to_all_async(parts), lambda received: joined(received, splits))
 
 
@@ -231,11 +230,9 @@ def reducescatter_async(
 ) -> Pending:
     """Start a `reducescatter`."""
     op, comm = op_of(op, None), ranks_of(process_set)
-    check_axes(tensor)
-    sent = scaled(tensor.detach(), prescale_factor)
-    _notice_joined(comm, Request("reducescatter_async"))
-    handle = comm.reduce_scatter_async(sent, op)
-    return Pending(handle, lambda rows: scaled(rows, postscale_factor, tensor.dtype))
+    sent = _to_scatter(tensor, prescale_factor)
+    notice_joined(comm, Request("reducescatter_async"))
+    return _scatter(comm, sent, op, postscale_factor)
 
 
 def grouped_reducescatter_async(
@@ -247,10 +244,17 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending:
     """Start a `grouped_reducescatter`."""
-    compare_count("grouped_reducescatter_async", tensors, process_set)
-    given = name, op, process_set, prescale_factor, postscale_factor
-    return Pending(_Each([reducescatter_async(each, *given) for each in tensors]))
+    op, comm = op_of(op, None), ranks_of(process_set)
+    sent = [_to_scatter(each, prescale_factor) for each in tensors]
+    notice_joined(comm, Request(f"grouped_reducescatter_async of {len(sent)}"))
+    return Pending(_Each([_scatter(comm, each, op, postscale_factor) for each in sent]))
 
 
-def _notice_joined(comm: Communicator, request: Request) -> None:
-    with_joined(comm, request, lambda: comm.barrier(str(request)))
+def _to_scatter(tensor: Any, factor: float) -> Any:
+    check_axes(tensor)
+    return scaled(tensor.detach(), factor)
+
+
+def _scatter(comm: Communicator, sent: Any, op: ReduceOp, factor: float) -> Pending:
+    handle = comm.reduce_scatter_async(sent, op)
+    return Pending(handle, lambda rows: scaled(rows, factor, sent.dtype))

@@ -104,6 +104,11 @@ def with_joined(comm: Communicator, request: Request, call: Callable[[], Result]
     return call()
 
 
+def notice_joined(comm: Communicator, request: Request) -> None:
+    """Compare a request between the ranks, before a call in which joined ranks are not noticed."""
+    with_joined(comm, request, lambda: comm.barrier(str(request)))
+
+
 def join(device: int = -1) -> int:
     """Wait until every rank has joined, and return the last one that did. Collective.
 

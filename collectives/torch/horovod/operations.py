@@ -11,7 +11,7 @@ from collectives.communicator import Communicator
 from collectives.reductions.reduction import ReduceOp
 from collectives.torch import functions
 from collectives.torch.horovod.compression import Compression, Compressor
-from collectives.torch.horovod.joining import Request, request_of, with_joined
+from collectives.torch.horovod.joining import Request, notice_joined, request_of, with_joined
 from collectives.torch.horovod.process_sets import ProcessSet, ranks_of, root_of
 from collectives.torch.horovod.tensors import (
     Op,
@@ -134,7 +134,7 @@ def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Any]:
     """`allgather` of each tensor; the ranks have equally many."""
-    compare_count("grouped_allgather", tensors, process_set)
+    notice_joined(ranks_of(process_set), Request(f"grouped_allgather of {len(tensors)}"))
     return [allgather(each, name, process_set) for each in tensors]
 
 
@@ -219,7 +219,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """`reducescatter` of each tensor; the ranks have equally many."""
-    compare_count("grouped_reducescatter", tensors, process_set)
+    notice_joined(ranks_of(process_set), Request(f"grouped_reducescatter of {len(tensors)}"))
     given = name, compression, op, process_set, prescale_factor, postscale_factor
     return [reducescatter(each, *given) for each in tensors]
 
@@ -228,12 +228,6 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     """Return when every rank has called it."""
     comm = ranks_of(process_set)
     _alone(comm, "barrier", comm.barrier)
-
-
-def compare_count(name: str, tensors: Sequence[Any], process_set: ProcessSet | None) -> None:
-    """A MismatchError on every rank where the ranks have different numbers of tensors."""
-    comm, text = ranks_of(process_set), f"{name} of {len(tensors)} tensors"
-    _alone(comm, text, lambda: comm.barrier(text))
 
 
 def _alone(comm: Communicator, name: str, call: Callable[[], Any]) -> Any:

@@ -33,29 +33,29 @@ def scaled(tensor: Any, factor: float, dtype: Any = None) -> Any:
     """The tensor times a factor, in the dtype, or its own. Integers are multiplied as float64."""
     kept = tensor.dtype if dtype is None else dtype
     if factor != 1.0:
-        number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        tensor = (tensor if number else tensor.double()) * factor
+        tensor = (tensor.double() if _is_integer(tensor) else tensor) * factor
     return tensor.to(kept)
 
 
 def in_place(tensors: Sequence[Any], op: ReduceOp) -> bool:
     """Whether the reductions can be written into the tensors: averages of integers are float64."""
-    return op is not ReduceOp.MEAN or all(
-        each.dtype.is_floating_point or each.dtype.is_complex for each in tensors
-    )
+    return op is not ReduceOp.MEAN or not any(map(_is_integer, tensors))
+
+
+def _is_integer(tensor: Any) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def scale(tensor: Any, factor: float) -> Any:
     """The tensor, which was multiplied by a factor in place."""
-    return tensor if factor == 1.0 else store(tensor.detach(), factor, tensor)
+    return store(tensor, factor, tensor)
 
 
 def store(result: Any, factor: float, tensor: Any) -> Any:
     """The tensor, in which the result times a factor was stored."""
-    if result is tensor:
-        return scale(tensor, factor)
-    with torch.no_grad():
-        tensor.copy_(scaled(result, factor))
+    if result is not tensor or factor != 1.0:
+        with torch.no_grad():
+            tensor.copy_(scaled(result, factor))
     return tensor
 
 
