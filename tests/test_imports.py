@@ -93,7 +93,8 @@ STRATEGIES = {
     "estimator": {"tensorflow"},
     "tensorflow": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
-    | {"synchronous", "collectives", "collectives.caching", "collectives.messaging"},
+    | {"synchronous", "collectives", "collectives.caching", "collectives.compression"}
+    | {"collectives.messaging"},
     "torch": {"core", "foreign", "replication", "collectives", "collectives.arrays"}
     | {"collectives.torch", "collectives.transports"},
     "keras": {"core", "foreign", "input", "replication", "collectives", "collectives.jax"}
@@ -183,6 +184,7 @@ LAZY = {
         "strategies/keras/steps.py",
         "strategies/keras/tensorflow_data.py",
         "strategies/keras/tensorflow_steps.py",
+        "strategies/tensorflow/custom_loops.py",
         "strategies/tensorflow/keras_pickles.py",
         "strategies/tensorflow/loss_scaling.py",
         "strategies/tensorflow/saving.py",
@@ -208,6 +210,7 @@ LAZY = {
         "strategies/keras/tensorflow_steps.py",
         "strategies/tensorflow/cluster.py",
         "strategies/tensorflow/coordinator.py",
+        "strategies/tensorflow/custom_loops.py",
         "strategies/tensorflow/experimental.py",
         "strategies/tensorflow/extended.py",
         "strategies/tensorflow/failures.py",

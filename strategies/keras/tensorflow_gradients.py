@@ -6,13 +6,16 @@ divided by the number of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from strategies.keras.training import Training
+
+Sums = Callable[[Sequence[Any]], list[Any]]
 
 
 @dataclass
@@ -36,38 +39,58 @@ def reduce_gradients(
     without rows counts as zeros, and its running statistics are as before the step.
     """
     replica = tf.distribute.get_replica_context()
-    present = [each for each in gradients if each is not None]
-    if replica is None or not present:
+    positions = tuple(index for index, each in enumerate(gradients) if each is not None)
+    if replica is None or not positions:
         return list(gradients)
+    of = training.list_name(number, positions) if training.owner.compresses else None
+    present = [gradients[index] for index in positions]
     step: Step | None = training.step
     if step is None:
-        totals = replica.all_reduce("SUM", present)
+        totals = _sums(replica, present, of)
     else:
-        totals = _weighted_sums(replica, step, present)
-    reduced = iter(totals)
-    return [None if each is None else next(reduced) for each in gradients]
+        totals = _weighted_sums(replica, step, present, of)
+    reduced = list(gradients)
+    for index, total in zip(positions, totals, strict=True):
+        reduced[index] = total
+    return reduced
 
 
-def _weighted_sums(replica: Any, step: Step, gradients: Sequence[Any]) -> list[Any]:
+def _sums(replica: Any, gradients: Sequence[Any], of: Hashable) -> list[Any]:
+    sums = partial(replica.all_reduce, "SUM")
+    if of is None:
+        totals: list[Any] = sums(gradients)
+        return totals
+    return _apart(gradients, lambda dense: _dense_sums(replica, dense, None, of), sums)
+
+
+def _weighted_sums(replica: Any, step: Step, gradients: Sequence[Any], of: Hashable) -> list[Any]:
     _restore_statistics(replica.strategy, step)
     wide = [_wide(each) for each in gradients]
     if not step.by_rows:
         there = tf.cast(step.rows > 0, tf.float32)
-        totals = replica.all_reduce("SUM", [_product(each, there) for each in wide])
+        totals = _sums(replica, [_product(each, there) for each in wide], of)
     else:
-        dense = [each for each in wide if not isinstance(each, tf.IndexedSlices)]
-        slices = [each for each in wide if isinstance(each, tf.IndexedSlices)]
-        sums = iter(_sums_by_rows(replica, dense, step.rows) if dense else ())
-        slices_sums = iter(_slices_by_rows(replica, slices, step.rows) if slices else ())
-        totals = [
-            next(slices_sums if isinstance(each, tf.IndexedSlices) else sums) for each in wide
-        ]
+        totals = _apart(
+            wide,
+            lambda dense: _dense_sums(replica, dense, step.rows, of),
+            lambda slices: _slices_by_rows(replica, slices, step.rows),
+        )
     return [tf.cast(total, each.dtype) for total, each in zip(totals, gradients, strict=True)]
 
 
-def _sums_by_rows(replica: Any, tensors: Sequence[Any], rows: Any) -> list[Any]:
+def _apart(gradients: Sequence[Any], dense_sums: Sums, slices_sums: Sums) -> list[Any]:
+    """The sums of tensors and of IndexedSlices, which are reduced apart, in the order given."""
+    sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
+    dense = [each for each, is_sparse in zip(gradients, sparse, strict=True) if not is_sparse]
+    slices = [each for each, is_sparse in zip(gradients, sparse, strict=True) if is_sparse]
+    sums = iter(dense_sums(dense) if dense else ())
+    rows = iter(slices_sums(slices) if slices else ())
+    return [next(rows if is_sparse else sums) for is_sparse in sparse]
+
+
+def _dense_sums(replica: Any, tensors: Sequence[Any], rows: Any, of: Hashable) -> list[Any]:
     def sums(strategy: Any, rows: Any, *tensors: Any) -> list[Any]:
-        found: list[Any] = strategy.extended.sums_by_rows(tensors, rows)
+        found: list[Any] = strategy.extended.gradient_sums(tensors, rows, of)
         return found
 
     totals: list[Any] = replica.merge_call(sums, args=(rows, *tensors))

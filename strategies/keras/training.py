@@ -104,7 +104,7 @@ class Training:
         """
         if self.owner.compresses:
             compressed: CompressedReducer = self.owner.compressed
-            name = self._name_of(optimizer, positions)
+            name = self.list_name(optimizer, positions)
             means = compressed.all_reduce_many(arrays, "mean", of=name)
             for target, mean in zip(map(np.asarray, out), means, strict=True):
                 target[...] = mean
@@ -116,7 +116,7 @@ class Training:
         for target, mean in zip(out, means, strict=True):
             target[...] = mean
 
-    def _name_of(self, optimizer: int, positions: Positions) -> ListName:
+    def list_name(self, optimizer: int, positions: Positions) -> ListName:
         """The name of gradients that are compressed together, as long as this object lives."""
         name = self._names.get((optimizer, positions))
         if name is None:

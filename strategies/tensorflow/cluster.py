@@ -28,8 +28,6 @@ def resolver_of(given: Any) -> ClusterResolver | None:
 
 def options_of(given: Any) -> CommunicationOptions | None:
     """The options of TensorFlow, or an implementation alone as in its older versions."""
-    if isinstance(given, CommunicationOptions) and given.compression is not None:
-        raise NotImplementedError("under TensorFlow's optimizers gradients aren't compressed")
     if given is None or isinstance(given, CommunicationOptions):
         return given
     if isinstance(given, CommunicationImplementation):

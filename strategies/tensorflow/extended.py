@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -138,17 +138,26 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
             ),
         )
 
-    def sums_by_rows(self, gradients: Sequence[Any], rows: Any) -> list[Any]:
-        """The gradients of a mean over all replicas' rows, times their number.
+    def gradient_sums(
+        self, gradients: Sequence[Any], rows: Any = None, of: Hashable = None
+    ) -> list[Any]:
+        """The sums of tensors over the replicas; with `rows` those of means over rows.
 
-        gradients: tensors of the mean over this replica's rows, of which there are `rows`.
+        rows: the number of rows of this replica, a tensor. The gradients are those of the mean over
+            them, and the results those of the mean over all replicas' rows, times their number.
+        of: the name of gradients that are compressed, as `CompressedReducer` has it.
         """
         if self._size == 1:
             return list(gradients)
-        return self._with_statistics(
-            gradients,
-            lambda values, statistics: self.operations.sums_by_rows(values, statistics, rows),
-        )
+
+        def reduce(values: Sequence[Any], statistics: Sequence[Any]) -> list[Any]:
+            if of is not None:
+                return self.operations.compressed_sums(values, statistics, rows, of)
+            if rows is not None:
+                return self.operations.sums_by_rows(values, statistics, rows)
+            return self.operations.reduce([*values, *statistics], mean=False)
+
+        return self._with_statistics(gradients, reduce)
 
     def _with_statistics(
         self, values: Sequence[Any], reduce: Callable[[Sequence[Any], Sequence[Any]], list[Any]]

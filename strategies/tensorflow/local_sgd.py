@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,7 +126,9 @@ class LocalExtended(CollectiveExtended):
         self._begin_step()
         return [local_value(value) for value, _ in pairs]
 
-    def sums_by_rows(self, gradients: Sequence[Any], rows: Any) -> list[Any]:
+    def gradient_sums(
+        self, gradients: Sequence[Any], rows: Any = None, of: Hashable = None
+    ) -> list[Any]:
         """The gradients themselves, which are those of a step."""
         self._begin_step()
         return list(gradients)

@@ -9,7 +9,7 @@ all ranks execute their collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
 from strategies.tensorflow.failures import OPERATION, carried, install
 from strategies.tensorflow.result_memory import ResultMemory
-from strategies.tensorflow.row_weights import RowWeights
+from strategies.tensorflow.row_weights import RowWeights, weighted
 
 
 class Operations:
@@ -29,6 +29,7 @@ class Operations:
         install()
         self.replication = replication
         self.communicator = replication.communicator
+        self._compressed = replication.compressed
         self._results = ResultMemory()
         self._weights = RowWeights(replication, self._results)
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -80,6 +81,30 @@ class Operations:
             return self._weights.sums(arrays, len(tensors), int(count))
 
         return self.execute(call, [*summed, rows], [each.shape for each in summed])
+
+    def compressed_sums(
+        self, tensors: Sequence[Any], others: Sequence[Any], rows: Any, of: Hashable
+    ) -> list[Any]:
+        """As `sums_by_rows`, but the tensors are compressed between nodes.
+
+        rows: None for sums of the tensors as they are.
+        of: as of `CompressedReducer.all_reduce_many`.
+        """
+        assert self._compressed is not None
+        compressed, count = self._compressed, len(tensors)
+
+        def call(*given: Any) -> list[Any]:
+            arrays, exact = list(given[:count]), list(given[count:])
+            totals = self.replication.all_reduce_arrays(exact, ReduceOp.SUM) if exact else []
+            if rows is not None:
+                all_rows = totals.pop()
+                share = exact[-1] * self.communicator.size / max(1, all_rows)
+                arrays = [weighted(each, share) for each in arrays]
+            return [*compressed.all_reduce_many(arrays, "sum", of=of), *totals]
+
+        summed = [*tensors, *others]
+        inputs = summed if rows is None else [*summed, rows]
+        return self.execute(call, inputs, [each.shape for each in summed])
 
     def _reduce_slices(self, slices: Sequence[Any], mean: bool) -> list[Any]:
         if not slices:

@@ -25,8 +25,8 @@ class RowWeights:
         self._usual = 0
         """The most rows of any rank in the first sum: the same on all ranks."""
 
-    def sums(self, arrays: Sequence[Array], weighted: int, rows: int) -> list[Any]:
-        """The sums over the ranks, in one call, of which the first `weighted` count by rows.
+    def sums(self, arrays: Sequence[Array], count: int, rows: int) -> list[Any]:
+        """The sums over the ranks, in one call, of which the first `count` are weighted by rows.
 
         Those are Σ rows·array · ranks / Σ rows. A rank without rows counts as zeros, also for NaN.
         """
@@ -36,17 +36,15 @@ class RowWeights:
         share = np.array([rows / self._usual], np.float32)
         given = [*arrays, share]
         if rows != self._usual:
-            given[:weighted] = [_product(each, share[0]) for each in arrays[:weighted]]
+            given[:count] = [weighted(each, share[0]) for each in arrays[:count]]
         out = self._results.like(given)
         *totals, (shares,) = self._replication.all_reduce_arrays(given, ReduceOp.SUM, out=out)
         if shares not in (0, communicator.size):
-            totals[:weighted] = [
-                _product(each, communicator.size / shares) for each in totals[:weighted]
-            ]
+            totals[:count] = [weighted(each, communicator.size / shares) for each in totals[:count]]
         return totals
 
 
-def _product(array: Array, factor: Any) -> Array:
-    """In the array's dtype; zeros for a factor of 0."""
+def weighted(array: Array, factor: Any) -> Array:
+    """The product in the array's dtype; zeros for a factor of 0, also for NaN."""
     product: Array = array * array.dtype.type(factor) if factor else np.zeros_like(array)
     return product

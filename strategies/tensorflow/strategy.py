@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
 from collectives import Communicator
+from collectives.compression import CompressedReducer
 from strategies.base.strategy import Strategy as ArrayStrategy
 from strategies.core.same_error import call_on_first
 from strategies.tensorflow import saving
@@ -50,14 +51,14 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
     @contextmanager
     def _with_keras(self, scope: AbstractContextManager[Any]) -> Iterator[Any]:
         from strategies.keras.scope import training_scope
+        from strategies.tensorflow.custom_loops import compress_gradients
         from strategies.tensorflow.loss_scaling import agree_on_overflows
 
-        undo = agree_on_overflows(self)
-        try:
-            with scope as entered, training_scope(self._training):
-                yield entered
-        finally:
-            undo()
+        with ExitStack() as undone, scope as entered, training_scope(self._training):
+            undone.callback(agree_on_overflows(self))
+            if self.compresses:
+                undone.callback(compress_gradients(self, self._training))
+            yield entered
 
     @cached_property
     def _training(self) -> Any:
@@ -83,6 +84,16 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         What it raises is raised on all of them. Collective.
         """
         return call_on_first(self.communicator, action)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed between nodes."""
+        return self._arrays.compresses
+
+    @property
+    def compressed(self) -> CompressedReducer | None:
+        """What compresses gradients; None where the strategy's options don't say so."""
+        return self._arrays.compressed
 
     @property
     def cluster_resolver(self) -> Any:

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-import strategies
-
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2), pytest.mark.timeout_seconds(300)]
 
 
@@ -67,9 +65,3 @@ def test_the_cluster(tf, ds, comm, monkeypatch):
         ds.MultiWorkerMirroredStrategy(communicator=comm)
     with pytest.raises(TypeError, match="cluster_resolver is a int"):
         ds.MultiWorkerMirroredStrategy(3, communicator=comm)
-
-
-def test_compressed_gradients_are_refused(ds, comm):
-    options = strategies.CommunicationOptions(compression="float16")
-    with pytest.raises(NotImplementedError, match="TensorFlow's optimizers"):
-        ds.MultiWorkerMirroredStrategy(communication_options=options, communicator=comm)

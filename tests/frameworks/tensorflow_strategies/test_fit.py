@@ -212,7 +212,7 @@ def test_gradients_count_by_rows(tf, strategy, comm, equal_on_all):
 
         def sums(strategy, rows=rows, gradient=gradient):
             tensors = [tf.fill([2, 3], gradient), tf.constant([gradient], tf.float64)]
-            return strategy.extended.sums_by_rows(tensors, tf.constant(rows))
+            return strategy.extended.gradient_sums(tensors, tf.constant(rows))
 
         found = strategy.run(lambda sums=sums: tf.distribute.get_replica_context().merge_call(sums))
         expected = 2 * (counts[0] * 1.5 + counts[1] * 2.5) / sum(counts)
