@@ -18,6 +18,7 @@ from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
 from collectives.lifecycle.nodes import Topology
 from collectives.transports.base import Transport
+from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line, check_timeout, log
 
 Result = TypeVar("Result")
@@ -113,6 +114,7 @@ class ProgressThread:
         self._thread.join()
 
     def _work(self) -> None:
+        end_sleeps_in_time()
         engine = Engine(self._transport)
         engine.wait_policy.deadline = self._policy.deadline
         engine.wait_policy.sleep_early()

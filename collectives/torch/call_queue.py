@@ -20,6 +20,7 @@ from torch.distributed import Work
 
 from collectives.torch.collective_calls import stays_tensor
 from collectives.torch.works import PendingWork, done
+from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
 
 Action = Callable[[], None]
@@ -90,6 +91,7 @@ class CallQueue:
             thread.join()
 
     def _serve(self) -> None:
+        end_sleeps_in_time()
         # No reference to a job remains while the thread waits for the next.
         while self._run_next():
             pass

@@ -31,7 +31,7 @@ from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from collectives.transports.neighbors import NeighborChannel
 from collectives.transports.pages import give_pages_back, has_room, take_pages
 from collectives.waiting.last_resort import abort
-from collectives.waiting.wait_policy import WaitPolicy
+from collectives.waiting.wait_policy import WaitPolicy, warn_once
 
 _EXCHANGE_TAG = 0
 _WORDS_TAG = LAST_TAG + 1
@@ -147,6 +147,11 @@ class MpiTransport(Transport):
 
     def _share(self, nbytes: int, owners: range) -> list[memoryview] | None:
         """A window with a segment for each of these ranks; None if there is no room."""
+        if not self.shares and self.rank == 0:
+            warn_once(
+                "asynchronous calls between the ranks of a node go by messages, which are slower:"
+                " Open MPI was initialized before collectives.world() could set OMPI_MCA_osc=^ucx"
+            )
         if not self._all(self.shares and has_room(nbytes * len(owners))):
             return None
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})

@@ -1,6 +1,8 @@
 """Asynchronous calls."""
 
+import ctypes
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -18,8 +20,10 @@ from collectives import (
     RootMismatchError,
     ShapeMismatchError,
 )
+from collectives.waiting.timer_slack import end_sleeps_in_time
 from tests.collectives.oracle import case, reduced, value, values
 from tests.slow import slow, slow_but
+from tests.worlds.launcher import find_mpirun, is_open_mpi
 from tests.worlds.programs import errors_of
 
 
@@ -300,6 +304,23 @@ def test_first_calls_of_several_communicators_in_an_mpi_that_the_program_started
     ended = launch(3, [sys.executable, "-c", text], timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ended well") == 3
+    warned = "go by messages" in ended.stderr
+    assert warned == (is_open_mpi(find_mpirun()) and "OMPI_MCA_osc" not in os.environ)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl(2) is Linux's")
+def test_sleeps_of_asynchronous_calls_end_in_time():
+    """Read back by prctl(2), in a thread that ends here."""
+    slack = []
+
+    def read():
+        end_sleeps_in_time()
+        slack.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert slack == [1000]
 
 
 def test_a_program_alone_needs_no_mpirun():
