@@ -220,7 +220,7 @@ def test_a_rank_that_gave_a_call_up_is_named_when_it_skips_the_next(comm, record
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 5)
 def test_ranks_that_come_when_the_others_leave(patient, record_directory):
-    deadline, chance = 0.1, random.Random(5)
+    deadline, chance = 0.03, random.Random(5)
     for number in range(20):
         late, length = chance.randrange(patient.size), chance.choice([SMALL, LARGE])
         offset = chance.uniform(-0.004, 0.004)

