@@ -27,9 +27,9 @@ from collectives.schedules.spec import spec_of
 class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPointCalls):
     """A group of ranks, and the collective operations between them.
 
-    Every method except `send`, `recv`, `isend`, `irecv`, `explain` and the properties is
-    collective: all ranks of the group call it, in the same order. Arrays may be NumPy arrays, torch
-    tensors, JAX arrays or any object with DLPack, the buffer protocol or
+    Every method except `send`, `recv`, `isend`, `irecv`, `explain`, `persistent_all_reduce_many`
+    and the properties is collective: all ranks of the group call it, in the same order. Arrays may
+    be NumPy arrays, torch tensors, JAX arrays or any object with DLPack, the buffer protocol or
     `__cuda_array_interface__`, on the CPU or an NVIDIA GPU, with any strides. Results are of the
     same kind and own their memory; on a GPU they are ordered after the work on the caller's stream.
     The semantics are those of MPI 4.1, chapter 6, unless stated otherwise.
@@ -37,7 +37,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
     Common errors: ValueError and TypeError for arguments that one rank can check by itself, raised
     before any message is sent, such as a torch tensor that requires grad (no call is
     differentiated: use `detach()` or `torch.no_grad()`). A MismatchError on every rank if their
-    calls differ. DeadlineExceededError, RankFailedError. RuntimeError after `close`.
+    calls differ. DeadlineExceededError, RankFailedError. RuntimeError after `close`, but for
+    `explain` and the properties.
     """
 
     def all_reduce(

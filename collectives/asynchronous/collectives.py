@@ -46,8 +46,8 @@ class AsynchronousCollectives:
     """The calls that start a collective, and return a handle of its result at once.
 
     Each takes the arguments of the blocking call, whose errors, on every rank alike, are raised by
-    the handle's `wait`; only wrong arguments of this rank are refused at once. The results have the
-    same bits.
+    the handle's `wait`; only wrong arguments of this rank are refused at once. Results may
+    differ by rounding from those of the blocking call, which may take another path.
 
     Asynchronous calls run in the order in which they were started, the same on every rank, on a
     duplicate of the communicator. Blocking calls may be made in between. The deadline of a call

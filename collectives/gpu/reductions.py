@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from collectives.arrays.kinds import Output, address, flat, is_plain
@@ -24,8 +24,9 @@ Started = TypeVar("Started")
 
 def begins_on_gpu(arrays: Sequence[Any]) -> bool:
     """Whether the first array lies on a GPU, as all must then."""
-    # An iterator would lose its first element.
-    return hasattr(arrays, "__getitem__") and len(arrays) > 0 and on_gpu(arrays[0])
+    # An iterator would lose its first element. What isn't a list is refused later.
+    listed = hasattr(arrays, "__getitem__") and not isinstance(arrays, Mapping)
+    return listed and len(arrays) > 0 and on_gpu(arrays[0])
 
 
 class ManyOnGpus:

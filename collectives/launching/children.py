@@ -1,6 +1,7 @@
 """Processes that a rank starts: they inherit its launcher's variables, and are no ranks.
 
-In such a process MPI_Init would end the process (MPICH), or wait for ever (Open MPI).
+In such a process MPI_Init would end the process (MPICH), or wait for ever (Open MPI). In one that
+was forked after MPI had started, its calls would be taken for those of the rank.
 """
 
 from __future__ import annotations
@@ -10,12 +11,32 @@ from collections.abc import Mapping
 
 from collectives.errors import LaunchError
 from collectives.launching.launcher import ALLOW_SINGLETON, find_launcher, started_by_mpi
+from collectives.launching.library import is_initialized
 
 # The process that is the rank, and its place in the job.
 _RANK_PROCESS = "COLLECTIVES_RANK_PROCESS"
 
 # What connects a process to its launcher: MPICH's mpirun, and every launcher that serves PMIx.
 _CONNECTION = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI")
+
+
+_forked = False
+"""Whether this process was forked after MPI had started."""
+
+
+def _begin_child() -> None:
+    global _forked
+    _forked = _forked or is_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
+
+
+def refuse_forked() -> None:
+    """Raise LaunchError in a process that was forked after MPI had started."""
+    if _forked:
+        raise LaunchError("this process was forked after MPI had started in its parent: no rank")
 
 
 def mark_rank() -> None:

@@ -132,7 +132,7 @@ class ProgressThread:
         """Close the engine once the other ranks' threads have no calls left either."""
         while engine.broken is None and not self._transport.ended:
             try:
-                engine.perform(_CLOSE, Engine.close)
+                engine.perform(_CLOSE, Engine.close, "the end of the communicator")
             except MismatchError:
                 # Another rank made an asynchronous call that this one did not, and has its error.
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from collectives.launching.children import refuse_forked
 from collectives.launching.start import start_mpi
 from collectives.transports.base import Transport
 
@@ -17,9 +18,13 @@ def check_backend(backend: str) -> None:
 
 
 def transport_over(source: Any) -> Transport:
-    """The transport itself, or one over a duplicate of an mpi4py communicator."""
+    """The transport itself, or one over a duplicate of an mpi4py communicator.
+
+    LaunchError in a process that was forked after MPI had started.
+    """
     if isinstance(source, Transport):
         return source
+    refuse_forked()
     if not isinstance(source, start_mpi().Intracomm):
         kind = type(source).__name__
         raise TypeError(f"mpi_comm is a {kind}: must be an mpi4py Intracomm or a Transport")

@@ -255,7 +255,8 @@ handle = comm.all_reduce_async(np.ones(3))
 handle.wait()
 calls = (check, lambda: check(50_000), comm.barrier, comm.close, lambda: comm.empty(3),
          lambda: comm.all_reduce_async(np.ones(3)), lambda: comm.split(0),
-         lambda: comm.send(np.ones(1), 0), lambda: comm.recv(np.ones(1), 0))
+         lambda: comm.send(np.ones(1), 0), lambda: comm.recv(np.ones(1), 0),
+         lambda: collectives.Communicator(sys.modules["mpi4py.MPI"].COMM_WORLD))
 child = os.fork()
 if child == 0:
     sys.stderr = open(os.devnull, "w")

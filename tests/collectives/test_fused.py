@@ -153,7 +153,11 @@ def test_a_persistent_call_of_other_lists(comm):
             for result, length in zip(call(), (len(each) for each in arrays), strict=True):
                 expected = 2.0 if out is None else 1.0 + 2 * step
                 np.testing.assert_array_equal(result, np.full(length, expected))
-    for refused, error in (([np.ones(2 + comm.rank)], ShapeMismatchError), (None, TypeError)):
+    for refused, error in (
+        ([np.ones(2 + comm.rank)], ShapeMismatchError),
+        (None, TypeError),
+        ({"a": np.ones(2)}, TypeError),
+    ):
         call = comm.persistent_all_reduce_many(refused)
         with pytest.raises(error):
             call()
