@@ -196,6 +196,7 @@ LAZY = {
         "collectives/jax/mpi4jax.py",
         "collectives/jax/ordering.py",
         "collectives/jax/primitive.py",
+        "collectives/jax/program_order.py",
         "strategies/jax/gradients.py",
         "strategies/jax/mesh.py",
         "strategies/jax/replicas.py",

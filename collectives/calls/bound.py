@@ -77,6 +77,8 @@ def bind(
     def call(source: Any, target: Any) -> Any:
         inside, made, sequence, start = False, False, -1, 0
         try:
+            if engine.before_call is not None:
+                engine.before_call()
             acquire()
             try:
                 inside, sequence = True, check.sequence + 1

@@ -152,6 +152,8 @@ def bind_small(
         inside = made = False
         sequence, start = -1, 0
         try:
+            if engine.before_call is not None:
+                engine.before_call()
             acquire()
             try:
                 inside, sequence = True, check.sequence + 1

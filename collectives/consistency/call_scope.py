@@ -31,9 +31,13 @@ class CallScope:
         """Number of calls submitted to another thread, which makes them for this rank."""
         self.broken: BaseException | None = None
         """The exception that broke the communicator, or None."""
+        self.before_call: Callable[[], None] | None = None
+        """Returns when calls that the program made before, in other threads, are over."""
 
     def whole(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run the action as one call of the user, exclusively."""
+        if self.before_call is not None:
+            self.before_call()
         made = False
         try:
             with self.lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import secrets
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,15 @@ Kind = tuple[tuple[int, ...], np.dtype[Any]]
 TARGET = "collectives_host_call"
 _SETS_KEPT = 16
 _places: dict[int, Callable[[int], None]] = {}
+
+
+class _Running(threading.local):
+    """The number of host functions that run in this thread."""
+
+    count = 0
+
+
+running = _Running()
 
 
 class _Failure:
@@ -98,7 +108,11 @@ def call_back(
                     "JAX gives callbacks 64-bit arrays only where all threads have them: set"
                     " jax.config.update('jax_enable_x64', True) in place of jax.enable_x64()"
                 )
-            function(read, written)
+            running.count += 1
+            try:
+                function(read, written)
+            finally:
+                running.count -= 1
         except BaseException as error:
             _Failure.error = error
             raise
@@ -221,6 +235,7 @@ def _handle(address: int) -> int | None:
     if ffi.asks_version(address):
         _declare(ffi.Frame.from_address(address))
         return None
+    running.count += 1
     try:
         _places[ffi.attribute(address)](address)
         return None
@@ -233,6 +248,8 @@ def _handle(address: int) -> int | None:
         create = ffi.CreateError(ffi.Frame.from_address(address).api.contents.error_create)
         created: int | None = create(ctypes.byref(described))
         return created
+    finally:
+        running.count -= 1
 
 
 _handler = ffi.Handler(_handle)

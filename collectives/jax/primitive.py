@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from collectives.jax import host_calls, kinds
 from collectives.jax.kinds import KINDS, LINEAR, PVARY, Call
 from collectives.jax.ordering import TOKEN, results_before, token_of
+from collectives.jax.program_order import keep_order
 
 _primitive = Primitive("collective")
 _primitive.multiple_results = True
@@ -116,6 +117,12 @@ def _batch(arrays: Any, axes: Any, *, call: Call, count: int) -> Any:
 def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
     if call.kind == PVARY:
         return operands
+    devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+    if devices > 1:
+        raise NotImplementedError(
+            f"{call.kind} in a program over {devices} devices of this process: must be over one"
+        )
+    keep_order(call.comm)
     lower = _lower_ffi if host_calls.uses_ffi() else _lower_callback
     before = results_before()
     if lower is _lower_callback:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import ArrayDataAdapter, get_data_adapter
+from keras.src.trainers.data_adapters import ArrayDataAdapter, TFDatasetAdapter, get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
@@ -124,7 +124,12 @@ class Pieces(DataAdapter):  # type: ignore[misc]
 
     def get_tf_dataset(self) -> Any:
         """The global batches, which a strategy of `tf.distribute` splits."""
-        return self._whole.get_tf_dataset()
+        dataset = self._whole.get_tf_dataset()
+        if isinstance(self._whole, TFDatasetAdapter):
+            return dataset
+        from strategies.keras.tensorflow_data import copied
+
+        return copied(dataset)
 
     @property
     def num_batches(self) -> int | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collectives.jax.host_calls import HostFunction, host_call
+from collectives.jax.program_order import keep_order
 from strategies.keras.training import Positions, Training
 
 
@@ -26,6 +27,7 @@ def reduce_gradients(
     present = [gradients[index] for index in positions]
     if not present:
         return list(gradients)
+    keep_order(training.communicator)
     weight = jnp.asarray(training.weight, jnp.float32)
     inputs = [weight, *present, *_order(training)]
     results = host_call(_mean_function(training, number, positions), inputs, present)

@@ -18,7 +18,7 @@ from strategies.keras.optimizers import (
     reduce_no_more,
 )
 from strategies.keras.state import average_logs, refuse_different_weights, sum_metrics
-from strategies.keras.steps import finish_steps, steps_of
+from strategies.keras.steps import steps_of
 from strategies.keras.training import Training
 
 
@@ -28,9 +28,15 @@ def prepare(model: Any, training: Training) -> None:
     Where `tf.distribute` creates variables and splits data, only steps, gradients, callbacks and
     output are the ranks'.
 
-    ValueError for a loss whose mean over the ranks isn't the whole batch's.
+    ValueError for a loss whose mean over the ranks isn't the whole batch's, and for a model of the
+    TensorFlow backend that was made outside of the strategy's scope.
     """
     check_losses(model, training)
+    if not training.reduces and model._distribute_strategy is not training.owner:
+        raise ValueError(
+            f"model {model.name!r} was made outside of the scope of"
+            f" {type(training.owner).__name__}: it must be made there, and compiled"
+        )
     kind = type(model)
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +74,6 @@ def _training_methods(model: Any, training: Training) -> dict[str, Callable[...,
 def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
     def results(logs: Any) -> Any:
         if training.in_epoch:
-            finish_steps(model)
             training.end_epoch()
         sum_metrics(training, model)
         found = type(model)._get_metrics_result_or_logs(model, logs)

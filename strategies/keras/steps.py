@@ -13,13 +13,6 @@ from strategies.keras.training import Training
 Step = Callable[..., Any]
 
 
-def finish_steps(model: Any) -> None:
-    """Return when the collective calls of the steps so far are over, which JAX only enqueues."""
-    if keras.config.backend() == "jax":
-        for each in model.variables:
-            each.value.block_until_ready()
-
-
 def steps_of(model: Any, training: Training) -> dict[str, Step]:
     """Replacements of the model's steps.
 

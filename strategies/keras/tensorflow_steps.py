@@ -80,23 +80,18 @@ class Steps:
         return self._kind.compute_loss(self._model, *args, **kwargs)
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Build the model by the shapes of this replica's first piece, or of a row without rows."""
+        """Build the model by the shapes of pieces; of one row for a piece without rows.
+
+        Without reading one: data of a generator or of worker threads can't begin again.
+        """
         strategy = self._model._distribute_strategy
         if strategy is None:
             return
-
-        def first(iterator: Any) -> Iterator[Any]:
-            """The first piece, read only where anything isn't built, in the form of a list."""
-            for first_step, last_step, batches in iterator:
-                piece = keras.tree.map_structure(
-                    lambda each: _symbol(strategy.experimental_local_results(each)[0]),
-                    next(batches),
-                )
-                yield first_step, last_step, [piece]
-
-        given = {"data_batch": data_batch} if iterator is None else {"iterator": first(iterator)}
+        if iterator is not None:
+            spec = iterator._distributed_dataset.element_spec
+            data_batch = tf.nest.map_structure(_symbol, spec)
         with strategy.scope():
-            self._model._symbolic_build(**given)
+            self._model._symbolic_build(data_batch=data_batch)
 
     def _counted(self, method: Method, rows: Any, empty: Any, data: Any) -> Any:
         """The step's logs. Metrics stay as they were where there are no rows."""
@@ -184,9 +179,11 @@ def _is_batch(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank)
 
 
-def _symbol(leaf: Any) -> Any:
-    """The symbolic tensor of a piece; of one row if it has none."""
-    if leaf is None or not hasattr(leaf, "shape") or not leaf.shape:
-        return leaf
-    rows = None if leaf.shape[0] is None else max(leaf.shape[0], 1)
-    return keras.KerasTensor((rows, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
+def _symbol(spec: Any) -> Any:
+    """The symbolic tensor of a piece's part; of one row if it has none. None stays None."""
+    own = getattr(spec, "_value_specs", (spec,))[0]  # of this process's replica
+    if not hasattr(own, "dtype"):
+        return None
+    shape = own.shape if own.shape.rank is not None else tf.TensorShape([])
+    rows = [None if length is None else max(length, 1) for length in shape[:1]]
+    return keras.KerasTensor((*rows, *shape[1:]), keras.backend.standardize_dtype(own.dtype))

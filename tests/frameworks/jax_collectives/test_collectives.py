@@ -368,6 +368,32 @@ def test_programs_run_in_the_order_of_their_calls(jax, calls, comm):
         np.testing.assert_array_equal(found[1], np.arange(3) + comm.size - 1)
 
 
+def test_calls_by_python_come_after_programs_that_run(jax, calls, comm):
+    """JAX has only enqueued them. A call that a program is traced with comes in its place, too."""
+    jnp = jax.numpy
+
+    @jax.jit
+    def slow(matrix, steps):
+        matrix = jax.lax.fori_loop(0, steps, lambda _, each: jnp.tanh(each @ each) / 10, matrix)
+        return calls.all_reduce(matrix)
+
+    @jax.jit
+    def traced(x):
+        return x + int(comm.all_reduce(np.ones(2))[0])
+
+    chance = np.random.default_rng(comm.rank)
+    expected = comm.size * (comm.size + 1) // 2
+    for step in range(150):
+        slow(jnp.ones((100, 100)), int(chance.integers(1, 20)))
+        if step % 50 == 1:
+            assert traced(jnp.zeros(step)).sum() == step * comm.size
+        # Bound and small, in messages of other lengths, and not bound.
+        for length in (7, 30_000):
+            array = np.full(length, comm.rank + 1.0)
+            assert comm.all_reduce(array)[-1] == expected
+        assert comm.all_gather_object(step) == [step] * comm.size
+
+
 def test_arrays_at_more_addresses_than_are_kept(jax, calls, comm):
     program = jax.jit(lambda x: calls.all_reduce((x, x + 1)))
     own = [jax.numpy.arange(1000.0) * (number + comm.rank) for number in range(40)]

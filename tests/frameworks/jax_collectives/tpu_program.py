@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import collectives
+import collectives.jax
 import strategies
 from strategies.cluster_resolver import TPUClusterResolver
 from strategies.jax import REPLICA, DeviceAssignment, initialize_tpu_system
@@ -39,6 +39,17 @@ def test_starting(resolver):
     if size > 1:
         over = DeviceAssignment(1, 4)
         raises(ValueError, "devices of a process", strategies.TPUStrategy, resolver, over)
+
+
+def test_calls_in_programs_over_several_devices(resolver):
+    """XLA would fail with an internal error."""
+    if resolver.communicator.size == DEVICES:
+        return
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("own",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    array = jax.device_put(jnp.ones(4), spread)
+    call = jax.jit(collectives.jax.all_reduce)
+    raises(NotImplementedError, "devices of this process: must be over one", call, array)
 
 
 def test_training(resolver):

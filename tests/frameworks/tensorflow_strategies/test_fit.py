@@ -205,6 +205,57 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
     equal_on_all(found)
 
 
+def test_a_model_of_no_scope_is_refused(tf, strategy):
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    with strategy.scope(), pytest.raises(ValueError, match="made outside of the scope"):
+        model.compile("sgd", "mse")
+
+
+# Keras's, at the end of a generator.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
+def test_data_of_python_are_read_once(tf, strategy):
+    """Every batch of a generator and of worker threads. The program's arrays stay as they are.
+
+    Batch i has targets of i, of which the model predicts 0; with other shapes than the first one.
+    """
+    inputs = np.arange(96, dtype=np.float32).reshape(24, 2, 2)
+    targets = np.repeat(np.arange(8, dtype=np.float32), 3)[:, None]
+    kept = inputs.copy(), targets.copy()
+
+    def batch(number):
+        rows = slice(3 * number, 3 * number + 3)
+        return inputs[rows, : 1 + number % 2], targets[rows]
+
+    def generator():
+        yield from map(batch, range(8))
+
+    class Batches(tf.keras.utils.PyDataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, number):
+            return batch(number)
+
+    def model():
+        layers = tf.keras.layers
+        with strategy.scope():
+            pooled = [layers.Input((None, 2)), layers.GlobalAveragePooling1D()]
+            made = tf.keras.Sequential([*pooled, layers.Dense(1, kernel_initializer="zeros")])
+            made.compile(tf.keras.optimizers.SGD(0.0), "mse")
+        return made
+
+    expected = np.mean(np.arange(8) ** 2)
+    for _ in range(2):
+        history = model().fit(generator(), steps_per_epoch=4, epochs=2, verbose=0)
+        assert history.history["loss"] == pytest.approx([3.5, 31.5])
+        assert model().evaluate(generator(), verbose=0) == pytest.approx(expected)
+        history = model().fit(Batches(workers=2), epochs=2, shuffle=False, verbose=0)
+        assert history.history["loss"] == pytest.approx([expected] * 2)
+    np.testing.assert_array_equal(inputs, kept[0])
+    np.testing.assert_array_equal(targets, kept[1])
+
+
 def test_gradients_count_by_rows(tf, strategy, comm, equal_on_all):
     """In steps with the usual number of rows, with others, and on ranks without any."""
     for counts in ([4, 4], [3, 0], [1, 3], [0, 2], [6, 6], [4, 4]):
