@@ -26,16 +26,11 @@ from collectives.torch.parameters import (
     unfrozen,
     without_gradient,
 )
-from collectives.torch.reduction_round import SECOND_SUM, GradientError, Round, at_end, is_nested
+from collectives.torch.reduction_round import GradientError, Reason, Round, at_end, is_nested
 
 __all__ = ["GradientError", "GradientReducer"]
 
 _number_of_backward = torch._C._current_graph_task_id
-
-_INTERRUPTED = "an exception interrupted a backward of this rank"
-_WITHIN = "a step within a backward: gradients are reduced when it returns, so step after it"
-_GRAPH = ": backward(create_graph=True) isn't supported: a reduced gradient has no graph"
-_NO_BACKWARD = "no backward has brought gradients on this rank since the optimizer's last step"
 
 
 class GradientReducer:
@@ -112,18 +107,17 @@ class GradientReducer:
         self._round: Round | None = None
         self._accumulated: set[int] = set()
         self._synchronizes, self._stepped = True, True
-        self._reductions, self._weighed = 0, 0.0
+        self._rounds, self._failed, self._weighed = 0, False, 0.0
         self.closed = False
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         if comm.size == 1:
             return
-        limits = first_bucket_bytes, bucket_bytes
+        limits, wire = (first_bucket_bytes, bucket_bytes), compressed or wire_dtype
         given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {compression=}, {limits=}"
         refuse_second(comm, self._trained)
         refuse_differences(comm, [f"{given}, {sorted(sparse)}", *map(describe, self._trained)])
         names = [each.name for each in self._trained]
         positions = [names.index(each) for each in sparse if each in names]
-        wire = wire_dtype if compressed is None else compressed
         self._buckets = make_buckets(comm, self._trained, positions, wire, limits)
         for number, bucket in enumerate(self._buckets):
             for _, parameter in bucket.members:
@@ -155,26 +149,33 @@ class GradientReducer:
 
         Raises GradientError, on every rank, after a backward that an exception interrupted on any.
         """
-        self._stepped = True
         if self._comm.size == 1:
             self.weight = None
             return
+        try:
+            self._finish(optimizer)
+        finally:
+            self._stepped = True
+            if optimizer is not None:
+                self._steps[optimizer] = self._rounds
+
+    def _finish(self, optimizer: Any) -> None:
+        stepped = self._steps.get(optimizer, 0) == self._rounds if optimizer else None
         if self._round is not None:
             if self._round.backwards:
-                raise self._refuse(_INTERRUPTED if self._round.interrupted else _WITHIN)
+                raise self._refuse(Reason.INTERRUPTED if self._round.interrupted else Reason.WITHIN)
             # Backwards within a backward that brought no gradient of its own.
             self._end()
         elif self._accumulated or (self._weighted and self.weight == 0):
             self._begin()
             self._end()
-        elif optimizer and self._trained and self._reductions == self._steps.get(optimizer, 0):
+        elif stepped is False and self._failed:
+            raise GradientError(Reason.FAILED)  # the backward raised it on every rank
+        elif stepped and self._trained:
             self._begin()
             if self._unused == "error":
-                raise self._refuse(_NO_BACKWARD)
+                raise self._refuse(Reason.NO_BACKWARD)
             self._end()
-        if optimizer is not None:
-            self._steps[optimizer] = self._reductions
-        self._stepped = True
 
     def fold_number(self, number: float) -> float:
         """The number's mean or sum over the ranks, weighted as the last gradients. Collective."""
@@ -204,7 +205,7 @@ class GradientReducer:
         if key in current.arrived:
             raise self._refuse(f"{self._names[key]} has two gradients in one backward")
         if current.again and self._buckets[bucket].holds(parameter):
-            raise self._refuse(self._names[key] + SECOND_SUM)
+            raise self._refuse(self._names[key] + Reason.SECOND_SUM)
         current.arrived.add(key)
         self._buckets[bucket].take_large(key, parameter)
         if bucket < current.overlapped:
@@ -220,7 +221,7 @@ class GradientReducer:
         if current is not None and number not in current.backwards and current.interrupted:
             # The caller of the interrupted backward has its exception.
             with suppress(GradientError):
-                raise self._refuse(_INTERRUPTED)
+                raise self._refuse(Reason.INTERRUPTED)
             current = None
         if current is None:
             current = self._begin()
@@ -229,7 +230,7 @@ class GradientReducer:
             current.backwards[number] = at_end(self._end_backward, number)
         current.number = number
         if torch.is_grad_enabled():  # in a hook: whether backward makes a graph
-            raise self._refuse(f"{self._names[key]}{_GRAPH}")
+            raise self._refuse(f"{self._names[key]}{Reason.GRAPH}")
         return current
 
     def _start(self, current: Round, bucket: int) -> None:
@@ -240,10 +241,10 @@ class GradientReducer:
             raise self._refuse(str(error)) from None
 
     def _begin(self) -> Round:
-        weighted, weight = self._weighted, self.weight
-        self.weight = None
+        weight, self.weight = self.weight, None
+        self._rounds, self._failed = self._rounds + 1, True  # until its end
         self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap)
-        if weighted:
+        if self._weighted:
             try:
                 self._round.weigh(weight)
             except BaseException:
@@ -277,8 +278,7 @@ class GradientReducer:
             raise self._refuse(str(error)) from None
         finally:
             self._reset()
-        self._stepped = False
-        self._reductions += 1
+        self._stepped = self._failed = False
 
     def _unused_members(self) -> list[Member]:
         assert self._round is not None

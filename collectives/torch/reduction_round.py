@@ -23,11 +23,21 @@ from collectives.errors import CollectiveError, MismatchError, in_step
 from collectives.torch.buckets import Bucket, Finish
 
 _REFUSED = "no reduction of gradients: "
-SECOND_SUM = (
-    ": a second backward without a step would sum the first one's gradients again: use no_sync()"
-    " for the first, or zero_grad(set_to_none=True) between them, also if a gradient scaler skipped"
-    " the step"
-)
+
+
+class Reason:
+    """Why gradients are not reduced. Some follow the name of a parameter."""
+
+    INTERRUPTED = "an exception interrupted a backward of this rank"
+    WITHIN = "a step within a backward: gradients are reduced when it returns, so step after it"
+    FAILED = "no step: the last backward raised the error of its reduction"
+    NO_BACKWARD = "no backward has brought gradients on this rank since the optimizer's last step"
+    GRAPH = ": backward(create_graph=True) isn't supported: a reduced gradient has no graph"
+    SECOND_SUM = (
+        ": a second backward without a step would sum the first one's gradients again: use"
+        " no_sync() for the first, or zero_grad(set_to_none=True) between them, also if a gradient"
+        " scaler skipped the step"
+    )
 
 
 class GradientError(CollectiveError):

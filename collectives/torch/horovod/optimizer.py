@@ -18,7 +18,7 @@ from collectives.torch.horovod.compression import Compression, Compressor
 from collectives.torch.horovod.joining import number_gradients, request_of, with_joined
 from collectives.torch.horovod.process_sets import ProcessSet, ranks
 from collectives.torch.parameters import open_reducers
-from collectives.torch.reduction_round import SECOND_SUM
+from collectives.torch.reduction_round import Reason
 
 
 class _Gradients(GradientReducer):
@@ -63,7 +63,7 @@ class _Gradients(GradientReducer):
             super()._arrive(key, bucket, parameter)
             return
         if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
-            raise RuntimeError(self._names[key] + SECOND_SUM)
+            raise RuntimeError(self._names[key] + Reason.SECOND_SUM)
         self._accumulated.add(key)
 
     def _begin(self) -> Any:

@@ -296,6 +296,43 @@ def test_a_later_distribute_replaces_those_that_share_parameters(torch, comm):
         optimizer.step()
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("steps", ["of all", "of those that lack a gradient"])
+def test_batches_that_one_rank_can_not_read(torch, comm, steps):
+    """Steps after a refused backward raise its error alone, and the next batch trains as usual."""
+    from collectives.torch.gradients import GradientError
+
+    model = network(torch)
+    parts = model[:2], model[2:]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in parts]
+    strategy_of("worker", comm).distribute(model, optimizers)
+    for step, part in enumerate(batches(torch, comm.size)):
+        unread, absent = step in (1, 2), comm.rank == 1 and step in (1, 2)
+        model.zero_grad()
+        if not absent:
+            loss = loss_of(model, part.chunk(comm.size)[comm.rank])
+            if unread:
+                with pytest.raises(GradientError, match="rank 1: no backward has brought"):
+                    loss.backward()
+            else:
+                loss.backward()
+        before = [each.detach().clone() for each in model.parameters()]
+        for number, optimizer in enumerate(optimizers):
+            if unread and (absent or steps == "of all"):
+                own = absent and number == 0
+                match = "no backward has brought" if own else "last backward raised the error"
+                with pytest.raises(GradientError, match=match):
+                    optimizer.step()
+            elif not unread:
+                optimizer.step()
+        changed = any(
+            not torch.equal(*each) for each in zip(before, model.parameters(), strict=True)
+        )
+        assert changed == (not unread)
+    weights = [each.detach().numpy().tobytes() for each in model.parameters()]
+    assert comm.all_gather_object(weights) == [weights] * comm.size
+
+
 # LBFGS itself converts the loss.
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
 @pytest.mark.ranks(2, 3)
