@@ -100,6 +100,11 @@ class CollectiveCalls:
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> None:
         """Gather inputs[i] of rank r in outputs[i][r]; the ranks' tensors may differ in length."""
         for parts, tensor in zip(outputs, inputs, strict=True):
+            if len(parts) != self.comm.size:
+                raise ValueError(
+                    f"all_gather: the list has {len(parts)} output tensors: must have"
+                    f" {self.comm.size}, one for each rank of the group"
+                )
             flat, lengths = self._flat(tensor), [part.numel() for part in parts]
             if len(set(lengths)) == 1:
                 # As a row, whose length the ranks compare.
@@ -119,10 +124,10 @@ class CollectiveCalls:
     def all_gather_single(self, outputs: Tensors, inputs: Tensors) -> None:
         """Gather the ranks' inputs[i], one after the other, in outputs[i]."""
         for output, tensor in zip(outputs, inputs, strict=True):
-            if output.is_contiguous():
-                self.comm.all_gather(self._flat(tensor), out=self._flat(output))
-            else:
-                self.all_gather([[output]], [tensor])
+            whole = output.detach().contiguous()
+            self.comm.all_gather(self._flat(tensor), out=self._flat(whole))
+            if not output.is_contiguous():
+                output.detach().copy_(whole)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], op: Any) -> None:
         """Reduce inputs[i][r] of all ranks into outputs[i] of rank r."""

@@ -1,6 +1,8 @@
-"""A process group's names, which torch keeps in backends written in C++ alone."""
+"""A process group's names and backend, which torch keeps in backends written in C++ alone."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from collectives.torch.untraced import untraced
 
@@ -30,3 +32,13 @@ class Names:
     def getGroupDesc(self) -> str:  # noqa: N802
         """The group's description."""
         return self._description
+
+    def _get_backend(self, device: Any) -> Any:
+        """The group itself: it has one backend."""
+        return self
+
+    def split_group(self, *arguments: Any, **named: Any) -> Any:
+        """Raise NotImplementedError: torch's own method would end the process."""
+        raise NotImplementedError(
+            f"split_group of the backend {self._backend!r}: use torch.distributed.new_group"
+        )

@@ -23,6 +23,8 @@ _FLOAT8S = {
     for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
     if hasattr(torch, f"float8_{name}")
 }
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
+"""torch has no division of these."""
 # They are reduced as they are; AVG only if they have fractions.
 _REDUCED = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -62,11 +64,15 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
     if (known := name_of(kind, dtype)) is not None:
         return Reduction(tensor, known)
     name = NAMES[kind]
-    if dtype in _FLOAT8S:
-        return Reduction(tensor.float(), name, lambda reduced: reduced.to(dtype))
+    if dtype in _FLOAT8S or dtype == torch.complex32:
+        wide = tensor.to(torch.complex64) if dtype.is_complex else tensor.float()
+        return Reduction(wide, name, lambda reduced: reduced.to(dtype))
     if kind == ReduceOp.AVG:
         # As NCCL: truncated.
         def divide(total: Any) -> Any:
+            if dtype in _UNSIGNED:
+                values = total.cpu().numpy()
+                return torch.from_numpy(values // values.dtype.type(size)).to(total.device)
             return total.div(size, rounding_mode="trunc").to(dtype)
 
         return Reduction(tensor.clone(), "sum", divide)

@@ -80,6 +80,10 @@ def test_all_reduce_of_other_dtypes(torch, dist, comm, later):
         call(dist.all_reduce, tensor, later=later)
         total = sum(part.float() for part in parts).to(tensor.dtype)
         equal(torch, tensor, total, name)
+    for name in ("uint16", "uint32", "uint64"):
+        tensor = torch.tensor([comm.rank, 9]).to(getattr(torch, name))
+        call(dist.all_reduce, tensor, dist.ReduceOp.AVG, later=later)
+        assert tensor.tolist() == [sum(ranks) // comm.size, 9]
     flag = torch.tensor([comm.rank == 0, True, False])
     call(dist.all_reduce, flag, dist.ReduceOp.MAX, later=later)
     assert flag.tolist() == [True, True, False]
@@ -177,6 +181,11 @@ def test_all_gather(torch, dist, comm, later):
         joined = torch.zeros(comm.size * 2, 3, dtype=own.dtype)
         call(dist.all_gather_into_tensor, joined, own, later=later)
         equal(torch, joined, torch.cat([values(torch, rank, name) for rank in ranks]), name)
+    spaced = torch.zeros(comm.size * 2, 8)[:, ::2]
+    call(dist.all_gather_into_tensor, spaced, torch.full((2, 4), comm.rank + 1.0), later=later)
+    assert spaced[:, 3].tolist() == [rank + 1 for rank in ranks for _ in range(2)]
+    with pytest.raises(ValueError, match="output tensors: must have"):
+        call(dist.all_gather, [torch.zeros(2)] * (comm.size + 1), torch.zeros(2), later=later)
     # In place, as FSDP does: the input is a part of the output.
     joined = torch.zeros(comm.size, 4)
     joined[comm.rank] = comm.rank + 1
@@ -436,6 +445,7 @@ def test_an_interrupt_of_an_asynchronous_call_is_raised_at_once(torch, dist, com
     dist.destroy_process_group(group)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_methods_of_the_group(torch, dist, comm):
     """The forms without options."""
     group, size = dist.group.WORLD, comm.size
@@ -452,6 +462,14 @@ def test_methods_of_the_group(torch, dist, comm):
     assert [each[0].item() for each in outputs] == list(range(size))
     group.barrier().wait()
     assert (group.rank(), group.size(), group.name()) == (comm.rank, size, "collectives")
+    assert group._get_backend(torch.device("cpu")) is group
+    with pytest.raises(NotImplementedError, match="use torch"):
+        group.split_group([0])
+    half = torch.tensor([comm.rank + 1j]).to(torch.complex32)
+    group.reduce(half, 0).wait()
+    assert half.tolist() == [
+        size * (size - 1) / 2 + size * 1j if comm.rank == 0 else comm.rank + 1j
+    ]
 
 
 def test_groups(torch, dist, comm):
