@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from collectives.communicator import Communicator
 from collectives.errors import DeadlineExceededError, MismatchError
@@ -33,6 +35,8 @@ AllreduceOptions = _c10d.AllreduceOptions
 CoalescedOptions = _c10d.AllreduceCoalescedOptions
 # How long `shutdown` waits for the other ranks, which may destroy their groups later or never.
 _SHUTDOWN_SECONDS = 5.0
+_is_profiled = torch.autograd._profiler_enabled
+_UNSHOWN = nullcontext()
 
 
 @untraced
@@ -62,11 +66,12 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Make a call now, or in the order of those that are pending."""
         seconds = options.timeout.total_seconds()
-        if not options.asyncOp and not self._queue.pending:
-            self._perform(seconds, call, *arguments)
-            return done(outputs)
-        action = partial(self._perform, seconds, call, *arguments)
-        work = self._queue.submit(outputs, name, action)
+        with record_function(f"collectives:{name}") if _is_profiled() else _UNSHOWN:
+            if not options.asyncOp and not self._queue.pending:
+                self._perform(seconds, call, *arguments)
+                return done(outputs)
+            action = partial(self._perform, seconds, call, *arguments)
+            work = self._queue.submit(outputs, name, action)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

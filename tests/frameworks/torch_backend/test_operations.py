@@ -472,6 +472,15 @@ def test_methods_of_the_group(torch, dist, comm):
     ]
 
 
+def test_the_profiler_shows_calls(torch, dist, comm):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(2))
+        dist.broadcast(torch.ones(1 << 20), 0, async_op=True).wait()
+        dist.barrier()
+    shown = {each.key for each in profile.key_averages()}
+    assert {f"collectives:{name}" for name in ("allreduce", "broadcast", "barrier")} <= shown
+
+
 def test_groups(torch, dist, comm):
     ranks = [*range(1, comm.size), 0]
     group = dist.new_group(ranks[:-1])
