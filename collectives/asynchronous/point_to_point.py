@@ -22,6 +22,8 @@ class PointToPointCalls:
 
     def _peer(self, rank: Any, name: str = "peer") -> int:
         self._check_open()
+        if self._engine.before_call is not None:
+            self._engine.before_call()
         return check_peer(rank, self._engine.rank, self._engine.size, name)
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:

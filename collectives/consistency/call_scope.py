@@ -32,12 +32,19 @@ class CallScope:
         self.broken: BaseException | None = None
         """The exception that broke the communicator, or None."""
         self.before_call: Callable[[], None] | None = None
-        """Returns when calls that the program made before, in other threads, are over."""
+        """Returns when calls that this thread began before in compiled programs are over.
+
+        Called without the lock, for which such a call may wait.
+        """
 
     def whole(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run the action as one call of the user, exclusively."""
         if self.before_call is not None:
             self.before_call()
+        return self.whole_at_once(action, *arguments)
+
+    def whole_at_once(self, action: Callable[..., Result], *arguments: Any) -> Result:
+        """As `whole`, without waiting for calls in compiled programs."""
         made = False
         try:
             with self.lock:

@@ -117,7 +117,7 @@ def _batch(arrays: Any, axes: Any, *, call: Call, count: int) -> Any:
 def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
     if call.kind == PVARY:
         return operands
-    devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+    devices = _devices(ctx.module_context.axis_context)
     if devices > 1:
         raise NotImplementedError(
             f"{call.kind} in a program over {devices} devices of this process: must be over one"
@@ -133,6 +133,14 @@ def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
         avals_out=[*ctx.avals_out, TOKEN],
     )
     return lower(inner, call, count, [*operands, *before])[:-1]
+
+
+def _devices(context: Any) -> int:
+    """The number of devices of a program: of a sharding, of shard_map's mesh, or of pmap."""
+    mesh, pmap = getattr(context, "mesh", None), getattr(context, "axis_env", None)
+    of_sharding = getattr(context, "num_devices", 1)
+    found = of_sharding, getattr(mesh, "size", 1), getattr(pmap, "nreps", 1)
+    return max(each or 1 for each in found)
 
 
 def _lower_ffi(ctx: Any, call: Call, count: int, operands: Sequence[Any]) -> Any:

@@ -1,8 +1,8 @@
-"""Calls by Python come after those in the compiled programs that were started before them.
+"""Calls by Python come after those in the compiled programs that their thread has started.
 
 JAX returns from a program before it has run. A call by Python would overtake a collective in it, on
-one rank and not on another. A device runs its programs in the order in which they were started:
-after one that does nothing, all of them are over.
+one rank and not on another. A device runs the programs of one thread in the order in which they
+were started: after one that does nothing, all of them are over.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ def keep_order(comm: Communicator) -> None:
     if engine.size > 1 and engine.before_call is None:
         within_call = engine.lock._is_owned  # type: ignore[attr-defined]
         engine.before_call = partial(_finish_programs, within_call)
+        _State.ended = False
 
 
 class _State:
-    """Whether programs can run: not after JAX's own end."""
+    """Whether no program makes calls: before the first one is compiled, and after JAX's end."""
 
-    ended = False
+    ended = True
 
 
 def _finish_programs(within_call: Callable[[], bool]) -> None:
     # A program waits for the calls that its host functions make, and for the communicator's lock.
     if not (running.count or within_call() or _State.ended):
-        ends = [program(*arguments) for program, arguments in _programs()]
+        with jax.disable_jit(False):
+            ends = [program(*arguments) for program, arguments in _programs()]
         for each in ends:
             each.block_until_ready()
 
@@ -44,7 +46,8 @@ def _finish_programs(within_call: Callable[[], bool]) -> None:
 def _programs() -> list[tuple[Any, tuple[Any]]]:
     """For each device of this process a program, compiled now, that may be run while one traces."""
     made = []
-    with jax.ensure_compile_time_eval():
+    # Whatever the caller has chosen, who may be tracing.
+    with jax.transfer_guard("allow"), jax.ensure_compile_time_eval():
         for device in dict.fromkeys([*jax.local_devices(), *jax.local_devices(backend="cpu")]):
             zero = jax.device_put(0, device)
             made.append((jax.jit(lambda each: each + 1).lower(zero).compile(), (zero,)))
@@ -53,5 +56,6 @@ def _programs() -> list[tuple[Any, tuple[Any]]]:
 
 @atexit.register
 def _end() -> None:
-    """Before JAX's exit handler, which was registered before this one."""
+    """Before JAX's exit handler, which was registered before this one, and would wait for ever."""
+    _finish_programs(lambda: False)
     _State.ended = True

@@ -20,25 +20,6 @@ _RANK_PROCESS = "COLLECTIVES_RANK_PROCESS"
 _CONNECTION = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI")
 
 
-_forked = False
-"""Whether this process was forked after MPI had started."""
-
-
-def _begin_child() -> None:
-    global _forked
-    _forked = _forked or is_initialized()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_child)
-
-
-def refuse_forked() -> None:
-    """Raise LaunchError in a process that was forked after MPI had started."""
-    if _forked:
-        raise LaunchError("this process was forked after MPI had started in its parent: no rank")
-
-
 def mark_rank() -> None:
     """Let the processes that this one starts know that it is the rank."""
     if place := _place(os.environ):
@@ -57,6 +38,25 @@ def leave_job_of_parent() -> None:
         raise no_rank(f"rank {launcher.rank} of {launcher.size}")
     for name in [name for name in os.environ if name.startswith(_CONNECTION)]:
         del os.environ[name]
+
+
+_forked = False
+"""Whether this process was forked after MPI had started."""
+
+
+def _begin_child() -> None:
+    global _forked
+    _forked = _forked or is_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
+
+
+def refuse_forked() -> None:
+    """Raise LaunchError in a process that was forked after MPI had started."""
+    if _forked:
+        raise LaunchError("this process was forked after MPI had started in its parent: no rank")
 
 
 def no_rank(parent: str) -> LaunchError:

@@ -20,14 +20,15 @@ def check_backend(backend: str) -> None:
 def transport_over(source: Any) -> Transport:
     """The transport itself, or one over a duplicate of an mpi4py communicator.
 
-    LaunchError in a process that was forked after MPI had started.
+    LaunchError for several ranks in a process that was forked after MPI had started.
     """
     if isinstance(source, Transport):
         return source
-    refuse_forked()
     if not isinstance(source, start_mpi().Intracomm):
         kind = type(source).__name__
         raise TypeError(f"mpi_comm is a {kind}: must be an mpi4py Intracomm or a Transport")
+    if source.size > 1:
+        refuse_forked()
     from collectives.transports.mpi import MpiTransport
 
     return MpiTransport(source.Dup())

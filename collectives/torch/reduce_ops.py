@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
@@ -72,7 +73,9 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
         def divide(total: Any) -> Any:
             if dtype in _UNSIGNED:
                 values = total.cpu().numpy()
-                return torch.from_numpy(values // values.dtype.type(size)).to(total.device)
+                return torch.from_numpy(np.asarray(values // values.dtype.type(size))).to(
+                    total.device
+                )
             return total.div(size, rounding_mode="trunc").to(dtype)
 
         return Reduction(tensor.clone(), "sum", divide)

@@ -1,6 +1,5 @@
 """Asynchronous calls."""
 
-import ctypes
 import gc
 import os
 import subprocess
@@ -8,19 +7,21 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from collectives import (
     CollectiveMismatchError,
+    Communicator,
     DtypeMismatchError,
     MismatchError,
     OpMismatchError,
     RootMismatchError,
     ShapeMismatchError,
 )
-from collectives.waiting.timer_slack import end_sleeps_in_time
+from collectives.transports.local import run
 from tests.collectives.oracle import case, reduced, value, values
 from tests.slow import slow, slow_but
 from tests.worlds.launcher import find_mpirun, is_open_mpi
@@ -308,19 +309,19 @@ def test_first_calls_of_several_communicators_in_an_mpi_that_the_program_started
     assert warned == (is_open_mpi(find_mpirun()) and "OMPI_MCA_osc" not in os.environ)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl(2) is Linux's")
-def test_sleeps_of_asynchronous_calls_end_in_time():
-    """Read back by prctl(2), in a thread that ends here."""
-    slack = []
+@pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
+def test_sleeps_of_the_threads_of_asynchronous_calls_end_in_time():
+    def slack(transport):
+        with Communicator(transport) as comm:
+            comm.all_reduce_async(np.ones(3)).wait()
+            threads = [each for each in threading.enumerate() if "progress" in each.name]
+            found = [Path(f"/proc/{each.native_id}/timerslack_ns") for each in threads]
+            texts = [each.read_text() for each in found]
+            comm.barrier()
+            return texts
 
-    def read():
-        end_sleeps_in_time()
-        slack.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
-    assert slack == [1000]
+    for texts in run(2, slack):
+        assert texts == ["1000\n"] * 2
 
 
 def test_a_program_alone_needs_no_mpirun():

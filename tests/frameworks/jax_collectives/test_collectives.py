@@ -392,6 +392,24 @@ def test_calls_by_python_come_after_programs_that_run(jax, calls, comm):
             array = np.full(length, comm.rank + 1.0)
             assert comm.all_reduce(array)[-1] == expected
         assert comm.all_gather_object(step) == [step] * comm.size
+    with jax.disable_jit():
+        comm.barrier()
+
+
+def test_messages_by_python_come_after_those_of_programs(jax, calls, comm):
+    @jax.jit
+    def slow(steps):
+        matrix = jax.numpy.ones((100, 100), "float32")
+        matrix = jax.lax.fori_loop(0, steps, lambda _, each: jax.numpy.tanh(each @ each), matrix)
+        return calls.send(matrix[:3, 0] * 0 + 1, 1)
+
+    for _ in range(3):
+        if comm.rank == 0:
+            slow(200)
+            comm.send(np.full(3, 2, np.float32), 1)
+        elif comm.rank == 1:
+            found = [comm.recv(np.empty(3, np.float32), 0)[0] for _ in range(2)]
+            assert found == [1, 2]
 
 
 def test_arrays_at_more_addresses_than_are_kept(jax, calls, comm):

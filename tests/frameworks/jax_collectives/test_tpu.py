@@ -40,3 +40,20 @@ def test_the_program_of_the_page(run):
     (program,) = (each for each in blocks if "TPUStrategy" in each)
     check = "assert float(loss) < 1e-3 and np.allclose(final, 1, atol=0.05); print('learned')"
     assert run(2, "-c", f"{program}\n{check}").count("learned") == 2
+
+
+def test_a_program_that_makes_calls_runs_at_the_exit(run):
+    program = """
+import jax, jax.numpy as jnp, collectives, collectives.jax
+comm = collectives.world(deadline=30)
+
+@jax.jit
+def slow(steps):
+    matrix = jnp.ones((100, 100))
+    return collectives.jax.all_reduce(jax.lax.fori_loop(0, steps, lambda _, m: m @ m, matrix))
+
+slow(1).block_until_ready()
+slow(3000 * (1 + comm.rank))
+print("leaves")
+"""
+    assert run(2, "-c", program).count("leaves") == 2

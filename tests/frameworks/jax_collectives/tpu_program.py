@@ -48,8 +48,16 @@ def test_calls_in_programs_over_several_devices(resolver):
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("own",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.device_put(jnp.ones(4), spread)
+    over_mesh = jax.shard_map(
+        collectives.jax.all_reduce, mesh=mesh, in_specs=spread.spec, out_specs=spread.spec
+    )
     call = jax.jit(collectives.jax.all_reduce)
-    raises(NotImplementedError, "devices of this process: must be over one", call, array)
+    for program, given in (
+        (call, array),
+        (jax.jit(over_mesh), array),
+        (jax.pmap(collectives.jax.all_reduce), jnp.ones((len(mesh.devices), 4))),
+    ):
+        raises(NotImplementedError, "devices of this process: must be over one", program, given)
 
 
 def test_training(resolver):

@@ -84,6 +84,7 @@ def test_all_reduce_of_other_dtypes(torch, dist, comm, later):
         tensor = torch.tensor([comm.rank, 9]).to(getattr(torch, name))
         call(dist.all_reduce, tensor, dist.ReduceOp.AVG, later=later)
         assert tensor.tolist() == [sum(ranks) // comm.size, 9]
+        call(dist.all_reduce, tensor[0], dist.ReduceOp.AVG, later=later)
     flag = torch.tensor([comm.rank == 0, True, False])
     call(dist.all_reduce, flag, dist.ReduceOp.MAX, later=later)
     assert flag.tolist() == [True, True, False]
