@@ -27,7 +27,7 @@ class Duplicate:
         """Queue the operation, or run it now if no thread may make its progress."""
         if self.transport is None:
             return run_at_once(self._engine, operation)
-        return self._engine.whole_at_once(self._queue, operation, calling_line())
+        return self._engine.whole(self._queue, operation, calling_line(), in_order=False)
 
     def _queue(self, operation: Operation, line: str) -> Handle[Any]:
         engine = self._engine

@@ -37,14 +37,15 @@ class CallScope:
         Called without the lock, for which such a call may wait.
         """
 
-    def whole(self, action: Callable[..., Result], *arguments: Any) -> Result:
-        """Run the action as one call of the user, exclusively."""
-        if self.before_call is not None:
-            self.before_call()
-        return self.whole_at_once(action, *arguments)
+    def whole(
+        self, action: Callable[..., Result], *arguments: Any, in_order: bool = True
+    ) -> Result:
+        """Run the action as one call of the user, exclusively.
 
-    def whole_at_once(self, action: Callable[..., Result], *arguments: Any) -> Result:
-        """As `whole`, without waiting for calls in compiled programs."""
+        in_order: after the calls of compiled programs that this thread began before.
+        """
+        if in_order and self.before_call is not None:
+            self.before_call()
         made = False
         try:
             with self.lock:

@@ -321,7 +321,8 @@ def test_sleeps_of_the_threads_of_asynchronous_calls_end_in_time():
             return texts
 
     for texts in run(2, slack):
-        assert texts == ["1000\n"] * 2
+        assert len(texts) >= 2, "of both ranks, and of other tests"
+        assert set(texts) == {"1000\n"}
 
 
 def test_a_program_alone_needs_no_mpirun():
