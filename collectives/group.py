@@ -61,8 +61,8 @@ class Group(Deferred):
                 a node.
 
         Raises on every rank: BackendUnavailableError if any rank can't start NCCL, and ValueError
-        or TypeError for a wrong argument of any rank, or different maps or backends. LaunchError in
-        a process that was forked after MPI had started.
+        or TypeError for a wrong argument of any rank, or different maps or backends. LaunchError
+        for several ranks in a process that was forked after MPI had started.
 
         """
         self._engine = engine = Engine(transport_over(mpi_comm))

@@ -78,10 +78,15 @@ class CallScope:
         it had finished.
         """
         # A wait for the lock that is interrupted has not acquired it; an owned lock never waits.
-        if not inside and self.lock._is_owned():  # type: ignore[attr-defined]
+        if not inside and self.is_within_call():
             self.lock.release()
         if made:
             self.break_off(error)
+
+    def is_within_call(self) -> bool:
+        """Whether this thread is in one."""
+        owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return owned
 
     def break_off(self, error: BaseException) -> None:
         """Refuse all further calls, because the state of the other ranks is unknown."""

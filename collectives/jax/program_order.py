@@ -22,8 +22,7 @@ def keep_order(comm: Communicator) -> None:
     """Have calls of the communicator by Python wait for programs from now on."""
     engine = comm._engine
     if engine.size > 1 and engine.before_call is None:
-        within_call = engine.lock._is_owned  # type: ignore[attr-defined]
-        engine.before_call = partial(_finish_programs, within_call)
+        engine.before_call = partial(_finish_programs, engine.is_within_call)
         _State.ended = False
 
 

@@ -112,12 +112,12 @@ class GradientReducer:
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         if comm.size == 1:
             return
-        limits, wire = (first_bucket_bytes, bucket_bytes), compressed or wire_dtype
+        limits = first_bucket_bytes, bucket_bytes
         given = f"{op=}, {weighted=}, {overlap=}, {wire_dtype=}, {compression=}, {limits=}"
         refuse_second(comm, self._trained)
         refuse_differences(comm, [f"{given}, {sorted(sparse)}", *map(describe, self._trained)])
-        names = [each.name for each in self._trained]
-        positions = [names.index(each) for each in sparse if each in names]
+        positions = [number for number, each in enumerate(self._trained) if each.name in sparse]
+        wire = compressed or wire_dtype
         self._buckets = make_buckets(comm, self._trained, positions, wire, limits)
         for number, bucket in enumerate(self._buckets):
             for _, parameter in bucket.members:
@@ -160,7 +160,6 @@ class GradientReducer:
                 self._steps[optimizer] = self._rounds
 
     def _finish(self, optimizer: Any) -> None:
-        stepped = self._steps.get(optimizer, 0) == self._rounds if optimizer else None
         if self._round is not None:
             if self._round.backwards:
                 raise self._refuse(Reason.INTERRUPTED if self._round.interrupted else Reason.WITHIN)
@@ -169,9 +168,10 @@ class GradientReducer:
         elif self._accumulated or (self._weighted and self.weight == 0):
             self._begin()
             self._end()
-        elif stepped is False and self._failed:
-            raise GradientError(Reason.FAILED)  # the backward raised it on every rank
-        elif stepped and self._trained:
+        elif optimizer is not None and self._steps.get(optimizer, 0) != self._rounds:
+            if self._failed:
+                raise GradientError(Reason.FAILED)  # the backward raised it on every rank
+        elif optimizer is not None and self._trained:
             self._begin()
             if self._unused == "error":
                 raise self._refuse(Reason.NO_BACKWARD)

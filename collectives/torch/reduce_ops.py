@@ -19,11 +19,12 @@ NAMES = {
     ReduceOp.BOR: "bitwise_or",
     ReduceOp.BXOR: "bitwise_xor",
 }
-_FLOAT8S = {
-    getattr(torch, f"float8_{name}")
+_WIDE = {torch.complex32: torch.complex64} | {
+    getattr(torch, f"float8_{name}"): torch.float32
     for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
     if hasattr(torch, f"float8_{name}")
 }
+"""In which dtypes shorter ones are reduced."""
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
 """torch has no division of these."""
 # They are reduced as they are; AVG only if they have fractions.
@@ -65,17 +66,15 @@ def reduction(tensor: Any, reduce_op: Any, size: int) -> Reduction:
     if (known := name_of(kind, dtype)) is not None:
         return Reduction(tensor, known)
     name = NAMES[kind]
-    if dtype in _FLOAT8S or dtype == torch.complex32:
-        wide = tensor.to(torch.complex64) if dtype.is_complex else tensor.float()
-        return Reduction(wide, name, lambda reduced: reduced.to(dtype))
+    if dtype in _WIDE:
+        return Reduction(tensor.to(_WIDE[dtype]), name, lambda reduced: reduced.to(dtype))
     if kind == ReduceOp.AVG:
         # As NCCL: truncated.
         def divide(total: Any) -> Any:
             if dtype in _UNSIGNED:
                 values = total.cpu().numpy()
-                return torch.from_numpy(np.asarray(values // values.dtype.type(size))).to(
-                    total.device
-                )
+                quotients = np.asarray(values // values.dtype.type(size))
+                return torch.from_numpy(quotients).to(total.device)
             return total.div(size, rounding_mode="trunc").to(dtype)
 
         return Reduction(tensor.clone(), "sum", divide)

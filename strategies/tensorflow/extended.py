@@ -138,24 +138,20 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
             ),
         )
 
-    def gradient_sums(
-        self, gradients: Sequence[Any], rows: Any = None, of: Hashable = None
-    ) -> list[Any]:
-        """The sums of tensors over the replicas; with `rows` those of means over rows.
+    def gradient_sums(self, gradients: Sequence[Any], rows: Any, of: Hashable = None) -> list[Any]:
+        """The gradients of a mean over all replicas' rows, times their number.
 
-        rows: the number of rows of this replica, a tensor. The gradients are those of the mean over
-            them, and the results those of the mean over all replicas' rows, times their number.
+        gradients: tensors of the mean over this replica's rows.
+        rows: their number, a tensor. None, of compressed gradients, for plain sums.
         of: the name of gradients that are compressed, as `CompressedReducer` has it.
         """
         if self._size == 1:
             return list(gradients)
 
         def reduce(values: Sequence[Any], statistics: Sequence[Any]) -> list[Any]:
-            if of is not None:
-                return self.operations.compressed_sums(values, statistics, rows, of)
-            if rows is not None:
+            if of is None:
                 return self.operations.sums_by_rows(values, statistics, rows)
-            return self.operations.reduce([*values, *statistics], mean=False)
+            return self.operations.compressed_sums(values, statistics, rows, of)
 
         return self._with_statistics(gradients, reduce)
 

@@ -126,9 +126,7 @@ class LocalExtended(CollectiveExtended):
         self._begin_step()
         return [local_value(value) for value, _ in pairs]
 
-    def gradient_sums(
-        self, gradients: Sequence[Any], rows: Any = None, of: Hashable = None
-    ) -> list[Any]:
+    def gradient_sums(self, gradients: Sequence[Any], rows: Any, of: Hashable = None) -> list[Any]:
         """The gradients themselves, which are those of a step."""
         self._begin_step()
         return list(gradients)

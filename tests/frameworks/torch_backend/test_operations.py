@@ -85,6 +85,7 @@ def test_all_reduce_of_other_dtypes(torch, dist, comm, later):
         call(dist.all_reduce, tensor, dist.ReduceOp.AVG, later=later)
         assert tensor.tolist() == [sum(ranks) // comm.size, 9]
         call(dist.all_reduce, tensor[0], dist.ReduceOp.AVG, later=later)
+        assert tensor[0].item() == sum(ranks) // comm.size
     flag = torch.tensor([comm.rank == 0, True, False])
     call(dist.all_reduce, flag, dist.ReduceOp.MAX, later=later)
     assert flag.tolist() == [True, True, False]
