@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 # Calls of a trial: the first one finds none of its memory in the caches.
 _TRIES = 2
+# More follow, where a caller allows them, unless the path takes twice as long as the best one.
+_HOPELESS = 2
 _CALLS_PER_REVIEW = 5
 # One of so many counts, where the longest time of all ranks costs a message.
 _CALLS_PER_AGREEMENT = 16
@@ -39,9 +41,11 @@ class _Known:
 class PathTimes:
     """The paths of one collective, for arrays of about one size."""
 
-    def __init__(self, paths: Sequence[str], later: Mapping[str, int] | None = None) -> None:
-        """`later`: the number of calls before which a path is not tried."""
-        due = later or {}
+    def __init__(
+        self, paths: Sequence[str], later: Mapping[str, int] | None = None, tries: int = _TRIES
+    ) -> None:
+        """`later`: the number of calls before which a path is not tried; `tries`: of a trial."""
+        due, self._most_tries = later or {}, tries
         self._known = {path: _Known(due=due.get(path, 0)) for path in paths}
         self._path, self._in_row = "", 0
         self._calls = self._review = 0
@@ -60,7 +64,7 @@ class PathTimes:
         """
         path, start = self.choose(), time.perf_counter_ns()
         run(path)
-        if self._in_row < _TRIES or self._calls % _CALLS_PER_AGREEMENT == 0:
+        if self._in_row < self._most_tries or self._calls % _CALLS_PER_AGREEMENT == 0:
             self.learn(longest(time.perf_counter_ns() - start) / 1e9)
         return path
 
@@ -74,6 +78,9 @@ class PathTimes:
     def _decide(self) -> None:
         best = min(self._known, key=lambda path: self._known[path].seconds)
         present = self._known.get(self._path)
+        if present is not None and _TRIES <= self._in_row < self._tries(present):
+            self._review = self._calls + 1
+            return
         if present is not None and self._known[best].seconds > _GAIN * present.seconds:
             best = self._path
         others = [path for path in self._known if path not in (best, self._path)]
@@ -84,10 +91,15 @@ class PathTimes:
             self._path, self._in_row = chosen, 0
         self._review = self._calls + (_TRIES if self._in_row == 0 else _CALLS_PER_REVIEW)
 
+    def _tries(self, known: _Known) -> int:
+        """Calls of a trial of a path with this time."""
+        best = min(each.seconds for each in self._known.values())
+        return self._most_tries if known.seconds < _HOPELESS * best else _TRIES
+
     def _calls_until_trial(self, known: _Known) -> int:
         """Calls until a slower path is tried again."""
         best = min(each.seconds for each in self._known.values())
-        loss = _TRIES * (known.seconds / best - 1)
+        loss = self._tries(known) * (known.seconds / best - 1)
         return int(min(max(loss / _TRIAL_SHARE, _FEWEST_BETWEEN), _MOST_BETWEEN))
 
     def learn(self, seconds: float) -> None:
@@ -96,7 +108,7 @@ class PathTimes:
         self._in_row += 1
         if self._in_row == 1:
             known.seconds = seconds
-        elif self._in_row <= _TRIES:
+        elif self._in_row <= self._most_tries:
             known.seconds = min(known.seconds, seconds)
         else:
             # A delay says less about the path than a fast call.

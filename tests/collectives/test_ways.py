@@ -235,6 +235,18 @@ def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, t
     assert lost < 3 * online_tuning._TRIAL_SHARE
 
 
+def test_a_path_that_needs_a_few_calls_to_fill_the_caches_is_taken():
+    entry, taken = PathTimes(["a", "b"], tries=6), []
+    for _ in range(100):
+        taken.append(entry.choose())
+        row = len(taken) - max((at for at, path in enumerate(taken) if path == "a"), default=-1) - 1
+        entry.learn(1e-4 if taken[-1] == "a" else 1.3e-4 if row < 4 else 0.8e-4)
+    assert taken[20:60] == ["b"] * 40
+    assert taken[-80:].count("a") <= 6
+    # One that takes twice as long is not tried further.
+    assert run(PathTimes(["a", "b"], tries=6), {"a": 1e-4, "b": 2.1e-4}, 30).count("b") == 2
+
+
 def test_a_path_of_which_little_is_expected_is_tried_later():
     entry = PathTimes(["a", "b"], {"b": 30})
     seconds = {"a": 1e-3, "b": 1e-4}
