@@ -33,7 +33,7 @@ def describe(
         "ranks": comm.size,
         "nodes": comm.nodes,
         "repeats": settings.repeats,
-        "warm-up repeats": settings.warmup,
+        "warm-up calls": settings.warmup,
         "calls in a repeat": calls,
         "buffers": "registered" if settings.registered else "ordinary",
         "buffer sets": settings.rotate,

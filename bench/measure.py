@@ -14,7 +14,7 @@ from bench.problem import Array, Problem, count_wrong
 from bench.rows import Measurement, PeerMeasurement, Row
 from bench.stream import Stream
 from bench.task import Buffers, Task
-from bench.timing import Subject, Timing, batch_of, interleave
+from bench.timing import WARMUP_CALLS, Subject, Timing, batch_of, interleave
 from bench.yardstick import MODELLED_PEER, Yardstick
 from collectives import Communicator
 
@@ -24,7 +24,7 @@ class Settings:
     """Number of repeats and calls, and kind of buffers."""
 
     repeats: int = 20
-    warmup: int = 2
+    warmup: int = WARMUP_CALLS
     rotate: int = 1
     calls: int | None = None
     registered: bool = False

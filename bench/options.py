@@ -94,7 +94,7 @@ def _add_problem(group: argparse._ArgumentGroup) -> None:
 def _add_method(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--repeats", type=int, default=Settings.repeats, help="default: %(default)s")
-    add("--warmup", type=int, default=Settings.warmup, help="repeats before (default: %(default)s)")
+    add("--warmup", type=int, default=Settings.warmup, help="calls before (default: %(default)s)")
     add("--calls", type=int, help="in a repeat (default: as many as move 1M, at most 200)")
     add("--rotate", type=int, default=1, metavar="N", help="buffer sets to cycle (default: 1)")
     add("--registered", action="store_true", help="all buffers from Communicator.empty")

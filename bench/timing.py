@@ -6,6 +6,7 @@ time is that of the slowest rank. The barrier is always MPI's own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from bench.problem import Array
 
 _BATCH_BYTES = 1 << 20
 _LARGEST_BATCH = 200
+
+WARMUP_CALLS = 24
+"""Calls before a measurement: the selection of a data path tries up to 3 paths, 6 times each."""
 
 Stopwatch: TypeAlias = Callable[[Callable[[], Any]], float]
 """Runs some work and returns its duration in seconds."""
@@ -79,9 +83,13 @@ def interleave(
     repeats: int,
     stopwatch: Stopwatch = wall_seconds,
 ) -> Array:
-    """Seconds per call of each (subject, repeat), in the order A B, B A, A B and so on."""
+    """Seconds per call of each (subject, repeat), in the order A B, B A, A B and so on.
+
+    At least `warmup` calls of each subject come before, in batches too.
+    """
     seconds = np.zeros((len(subjects), repeats))
-    for repeat in range(-warmup, repeats):
+    before = math.ceil(warmup / batch)
+    for repeat in range(-before, repeats):
         order = range(len(subjects))
         for index in order if repeat % 2 == 0 else reversed(order):
             world.Barrier()
@@ -91,11 +99,11 @@ def interleave(
     return _slowest(seconds, world)
 
 
-def medians(calls: Sequence[Call], world: Any, *, batch: int, warmup: int, repeats: int) -> Array:
+def medians(calls: Sequence[Call], world: Any, *, batch: int, repeats: int) -> Array:
     """Median seconds of each of the calls, which take turns and return their results."""
     subjects = [Subject([(call, None)]) for call in calls]
     return np.median(
-        interleave(subjects, world, batch=batch, warmup=warmup, repeats=repeats), axis=1
+        interleave(subjects, world, batch=batch, warmup=WARMUP_CALLS, repeats=repeats), axis=1
     )
 
 

@@ -12,8 +12,6 @@ from bench.timing import medians
 INSTANCES = 5
 HEAD = "| training | ms per step | speed |\n|---|---:|---:|"
 
-_WARMUP = 2
-
 Make = Callable[[], dict[str, Callable[[], Any]]]
 
 
@@ -35,7 +33,7 @@ def rows(
     for _ in range(INSTANCES):
         ways = make()
         calls = list(ways.values())
-        taken = medians(calls, world, batch=batch, warmup=_WARMUP, repeats=repeats)
+        taken = medians(calls, world, batch=batch, repeats=repeats)
         seconds.append(taken / steps)
     times = np.array(seconds)
     shares = times[:, :1] / times

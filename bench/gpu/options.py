@@ -69,7 +69,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", choices=BACKENDS, default="nccl", help="default: nccl")
     add("--repeats", type=int, default=Settings.repeats, help="default: %(default)s")
-    add("--warmup", type=int, default=Settings.warmup, help="repeats before (default: %(default)s)")
+    add("--warmup", type=int, default=Settings.warmup, help="calls before (default: %(default)s)")
     add("--calls", type=int, help="in a repeat (default: one for each buffer set, at least 20)")
     help = "buffer sets to cycle (default: as many as exceed twice the GPU's cache, at most 256)"
     add("--rotate", type=int, default=0, metavar="N", help=help)

@@ -16,7 +16,7 @@ from bench.sizes import parse_sizes, shown
 from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
 
-_WARMUP, _STEPS = 2, 10
+_STEPS = 10
 _SIZES = [8, 1 << 19, 1 << 22]
 _CALLS_IN_A_ROW = 10
 """At least: a first call finds in the caches what the peer before it left there."""
@@ -92,7 +92,7 @@ def _calls(options: argparse.Namespace, world: Any) -> Iterator[str]:
     for nbytes in options.sizes:
         calls = [call_of(name, way, nbytes, world) for name, way in measured.items()]
         batch = max(_CALLS_IN_A_ROW, batch_of(nbytes))
-        found = medians(calls, world, batch=batch, warmup=_WARMUP, repeats=options.repeats)
+        found = medians(calls, world, batch=batch, repeats=options.repeats)
         for name, seconds in zip(measured, found, strict=True):
             ratio = seconds / found[0]
             yield f"| {name} | {shown(nbytes)} | {1e6 * seconds:.1f} | {ratio:.2f} |"

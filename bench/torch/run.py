@@ -17,7 +17,7 @@ from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
 
 OURS, PEER = "collectives", "gloo"
-_WARMUP, _STEPS = 2, 10
+_STEPS = 10
 
 Step = Callable[[], Any]
 
@@ -99,7 +99,7 @@ def _calls(
                 call()
             differs = not torch.equal(made[0][1], made[1][1])
             calls, batch = [call for call, _ in made], batch_of(nbytes)
-            ours, peer = medians(calls, world, batch=batch, warmup=_WARMUP, repeats=options.repeats)
+            ours, peer = medians(calls, world, batch=batch, repeats=options.repeats)
             note = " WRONG" if differs else ""
             times = f"{1e6 * ours:.1f} | {1e6 * peer:.1f} | {peer / ours:.2f}"
             yield f"| {name}{note} | {shown(nbytes)} | {times} |", differs

@@ -22,7 +22,7 @@ import numpy as np
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.progress import ProgressCounters
-from collectives.transports.base import own_part, parts_by_rank
+from collectives.transports.base import parts_by_rank
 
 Lengths = Sequence[int]
 
@@ -195,23 +195,26 @@ class CopyInCopyOut:
     ) -> None:
         """Every rank writes a block of its part and reads the others'.
 
-        The source is this rank's part alone.
+        The source is this rank's part alone. It is copied to the target while the others write.
         """
-        if source is not None:
-            own_part(target, lengths, self._rank)[:] = source
-        self._gather(target, lengths, None)
+        self._gather(source, target, lengths, None)
 
     def gather(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
         """Like `all_gather`, but only the root reads."""
-        self._gather(target, lengths, root)
+        self._gather(None, target, lengths, root)
 
-    def _gather(self, target: Array, lengths: Lengths, root: int | None) -> None:
+    def _gather(
+        self, source: Array | None, target: Array, lengths: Lengths, root: int | None
+    ) -> None:
         steps, rank, parts = self._steps, self._rank, parts_by_rank(target, lengths)
+        own = parts[rank]
         for block in blocks_of(max(lengths), self._capacity):
             if root != rank:
-                content = parts[rank][block]
+                content = (own if source is None else source)[block]
                 self._own_stage()[: len(content)] = content
             steps.mark_written()
+            if source is not None:
+                own[block] = source[block]
             if root is None or root == rank:
                 for peer in others(rank, self._size):
                     part = parts[peer][block]

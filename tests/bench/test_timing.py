@@ -22,7 +22,7 @@ def test_small_messages_come_in_large_batches():
 def test_subjects_take_turns_and_change_the_order():
     called = []
     subjects = [Subject([(lambda name=name: called.append(name), None)]) for name in "ab"]
-    seconds = interleave(subjects, LonelyWorld(), batch=2, warmup=1, repeats=2)
+    seconds = interleave(subjects, LonelyWorld(), batch=2, warmup=2, repeats=2)
     assert "".join(called) == "bbaa" + "aabb" + "bbaa"
     assert seconds.shape == (2, 2)
 
