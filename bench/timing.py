@@ -23,7 +23,7 @@ _BATCH_BYTES = 1 << 20
 _LARGEST_BATCH = 200
 
 WARMUP_CALLS = 24
-"""Calls before a measurement: the selection of a data path tries up to 3 paths, 6 times each."""
+"""Calls before a measurement: the selection of a data path tries up to 4 paths, 6 times each."""
 
 Stopwatch: TypeAlias = Callable[[Callable[[], Any]], float]
 """Runs some work and returns its duration in seconds."""

@@ -6,13 +6,16 @@ NATIVE = "native"
 """The transport's own collective."""
 
 SHARED = "shared"
-"""Through the node's memory, by the currently fastest of `DIRECT`, `STAGED` and `SINGLE_COPY`."""
+"""Through the node's memory, by the currently fastest of the following."""
 
 DIRECT = "direct"
 """Zero copy: registered arrays are read and written in place."""
 
 STAGED = "staged"
 """Copy-in/copy-out: copied into shared memory, and folded or copied out of it."""
+
+MIGRATORY = "migratory"
+"""As `STAGED`; the rank that has read a cache line of a stage also stores into it."""
 
 SINGLE_COPY = "single_copy"
 """Cross-memory attach: copied directly between the address spaces of two processes."""
@@ -29,5 +32,5 @@ PIPELINED = "pipelined"
 DISSEMINATION = "dissemination"
 """Between nodes: few bytes, in the messages that compare the call."""
 
-FORCED = (NATIVE, SHARED, STAGED, SINGLE_COPY, HIERARCHICAL)
+FORCED = (NATIVE, SHARED, STAGED, MIGRATORY, SINGLE_COPY, HIERARCHICAL)
 """The paths that a caller may name as `algorithm`."""

@@ -10,7 +10,15 @@ import numpy as np
 
 from collectives.caching import LRU
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
-from collectives.schedules.paths import HIERARCHICAL, NATIVE, QUICKEST, SHARED, SINGLE_COPY, STAGED
+from collectives.schedules.paths import (
+    HIERARCHICAL,
+    MIGRATORY,
+    NATIVE,
+    QUICKEST,
+    SHARED,
+    SINGLE_COPY,
+    STAGED,
+)
 from collectives.schedules.spec import spec_of
 from collectives.shm.addresses import AddressExchange, DataPath
 from collectives.shm.copy_in_copy_out import CopyInCopyOut
@@ -111,6 +119,9 @@ class Node:
         """Those of ordinary arrays."""
         copied: Native = getattr(CopyInCopyOut(self.steps, op, dtype), collective)
         paths = {STAGED: without_addresses(copied)}
+        if self.steps.size == 2:
+            owned = CopyInCopyOut(self.steps, op, dtype, migratory=True)
+            paths[MIGRATORY] = without_addresses(getattr(owned, collective))
         if self._peers is not None:
             attached = CrossMemoryAttach(self.steps, self._peers, op, dtype)
             if hasattr(attached, collective):

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Calls of a trial: the first one finds none of its memory in the caches.
+# Calls of a trial, where a caller names no other number; the last two count. The first one finds
+# none of its memory in the caches.
 _TRIES = 2
-# More follow, where a caller allows them, unless the path takes twice as long as the best one.
-_HOPELESS = 2
+# A trial ends after so many calls, if the path takes twice as long as the best one.
+_FEWEST_TRIES, _HOPELESS = 4, 2
 _CALLS_PER_REVIEW = 5
 # One of so many counts, where the longest time of all ranks costs a message.
 _CALLS_PER_AGREEMENT = 16
@@ -45,9 +46,9 @@ class PathTimes:
         self, paths: Sequence[str], later: Mapping[str, int] | None = None, tries: int = _TRIES
     ) -> None:
         """`later`: the number of calls before which a path is not tried; `tries`: of a trial."""
-        due, self._most_tries = later or {}, tries
+        due, self._tries = later or {}, tries
         self._known = {path: _Known(due=due.get(path, 0)) for path in paths}
-        self._path, self._in_row = "", 0
+        self._path, self._in_row, self._previous = "", 0, math.inf
         self._calls = self._review = 0
 
     @property
@@ -64,7 +65,7 @@ class PathTimes:
         """
         path, start = self.choose(), time.perf_counter_ns()
         run(path)
-        if self._in_row < self._most_tries or self._calls % _CALLS_PER_AGREEMENT == 0:
+        if self._in_row < self._tries or self._calls % _CALLS_PER_AGREEMENT == 0:
             self.learn(longest(time.perf_counter_ns() - start) / 1e9)
         return path
 
@@ -78,7 +79,7 @@ class PathTimes:
     def _decide(self) -> None:
         best = min(self._known, key=lambda path: self._known[path].seconds)
         present = self._known.get(self._path)
-        if present is not None and _TRIES <= self._in_row < self._tries(present):
+        if present is not None and 0 < self._in_row < self._tries_of(present):
             self._review = self._calls + 1
             return
         if present is not None and self._known[best].seconds > _GAIN * present.seconds:
@@ -91,15 +92,16 @@ class PathTimes:
             self._path, self._in_row = chosen, 0
         self._review = self._calls + (_TRIES if self._in_row == 0 else _CALLS_PER_REVIEW)
 
-    def _tries(self, known: _Known) -> int:
+    def _tries_of(self, known: _Known) -> int:
         """Calls of a trial of a path with this time."""
         best = min(each.seconds for each in self._known.values())
-        return self._most_tries if known.seconds < _HOPELESS * best else _TRIES
+        hopeless = known.seconds >= _HOPELESS * best
+        return min(self._tries, _FEWEST_TRIES) if hopeless else self._tries
 
     def _calls_until_trial(self, known: _Known) -> int:
         """Calls until a slower path is tried again."""
         best = min(each.seconds for each in self._known.values())
-        loss = self._tries(known) * (known.seconds / best - 1)
+        loss = self._tries_of(known) * (known.seconds / best - 1)
         return int(min(max(loss / _TRIAL_SHARE, _FEWEST_BETWEEN), _MOST_BETWEEN))
 
     def learn(self, seconds: float) -> None:
@@ -108,12 +110,13 @@ class PathTimes:
         self._in_row += 1
         if self._in_row == 1:
             known.seconds = seconds
-        elif self._in_row <= self._most_tries:
-            known.seconds = min(known.seconds, seconds)
+        elif self._in_row <= self._tries:
+            known.seconds = min(self._previous, seconds)
         else:
             # A delay says less about the path than a fast call.
             change = min(seconds, 2 * known.seconds) - known.seconds
             known.seconds += (_WEIGHT_LESS if change < 0 else _WEIGHT_MORE) * change
+        self._previous = seconds
 
 
 class OnlineTuning:

@@ -23,11 +23,6 @@ class ProgressCounters:
         self.rank, self.size = memory.rank, memory.size
         self._step = 0
 
-    @property
-    def turn(self) -> int:
-        """A number that is equal on all ranks, and increases every other step."""
-        return self._step >> 1
-
     def await_free_stage(self) -> int:
         """Wait until this rank's next stage may be written; the stage's parity."""
         value = 2 * self._step - 2

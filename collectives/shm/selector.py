@@ -29,8 +29,8 @@ LEAST_BYTES = 16 << 10
 _LARGE_BYTES = 32 << 20
 _CALLS_BEFORE_NATIVE = 50
 
-# The first calls find little of a path's memory in the caches: after single copies of 1 MiB, the
-# second call by the stage takes 1.3 times as long as a single copy, the fifth one 0.85 times.
+# The first calls find the memory of a path in the state in which other paths have left it: of 1 MiB
+# by the stages, the first two calls may take four times or a third as long as the later ones.
 _TRIES = 6
 
 _clock = time.perf_counter_ns
