@@ -69,10 +69,10 @@ def bind_all_gather(
         _, addresses, shape, lengths, total, reader, name, path, addressed = known
         joined = np.empty(shape, dtype) if target is None else target
         filled = joined.reshape(-1).view(_BYTES)
-        if reader is not None:
-            reader(index, filled)
-            return joined
         sent = source.view(_BYTES)
+        if reader is not None:
+            reader(index, sent, filled)
+            return joined
         if path is None:
             engine.run("all_gather", sent, filled, lengths=lengths)
         elif addressed and index is not None:
@@ -109,7 +109,7 @@ def bind_gather(
             if not on_root:
                 return None
             joined = np.empty((rows, *rest), dtype)
-            reader(index, joined.reshape(-1).view(_BYTES))
+            reader(index, source.view(_BYTES), joined.reshape(-1).view(_BYTES))
             return joined
         lengths = [each * math.prod(rest) for each in counts]
         joined = np.empty((rows, *rest), dtype) if on_root else engine.work(sum(lengths), dtype)

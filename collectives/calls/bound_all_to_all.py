@@ -20,6 +20,7 @@ from collectives.consistency.signature import Signature, dtype_name, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.schedules.paths import NATIVE, QUICKEST, STAGED
+from collectives.shm import migratory
 from collectives.shm.addresses import FIRST_NUMBER, Publish
 from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
@@ -95,10 +96,16 @@ def _small(node: Node, count: int, dtype: np.dtype[Any], kind: int) -> tuple[Run
         own[index + FIRST_NUMBER] = kind
         stores[index][...] = source
 
+    take = migratory.taker(
+        size, {index: read[(rank + 1) % size][1] for index, read in reads.items()}
+    )
+
     def move(source: Any, target: Any, index: int | None) -> None:
         assert index is not None
         for part, content in reads[index]:
             target[part] = content
+        if take is not None:
+            take(index)
 
     return move, publish
 
@@ -140,7 +147,7 @@ def _bind_between_nodes(
             return exchange(engine, list(source.reshape(size, *shape)))
         outgoing, incoming = source.view(_BYTES), target.view(_BYTES)
         if reader is not None:
-            reader(index, every.reshape(-1))
+            reader(index, outgoing.reshape(-1), every.reshape(-1))
             incoming.reshape(size, part)[...] = every[:, rank]
         elif native is not None:
             engine.path = NATIVE

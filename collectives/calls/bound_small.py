@@ -16,6 +16,7 @@ from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, Fold, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import SHARED
+from collectives.shm import migratory
 from collectives.shm.layout import ARRIVALS, SMALL_BYTES
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
@@ -66,6 +67,8 @@ def small_fold(
     }
     stores = {index: each[engine.rank] for index, each in places.items()}
     parts = {index: [each[rank][part] for rank in ranks] for index, each in places.items()}
+    peer = (engine.rank + 1) % size
+    take = migratory.taker(size, {index: each[peer][part] for index, each in places.items()})
     fold, errstate, finish = reduction.plain_fold, engine.errstate.run, reduction.finish
 
     def publish(index: int, source: Any, target: Any) -> None:
@@ -73,6 +76,8 @@ def small_fold(
 
     def run(source: Any, target: Array, index: Any) -> None:
         errstate(fold_parts, fold, parts[index], target)
+        if take is not None and peer in ranks:
+            take(index)
         if reduction.divides:
             errstate(finish, target, size)
 
@@ -105,8 +110,12 @@ def small_broadcast(engine: Engine, nbytes: int, root: int) -> tuple[Run, Publis
     def publish(index: int, source: Any, target: Any) -> None:
         places[index][...] = target
 
+    take = migratory.taker(engine.size, places)
+
     def run(source: Any, target: Array, index: Any) -> None:
         target[...] = places[index]
+        if take is not None:
+            take(index)
 
     return (_nothing, publish) if engine.rank == root else (run, None)
 
@@ -131,6 +140,7 @@ def bind_small(
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     slots = [[slot[:nbytes].view(dtype).reshape(shape) for slot in each] for each in memory.slots]
     own_slots, firsts, seconds, rest = slots[rank], slots[0], slots[1], slots[2:]
+    fold_two = _fold_of_two(fold, slots, rank)
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     own, peer, fence, arrivals = memory.own, memory.others[0], memory.fence, ARRIVALS
     one_word = size == 2 and fence is None
@@ -172,9 +182,12 @@ def bind_small(
                 own[index] = word
                 if not one_word or peer[index] != word:
                     arrive(signature, word, sequence)
-                errstate(fold, firsts[parity], seconds[parity], out)
-                for slot in rest:
-                    errstate(fold, out, slot[parity], out)
+                if fold_two is None:
+                    errstate(fold, firsts[parity], seconds[parity], out)
+                    for slot in rest:
+                        errstate(fold, out, slot[parity], out)
+                else:
+                    errstate(fold_two, array, parity, out)
                 if divides:
                     errstate(finish, out.reshape(-1), size)
                 position = recorder.position
@@ -192,3 +205,28 @@ def bind_small(
             raise
 
     return all_reduce
+
+
+def _fold_of_two(
+    fold: Fold, slots: Sequence[Sequence[Array]], rank: int
+) -> Callable[[Array, int, Array], None] | None:
+    """The function (array, parity, out) by which a rank of two takes the lines of the other's slot.
+
+    None where that does not pay. The rank reads its array in place of its own slot, unless that
+    holds a converted copy.
+    """
+    own_slots, theirs = slots[rank], slots[1 - rank]
+    take = migratory.taker(len(slots), dict(enumerate(theirs)))
+    if take is None:
+        return None
+
+    def fold_two(array: Array, parity: int, out: Array) -> None:
+        plain = array.dtype == out.dtype and array.flags.c_contiguous
+        own = array if plain else own_slots[parity]
+        if rank:
+            fold(theirs[parity], own, out)
+        else:
+            fold(own, theirs[parity], out)
+        take(parity)
+
+    return fold_two

@@ -18,8 +18,8 @@ from collectives.reductions.reduction import Array
 from collectives.shm.addresses import NOWHERE, Exchanged
 from collectives.shm.layout import ROW_BYTES, SMALL_BYTES
 
-Reader = Callable[[Any, Array], None]
-"""A function (index, target) that joins the rows of all ranks."""
+Reader = Callable[[Any, Array, Array], None]
+"""A function (index, own row, target) that joins the rows of all ranks."""
 Head = tuple[int, int, int]
 """Two numbers, and how many bytes of the row travel."""
 
@@ -139,7 +139,7 @@ class ExchangedRows:
             return None
         total = sum(lengths)
 
-        def read(index: Any, target: Array) -> None:
+        def read(index: Any, own: Array, target: Array) -> None:
             target[...] = self.joined()[:total]
 
         return read

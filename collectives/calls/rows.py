@@ -17,7 +17,9 @@ from collectives.calls.objects import numbers_of_all
 from collectives.consistency.dissemination import Exchange
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
+from collectives.shm import migratory
 from collectives.shm.addresses import NOWHERE, Exchanged, Publish
+from collectives.shm.copy_in_copy_out import others
 from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
 from collectives.shm.selector import LEAST_BYTES
@@ -78,7 +80,7 @@ class _NodeRows:
         self, node: Node, first: int, second: int, nbytes: int, *, addressed: bool
     ) -> None:
         memory, addresses = node.steps.memory, node.addresses
-        self._most = room_on_node(node)
+        self._most, self._rank = room_on_node(node), memory.rank
         self._slots = {
             at + DATA: [slots[parity][ROW_BYTES:] for slots in memory.slots]
             for parity, at in enumerate(ARRIVALS)
@@ -102,17 +104,21 @@ class _NodeRows:
             return None
         ends = list(accumulate(lengths))
         places = list(map(slice, [0, *ends], ends))
+        own_place, peers = places[self._rank], list(others(self._rank, len(places)))
         reads = {
-            index: [
-                (place, slot[:length])
-                for place, slot, length in zip(places, slots, lengths, strict=True)
-            ]
+            index: [(places[peer], slots[peer][: lengths[peer]]) for peer in peers]
             for index, slots in self._slots.items()
         }
+        take = migratory.taker(
+            len(places), {index: content for index, read in reads.items() for _, content in read}
+        )
 
-        def read(index: Any, target: Array) -> None:
+        def read(index: Any, own: Array, target: Array) -> None:
+            target[own_place] = own
             for place, content in reads[index]:
                 target[place] = content
+            if take is not None:
+                take(index)
 
         return read
 

@@ -8,11 +8,6 @@ A stage is large on purpose. Data that a core has just written are in its own ca
 another core reads them at a fraction of the speed of the shared cache. With blocks about as large
 as the own cache, most of a block has been evicted from it by the time that it is read
 (bench/results/README.md).
-
-A store into a line that another core has read is slow on some machines: 54 µs for 512 KiB, against
-13 µs if the reader has stored into each line since (AMD EPYC). The reader's store costs 7 µs. This
-is what protocols for migratory data save (Cox and Fowler, "Adaptive cache coherency for detecting
-migratory shared data", ISCA 1993).
 """
 
 from __future__ import annotations
@@ -26,6 +21,7 @@ import numpy as np
 
 from collectives.reductions.reduction import Array, ReduceOp, reduction_for
 from collectives.shm.layout import STAGE_BYTES
+from collectives.shm.migratory import take_lines
 from collectives.shm.progress import ProgressCounters
 from collectives.transports.base import parts_by_rank
 
@@ -33,8 +29,6 @@ Lengths = Sequence[int]
 
 # Alignment of a boundary between two ranks' slices, in bytes: no two ranks write one cache line.
 LINE_BYTES = 128
-# The distance of the stores by which a reader gets a cache line for itself.
-_OWNED_BYTES = 64
 
 
 @lru_cache(maxsize=256)
@@ -68,7 +62,7 @@ class CopyInCopyOut:
         *,
         migratory: bool = False,
     ) -> None:
-        """`migratory`: a rank stores into each line that it has read. Only between two ranks."""
+        """`migratory`: a rank takes the lines that it has read (`migratory`). Of two ranks only."""
         assert not migratory or steps.size == 2
         self._steps, self._migratory = steps, migratory
         self._rank, self._size = steps.rank, steps.size
@@ -86,13 +80,9 @@ class CopyInCopyOut:
         return self._stages[peer][self._steps.await_written_by(peer)]
 
     def _has_read(self, content: Array) -> None:
-        """Called with what this rank has read of another one's stage, and needs no longer."""
+        """Called with what this rank has read of the other one's stage."""
         if self._migratory:
-            content.view(np.uint8)[::_OWNED_BYTES] = 0
-
-    def _have_read(self, pieces: Sequence[Array]) -> None:
-        for peer in others(self._rank, self._size):
-            self._has_read(pieces[peer])
+            take_lines(content)
 
     # all_reduce
 
@@ -136,7 +126,7 @@ class CopyInCopyOut:
         pieces = [stages[parity][own] for stages in self._stages]
         pieces[rank] = given[own]
         self._fold(pieces, folded, self._scratch)
-        self._have_read(pieces)
+        self._has_read(pieces[self._rank - 1])
         steps.finish_step()
 
     def _write_others(self, given: Array, edges: Sequence[int]) -> None:
@@ -191,7 +181,7 @@ class CopyInCopyOut:
             pieces = [stages[parity][own] for stages in self._stages]
             pieces[rank] = parts[rank][piece]
             self._fold(pieces, folded, self._scratch)
-            self._have_read(pieces)
+            self._has_read(pieces[self._rank - 1])
             steps.finish_step()
 
     # movements

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectives import Communicator
 from collectives.errors import RankFailedError
-from collectives.shm import layout, online_tuning, peer_memory
+from collectives.shm import layout, migratory, online_tuning, peer_memory
 from collectives.shm.addresses import address_of
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
 from collectives.shm.online_tuning import OnlineTuning, PathTimes
@@ -151,11 +151,49 @@ def test_a_reader_may_store_into_what_it_has_read(comm):
             check_reductions(comm, way, length)
             check_movements(comm, way, length)
     check_all_to_all(comm, way)
-    # The content of the other's stage is gone: this is how the path differs from the others.
-    stage = comm._engine.node.steps.memory.stages[1 - comm.rank]
-    comm.all_reduce(np.full(300_001, 1.1), algorithm=way)
-    comm.barrier()
-    assert not any(stages[:300_000:64].any() for stages in stage)
+
+
+@on_ranks
+@pytest.mark.ranks(2, 3)
+def test_the_only_reader_of_cache_lines_takes_them(comm, monkeypatch):
+    taken, store = [], migratory._store
+    monkeypatch.setattr(migratory, "_store", lambda lines: (taken.append(lines.size), store(lines)))
+    with comm.split(0) as own:  # without registered arrays
+        check_taken_lines(own, taken)
+
+
+def check_taken_lines(comm, taken):
+    lines, few = 400, 100  # of 64 bytes
+    rank, size = comm.rank, comm.size
+
+    def of_lines(number, dtype=np.float32):
+        return value(rank, 64 * number // np.dtype(dtype).itemsize, dtype)
+
+    forced = "migratory" if size == 2 else None
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(of_lines(lines)),
+        "all_reduce, converted": lambda: comm.all_reduce(of_lines(lines // 2, np.int32), "mean"),
+        "all_reduce, few": lambda: comm.all_reduce(of_lines(few)),
+        "staged": lambda: comm.all_reduce(of_lines(lines), algorithm="staged"),
+        "migratory": lambda: comm.all_reduce(of_lines(lines), algorithm=forced),
+        "reduce": lambda: comm.reduce(of_lines(lines)),
+        "reduce_scatter": lambda: comm.reduce_scatter(of_lines(size * lines)),
+        "broadcast": lambda: comm.broadcast(of_lines(lines), root=1),
+        "all_gather": lambda: comm.all_gather(of_lines(lines)),
+        "gather": lambda: comm.gather(of_lines(lines)),
+        "all_to_all": lambda: comm.all_to_all(of_lines(size * lines)),
+        "all_to_all, few": lambda: comm.all_to_all(of_lines(size * few)),
+    }
+    found = {}
+    for name, call in calls.items():
+        call()
+        taken.clear()
+        call()
+        found[name] = sum(taken)
+    on_root = lines * (rank == 0)
+    expected = dict.fromkeys(calls, lines) | {"all_reduce, few": 0, "all_to_all, few": 0}
+    expected |= {"staged": 0, "reduce": on_root, "gather": on_root, "broadcast": on_root}
+    assert found == (expected if size == 2 else dict.fromkeys(calls, 0))
 
 
 @on_ranks
@@ -264,11 +302,12 @@ def test_the_quickest_way_is_taken_and_the_others_rarely(names, least, second, t
 
 
 def test_the_first_calls_of_a_trial_do_not_count():
-    entry, taken, first = PathTimes(["a", "b", "c"], tries=6), [], {"a": 1, "b": 4, "c": 0.3}
+    entry, taken = PathTimes(["a", "b", "c"], tries=6), []
+    seconds, first_seconds = {"a": 3, "b": 2, "c": 4}, {"a": 3, "b": 8, "c": 1.2}
     for _ in range(600):
         taken.append(entry.choose())
         early = taken[-3:] != [taken[-1]] * 3
-        entry.learn({"a": 3e-4, "b": 2e-4, "c": 4e-4}[taken[-1]] * (first[taken[-1]] if early else 1))
+        entry.learn((first_seconds if early else seconds)[taken[-1]])
     assert taken[18:60] == ["b"] * 42
     assert taken[100:].count("b") > 450
     # A path that takes twice as long is not tried six times.
