@@ -101,8 +101,8 @@ class AllToAll(CutCase):
         return np.concatenate([array[problem.block_of(rank)] for array in sent])
 
     def call(self, comm: Communicator, task: Task, algorithm: str | None) -> Call:
-        """One array as with MPI; the result is a new one."""
-        return partial(comm.all_to_all, task.send, algorithm=algorithm)
+        """One array as with MPI, with `out`."""
+        return partial(comm.all_to_all, task.send, out=task.out, algorithm=algorithm)
 
 
 class Barrier(Case):
