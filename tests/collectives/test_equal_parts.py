@@ -9,7 +9,7 @@ from tests.collectives.oracle import case, value
 pytestmark = pytest.mark.mpi
 
 # Elements of a part: none, beside the arrival, through a stage, more than a stage.
-LENGTHS = [0, 1, 700, 30_001, 700_001]
+LENGTHS = [0, 1, 700, 30_001, 150_001]
 
 
 def sent(rank, size, length, dtype=np.float32):
@@ -23,10 +23,9 @@ def received(comm, length, dtype=np.float32):
 
 def test_one_array(comm):
     for length in LENGTHS:
-        array = sent(comm.rank, comm.size, length)
+        array, expected = sent(comm.rank, comm.size, length), received(comm, length)
         for turn in range(3):
             with case("length", length, "turn", turn):
-                expected = received(comm, length)
                 result = comm.all_to_all(array)
                 assert type(result) is np.ndarray
                 np.testing.assert_array_equal(result, expected)
