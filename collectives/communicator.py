@@ -259,7 +259,9 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
         Other ranks see a rank's stores after the next synchronization (`barrier`). The array is
         valid while a reference to it exists on any rank. None, on every rank, if the ranks of some
-        node have no shared memory. The ranks must request equal shapes and dtypes.
+        node have no shared memory. The ranks must request equal shapes and dtypes. A collective
+        must not write, on one rank, what it reads on another: that is, no rank's `out` may be
+        memory that another rank gives.
         """
         return self._run(allocation.empty_shared(shape, dtype))
 

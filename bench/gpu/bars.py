@@ -28,7 +28,7 @@ MOST_OF_BARE = 1.1
 TENSORS = ELEMENTS = 1000
 COPY_BOUND = (16 << 20, 64 << 20, 256 << 20)
 _FLOAT32 = np.dtype("float32")
-_BATCH, _REPEATS, _WARMUP = 200, 50, 200
+_BATCH, _REPEATS = 200, 50
 _LIMIT = 64 << 20
 
 
@@ -71,7 +71,7 @@ def call_overhead(comm: Communicator, world: Any, cuda: Cuda, device: Device) ->
         subjects,
         world,
         batch=_BATCH,
-        warmup=_WARMUP,
+        warmup=5 * _BATCH,
         repeats=_REPEATS,
         stopwatch=host_seconds,
     )
@@ -104,7 +104,7 @@ def packing(world: Any, cuda: Cuda, device: Device) -> Bar:
         [Subject([(pack_and_unpack, None)])],
         world,
         batch=20,
-        warmup=_WARMUP,
+        warmup=100,
         repeats=_REPEATS,
         stopwatch=device.seconds,
     )

@@ -212,17 +212,19 @@ def _fold_of_two(
 ) -> Callable[[Array, int, Array], None] | None:
     """The function (array, parity, out) by which a rank of two takes the lines of the other's slot.
 
-    None where that does not pay. The rank reads its array in place of its own slot, unless that
-    holds a converted copy.
+    None where that does not pay. The rank reads its array in place of its own slot, except where
+    NumPy would copy it first: its loops for copies may keep the other one of two NaNs.
     """
-    own_slots, theirs = slots[rank], slots[1 - rank]
+    own_slots, theirs, overlap = slots[rank], slots[1 - rank], np.may_share_memory
     take = migratory.taker(len(slots), dict(enumerate(theirs)))
     if take is None:
         return None
 
     def fold_two(array: Array, parity: int, out: Array) -> None:
-        plain = array.dtype == out.dtype and array.flags.c_contiguous
-        own = array if plain else own_slots[parity]
+        flags, views = array.flags, array.base is not None or out.base is not None
+        plain = array.dtype == out.dtype and flags.c_contiguous and flags.aligned
+        apart = out is array or not (views and overlap(array, out))
+        own = array if plain and apart else own_slots[parity]
         if rank:
             fold(theirs[parity], own, out)
         else:

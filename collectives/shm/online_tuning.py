@@ -18,8 +18,6 @@ from dataclasses import dataclass
 # Calls of a trial, where a caller names no other number; the last two count. The first one finds
 # none of its memory in the caches.
 _TRIES = 2
-# A trial ends after so many calls, if the path takes twice as long as the best one.
-_FEWEST_TRIES, _HOPELESS = 4, 2
 _CALLS_PER_REVIEW = 5
 # One of so many counts, where the longest time of all ranks costs a message.
 _CALLS_PER_AGREEMENT = 16
@@ -49,6 +47,9 @@ class PathTimes:
         due, self._tries = later or {}, tries
         self._known = {path: _Known(due=due.get(path, 0)) for path in paths}
         self._path, self._in_row, self._previous = "", 0, math.inf
+        self._best, self._lost = math.inf, 0.0
+        """The best path's time at the last change, and what trials took more than it since each
+        path was tried."""
         self._calls = self._review = 0
 
     @property
@@ -79,29 +80,30 @@ class PathTimes:
     def _decide(self) -> None:
         best = min(self._known, key=lambda path: self._known[path].seconds)
         present = self._known.get(self._path)
-        if present is not None and 0 < self._in_row < self._tries_of(present):
+        if present is not None and 0 < self._in_row < self._tries:
             self._review = self._calls + 1
             return
         if present is not None and self._known[best].seconds > _GAIN * present.seconds:
             best = self._path
         others = [path for path in self._known if path not in (best, self._path)]
-        chosen = next((path for path in others if self._known[path].due < self._calls), best)
+        chosen = next((path for path in others if self._may_try(self._known[path])), best)
         if chosen != self._path:
+            times = [each.seconds for each in self._known.values()]
+            self._best = min(times) if max(times) < math.inf else math.inf
             if present is not None:
                 present.due = self._calls + self._calls_until_trial(present)
             self._path, self._in_row = chosen, 0
         self._review = self._calls + (_TRIES if self._in_row == 0 else _CALLS_PER_REVIEW)
 
-    def _tries_of(self, known: _Known) -> int:
-        """Calls of a trial of a path with this time."""
+    def _may_try(self, known: _Known) -> bool:
+        """Whether it is due, and the trials so far took no more than their share."""
         best = min(each.seconds for each in self._known.values())
-        hopeless = known.seconds >= _HOPELESS * best
-        return min(self._tries, _FEWEST_TRIES) if hopeless else self._tries
+        return known.due < self._calls and self._lost <= _TRIAL_SHARE * self._calls * best
 
     def _calls_until_trial(self, known: _Known) -> int:
         """Calls until a slower path is tried again."""
         best = min(each.seconds for each in self._known.values())
-        loss = self._tries_of(known) * (known.seconds / best - 1)
+        loss = self._tries * (known.seconds / best - 1)
         return int(min(max(loss / _TRIAL_SHARE, _FEWEST_BETWEEN), _MOST_BETWEEN))
 
     def learn(self, seconds: float) -> None:
@@ -116,6 +118,8 @@ class PathTimes:
             # A delay says less about the path than a fast call.
             change = min(seconds, 2 * known.seconds) - known.seconds
             known.seconds += (_WEIGHT_LESS if change < 0 else _WEIGHT_MORE) * change
+        if self._in_row <= self._tries:
+            self._lost += max(0.0, seconds - self._best)
         self._previous = seconds
 
 
