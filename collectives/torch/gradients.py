@@ -79,14 +79,13 @@ class GradientReducer:
         named_parameters: as of `torch.nn.Module.named_parameters`, frozen ones included.
         op: "mean", or "sum".
         weighted: the mean is that of the ranks' gradients weighted by `weight`.
-        unused: parameters that `backward` gives no gradient on this rank: "error" raises
-            RuntimeError with their names, on every rank; "zeros" makes their gradients zero.
+        unused: parameters without a gradient on this rank: "error" raises RuntimeError, on every
+            rank; "zeros" counts them as zeros, but leaves None where no rank has a gradient.
         wire_dtype: a narrower dtype for the messages (torch.float16 or torch.bfloat16), or None.
         sparse: names of parameters whose gradients are sparse. Sparse gradients of other parameters
             become dense.
         overlap: reduce each bucket but the last during backward, on a thread, or all at its end.
-        bucket_bytes, first_bucket_bytes: the most that a bucket, and the first one, holds, unless a
-            single parameter is larger.
+        bucket_bytes, first_bucket_bytes: the most that several parameters of a bucket take.
         compressed: reduces dense gradients on the CPU at the end of backward; of `comm`.
 
         Raises ValueError for these arguments and, on every rank, where the ranks' parameters or
@@ -101,6 +100,7 @@ class GradientReducer:
         self._names = {id(each.parameter): each.name for each in members}
         self._frozen = [each for each in members if not each.parameter.requires_grad]
         self._trained = [each for each in members if each.parameter.requires_grad]
+        self._optional = self._trained if unused == "zeros" else []
         self._reduced = {id(each.parameter) for each in self._trained}
         self._buckets: list[Bucket] = []
         self._hooks: list[Any] = []
@@ -273,7 +273,7 @@ class GradientReducer:
         if trained:
             raise self._refuse(unfrozen(trained) + self.renewal)
         try:
-            self._round.complete()
+            self._round.complete(self._optional)
         except UnusableGradientError as error:
             raise self._refuse(str(error)) from None
         finally:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from collectives.communicator import Communicator
 from collectives.consistency.uncaught import raised_on_all
 from collectives.errors import CollectiveError, MismatchError, in_step
-from collectives.torch.buckets import Bucket, Finish
+from collectives.torch.buckets import Bucket, Finish, Member
 
 _REFUSED = "no reduction of gradients: "
 
@@ -102,9 +103,13 @@ class Round:
         while len(self._finishes) < self.overlapped and not self._missing[len(self._finishes)]:
             self._start_next()
 
-    def complete(self) -> None:
-        """Reduce the buckets that are left, whatever has arrived, and wait for all."""
+    def complete(self, optional: Sequence[Member]) -> None:
+        """Reduce the buckets that are left, whatever has arrived, and wait for all.
+
+        Of the `optional` parameters, those for which no rank has a gradient keep None.
+        """
         failed = None
+        present = np.array([each.parameter.grad is not None for each in optional], np.uint8)
         try:
             while len(self._finishes) < len(self._buckets):
                 self._start_next()
@@ -113,6 +118,10 @@ class Round:
         failed = self._finish() or failed
         if failed is not None:
             raise self._translated(failed) from None
+        if optional:
+            self._comm.all_reduce(present, "max", out=present)
+            for each in compress(optional, present == 0):
+                each.parameter.grad = None
 
     def refuse(self, reason: str) -> CollectiveError:
         """End the round without the remaining calls; the error that every rank raises."""

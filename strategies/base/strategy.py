@@ -197,7 +197,7 @@ class Strategy(Replication):
         optimizer: an optimizer of the model's parameters, or a list of such.
         unused: parameters without gradient in a backward: "error" raises
             `collectives.torch.gradients.GradientError`, which names them, on every rank; "zeros"
-            makes their gradients zero.
+            counts them as zeros, unless no rank has one: then it stays None, as in one process.
         weighted: ranks count by `gradients_of(model).weight`, to be set before each backward.
         wire_dtype: torch.float16 or torch.bfloat16 for smaller messages; None keeps the dtype.
 

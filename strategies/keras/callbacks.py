@@ -35,6 +35,7 @@ ON_CHIEF = tuple(
 )
 """Callbacks that write what is written once: `fit` runs them on the chief alone."""
 
+_SAVERS = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
@@ -50,9 +51,10 @@ def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any)
     """The same with those that keep the ranks in step around them. Collective."""
     own = callbacks_of_rank(training, callbacks)
     acts = any(_acts_on_batches(each) for each in own)
-    anywhere = training.communicator.all_reduce(np.array([acts], np.uint8), "max")
-    agreement = _BatchAgreement if anywhere[0] else _EpochAgreement
-    return [_Average(training, statistics), *own, agreement(training, statistics)]
+    saves = training.reduces or any(isinstance(each, _SAVERS) for each in own)
+    acts, saves = training.communicator.all_reduce(np.array([acts, saves], np.uint8), "max")
+    agreement = _BatchAgreement if acts else _EpochAgreement
+    return [_Average(training, statistics, saves), *own, agreement(training, statistics)]
 
 
 def _acts_on_batches(callback: Any) -> bool:
@@ -63,7 +65,10 @@ def _acts_on_batches(callback: Any) -> bool:
 
 
 class Statistics:
-    """Whether a model's moving statistics are the ranks' mean, or each rank's own."""
+    """Whether a model's moving statistics are the ranks' mean, or each rank's own.
+
+    Under TensorFlow's LocalSGDStrategy its weights, too.
+    """
 
     def __init__(self, training: Training, model: Any) -> None:
         self._training, self._model = training, model
@@ -80,6 +85,8 @@ class Statistics:
         """Make them equal, unless nothing was trained since. Collective."""
         if self._differ and self._training.reduces:
             average_statistics(self._training, self._model, self._starts)
+        elif self._differ:
+            self._training.owner.synchronize()
         self._differ = False
 
     def broadcast(self) -> None:
@@ -92,9 +99,9 @@ class Statistics:
 class _Average(keras.callbacks.Callback):  # type: ignore[misc]
     """Precedes the callbacks that save the model."""
 
-    def __init__(self, training: Training, statistics: Statistics) -> None:
+    def __init__(self, training: Training, statistics: Statistics, saves: bool) -> None:
         super().__init__()
-        self._training, self._statistics = training, statistics
+        self._training, self._statistics, self._saves = training, statistics, saves
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note that the epoch's steps change the statistics."""
@@ -103,10 +110,15 @@ class _Average(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average them, where validation has not done it, and compare the weights."""
-        self._statistics.average()
+        if self._saves:
+            self._statistics.average()
         if self._training.reduces:
             when = f"at the end of epoch {epoch}"
             refuse_different_weights(self._training, self._model, when)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Average what the last epochs have changed."""
+        self._statistics.average()
 
 
 class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]

@@ -248,13 +248,14 @@ def share_data(
     options: `batch_size`, `class_weight` and `steps_per_epoch`, as of `fit`.
 
     Not collective. Raises as Keras does for data that it doesn't support; TypeError for
-    a dataset that a strategy has distributed already.
+    a dataset that a strategy has distributed already, and for sparse and ragged arrays.
     """
     if isinstance(x, DistributedDataset):
         raise TypeError(
             "x is a DistributedDataset: must be the dataset of global batches itself, since fit,"
             " evaluate and predict take each rank's piece of every batch"
         )
+    _refuse_without_rows(x, y, sample_weight)
     if not isinstance(x, DataAdapter) and can_convert_arrays((x, y, sample_weight)):
         options["steps"] = options.pop("steps_per_epoch", None)
         return ArrayPieces(training, seed, x, y, sample_weight, shuffle=shuffle, **options)
@@ -264,6 +265,17 @@ def share_data(
         share_order(x, seed)
     whole = get_data_adapter(x, y, sample_weight, **options)
     return Pieces(whole, training)
+
+
+def _refuse_without_rows(*arrays: Any) -> None:
+    """TypeError for arrays whose rows can't be sliced: TensorFlow's of two kinds, and SciPy's."""
+    for each in keras.tree.flatten(arrays):
+        kind = type(each).__name__
+        if kind in ("SparseTensor", "RaggedTensor") or hasattr(each, "tocoo"):
+            raise TypeError(
+                f"the data are a {kind}, which isn't divided into the ranks' rows: give a"
+                " tf.data.Dataset of batches, such as from_tensor_slices(…).batch(…)"
+            )
 
 
 def refuse_different_arrays(communicator: Communicator, name: str, *adapters: Any) -> None:

@@ -134,16 +134,16 @@ _ADDED = ("sum", "mean", "none")
 
 def average_logs(training: Training, logs: Mapping[str, Any]) -> dict[str, Any]:
     """The mean of the last step's numbers, weighted by rows. Collective."""
-    names = sorted(logs)
+    numbers = keras.tree.flatten(logs)  # those of Keras's CompileMetrics are a dictionary
     weight = training.rows_read
-    values = [np.asarray(keras.ops.convert_to_numpy(logs[name]), np.float64) for name in names]
+    values = [np.asarray(keras.ops.convert_to_numpy(each), np.float64) for each in numbers]
     # A product with 0 would keep NaN.
     weighted = [each * weight if weight else np.zeros_like(each) for each in values]
     total, *sums = training.communicator.all_reduce_many(
         [np.array([float(weight)]), *weighted], "sum"
     )
-    means = [each / total[0] for each in sums]
-    return dict(zip(names, means, strict=True))
+    means: dict[str, Any] = keras.tree.pack_sequence_as(logs, [each / total[0] for each in sums])
+    return means
 
 
 def copy_of(variable: Any) -> Any:

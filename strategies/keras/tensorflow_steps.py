@@ -165,10 +165,12 @@ def _filled(data: Any) -> tuple[Any, Any, Any]:
 def _averaged(logs: Mapping[str, Any], rows: Any) -> dict[str, Any]:
     """The mean over the replicas of logs that are not Keras's metrics, weighted by rows."""
     weight = tf.cast(rows, tf.float32)
-    values = [tf.math.multiply_no_nan(tf.cast(each, tf.float32), weight) for each in logs.values()]
+    numbers = tf.nest.flatten(logs)  # those of Keras's CompileMetrics are a dictionary
+    values = [tf.math.multiply_no_nan(tf.cast(each, tf.float32), weight) for each in numbers]
     replica = tf.distribute.get_replica_context()
     *sums, total = replica.all_reduce("SUM", [*values, weight])
-    return {name: each / total for name, each in zip(logs, sums, strict=True)}
+    means: dict[str, Any] = tf.nest.pack_sequence_as(logs, [each / total for each in sums])
+    return means
 
 
 def _is_float(variable: Any) -> bool:

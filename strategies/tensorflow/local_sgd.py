@@ -41,7 +41,9 @@ class LocalSGDStrategy(Strategy):
     `tf.nn.compute_average_loss` divides by the replica's own batch. A distributed dataset's batches
     are for one replica each. `reduce`, `gather` and metrics that are read outside of `run` are over
     all ranks. Variables that are read there are the rank's own: call `synchronize` at the end of
-    training, and before a checkpoint is saved.
+    training. Variables are averaged too, and a new round begins, where all ranks save a checkpoint
+    or a model, at the end of Keras's `fit`, before its validations, and at the end of each epoch if
+    a callback saves the model.
 
     Raises ValueError unless one of `sync_every` (from 1) and `sync_seconds` (above 0) is given, and
     on every rank where they differ; TypeError for an outer optimizer that is none. Collective.

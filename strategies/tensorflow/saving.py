@@ -43,14 +43,14 @@ class _State(threading.local):
 _state = _State()
 
 
-def _communicator_of(checkpoint: Any) -> Communicator | None:
-    """That of the strategy whose variables the checkpoint contains; None without one."""
+def _strategy_of(checkpoint: Any) -> Any:
+    """That whose variables the checkpoint contains, if it has several ranks, or else None."""
     for thing in trackable_view.TrackableView(checkpoint).descendants():
         variable = getattr(thing, "value", thing) if hasattr(thing, "_value") else thing
         strategy = getattr(variable, "_distribute_strategy", None)
         communicator = getattr(strategy, "communicator", None)
         if isinstance(communicator, Communicator) and communicator.size > 1:
-            return communicator
+            return strategy
     return None
 
 
@@ -68,10 +68,12 @@ def _by_one_writer(plain: Callable[..., str]) -> Callable[..., str]:
 
     @wraps(plain)
     def write(self: Any, file_prefix: Any, options: Any = None) -> str:
-        communicator = _communicator_of(self) if tf.executing_eagerly() else None
-        if communicator is None:
+        strategy = _strategy_of(self) if tf.executing_eagerly() else None
+        if strategy is None:
             return plain(self, file_prefix, options)
+        communicator: Communicator = strategy.communicator
         communicator.barrier("Checkpoint.save, write or CheckpointManager.save: all ranks call it")
+        strategy.synchronize()
         chief = communicator.rank == 0
 
         def write_one() -> str:
@@ -107,12 +109,14 @@ def _once(plain: Callable[..., Any], path_name: str, what: str) -> Callable[...,
     def save(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         model = next(iter(given.arguments.values()))
-        communicator = None
+        strategy = None
         if not _state.saves and tf.executing_eagerly() and not _on_chief_alone():
-            communicator = _communicator_of(model)
-        if communicator is None:
+            strategy = _strategy_of(model)
+        if strategy is None:
             return plain(*args, **kwargs)
+        communicator: Communicator = strategy.communicator
         communicator.barrier(f"{what}: all ranks call it")
+        strategy.synchronize()
 
         def save_one() -> Any:
             if communicator.rank == 0:

@@ -85,6 +85,9 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         """
         return call_on_first(self.communicator, action)
 
+    def synchronize(self) -> None:
+        """Make the variables of all ranks equal; here they are. Collective."""
+
     @property
     def compresses(self) -> bool:
         """Whether gradients are compressed between nodes."""

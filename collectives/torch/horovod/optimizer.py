@@ -28,6 +28,7 @@ class _Gradients(GradientReducer):
 
     def __init__(self, comm: Communicator, named: Any, passes: int, **options: Any) -> None:
         super().__init__(comm, named, unused="zeros", **options)
+        self._optional = []  # zeros also where no rank has a gradient, as in Horovod
         self.passes = passes
         self._made: Counter[int] = Counter()
         self._request = number_gradients(comm, self)

@@ -52,7 +52,8 @@ def agreed_rounds(communicator: Communicator, every: Any, seconds: Any, outer: A
     Raises ValueError unless one of `every` and `seconds` is given and possible, and on every rank
     where the ranks' arguments differ; TypeError for an outer optimizer that is none.
     """
-    settings = getattr(outer, "settings", outer)
+    # Not the object's own text, which would differ by its address.
+    settings = getattr(outer, "settings", outer and f"a {type(outer).__name__}")
     # Before they are checked, so that all ranks raise where one has a wrong argument.
     refuse_differences(
         communicator,

@@ -732,7 +732,7 @@ if BACKEND == "torch":
                 loss.backward()
                 variables = self.trainable_variables
                 self.kept["every"][0].apply([each.value.grad for each in variables], variables)
-                return {"own": loss.detach()}
+                return {"own": loss.detach(), "nested": {"metric": loss.detach()}}
 
         def make(seed):
             keras.utils.set_random_seed(seed)

@@ -189,7 +189,8 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
                 loss = tf.nn.compute_average_loss(errors[:, 0], global_batch_size=5)
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            return {"error": tf.reduce_mean(errors)}
+            error = tf.reduce_mean(errors)
+            return {"error": error, "nested": {"twice": 2 * error}}
 
     def trained(strategy):
         tf.keras.utils.set_random_seed(5)
@@ -197,12 +198,26 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
             model = Model([tf.keras.layers.Dense(1)])
             model.compile(tf.keras.optimizers.SGD(0.05))
         history = model.fit(*data(), batch_size=5, epochs=2, shuffle=False, verbose=0)
-        return [*model.get_weights(), history.history["error"]]
+        found = history.history
+        np.testing.assert_allclose(2 * np.array(found["error"]), found["twice"], rtol=1e-6)
+        return [*model.get_weights(), found["error"]]
 
     found = trained(strategy)
     for one, other in zip(found, trained(ds.OneDeviceStrategy("/cpu:0")), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     equal_on_all(found)
+
+
+@pytest.mark.parametrize("kind", ["SparseTensor", "RaggedTensor"])
+def test_arrays_whose_rows_are_not_sliced_are_refused(tf, strategy, kind):
+    """Datasets of them work."""
+    rows = np.eye(6, 3, dtype=np.float32)
+    make = tf.sparse.from_dense if kind == "SparseTensor" else tf.RaggedTensor.from_tensor
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match=f"the data are a {kind}.*give a tf.data.Dataset"):
+        model.fit(make(rows), rows[:, :1], verbose=0)
 
 
 def test_a_model_of_no_scope_is_refused(tf, strategy):

@@ -122,26 +122,62 @@ def test_rounds_of_seconds(tf, ds, comm):
         ds.LocalSGDStrategy(2, outer_optimizer="sgd", communicator=comm)
 
 
-def test_fit(tf, ds, comm):
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+def test_fit(tf, ds, comm, tmp_path):
     """Each rank trains by itself, on its rows of each batch, until a round ends."""
     keras, random = tf.keras, np.random.default_rng(0)
     images, targets = random.normal(size=(16, 3)).astype("f4"), random.normal(size=(16, 1))
 
-    def fitted(strategy, rows):
+    equal = []
+
+    def fitted(strategy, rows, *callbacks):
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
         how = {"batch_size": 4 * len(rows) // 16, "epochs": 2, "shuffle": False, "verbose": 0}
-        model.fit(images[rows], targets[rows], **how)
-        return model.get_weights()
+        during = []
+        seen = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: during.append(model.get_weights()[0].tolist())
+        )
+        model.fit(images[rows], targets[rows], callbacks=[seen, *callbacks], **how)
+        first, second = comm.all_gather_object(during)
+        equal.append([one == other for one, other in zip(first, second, strict=True)])
+        return model
 
     every = np.arange(16)
     own = every.reshape(4, comm.size, -1)[:, comm.rank].ravel()
     apart = fitted(ds.LocalSGDStrategy(1000, communicator=comm), every)
-    for one, other in zip(apart, fitted(tf.distribute.get_strategy(), own), strict=True):
+    alone = fitted(tf.distribute.get_strategy(), own)
+    means = [comm.all_reduce(each, "mean") for each in alone.get_weights()]
+    for one, other in zip(apart.get_weights(), means, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
-    together = fitted(ds.LocalSGDStrategy(1, communicator=comm), every)
-    for each, averaged in ((apart, False), (together, True)):
-        found = comm.all_gather_object([weights.tolist() for weights in each])
-        assert (found[0] == found[1]) is averaged
+    fitted(ds.LocalSGDStrategy(1, communicator=comm), every)
+    path = str(tmp_path / "saved.weights.h5")
+    saver = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    fitted(ds.LocalSGDStrategy(1000, communicator=comm), every, saver)
+    # At the ends of the epochs: in the round, trained apart, averaged at each step, before saving.
+    assert equal == [[False, False], [False, False], [True, True], [True, True]]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+@pytest.mark.parametrize("how", ["save_weights", "Checkpoint"])
+def test_what_all_ranks_save_in_a_round_is_averaged(tf, ds, comm, tmp_path, how):
+    path = comm.broadcast_object(str(tmp_path / "saved.weights.h5"))
+    strategy, mean = ds.LocalSGDStrategy(1000, communicator=comm), (comm.size + 1) / 2
+    with strategy.scope():
+        layer = tf.keras.layers.Dense(1, use_bias=False)
+        model = tf.keras.Sequential([tf.keras.Input((1,)), layer])
+    strategy.run(lambda: layer.kernel.value._primary.assign([[comm.rank + 1.0]]))
+    if how == "save_weights":
+        model.save_weights(path)
+    else:
+        path = tf.train.Checkpoint(model=model).save(path)
+    assert layer.kernel.numpy() == mean
+    comm.barrier()
+    layer.kernel.value._primary.assign([[0.0]])
+    if how == "save_weights":
+        model.load_weights(path)
+    else:
+        tf.train.Checkpoint(model=model).restore(path)
+    assert layer.kernel.numpy() == mean

@@ -320,6 +320,12 @@ def test_unused_parameters_are_an_error_on_every_rank(torch, comm, overlap):
     mine = torch.autograd.grad(model.loss(x), model.second.weight)[0]
     mean = comm.broadcast(mine) / comm.size
     torch.testing.assert_close(model.second.weight.grad, mean)
+    # None where no rank has one, as in one process: an optimizer skips it.
+    for _, parameter in model.named_parameters():
+        parameter.grad = None
+    model.loss(x, both=False).backward()
+    assert model.second.weight.grad is model.second.bias.grad is None
+    assert model.first.weight.grad is not None
 
 
 class OneOf:
@@ -349,7 +355,7 @@ def test_buckets_start_when_complete_and_in_their_order(torch, comm):
         current.arrive(number)
         seen.append([each for each, _ in started])
     assert seen == [[], [], [0], [0, 1, 2]]
-    current.complete()
+    current.complete(())
     assert started == [(0, True), (1, True), (2, True), (3, False)]
 
 
