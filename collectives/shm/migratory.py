@@ -45,7 +45,8 @@ def taker(ranks: int, read: Mapping[Key, Array]) -> Callable[[Key], None] | None
 
     None where it would take longer than it saves.
     """
-    if ranks != 2 or any(content.nbytes < _LEAST_BYTES for content in read.values()):
+    # Not by a generator, in whose end the exception of a signal's handler would be lost.
+    if ranks != 2 or min([content.nbytes for content in read.values()]) < _LEAST_BYTES:
         return None
     lines = {key: _lines_of(content) for key, content in read.items()}
     return lambda key: _store(lines[key])
