@@ -88,22 +88,25 @@ class PathTimes:
         others = [path for path in self._known if path not in (best, self._path)]
         chosen = next((path for path in others if self._may_try(self._known[path])), best)
         if chosen != self._path:
-            times = [each.seconds for each in self._known.values()]
-            self._best = min(times) if max(times) < math.inf else math.inf
+            tried = len(self.seconds) == len(self._known)
+            self._best = self._least() if tried else math.inf
             if present is not None:
                 present.due = self._calls + self._calls_until_trial(present)
             self._path, self._in_row = chosen, 0
         self._review = self._calls + (_TRIES if self._in_row == 0 else _CALLS_PER_REVIEW)
 
+    def _least(self) -> float:
+        # Not by a generator, in whose end the exception of a signal's handler would be lost.
+        return min([each.seconds for each in self._known.values()])
+
     def _may_try(self, known: _Known) -> bool:
         """Whether it is due, and the trials so far took no more than their share."""
-        best = min(each.seconds for each in self._known.values())
-        return known.due < self._calls and self._lost <= _TRIAL_SHARE * self._calls * best
+        most = _TRIAL_SHARE * self._calls * self._least()
+        return known.due < self._calls and self._lost <= most
 
     def _calls_until_trial(self, known: _Known) -> int:
         """Calls until a slower path is tried again."""
-        best = min(each.seconds for each in self._known.values())
-        loss = self._tries * (known.seconds / best - 1)
+        loss = self._tries * (known.seconds / self._least() - 1)
         return int(min(max(loss / _TRIAL_SHARE, _FEWEST_BETWEEN), _MOST_BETWEEN))
 
     def learn(self, seconds: float) -> None:

@@ -122,6 +122,7 @@ def test_rounds_of_seconds(tf, ds, comm):
         ds.LocalSGDStrategy(2, outer_optimizer="sgd", communicator=comm)
 
 
+# Of Keras, which reads every distributed variable of TensorFlow in this way when it saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 def test_fit(tf, ds, comm, tmp_path):
     """Each rank trains by itself, on its rows of each batch, until a round ends."""
@@ -160,6 +161,7 @@ def test_fit(tf, ds, comm, tmp_path):
     assert equal == [[False, False], [False, False], [True, True], [True, True]]
 
 
+# Of Keras, which reads every distributed variable of TensorFlow in this way when it saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 @pytest.mark.parametrize("how", ["save_weights", "Checkpoint"])
 def test_what_all_ranks_save_in_a_round_is_averaged(tf, ds, comm, tmp_path, how):
