@@ -99,11 +99,13 @@ def interleave(
     return _slowest(seconds, world)
 
 
-def medians(calls: Sequence[Call], world: Any, *, batch: int, repeats: int) -> Array:
+def medians(
+    calls: Sequence[Call], world: Any, *, batch: int, repeats: int, warmup: int = WARMUP_CALLS
+) -> Array:
     """Median seconds of each of the calls, which take turns and return their results."""
     subjects = [Subject([(call, None)]) for call in calls]
     return np.median(
-        interleave(subjects, world, batch=batch, warmup=WARMUP_CALLS, repeats=repeats), axis=1
+        interleave(subjects, world, batch=batch, warmup=warmup, repeats=repeats), axis=1
     )
 
 

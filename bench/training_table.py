@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from bench.timing import medians
+from bench.timing import WARMUP_CALLS, medians
 
 INSTANCES = 5
 HEAD = "| training | ms per step | speed |\n|---|---:|---:|"
@@ -27,13 +28,14 @@ def rows(
 
     They are medians of several instances of the networks: where the arrays of one lie in memory
     changes its step by up to a tenth. `make` makes an instance: what trains `steps` steps in each
-    way, by its name. A repeat is `batch` of them.
+    way, by its name. A repeat is `batch` of them. At least `WARMUP_CALLS` steps come before.
     """
+    warmup = math.ceil(WARMUP_CALLS / steps)
     seconds = []
     for _ in range(INSTANCES):
         ways = make()
         calls = list(ways.values())
-        taken = medians(calls, world, batch=batch, repeats=repeats)
+        taken = medians(calls, world, batch=batch, repeats=repeats, warmup=warmup)
         seconds.append(taken / steps)
     times = np.array(seconds)
     shares = times[:, :1] / times
