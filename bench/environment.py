@@ -41,7 +41,8 @@ def describe(
         "peer's type": _other_type(options, peer),
         "stream copy / add (GB/s)": str(stream) if stream else None,
     }
-    if CASES[options.collective].takes_tensors:
+    case = CASES.get(options.collective)
+    if case is not None and case.takes_tensors:
         described["tensors"] = options.tensors
         if options.tensor_bytes:
             described["tensor bytes"] = shown(options.tensor_bytes)

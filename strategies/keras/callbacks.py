@@ -20,22 +20,16 @@ from strategies.keras.state import (
 )
 from strategies.keras.training import Training
 
-ON_CHIEF = tuple(
-    getattr(keras.callbacks, name)
-    for name in (
-        "BackupAndRestore",
-        "CSVLogger",
-        "ModelCheckpoint",
-        "OrbaxCheckpoint",
-        "ProgbarLogger",
-        "RemoteMonitor",
-        "TensorBoard",
-    )
-    if hasattr(keras.callbacks, name)
-)
+
+def _present(*names: str) -> tuple[type[Any], ...]:
+    """The callbacks of these names that this Keras has."""
+    return tuple(getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name))
+
+
+_SAVERS = _present("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint")
+ON_CHIEF = (*_SAVERS, *_present("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard"))
 """Callbacks that write what is written once: `fit` runs them on the chief alone."""
 
-_SAVERS = keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 

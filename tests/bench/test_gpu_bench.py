@@ -1,6 +1,7 @@
 """The benchmark on GPUs, as far as it needs no GPU."""
 
 import builtins
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -248,6 +249,29 @@ def test_copy_bound_sizes(monkeypatch):
 
     ((bar,),) = on_simulated(1, program)
     assert bar.name == "all_reduce of 1 MiB over the bare call"
+
+
+def test_a_whole_run_on_a_simulated_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bars, "COPY_BOUND", (1 << 20,))
+    for name, number in (("_REPEATS", 2), ("_BATCH", 5), ("TENSORS", 20)):
+        monkeypatch.setattr(bars, name, number)
+    file = tmp_path / "gpu.md"
+    line = "--sizes 8,4K --tensors 5 --repeats 2 --warmup 1 --rotate 2 --calls 3 --markdown"
+    options = parse([*line.split(), str(file)])
+
+    def program(comm, cuda, device, bench):
+        module = SimpleNamespace(CupyDevice=lambda: device)
+        monkeypatch.setitem(sys.modules, "bench.gpu.cupy_device", module)
+        return run._measure_all(comm, options)
+
+    assert on_simulated(1, program) == [0]
+    text = file.read_text()
+    for name in COLLECTIVES:
+        assert f"python -m bench.gpu {name} " in text
+    printed = capsys.readouterr().out
+    for bar in ("all_reduce of 4 bytes", "pack and unpack of 20", "all_reduce of 1 MiB over"):
+        assert bar in text
+        assert bar in printed
 
 
 def test_nccl_has_no_bare_call_for_what_it_can_not_reduce():

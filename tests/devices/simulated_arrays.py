@@ -152,6 +152,10 @@ class OnDevice(np.ndarray):
             return super().__array_function__(function, types, arguments, named)
         if function is np.zeros_like and not named:
             return self._made(lambda: np.zeros_like(*map(plain, arguments)))
+        if function is np.split and not named:
+            array, parts = arguments
+            length = len(array) // parts
+            return [array[part * length : (part + 1) * length] for part in range(parts)]
         raise TypeError(f"numpy.{function.__name__} of a device array")
 
     def __repr__(self):
