@@ -87,7 +87,7 @@ def _add_problem(group: argparse._ArgumentGroup) -> None:
         "--algorithm",
         default=AUTO,
         metavar="NAMES",
-        help="comma list; auto (the default) is the default selection, all is every algorithm",
+        help="comma list; auto (the default) is the default selection, all is every schedule and native",
     )
 
 

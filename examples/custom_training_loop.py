@@ -111,7 +111,7 @@ class Loop:
         if self.strategy.is_chief:
             print(line, flush=True)
         for metric in (self.train_accuracy, self.test_loss, self.test_accuracy):
-            metric.reset_states()
+            metric.reset_state()
 
 
 def main() -> None:

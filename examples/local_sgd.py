@@ -14,42 +14,12 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from train_digits import CLASSES, Batches, cross_entropy, load_data
 
 import strategies
 from strategies import LocalSGDStrategy, ReduceOp, Variable, compute_average_loss
 
 BATCH = 32
-CLASSES = 10
-
-
-def load_data():
-    """Training and test images, scaled to 0 … 1, with their labels."""
-    digits = load_digits()
-    images = (digits.data / 16).astype(np.float32)
-    return train_test_split(images, digits.target, test_size=0.2, random_state=0)
-
-
-class Batches:
-    """A re-iterable of batches, reshuffled in each epoch, with the same order on every rank."""
-
-    def __init__(self, images, labels):
-        self.images, self.labels = images, labels
-        self.generator = np.random.default_rng(0)
-
-    def __iter__(self):
-        order = self.generator.permutation(len(self.images))
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            indices = order[start : start + BATCH]
-            yield self.images[indices], self.labels[indices]
-
-
-def probabilities_of(images, weights, bias):
-    """The softmax of a linear layer."""
-    logits = images @ weights + bias
-    exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return exponents / exponents.sum(axis=1, keepdims=True)
 
 
 def main() -> None:
@@ -58,8 +28,9 @@ def main() -> None:
     outer = strategies.optimizers.SGD(0.7, momentum=0.9, nesterov=True) if options.outer else None
     every = None if options.seconds else options.every
     strategy = LocalSGDStrategy(every, options.seconds, outer)
-    train_images, test_images, train_labels, test_labels = load_data()
-    data = strategy.experimental_distribute_dataset(Batches(train_images, train_labels))
+    train_images, test_images, train_labels, test_labels = load_data(seed=0)
+    batches = Batches(train_images, train_labels, BATCH, seed=0, drop_remainder=True)
+    data = strategy.experimental_distribute_dataset(batches)
     with strategy.scope():
         weights = Variable(np.zeros((train_images.shape[1], CLASSES), np.float32))
         bias = Variable(np.zeros(CLASSES, np.float32))
@@ -67,10 +38,7 @@ def main() -> None:
 
     def step(batch):
         images, labels = batch
-        error = probabilities_of(images, weights, bias)
-        examples = np.arange(len(labels))
-        losses = -np.log(error[examples, labels] + np.float32(1e-12))
-        error[examples, labels] -= 1
+        losses, error = cross_entropy(images @ weights + bias, labels)
         error /= np.float32(max(len(labels), 1))
         optimizer.apply_gradients([(images.T @ error, weights), (error.sum(axis=0), bias)])
         return compute_average_loss(losses)
@@ -82,7 +50,7 @@ def main() -> None:
         loss = strategy.reduce(ReduceOp.MEAN, np.mean(losses), axis=None)
         strategy.synchronize()
         if strategy.is_chief:
-            predictions = probabilities_of(test_images, weights, bias).argmax(axis=1)
+            predictions = (test_images @ weights + bias).argmax(axis=1)
             accuracy = np.mean(predictions == test_labels)
             print(
                 f"epoch {epoch:2d}  {len(losses):3d} steps  loss {loss:.4f}"

@@ -1,7 +1,7 @@
 """Between hosts, beside mpi4py: `python -m bench.hosts --markdown FILE`.
 
 The hosts are network namespaces of this machine, which need root; the links are shaped by a token
-bucket. All hosts share the machine's cores, so that more ranks than cores show the cost of waiting.
+bucket. Each host has one core, which hosts share where there are fewer cores.
 """
 
 from __future__ import annotations

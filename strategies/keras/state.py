@@ -60,7 +60,7 @@ def refuse_different_weights(
         f"fit: the ranks' weights differ {when}: {variables[differ.index(True)].path!r} is the"
         f" first of {sum(differ)}. Gradients are averaged by the optimizers of Keras that are"
         " attributes of the model or of its layers, also in lists and dictionaries. For other"
-        " updates, average with collectives.all_reduce(…, 'mean')"
+        " updates, average with strategy.communicator.all_reduce_many(gradients, 'mean')"
     )
     raise raised_on_all(error, training.communicator.rank)
 
