@@ -66,13 +66,22 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     parser.add_argument("collective", choices=CASES, metavar="collective", help=", ".join(CASES))
-    _add_problem(parser.add_argument_group("what"))
+    what = parser.add_argument_group("what")
+    add_problem(what)
+    what.add_argument(
+        "--algorithm",
+        default=AUTO,
+        metavar="NAMES",
+        help="comma list; auto (the default) is the default selection, all is every schedule and"
+        " native",
+    )
     _add_method(parser.add_argument_group("how"))
     _add_output(parser.add_argument_group("output, beside the table"))
     return parser
 
 
-def _add_problem(group: argparse._ArgumentGroup) -> None:
+def add_problem(group: argparse._ActionsContainer) -> None:
+    """The sizes, the dtype, the op and the root."""
     add = group.add_argument
     add("--min-bytes", type=parse_size, default=8, metavar="SIZE", help="default: 8")
     add("--max-bytes", type=parse_size, default=64 << 20, metavar="SIZE", help="default: 64M")
@@ -83,12 +92,6 @@ def _add_problem(group: argparse._ArgumentGroup) -> None:
     add("--dtype", type=parse_dtype, default=np.dtype("float32"), help="default: float32")
     add("--op", choices=OPS, default="sum", help=f"{', '.join(OPS)} (default: sum)", metavar="OP")
     add("--root", type=int, default=0, metavar="RANK", help="default: 0")
-    add(
-        "--algorithm",
-        default=AUTO,
-        metavar="NAMES",
-        help="comma list; auto (the default) is the default selection, all is every schedule and native",
-    )
 
 
 def _add_method(group: argparse._ArgumentGroup) -> None:

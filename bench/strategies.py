@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.hosts.namespaces import find_mpirun, is_open_mpi
 from bench.options import Parser
 from bench.strategy_programs.rows import read_rows
 
@@ -39,7 +39,8 @@ class Program:
     def line(self) -> str:
         """The command that repeats it."""
         module = f"bench.strategy_programs.{self.module} {self.arguments}".strip()
-        return f"mpirun -n {self.ranks} python -m {module}"
+        threads = " ".join(f"{name}={count}" for name, count in _ONE_THREAD.items())
+        return f"{threads} mpirun -n {self.ranks} python -m {module}"
 
 
 # By name: the smallest world with a training rank, and the largest useful one.
@@ -99,21 +100,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _mpirun() -> str:
-    own = Path(sys.executable).with_name("mpirun")
-    found = str(own) if own.exists() else shutil.which("mpirun")
+    found = find_mpirun()
     if found is None:
         raise SystemExit("bench.strategies: there is no mpirun beside this Python, nor in PATH")
     return found
 
 
-def _is_open_mpi(mpirun: str) -> bool:
-    ended = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in ended.stdout or "OpenRTE" in ended.stdout
-
-
 def _run(program: Program) -> subprocess.CompletedProcess[str]:
     mpirun = _mpirun()
-    line = [mpirun, *(["--oversubscribe"] if _is_open_mpi(mpirun) else [])]
+    line = [mpirun, *(["--oversubscribe"] if is_open_mpi(mpirun) else [])]
     line += ["-n", str(program.ranks), sys.executable, "-m"]
     line += [f"bench.strategy_programs.{program.module}", *program.arguments.split()]
     print(program.line, flush=True)
@@ -129,7 +124,7 @@ def _run(program: Program) -> subprocess.CompletedProcess[str]:
 
 
 def _write(folder: Path, found: Sequence[dict[str, Any]]) -> None:
-    mpi = "openmpi" if _is_open_mpi(_mpirun()) else "mpich"
+    mpi = "openmpi" if is_open_mpi(_mpirun()) else "mpich"
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"strategies-{mpi}"
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import collectives
 from bench.options import Parser, parse
-from bench.peers import PEERS
 from bench.reports.sections import Section, write_json_sections, write_markdown_sections
 from bench.run import measure, status_of
 
@@ -46,7 +45,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m bench.suite", description=__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="for the two files")
-    add("--peer", choices=PEERS, default="mpi4py", help="default: %(default)s")
     add("--repeats", type=int, default=50, help="default: %(default)s")
     return parser.parse_args(arguments)
 
@@ -55,7 +53,7 @@ def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) ->
     """Number of wrong elements. The files are rewritten after each run, which keeps the results."""
     sections: list[Section] = []
     for title, line in (RUNS if comm.size <= _MOST_RANKS else RUNS_OF_MANY).items():
-        given = f"{line} --peer {options.peer} --repeats {options.repeats}"
+        given = f"{line} --peer mpi4py --repeats {options.repeats}"
         run = measure(comm, parse(given.split()))
         command = f"mpirun -n {comm.size} python -m bench {given}"
         sections.append(Section(title, command, run.header, run.columns, run.rows))

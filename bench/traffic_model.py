@@ -10,22 +10,12 @@ from __future__ import annotations
 _COPY, _FOLD = 2, 3
 
 
-def shared_result(ranks: int) -> float:
-    """The inputs are in shared memory, and all ranks read a single result there."""
-    return (ranks + 1) / ranks
-
-
 def registered() -> float:
     """Inputs and outputs are in shared memory: each rank folds its slice and stores it to all.
 
     Every input is read and every output written once, the minimum for separate results.
     """
     return _COPY
-
-
-def copied_result(ranks: int) -> float:
-    """The inputs are read in place, by mapping; each rank copies the others' slices."""
-    return 3 - 1 / ranks
 
 
 def staged(ranks: int) -> float:

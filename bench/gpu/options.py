@@ -6,13 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from bench.cases import CASES
 from bench.measure import Settings
-from bench.options import ALL, Parser, check_sizes, parse_dtype
-from bench.problem import OPS
-from bench.sizes import parse_size, parse_sizes
+from bench.options import ALL, Parser, add_problem, check_sizes
 from collectives.lifecycle.setup import BACKENDS
 
 BARS = "bars"
@@ -54,15 +50,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     names = (ALL, BARS, *COLLECTIVES)
     help = f"{', '.join(names)} (default: all); bars are the measurements with a required value"
     add("collective", nargs="?", choices=names, default=ALL, metavar="collective", help=help)
-    add("--min-bytes", type=parse_size, default=8, metavar="SIZE", help="default: 8")
-    add("--max-bytes", type=parse_size, default=64 << 20, metavar="SIZE", help="default: 64M")
-    add("--step-factor", type=int, default=2, metavar="N", help="between sizes (default: 2)")
-    add("--sizes", type=parse_sizes, metavar="SIZES", help="these sizes instead: 8,64K,1M")
-    add("--tensors", type=int, default=1000, help="of all_reduce_many (default: 1000)")
-    add("--dtype", type=parse_dtype, default=np.dtype("float32"), help="default: float32")
-    add("--op", choices=OPS, default="sum", help=f"{', '.join(OPS)} (default: sum)", metavar="OP")
-    add("--root", type=int, default=0, metavar="RANK", help="default: 0")
-    parser.set_defaults(tensor_bytes=None)
+    add_problem(parser)
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,16 @@ def add_options(parser: argparse.ArgumentParser, *, rates: str, repeats: int) ->
     parser.add_argument("--markdown", type=Path, metavar="FILE")
 
 
+def usable_mpirun() -> str | None:
+    """The path of mpirun. None where hosts can't be simulated; prints why."""
+    mpirun = find_mpirun()
+    problem = why_not() or (None if mpirun else "no mpirun was found")
+    if problem is not None:
+        print(f"hosts can't be simulated here: {problem}", file=sys.stderr)
+        return None
+    return mpirun
+
+
 def print_table(
     options: argparse.Namespace,
     measure: Measure,
@@ -30,10 +40,8 @@ def print_table(
     rows: Callable[[dict[str, Any], str, str], Iterable[str]],
 ) -> int:
     """Print the head of the first report, and the rows of each; 2 if hosts aren't possible here."""
-    mpirun = find_mpirun()
-    problem = why_not() or (None if mpirun else "no mpirun was found")
-    if problem is not None or mpirun is None:
-        print(f"hosts can't be simulated here: {problem}", file=sys.stderr)
+    mpirun = usable_mpirun()
+    if mpirun is None:
         return CAN_NOT_MEASURE
     lines: list[str] = []
     for layout in options.layouts.split(","):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from bench.reports.training import add_output, finish, head
 from bench.sizes import parse_sizes, shown
 from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
@@ -40,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "leave out psum, whose runtime (jax.distributed) slows down all programs of its process"
     parser.add_argument("--no-psum", action="store_true", help=text)
     parser.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables there")
+    add_output(parser)
     return parser
 
 
@@ -53,30 +51,15 @@ def _measure(options: argparse.Namespace) -> None:
     world = MPI.COMM_WORLD.Dup()
     compared = options.only != "training" and not options.no_psum
     failure = operations.start_distributed() if compared else ""
-    lines = [f"- {name}: {value}" for name, value in _header(jax, MPI, world, options).items()]
+    about = f"{jax.__version__}, {options.batch} images of each rank per step"
+    lines = head("bench.jax", world, jax=about)
     if failure:
         lines.append(f"- psum: not measured: {failure.splitlines()[0]}")
     if options.only != "training":
         lines += _calls(options, world)
     if options.only != "calls":
         lines += _training(options, world)
-    if world.rank == 0:
-        text = "\n".join(["# JAX", "", *lines, ""])
-        print(text, flush=True)
-        if options.output:
-            options.output.write_text(text, encoding="utf-8")
-
-
-def _header(jax: Any, mpi: Any, world: Any, options: argparse.Namespace) -> dict[str, object]:
-    vendor, version = mpi.get_vendor()
-    return {
-        "command": f"mpirun -n {world.size} python -m bench.jax{' --no-psum' * options.no_psum}",
-        "jax": f"{jax.__version__}, {options.batch} images of each rank per step",
-        "mpi": f"{vendor} {'.'.join(map(str, version))}",
-        "python": platform.python_version(),
-        "ranks": world.size,
-        "cores": os.cpu_count(),
-    }
+    finish("JAX", lines, world, options.output)
 
 
 def _calls(options: argparse.Namespace, world: Any) -> Iterator[str]:

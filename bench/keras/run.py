@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from bench.in_step import IN_STEP, with_barrier
+from bench.reports.training import add_output, finish, head
 from bench.training_table import HEAD, Make, rows
 
 _APART = "apart"
@@ -37,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=16, help="images of each rank (default: 16)")
     parser.add_argument("--steps", type=int, default=60, help="of an epoch (default: 60)")
     parser.add_argument("--repeats", type=int, default=9, help="epochs of each (default: 9)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table there")
+    add_output(parser)
     return parser
 
 
@@ -61,15 +60,12 @@ def _measure(options: argparse.Namespace) -> None:
         IN_STEP: training.in_step(*size),
         "compile in the scope": training.together(*size),
     }
-    lines = [f"- {name}: {value}" for name, value in _header(keras, MPI, world, options).items()]
+    about = f"{keras.__version__}, {options.batch} images of each rank per step"
+    lines = head("bench.keras", world, keras=about)
     for title, make in tables.items():
         lines += ["", f"## {title}", "", HEAD]
         lines += rows(make, world, batch=1, repeats=options.repeats, steps=options.steps)
-    if world.rank == 0:
-        text = "\n".join(["# Keras", "", *lines, ""])
-        print(text, flush=True)
-        if options.output:
-            options.output.write_text(text, encoding="utf-8")
+    finish(f"Keras on {options.backend}", lines, world, options.output)
 
 
 def _loops(world: Any, batch: int, steps: int) -> Make:
@@ -90,16 +86,4 @@ def _loops(world: Any, batch: int, steps: int) -> Make:
         _APART: loops.epoch_of(alone, batch, steps),
         IN_STEP: loops.epoch_of(alone, batch, steps, around=with_barrier),
         **{name: loops.epoch_of(strategy, batch, steps) for name, strategy in ways.items()},
-    }
-
-
-def _header(keras: Any, mpi: Any, world: Any, options: argparse.Namespace) -> dict[str, object]:
-    vendor, version = mpi.get_vendor()
-    return {
-        "command": f"mpirun -n {world.size} python -m bench.keras --backend {options.backend}",
-        "keras": f"{keras.__version__}, {options.batch} images of each rank per step",
-        "mpi": f"{vendor} {'.'.join(map(str, version))}",
-        "python": platform.python_version(),
-        "ranks": world.size,
-        "cores": os.cpu_count(),
     }

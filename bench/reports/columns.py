@@ -140,7 +140,7 @@ def header_lines(header: dict[str, object]) -> list[str]:
 
 def title_line(header: dict[str, object]) -> str:
     """The collective, the ranks and the date."""
-    ranks, nodes = _counted(header["ranks"], "rank"), _counted(header["nodes"], "node")
+    ranks, nodes = counted(header["ranks"], "rank"), counted(header["nodes"], "node")
     return f"{header['collective']}: {ranks} on {nodes}, {header['date']}"
 
 
@@ -149,7 +149,7 @@ def machine_lines(header: dict[str, object]) -> list[str]:
     return [
         f"{header['mpi']}, mpi4py {header['mpi4py']}, numpy {header['numpy']},"
         f" Python {header['python']}, thread level {header['thread level']}",
-        f"{header['cpu']}, {_counted(header['cores'], 'core')}",
+        f"{header['cpu']}, {counted(header['cores'], 'core')}",
     ]
 
 
@@ -159,5 +159,6 @@ def settings_line(header: dict[str, object]) -> str:
     return ", ".join(f"{name}: {header[name]}" for name in others)
 
 
-def _counted(count: object, noun: str) -> str:
+def counted(count: object, noun: str) -> str:
+    """A number of things; the noun has a regular plural."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases.base import AUTO
-from bench.hosts.namespaces import find_mpirun, hosts, launch_line, shape, why_not
+from bench.hosts.namespaces import hosts, launch_line, shape
+from bench.hosts.table import usable_mpirun
 from bench.reports.columns import machine_lines
 from bench.run import CAN_NOT_MEASURE
 from bench.sizes import shown
@@ -43,10 +44,8 @@ _HEADER = """\
 
 def measure(options: argparse.Namespace) -> int:
     """Print a table; 2 where hosts can't be simulated."""
-    mpirun = find_mpirun()
-    problem = why_not() or (None if mpirun else "no mpirun was found")
-    if problem is not None or mpirun is None:
-        print(f"hosts can't be simulated here: {problem}", file=sys.stderr)
+    mpirun = usable_mpirun()
+    if mpirun is None:
         return CAN_NOT_MEASURE
     for number, count in enumerate(options.hosts):
         layout, costs, header, rows = _run(mpirun, count, options)

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bench.reports.columns import counted
 from bench.scale.networks import NETWORKS, Network
 from bench.scale.predictions import Crossing, Prediction
 from bench.sizes import shown
@@ -54,13 +55,7 @@ def _about(network: Network) -> str:
         for where, link in (("inside", network.inside), ("between", network.between))
     )
     folds = f"folds {network.reduction / 1e9:.4g} GB/s"
-    return f"{per_node} ranks and {_counted(ports, 'port')} per node. " + "; ".join(
-        [*levels, folds]
-    )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{per_node} ranks and {counted(ports, 'port')} per node. " + "; ".join([*levels, folds])
 
 
 def section(

@@ -8,7 +8,6 @@ arrays. A push is an `assign_add`; it is complete when it has been applied.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +17,10 @@ import collectives
 import strategies
 from bench.strategy_programs.roles import resolver_of
 from bench.strategy_programs.rows import print_rows
+from bench.timing import wall_seconds
 
 SIZES_MB = (1, 10, 100)
 REPEATS, WARM_UP = 40, 3
-
-
-def seconds_of(call: Callable[[], Any]) -> float:
-    """Duration of a call in seconds."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def measure(strategy: strategies.Strategy, megabytes: int) -> dict[str, Any]:
@@ -50,7 +43,7 @@ def measure(strategy: strategies.Strategy, megabytes: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(-WARM_UP, REPEATS):
         for name, call in calls.items():
-            taken = seconds_of(call)
+            taken = wall_seconds(call)
             if repeat >= 0:
                 seconds[name].append(taken)
     if not (variable.numpy() == REPEATS + WARM_UP).all():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from bench.reports.training import add_output, finish, head
 from bench.sizes import parse_sizes, shown
 from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
@@ -36,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=parse_sizes, help="bytes, such as 8,64K (default: all)")
     parser.add_argument("--only", choices=("calls", "training"), help="one table")
     parser.add_argument("--repeats", type=int, default=15, help="of each call (default: 15)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables there")
+    add_output(parser)
     return parser
 
 
@@ -52,7 +51,7 @@ def _measure(options: argparse.Namespace) -> int:
     dist.init_process_group(OURS)
     world, ours = MPI.COMM_WORLD.Dup(), dist.group.WORLD
     groups = {OURS: ours, PEER: dist.new_group(backend=PEER)}
-    lines = [f"- {name}: {value}" for name, value in _header(torch, MPI, world).items()]
+    lines = head("bench.torch", world, torch=torch.__version__)
     wrong = 0
     if options.only != "training":
         for line, differs in _calls(groups, options, world):
@@ -60,25 +59,9 @@ def _measure(options: argparse.Namespace) -> int:
             wrong += differs
     if options.only != "calls":
         lines += _training(groups, options.repeats, world)
-    if world.rank == 0:
-        text = "\n".join(["# torch.distributed", "", *lines, ""])
-        print(text, flush=True)
-        if options.output:
-            options.output.write_text(text, encoding="utf-8")
+    finish("torch.distributed", lines, world, options.output)
     dist.destroy_process_group()
     return int(wrong > 0)
-
-
-def _header(torch: Any, mpi: Any, world: Any) -> dict[str, object]:
-    vendor, version = mpi.get_vendor()
-    return {
-        "command": f"mpirun -n {world.size} python -m bench.torch",
-        "torch": torch.__version__,
-        "mpi": f"{vendor} {'.'.join(map(str, version))}",
-        "python": platform.python_version(),
-        "ranks": world.size,
-        "cores": os.cpu_count(),
-    }
 
 
 def _calls(
@@ -122,14 +105,14 @@ def _small_steps(groups: dict[str, Any]) -> dict[str, Step]:
 
     ours, peer, alone = groups.values()
     return {
-        "apart": training.apart(None),
-        IN_STEP: with_barrier(training.apart(None)),
+        "apart": training.apart(),
+        IN_STEP: with_barrier(training.apart()),
         "DDP of one rank": training.data_parallel(alone),
         f"DDP, {PEER}": training.data_parallel(peer),
         f"DDP, {OURS}": training.data_parallel(ours),
         f"DDP, {PEER}, views": training.data_parallel(peer, gradient_as_bucket_view=True),
         f"DDP, {OURS}, views": training.data_parallel(ours, gradient_as_bucket_view=True),
-        "strategy.distribute": training.distributed(None),
+        "strategy.distribute": training.distributed(),
     }
 
 

@@ -37,7 +37,7 @@ def step_of(model: nn.Module, optimizer: Any) -> Step:
     return step
 
 
-def apart(_: Any) -> Step:
+def apart() -> Step:
     """Without communication."""
     model = convolutional()
     return step_of(model, torch.optim.SGD(model.parameters(), 0.01))
@@ -49,7 +49,7 @@ def data_parallel(group: Any, **options: Any) -> Step:
     return step_of(model, torch.optim.SGD(model.parameters(), 0.01))
 
 
-def distributed(_: Any) -> Step:
+def distributed() -> Step:
     """`strategy.distribute`."""
     model = convolutional()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

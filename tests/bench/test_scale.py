@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.hosts import table
 from bench.hosts.namespaces import why_not
 from bench.scale import measured, predictions, programs, run
 from bench.scale.networks import NETWORKS, LogGP, Network, uniform
@@ -271,7 +272,7 @@ def test_an_empty_program_takes_no_time():
 
 
 def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys):
-    monkeypatch.setattr(measured, "why_not", lambda: "tc is not installed")
+    monkeypatch.setattr(table, "why_not", lambda: "tc is not installed")
     assert run.main(["--measured"]) == 2
     assert capsys.readouterr().err == "hosts can't be simulated here: tc is not installed\n"
 

@@ -17,10 +17,8 @@ def test_each_formula_counts_what_the_scheme_does(ranks):
     others = ranks - 1
     fold = {"inputs_read": ranks, "results_stored": 1}
     near = pytest.approx
-    assert model.shared_result(ranks) == near(load_and_store(ranks, **fold))
     to_all = {"inputs_read": ranks, "results_stored": ranks}
     assert model.registered() == near(load_and_store(ranks, **to_all))
-    assert model.copied_result(ranks) == near(load_and_store(ranks, **fold, copied=others))
     # All slices but the own one are copied in; the whole result is copied out.
     assert model.staged(ranks) == near(load_and_store(ranks, **fold, copied=others + ranks))
     # A ring reduces two slices into one in each of p - 1 steps and moves one in each of 2 (p - 1).
@@ -33,8 +31,6 @@ def test_each_formula_counts_what_the_scheme_does(ranks):
 
 # At 2, 8 and very many ranks, as derived by hand.
 TABLE = {
-    model.shared_result: (1.5, 1.125, 1),
-    model.copied_result: (2.5, 2.875, 3),
     model.staged: (4.5, 4.875, 5),
     lambda ranks: model.ring_single_copy(ranks, in_place=True): (3.5, 6.125, 7),
     lambda ranks: model.ring_two_copies(ranks, in_place=True): (5.5, 9.625, 11),
