@@ -20,6 +20,7 @@ from collectives.consistency.signature import check_index
 from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
 from collectives.messaging.mailbox import Mailbox
+from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.spec import spec_of
 
@@ -95,11 +96,9 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
 
         Raises ValueError if this rank is not the root and its array is read-only.
         """
-        if algorithm is None:
-            root = self._root(root)
-            result = self._cached.broadcast(array, root, on_root=self.rank == root)
-            if result is not PASS:
-                return result
+        root = self._root(root)
+        if algorithm is None and (got := self._cached.broadcast(array, root)) is not PASS:
+            return got
         return self._perform(movements.broadcast, array, root=root, algorithm=algorithm)
 
     def all_gather(
@@ -145,11 +144,10 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         algorithm: str | None = None,
     ) -> Any:
         """Reduce the ranks' arrays; rank r returns block r of `numpy.array_split` along `axis`."""
-        if (
-            algorithm is None
-            and (got := self._cached.reduce_scatter(array, op, axis, out)) is not PASS
-        ):
-            return got
+        if algorithm is None:
+            got = self._cached.reduce_scatter(array, op, axis, out)
+            if got is not PASS:
+                return got
         return self._perform(
             reductions.reduce_scatter, array, op, axis=axis, out=out, algorithm=algorithm
         )
@@ -195,6 +193,8 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         into equal parts along its first axis, and the result, or `out`, has its shape; a rank
         raises a MismatchError if what it received differs from its own parts in shape or dtype.
         """
+        if not hasattr(arrays, "shape"):
+            arrays = check_list("arrays", arrays)
         if algorithm is None and (got := self._cached.all_to_all(arrays, out)) is not PASS:
             return got
         return self._perform(all_to_all, arrays, out=out, algorithm=algorithm)

@@ -42,7 +42,7 @@ class Fusion:
         ValueError and TypeError as `all_reduce` does.
 
         """
-        check_list("like", like)
+        like = check_list("like", like)
         self._comm, self._op = comm, as_op(op)
         on_gpus = _on_gpus(like)
         kinds = tuple(map(_kind_of, like))

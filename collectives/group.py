@@ -165,13 +165,16 @@ class Group(Deferred):
 
     def _close(self, name: str) -> None:
         """Close; if the other ranks cause an exception, nothing has been closed."""
-        if self._engine.broken is None and not self._engine.transport.ended:
+        broken = self._engine.broken is not None
+        if not broken and not self._engine.transport.ended:
             self._engine.perform(Signature(name), self._end)
         self._messages.stop()
         self._abandon_mailboxes(0)
         self._closed = True
         self._forget_bound()
-        shutdown.forget(self)
+        # MPI may still write into the buffers of a call that has not ended.
+        if not broken:
+            shutdown.forget(self)
 
     def _end(self, engine: Engine) -> None:
         self._devices.close()
@@ -187,25 +190,25 @@ class Group(Deferred):
         then reports this rank's exit.
         """
         sent = self._messages.finish(seconds)
-        if self._engine.broken is not None:
-            self._devices.abandon()
-            self._abandon_mailboxes(seconds)
-            self._closed = True
-            return True
-        for mailbox in self._mailboxes:
-            # Other ranks may wait in their mailboxes.
-            mailbox.tell_end()
-        if not sent:
-            return False
-        try:
-            with self._engine.wait_policy.no_longer_than(seconds):
-                self._close("exit")
-        except (DeadlineExceededError, MismatchError):
-            self._duplicate.signal_end()
-            return self._engine.broken is not None
-        except CollectiveError:
-            self._abandon_mailboxes(seconds)
-            return True
+        if self._engine.broken is None:
+            for mailbox in self._mailboxes:
+                # Other ranks may wait in their mailboxes.
+                mailbox.tell_end()
+            if not sent:
+                return False
+            try:
+                with self._engine.wait_policy.no_longer_than(seconds):
+                    self._close("exit")
+                return True
+            except (DeadlineExceededError, MismatchError):
+                if self._engine.broken is None:
+                    self._duplicate.signal_end()
+                    return False
+            except CollectiveError:
+                pass
+        self._devices.abandon()
+        self._abandon_mailboxes(seconds)
+        self._closed = True
         return True
 
     def _abandon_mailboxes(self, seconds: float) -> None:

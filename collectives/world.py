@@ -50,7 +50,8 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
             a rank started this process (the same variable permits it).
         DeadlineExceededError: under torchrun, ranks did not start within the deadline.
         RankFailedError: under torchrun, a rank ended while MPI started.
-        ValueError: the backend is unknown, or not that of the first call.
+        ValueError: the backend is unknown, or not that of the first call; the deadline is not
+            positive.
         TypeError: the deadline is not a number.
 
     """

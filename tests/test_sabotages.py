@@ -161,8 +161,8 @@ SABOTAGES = {
     ),
     # The node's memory
     "both stages of a rank are one": Sabotage(
-        "return _STAGES_AT, _STAGES_AT + STAGE_BYTES",
-        "return _STAGES_AT, _STAGES_AT",
+        "for at in (_STAGES_AT, _STAGES_AT + STAGE_BYTES)]",
+        "for at in (_STAGES_AT, _STAGES_AT)]",
         "test_ways",
     ),
     "a short array lies in the slot of the call before": Sabotage(

@@ -56,9 +56,9 @@ def _rounds(
     offsets = np.concatenate([[0], np.cumsum(np.tile(lengths, 2))])
 
     def sized(number: int, steps: Round) -> tuple[Messages, Indices]:
-        found = messages(steps, size, chunks, number)
-        first = found.sent.chunk
-        return found, offsets[first + found.sent.count] - offsets[first]
+        each = messages(steps, size, chunks, number)
+        first = each.sent.chunk
+        return each, offsets[first + each.sent.count] - offsets[first]
 
     return itertools.starmap(sized, enumerate(found.schedule(np.arange(size), size)))
 

@@ -29,9 +29,6 @@ class Ends:
         """The selected messages' ends."""
         return Ends(*(getattr(self, field.name)[selection] for field in fields(self)))
 
-    def __len__(self) -> int:
-        return len(self.rank)
-
 
 @dataclass(frozen=True)
 class Messages:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from collectives.calls.point_to_point import Incoming, Outgoing, Transfer
@@ -33,10 +34,16 @@ class MessageHandle(Handle[Any]):
 
     def __init__(self, messages: Messages, transfer: Transfer) -> None:
         self._messages, self._transfer = messages, transfer
+        self._lock = threading.RLock()
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        return self._messages.poll(self._transfer)
+        """Whether `wait` would return or raise at once; the array holds the message then."""
+        done = self._messages.poll(self._transfer)
+        if done and self._transfer.moved:
+            # `wait` raises what this raises.
+            with suppress(Exception):
+                self._deliver()
+        return done
 
     def wait(self, timeout: float | None = None) -> Any:
         """None for a sent message, the array for a received one; every call returns the same.
@@ -47,7 +54,12 @@ class MessageHandle(Handle[Any]):
         either of the two the message remains in transit, and `wait` may be called again.
         """
         self._messages.wait(self._transfer, timeout)
-        return self._transfer.deliver()
+        return self._deliver()
+
+    def _deliver(self) -> Any:
+        # A thread that delivers late would overwrite what another one has stored since.
+        with self._lock:
+            return self._transfer.deliver()
 
 
 class Messages:

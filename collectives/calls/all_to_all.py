@@ -66,7 +66,7 @@ class Parts:
             if may_overlap(whole, self._output.buffer):
                 self.arrays = [part.copy() for part in self.arrays]
             return
-        check_list("arrays", arrays)
+        arrays = check_list("arrays", arrays)
         if len(arrays) != size:
             raise ValueError(
                 f"arrays has {len(arrays)} entries: must have one for each of {size} ranks"
@@ -136,8 +136,9 @@ def _read(buffer: Array) -> Array:
     length = int.from_bytes(buffer[:_PREFIX].tobytes(), "little")
     dtype, shape = pickle.loads(buffer[_PREFIX : _PREFIX + length].data)
     start = _aligned(_PREFIX + length)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return np.array(buffer[start : start + nbytes].copy().view(dtype).reshape(shape), copy=None)
+    nbytes = math.prod(shape) * dtype.itemsize
+    array: Array = buffer[start : start + nbytes].copy().view(dtype).reshape(shape)
+    return array
 
 
 def _exchange_lengths(engine: Engine, outgoing: list[int]) -> list[int]:

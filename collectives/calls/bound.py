@@ -52,7 +52,7 @@ def bind(
     run: Run,
     publish: Publish | None = None,
     exchange: Exchange | None = None,
-    path: str = SHARED,
+    path: str = "",
 ) -> Call:
     """A function (source, target) that makes the call, and returns what `run` returns.
 
@@ -60,7 +60,8 @@ def bind(
     word `index` of this rank's segment on. run(source, target, index) is called once all ranks have
     made it; index is None where the ranks don't all share memory, and nothing was published: there
     `exchange` sends data with the check. The function returns PASS, having done nothing, where the
-    first registered array was made after the call was bound: bind it again.
+    first registered array was made after the call was bound: bind it again. `path` is the data's,
+    for the flight recorder, where neither the node's memory nor the check moves them.
     """
     check = engine.call_check
     if check is None:
@@ -68,6 +69,7 @@ def bind(
     node, base = node_of_all(engine), fingerprint(signature.agreed) << SEQUENCE_BITS
     if node is not None:
         make = _made_on_node(engine, node, check, signature, base, publish)
+        path = path or SHARED
     else:
         make = _made_between_nodes(check, signature, base, exchange)
         path = path if exchange is None else DISSEMINATION

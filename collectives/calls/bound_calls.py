@@ -28,7 +28,10 @@ class BoundCalls:
         """`check_open` raises where no call can be made."""
         self._engine, self._check_open = engine, check_open
         self.known: LRU[Any, Bound] = LRU()
-        """By (op, dtype, shape) those of `all_reduce`, by longer keys the others."""
+        """By (op, dtype, shape) or (op, dtype, shape, what) those of `all_reduce`.
+
+        The keys of the others have other lengths: an unknown op must not find another call.
+        """
         self._tensors = TensorMemory()
 
     def _call(self, key: Any, bind: Callable[[], Bound], source: Any, target: Any) -> Any:

@@ -31,7 +31,6 @@ from collectives.calls.movements import (
 from collectives.calls.objects import outcome_of
 from collectives.cuda.runtime import on_gpu
 from collectives.execution.engine import Engine
-from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import Array
 
 
@@ -43,20 +42,20 @@ class BoundMovementCalls(BoundCalls):
         self._scattered: LRU[Scattered, bytes] = LRU()
         """Pickled, because programs scatter arrays of few kinds."""
 
-    def broadcast(self, array: Any, root: int, *, on_root: bool) -> Any:
+    def broadcast(self, array: Any, root: int) -> Any:
         """As `Communicator.broadcast`."""
         if type(array) is np.ndarray and array.flags.carray:
-            if ("broadcast", array.dtype, array.shape, root) not in self.known:
+            if ("broadcast", None, array.dtype, array.shape, root) not in self.known:
                 to_array(array)  # refuses dtypes that can't be sent
             self._broadcast(array, root, array.reshape(-1))
             return array
         if (views := self._tensors.views(array, array)) is not None:
-            self.broadcast(views[0], root, on_root=on_root)
+            self.broadcast(views[0], root)
             return array
         if on_gpu(array):
             return self._on_gpu("broadcast", array, array, root=root)
         given = to_array(array)
-        output = broadcast_output(given, array, on_root=on_root)
+        output = broadcast_output(given, array, on_root=self._engine.rank == root)
 
         def perform() -> Any:
             self._broadcast(given, root, output.buffer)
@@ -69,7 +68,8 @@ class BoundMovementCalls(BoundCalls):
             signature = broadcast_signature(array, root, None)
             return bind_broadcast(self._engine, signature, array.nbytes, root)
 
-        self._call(("broadcast", array.dtype, array.shape, root), bind, None, buffer.view(np.uint8))
+        key = "broadcast", None, array.dtype, array.shape, root
+        self._call(key, bind, None, buffer.view(np.uint8))
 
     def all_gather(self, array: Any, axis: Any, out: Any) -> Any:
         """As `Communicator.all_gather`."""
@@ -207,10 +207,8 @@ class BoundMovementCalls(BoundCalls):
             return result
         if on_gpu(arrays):
             return PASS
-        if not hasattr(arrays, "shape"):
-            check_list("arrays", arrays)
-            if any(map(on_gpu, arrays)):
-                return PASS
+        if not hasattr(arrays, "shape") and any(map(on_gpu, arrays)):
+            return PASS
         return self._engine.whole(self._all_to_all_parts, Parts(arrays, size, out))
 
     def _all_to_all_parts(self, parts: Parts) -> Any:
@@ -227,7 +225,7 @@ class BoundMovementCalls(BoundCalls):
     def _all_to_all(self, source: Array, target: Array, shape: tuple[int, ...]) -> Any:
         """None, or the received arrays where the target does not hold them."""
         bind = partial(bind_all_to_all, self._engine, shape, source.dtype)
-        return self._call(("all_to_all", source.dtype, shape), bind, source, target)
+        return self._call(("all_to_all", None, source.dtype, shape, None), bind, source, target)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Any
 from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.bound import bind
+from collectives.calls.bound_calls import Bound
 from collectives.calls.bound_movement_calls import BoundMovementCalls
 from collectives.calls.bound_reduction_calls import BoundReductionCalls
 from collectives.consistency.signature import Signature
@@ -32,8 +33,11 @@ class CallCache(BoundReductionCalls, BoundMovementCalls):
             if what not in self._barriers_seen:
                 self._barriers_seen.put(what, None)
                 return PASS
-        signature = Signature("barrier", detail=what)
-        return self._call(key, lambda: bind(self._engine, signature, _nothing), None, None)
+
+        def bind_barrier() -> Bound:
+            return bind(self._engine, Signature("barrier", detail=what), _nothing)
+
+        return self._call(key, bind_barrier, None, None)
 
 
 def _nothing(source: None, target: None, index: int | None) -> None:

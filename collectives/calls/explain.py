@@ -62,7 +62,10 @@ def _travels_with_check(engine: Engine, collective: str, nbytes: int, dtype: np.
         return nbytes <= engine.size * room_of_row(engine, engine.size)
     if collective == "all_to_all":
         return nbytes <= min(EXCHANGED_BYTES, room_of_row(engine, engine.size))
-    return collective == "broadcast" and 0 < nbytes <= room_of_row(engine, 1)
+    if collective in ("scan", "exscan"):
+        folds = reduction_for(ReduceOp.SUM, dtype).plain_fold is not None
+        return folds and 0 < nbytes <= room_of_row(engine, engine.size)
+    return 0 < nbytes <= room_of_row(engine, 1)
 
 
 def _measured(selector: PathSelector, nbytes: int, kind: str) -> str:

@@ -113,7 +113,7 @@ class Many:
         what: str | None = None,
     ) -> tuple[Operation, list[Part]]:
         """The reductions of many arrays, one collective for each bucket; and its buckets."""
-        check_many(arrays, out)
+        arrays, out = check_many(arrays, out)
         check_text("what", what)
         reduction, limit = as_op(op), self.bucket_bytes(bucket_bytes)
         given = inputs_of(arrays, reduction)

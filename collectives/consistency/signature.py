@@ -125,7 +125,7 @@ def check_text(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r}: must be a str, or None")
 
 
-def check_peer(peer: Any, rank: int, size: int, name: str = "peer") -> int:
+def check_peer(peer: Any, rank: int, size: int, name: str) -> int:
     """`peer` as the number of another rank; TypeError or ValueError otherwise."""
     index = check_index(name, peer, size)
     if index == rank:

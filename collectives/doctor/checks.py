@@ -126,7 +126,8 @@ def _persistent_all_reduce_many(comm: Communicator) -> Results:
 
 
 def _all_reduce_async(comm: Communicator) -> Results:
-    """Two at a time, and a blocking call between them."""
+    """Each one alone; two at a time, and a blocking call between them."""
+    yield from _asynchronously(_all_reduce, comm)
     handles = [comm.all_reduce_async(_ramp(7, comm.rank + extra)) for extra in (1, 2)]
     total = _rank_sum(comm)
     yield comm.all_reduce(comm.rank + 1), np.asarray(total)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from collectives.cuda.interface import Cuda, Event
 from collectives.cuda.runtime import wait_for
+from collectives.errors import in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu.stream_work import SideStream
@@ -38,7 +39,10 @@ class HostPath(DevicePath):
     def run(self, request: Request) -> str:
         """Run the collective on a side stream; return when the ranks have exchanged the data."""
         if request.op is not None:
-            reduction_for(request.op, request.target.dtype)  # raises TypeError for 8-bit floats
+            try:
+                reduction_for(request.op, request.target.dtype)
+            except TypeError as error:  # for 8-bit floats
+                raise in_step(error) from None
         if request.empty:
             return self.name
         with self._side.work(request.source, request.target):

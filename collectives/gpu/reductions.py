@@ -73,7 +73,7 @@ class ManyOnGpus:
         bucket_bytes: int | None,
         what: str | None,
     ) -> Started:
-        check_many(arrays, out)
+        arrays, out = check_many(arrays, out)
         check_text("what", what)
         reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
         given = _inputs(arrays, reduction)

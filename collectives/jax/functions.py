@@ -180,7 +180,7 @@ def _is_small_float(dtype: Any) -> bool:
 
 
 def _along(tree: Tree, axis: int, call: Call, after: Any, like: Any = None) -> Tree:
-    """A call along an axis that isn't the first one."""
+    """A call along any axis: the arrays are moved so that it is the first one, and back."""
 
     def first(leaf: Any) -> Any:
         array = jnp.moveaxis(jnp.atleast_1d(leaf), axis, 0)

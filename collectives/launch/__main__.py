@@ -20,7 +20,8 @@ def find_tasks(environment: Mapping[str, str]) -> Tasks:
     if launch is None:
         seen = ", ".join(f"{name}={environment.get(name, '')!r}" for name in _VARIABLES)
         raise LaunchError(
-            f"the environment has {seen}; needed are all four, with 0 <= RANK < WORLD_SIZE"
+            f"the environment has {seen}; needed are all four, with 0 <= RANK < WORLD_SIZE and"
+            " MASTER_PORT < 65536"
         )
     if launch.agent_store:
         raise LaunchError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,10 @@ def main(
         parser.error("which program?")
     try:
         # mpirun's ranks need no tasks.
-        mpi = load() if started_by_mpi(environment) else _start(find_tasks(environment), options)
+        if started_by_mpi(environment):
+            mpi = load()
+        else:
+            mpi = _start(find_tasks(environment), environment.get(SECRET, ""), options)
     except (CollectiveError, ValueError, TypeError) as error:
         return f"python -m {module}: {error}"
     if mpi.COMM_WORLD.size > 1:
@@ -44,12 +46,12 @@ def main(
     return None
 
 
-def _start(tasks: Tasks, options: argparse.Namespace) -> Any:
+def _start(tasks: Tasks, secret: str, options: argparse.Namespace) -> Any:
     """The `mpi4py.MPI` module, initialized as the task's rank."""
     if tasks.size == 1:
         return load()
     load_mpich(tasks.size)
-    secret, seconds, insecure = os.environ.get(SECRET, ""), options.timeout, options.insecure
+    seconds, insecure = options.timeout, options.insecure
     if tasks.rank == 0:
         with closing(TaskServer(tasks, secret, insecure=insecure)) as server:
             try:

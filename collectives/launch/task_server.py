@@ -86,8 +86,6 @@ class TaskServer:
         self._acceptor.join()
         # What has not arrived by now is late, and is told so when it connects again.
         self._end_unproved(most=0)
-        # The server of PMI, which shares the socket, expects a blocking one.
-        self.socket.setblocking(True)
         self.socket.close()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -123,6 +124,7 @@ class Exchange:
         inherited = [self._listening.socket.fileno()] if self._listening else []
         with subprocess.Popen(
             [sys.executable, "-I", "-S", _SERVER, *map(str, inherited)],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -165,8 +167,8 @@ class Exchange:
             return _Server(problem="rank 0 has no address that the other hosts can reach")
         token, left = secrets.token_hex(32), self._limit - time.monotonic()
         lines = (token, address, self._size, left, process_mapping(hosts))
-        process.stdin.write("".join(f"{line}\n" for line in lines).encode())
-        process.stdin.flush()
+        with suppress(BrokenPipeError):
+            process.stdin.write("".join(f"{line}\n" for line in lines).encode())
         answer = process.stdout.readline().decode().strip()
         if not answer.isdigit():
             reason = answer or "the server has ended"

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,19 +68,13 @@ def process_mapping(hosts: Sequence[Host]) -> str:
     """
     numbers: dict[str, int] = {}
     blocks: list[list[int]] = []
-    for host in hosts:
-        node = numbers.setdefault(host.node, len(numbers))
-        if blocks and blocks[-1][0] == node:
-            blocks[-1][2] += 1
+    for node, group in groupby(numbers.setdefault(host.node, len(numbers)) for host in hosts):
+        ranks = len(list(group))
+        if blocks and blocks[-1][2] == ranks and sum(blocks[-1][:2]) == node:
+            blocks[-1][1] += 1
         else:
-            blocks.append([node, 1, 1])
-    merged: list[list[int]] = []
-    for first, _, ranks in blocks:
-        if merged and merged[-1][2] == ranks and sum(merged[-1][:2]) == first:
-            merged[-1][1] += 1
-        else:
-            merged.append([first, 1, ranks])
-    text = "".join(f",({first},{nodes},{ranks})" for first, nodes, ranks in merged)
+            blocks.append([node, 1, ranks])
+    text = "".join(f",({first},{nodes},{ranks})" for first, nodes, ranks in blocks)
     mapping = f"(vector{text})"
     return mapping if len(mapping) <= _LONGEST_MAPPING else ""
 

@@ -107,7 +107,9 @@ def find_torch_launch(environment: Mapping[str, str]) -> TorchLaunch | None:
     rank, size, port = (int(environment[name]) for name in names)
     host = environment.get("MASTER_ADDR", "")
     agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TorchLaunch(rank, size, host, port, agent_store) if host and rank < size else None
+    if not host or rank >= size or port >= 1 << 16:
+        return None
+    return TorchLaunch(rank, size, host, port, agent_store)
 
 
 def check_launch(mpi: Any, environment: Mapping[str, str]) -> None:

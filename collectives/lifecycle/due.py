@@ -39,7 +39,12 @@ class Deferred:
         self._at_end.append(weakref.WeakMethod(action))
 
     def finish(self) -> None:
-        """Run the actions of the program's end, unless the communicator is broken."""
+        """Run the actions of the program's end, unless the communicator is closed.
+
+        The deferred ones only if it is not broken.
+        """
+        if self._closed:
+            return
         for kept in self._at_end:
             if (action := kept()) is not None:
                 action()

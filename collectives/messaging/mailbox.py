@@ -24,7 +24,7 @@ from collectives.messaging.message import (
     write,
 )
 from collectives.transports.base import Bytes, Copied, MessageChannel
-from collectives.waiting.wait_policy import WaitPolicy
+from collectives.waiting.wait_policy import WaitPolicy, check_timeout
 
 
 class Mailbox:
@@ -88,9 +88,9 @@ class Mailbox:
 
         None where none arrives in `timeout` seconds (0: only what is here; None: no limit). A long
         wait yields the core. Raises RankFailedError where no rank is left that could send,
-        RuntimeError after `close`, ValueError for a negative `timeout`.
+        RuntimeError after `close`, ValueError or TypeError for a wrong `timeout`.
         """
-        if timeout is not None and not timeout >= 0:
+        if (timeout := check_timeout(timeout)) is not None and not timeout >= 0:
             raise ValueError(f"timeout={timeout!r}: must be a number of seconds from 0, or None")
         incoming = self._take()
         if incoming is None and timeout != 0:

@@ -44,10 +44,10 @@ def write(header: Any, arrays: Iterable[Any]) -> list[Bytes]:
 
     The memory is the arrays' own where they are contiguous.
     """
-    check_list("arrays", arrays)
     if hasattr(arrays, "shape"):
         raise TypeError("arrays is one array: must be a list of arrays")
-    given = [_checked(array, f"arrays[{place}]") for place, array in enumerate(arrays)]
+    listed = check_list("arrays", arrays)
+    given = [_checked(array, f"arrays[{place}]") for place, array in enumerate(listed)]
     kinds = [(_named(array.dtype), array.shape) for array in given]
     content = pickle.dumps((header, kinds), pickle.HIGHEST_PROTOCOL)
     return [memoryview(content), *(flat(array).view(np.uint8).data for array in given)]

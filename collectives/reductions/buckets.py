@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -76,19 +76,21 @@ def check_bucket_bytes(bucket_bytes: int | None) -> int:
     return number
 
 
-def check_list(name: str, given: Any) -> None:
-    """TypeError for what can be no list of arrays."""
+def check_list(name: str, given: Any) -> list[Any]:
+    """The list of arrays, which may be given as any iterable; TypeError for anything else."""
     if isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is a {type(given).__name__}: must be a list of arrays")
+    return list(given)
 
 
-def check_many(arrays: Sequence[Any], out: Sequence[Any] | None) -> None:
-    """TypeError unless both are lists, ValueError unless there is an output for each array."""
-    check_list("arrays", arrays)
+def check_many(arrays: Any, out: Any) -> tuple[list[Any], list[Any] | None]:
+    """Both as lists; TypeError for what is none, ValueError unless each array has an output."""
+    given = check_list("arrays", arrays)
     if out is None:
-        return
-    check_list("out", out)
-    if len(out) != len(arrays):
+        return given, None
+    outputs = check_list("out", out)
+    if len(outputs) != len(given):
         raise ValueError(
-            f"out has {len(out)} entries: must have one for each of {len(arrays)} arrays"
+            f"out has {len(outputs)} entries: must have one for each of {len(given)} arrays"
         )
+    return given, outputs

@@ -1,6 +1,6 @@
 """Addresses of the buffers of a call, exchanged between the ranks of a node.
 
-MPI calls the purpose a memory registration, UCX a remote key: before a rank reads or writes the
+RDMA libraries register memory for it, and UCX sends a remote key: before a rank reads or writes the
 buffers of another one, it must have their addresses. Each rank publishes those of its own, together
 with two numbers of the collective and the time that its last call took, which all ranks need for
 choosing the same data path (`online_tuning`).

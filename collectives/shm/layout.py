@@ -33,6 +33,7 @@ MISSING_NODES = 128
 ENDED = 144
 WITHDRAWN_AT = 160
 INTENDED = 176
+NAMESPACE = 192
 
 _CONTROL_BYTES = _PAGE_BYTES = 4096
 SMALL_BYTES = 64 << 10
@@ -65,7 +66,8 @@ class NodeMemory:
         self.own = self.words[rank]
         self.others = [words for peer, words in enumerate(self.words) if peer != rank]
         self.stages = [
-            [_bytes(each, at, STAGE_BYTES) for at in _stage_places()] for each in segments
+            [_bytes(each, at, STAGE_BYTES) for at in (_STAGES_AT, _STAGES_AT + STAGE_BYTES)]
+            for each in segments
         ]
         self.slots = [
             [_bytes(each, at + _HEADER_BYTES, ROW_BYTES + SMALL_BYTES) for at in _SLOTS_AT]
@@ -73,7 +75,11 @@ class NodeMemory:
         ]
 
     def publish_process(self) -> None:
-        """Publish this process's number, by which the others check whether it is alive."""
+        """Publish this process's number, by which the others check whether it is alive.
+
+        They can in the namespace of the number alone: containers number their own processes.
+        """
+        self.own[NAMESPACE] = _process_namespace()
         self.own[PROCESS] = os.getpid()
 
     def touch_stages(self) -> None:
@@ -101,8 +107,11 @@ def clear(segment: memoryview, fence: Callable[[], None] | None) -> None:
         fence()
 
 
-def _stage_places() -> tuple[int, int]:
-    return _STAGES_AT, _STAGES_AT + STAGE_BYTES
+def _process_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _bytes(segment: memoryview, start: int, nbytes: int) -> Array:

@@ -30,6 +30,7 @@ from collectives.shm.layout import (
     COMMITTED,
     ENDED,
     MISSING_NODES,
+    NAMESPACE,
     PROCESS,
     VERDICTS,
     WITHDRAWN_AT,
@@ -181,7 +182,7 @@ class NodeBarrier:
         problems = [
             f"rank {self._ranks[peer]} {problem}"
             for peer, words in enumerate(self.memory.words)
-            if (problem := _problem(words)) is not None
+            if (problem := _problem(words, self.memory.own)) is not None
         ]
         if problems:
             error = RankFailedError(
@@ -279,10 +280,11 @@ def has_arrived(word: int, number: int) -> bool:
     return word & SEQUENCE_MASK == number and word > SEQUENCE_MASK
 
 
-def _problem(words: memoryview) -> str | None:
+def _problem(words: memoryview, own: memoryview) -> str | None:
     """Why a rank with these words can't continue, or None."""
     # A rank that has not yet published its process may just be slow.
-    if words[PROCESS] and not is_alive(words[PROCESS]):
+    process = words[PROCESS] if words[NAMESPACE] == own[NAMESPACE] else 0
+    if process and not is_alive(process):
         return "has died"
     return "can't go on, since an exception ended a call there" if words[ENDED] else None
 

@@ -47,9 +47,10 @@ class PathTimes:
         due, self._tries = later or {}, tries
         self._known = {path: _Known(due=due.get(path, 0)) for path in paths}
         self._path, self._in_row, self._previous = "", 0, math.inf
-        self._best, self._lost = math.inf, 0.0
-        """The best path's time at the last change, and what trials took more than it since each
-        path was tried."""
+        self._best = math.inf
+        """Seconds of the best path at the last change."""
+        self._lost = 0.0
+        """Seconds that trials have taken beyond it, in total."""
         self._calls = self._review = 0
 
     @property

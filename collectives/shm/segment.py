@@ -19,7 +19,7 @@ from typing import NamedTuple
 from collectives.transports.base import ORDERED_MACHINES
 
 _TOKEN_BYTES = 16
-HEADER_BYTES = 64
+_HEADER_BYTES = 64
 
 
 class SegmentAddress(NamedTuple):
@@ -36,14 +36,14 @@ class Segment:
     """A process's own segment of `nbytes` zero bytes. Raises OSError if there is no room."""
 
     def __init__(self, nbytes: int) -> None:
-        size, token = HEADER_BYTES + nbytes, secrets.token_bytes(_TOKEN_BYTES)
+        size, token = _HEADER_BYTES + nbytes, secrets.token_bytes(_TOKEN_BYTES)
         descriptor = os.memfd_create("collectives")
         # The memory itself is freed once no array refers to the map any more.
         weakref.finalize(self, os.close, descriptor)
         os.ftruncate(descriptor, size)
         content = mmap.mmap(descriptor, size)
         content[:_TOKEN_BYTES] = token
-        self.memory = memoryview(content)[HEADER_BYTES:]
+        self.memory = memoryview(content)[_HEADER_BYTES:]
         """Aligned to 64 bytes."""
         self.address = SegmentAddress(os.getpid(), descriptor, size, token)
 
@@ -78,7 +78,7 @@ def map_segment(address: SegmentAddress) -> memoryview | None:
     if content[:_TOKEN_BYTES] != address.token:
         content.close()
         return None
-    return memoryview(content)[HEADER_BYTES:]
+    return memoryview(content)[_HEADER_BYTES:]
 
 
 def _ordering() -> Callable[[], None]:

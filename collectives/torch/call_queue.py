@@ -48,7 +48,7 @@ class CallQueue:
     def submit(self, outputs: list[Any], name: str, action: Action) -> Work:
         """Make the call once those before it have ended; its work, which may have ended.
 
-        `outputs` are tensors, also in lists; the same bytes on all ranks.
+        `outputs` are tensors, also in lists.
         """
         work = self._run_soon(outputs, name, action)
         if work is None:

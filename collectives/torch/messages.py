@@ -24,10 +24,12 @@ _GRACE_SECONDS = 1.0
 class MessageWork(PendingWork):
     """One message that is sent or received. `peer` is None for a receive from any rank."""
 
-    def __init__(self, messages: Messages, name: str, tensor: Any, peer: int | None) -> None:
+    def __init__(
+        self, messages: Messages, name: str, tensor: Any, peer: int | None, *, receives: bool
+    ) -> None:
         super().__init__([tensor], name)
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
-        self.receives = name.startswith("recv")
+        self.receives = receives
         self._status = messages.mpi.Status()
         # A callback may test the work again.
         self._testing = threading.RLock()
@@ -137,14 +139,16 @@ class Messages:
 
     def send(self, tensor: Any, array: Array, peer: int, tag: int) -> MessageWork:
         """Start to send the array, which is the tensor's memory."""
-        work = MessageWork(self, f"send to rank {peer} with tag {tag}", tensor, peer)
+        work = MessageWork(
+            self, f"send to rank {peer} with tag {tag}", tensor, peer, receives=False
+        )
         work.request = self._comm.Isend([array, self.mpi.BYTE], peer, tag)
         return self._begun(work)
 
     def receive(self, tensor: Any, array: Array, peer: int | None, tag: int) -> MessageWork:
         """Start to receive into the array, from any rank if `peer` is None."""
         source = "any rank" if peer is None else f"rank {peer}"
-        work = MessageWork(self, f"recv from {source} with tag {tag}", tensor, peer)
+        work = MessageWork(self, f"recv from {source} with tag {tag}", tensor, peer, receives=True)
         number = self.mpi.ANY_SOURCE if peer is None else peer
         work.request = self._comm.Irecv([array, self.mpi.BYTE], number, tag)
         return self._begun(work)

@@ -41,7 +41,7 @@ _UNSHOWN = nullcontext()
 
 @untraced
 class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
-    """A group of ranks whose tensors lie on the CPU."""
+    """A group of ranks whose tensors lie on the CPU or a GPU; messages on the CPU."""
 
     def __init__(
         self,
@@ -224,24 +224,21 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """Start to send a tensor."""
-        begin = self._messages.send
-        return self._message(tensors, lambda tensor, array: begin(tensor, array, peer, tag))
+        return self._message(tensors, self._messages.send, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         """Start to receive a tensor."""
-        begin = self._messages.receive
-        return self._message(tensors, lambda tensor, array: begin(tensor, array, peer, tag))
+        return self._message(tensors, self._messages.receive, peer, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Start to receive a tensor from any rank; the work has the sender's number."""
-        begin = self._messages.receive
-        return self._message(tensors, lambda tensor, array: begin(tensor, array, None, tag))
+        return self._message(tensors, self._messages.receive, None, tag)
 
-    def _message(self, tensors: Any, begin: Callable[[Any, Any], Any]) -> Any:
+    def _message(self, tensors: Any, begin: Callable[..., Any], *where: int | None) -> Any:
         (tensor,) = as_list(tensors)
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
-        work = begin(tensor, self._calls.bytes_of(tensor))
+        work = begin(tensor, self._calls.bytes_of(tensor), *where)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

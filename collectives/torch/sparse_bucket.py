@@ -25,7 +25,6 @@ class SparseBucket(Bucket):
         parameter = self.members[0].parameter
         with torch.no_grad():
             part = _as_sparse(parameter)
-            # Kept by `finish` until they are sent.
             indices, values = part.indices().t().contiguous(), part.values()
             factor = 1 / self._comm.size if scale is None and op == "mean" else scale
             if factor is not None:

@@ -75,7 +75,8 @@ class PendingWork(Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call's end, and raise its error; RuntimeError after the timeout."""
         seconds = timeout.total_seconds() if timeout else 0
-        if not self._ended.wait(seconds if seconds > 0 else None):
+        # A callback that waits, too, runs after the one and before the other.
+        if not (self._finished or self._ended.wait(seconds if seconds > 0 else None)):
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
         if self._error is not None:
             raise self._error
@@ -83,11 +84,11 @@ class PendingWork(Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        return self._ended.is_set()
+        return self._finished
 
     def is_success(self) -> bool:
         """Whether the call has ended without an error."""
-        return self._ended.is_set() and self._error is None
+        return self._finished and self._error is None
 
     def exception(self) -> BaseException | None:
         """The error of a call that has failed."""
@@ -180,6 +181,10 @@ class AllWorks(Work):  # type: ignore[misc]
     def is_success(self) -> bool:
         """Whether all have ended without an error."""
         return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The error of the first one that has failed."""
+        return next(filter(None, [work.exception() for work in self._works]), None)
 
     def result(self) -> list[Any]:
         """The output tensors of all."""

@@ -36,7 +36,7 @@ def parts_of(buffer: Bytes) -> list[Bytes]:
     ]
 
 
-class _MpiSending(Sending):
+class MpiSending(Sending):
     """The send requests of one message."""
 
     def __init__(self, requests: list[MPI.Request], peer: int) -> None:
@@ -47,7 +47,7 @@ class _MpiSending(Sending):
         try:
             return MPI.Request.Testall(self._requests)
         except MPI.Exception as error:
-            raise _failure(self._peer, error) from error
+            raise failure(self._peer, error) from error
 
 
 class _Arriving:
@@ -95,8 +95,8 @@ class MpiMessageChannel(MessageChannel):
                 for part in parts_of(buffer)
             ]
         except MPI.Exception as error:
-            raise _failure(peer, error) from error
-        return _MpiSending(requests, peer)
+            raise failure(peer, error) from error
+        return MpiSending(requests, peer)
 
     def poll(self) -> tuple[int, list[NDArray[np.uint8]]] | None:
         """The first complete message, of sources already announced, then of new ones."""
@@ -162,5 +162,6 @@ class MpiMessageChannel(MessageChannel):
             self._comm.Free()
 
 
-def _failure(peer: int, error: MPI.Exception) -> RankFailedError:
+def failure(peer: int, error: MPI.Exception) -> RankFailedError:
+    """What an error of MPI in a message to or from a rank means."""
     return RankFailedError(f"rank {peer} can't be reached: {error.Get_error_string()}")

@@ -11,29 +11,29 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.transports.base import LARGEST_TAG, Bytes, Receiving, Sending
-from collectives.transports.mpi_mailbox import parts_of
+from collectives.transports.mpi_mailbox import MpiSending, failure, parts_of
 
 FIRST_TAG = 1
 LAST_TAG = FIRST_TAG + LARGEST_TAG
 
 
-class _InTransit(Sending, Receiving):
+class _InTransit(MpiSending, Receiving):
     """A message whose buffers MPI holds."""
 
-    def __init__(self, requests: list[MPI.Request], content: Bytes, kind: int) -> None:
-        self._requests, self.content, self.kind = requests, content, kind
-
-    def done(self) -> bool:
-        """Whether all requests are complete."""
-        return MPI.Request.Testall(self._requests)
+    def __init__(self, requests: list[MPI.Request], peer: int, content: Bytes, kind: int) -> None:
+        super().__init__(requests, peer)
+        self.content, self.kind = content, kind
 
 
 def send(comm: MPI.Intracomm, buffer: Bytes, peer: int, tag: int, kind: int) -> Sending:
     """Start to send the head and the parts, which MPI keeps in order."""
     head = np.array([len(buffer), kind], np.int64).data.cast("B")
     parts = (head, *parts_of(buffer))
-    requests = [comm.Isend(part, peer, FIRST_TAG + tag) for part in parts]
-    return _InTransit(requests, buffer, kind)
+    try:
+        requests = [comm.Isend(part, peer, FIRST_TAG + tag) for part in parts]
+    except MPI.Exception as error:
+        raise failure(peer, error) from error
+    return _InTransit(requests, peer, buffer, kind)
 
 
 def receive(comm: MPI.Intracomm, buffer: Bytes, peer: int, tag: int) -> Receiving | None:
@@ -41,12 +41,15 @@ def receive(comm: MPI.Intracomm, buffer: Bytes, peer: int, tag: int) -> Receivin
 
     The parts are received into own memory if the buffer is too short.
     """
-    announced = comm.Improbe(peer, FIRST_TAG + tag)
-    if announced is None:
-        return None
-    head = np.empty(2, np.int64)
-    announced.Recv(head.data.cast("B"))
-    nbytes, kind = head.tolist()
-    whole = buffer[:nbytes] if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
-    requests = [comm.Irecv(part, peer, FIRST_TAG + tag) for part in parts_of(whole)]
-    return _InTransit(requests, whole, kind)
+    try:
+        announced = comm.Improbe(peer, FIRST_TAG + tag)
+        if announced is None:
+            return None
+        head = np.empty(2, np.int64)
+        announced.Recv(head.data.cast("B"))
+        nbytes, kind = head.tolist()
+        whole = buffer[:nbytes] if nbytes <= len(buffer) else memoryview(bytearray(nbytes))
+        requests = [comm.Irecv(part, peer, FIRST_TAG + tag) for part in parts_of(whole)]
+    except MPI.Exception as error:
+        raise failure(peer, error) from error
+    return _InTransit(requests, peer, whole, kind)

@@ -158,6 +158,20 @@ def test_refused_before_any_message(fault):
     run(2, one_rank)
 
 
+def test_the_name_of_a_collective_is_no_op():
+    def one_rank(transport):
+        comm, array = Communicator(transport), ARRAY + transport.rank
+        comm.all_to_all(array)
+        comm.broadcast(array)
+        with pytest.raises(ValueError, match="op='all_to_all': must be"):
+            comm.all_reduce(array[:1], "all_to_all")
+        with pytest.raises(TypeError, match="what=0: must be"):
+            comm.all_reduce(array, "broadcast", what=0)
+        np.testing.assert_array_equal(comm.all_reduce(ARRAY + transport.rank), 2 * ARRAY + 1)
+
+    run(2, one_rank)
+
+
 def test_only_the_root_sees_a_read_only_array_as_fine():
     def one_rank(transport):
         comm = Communicator(transport)

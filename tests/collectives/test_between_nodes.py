@@ -249,6 +249,30 @@ def test_reductions_travel_with_the_check_where_the_link_is_fast(comm, bandwidth
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("rows", [FEW, MANY])
+def test_what_is_explained_runs(part, rows):
+    array = np.full(rows * part.size, part.rank + 1.0)
+    for collective, call in {
+        "reduce": part.reduce,
+        "scan": part.scan,
+        "exscan": part.exscan,
+        "broadcast": part.broadcast,
+        "scatter": lambda array: part.scatter(array if part.rank == 0 else None),
+    }.items():
+        with case(collective):
+            call(array)
+            explained = part.explain(collective, array.nbytes, array.dtype)
+            assert explained.split()[0] == path_of_last(part), explained
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_barrier_moves_no_data(part):
+    for _ in range(3):
+        part.barrier()
+        assert path_of_last(part) == ""
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_wrong_room_and_a_mismatch_leave_the_ranks_in_step(part):
     rank, size = part.rank, part.size
     for deadline, of_others in ((20, 20), (19, 20), (18, 18)):

@@ -276,6 +276,13 @@ def garbling(name):
     return type("Garbling", (Communicator,), {name: garbled})
 
 
+class Maximizing(Communicator):
+    """Gives the largest elements for the smallest."""
+
+    def all_reduce_async(self, array, op="sum", **options):
+        return super().all_reduce_async(array, "max" if op == "min" else op, **options)
+
+
 class Disordered(Communicator):
     """Splits without regard to the key."""
 
@@ -314,6 +321,10 @@ def test_a_trial_finds_a_wrong_result(name):
     assert ranks_that_fail(2, Communicator, trial) == []
     # The last rank is every trial's root.
     assert 1 in ranks_that_fail(2, garbling(name), trial)
+
+
+def test_asynchronous_reductions_are_tried_by_every_op():
+    assert ranks_that_fail(2, Maximizing, TRIALS["all_reduce_async"]) == [0, 1]
 
 
 def test_a_trial_finds_a_split_in_the_wrong_order():

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import Communicator, DtypeMismatchError, OpMismatchError, ShapeMismatchError
+from collectives import (
+    Communicator,
+    DtypeMismatchError,
+    Fusion,
+    OpMismatchError,
+    ShapeMismatchError,
+)
 from collectives.reductions.buckets import DEFAULT_BUCKET_BYTES, make_buckets
 from collectives.transports.local import LocalTransport, run
 from tests.collectives.oracle import DTYPES, reduced, value
@@ -128,6 +134,26 @@ def test_different_dtypes_are_refused_though_their_means_have_the_same(comm):
     arrays = [value(comm.rank, 5, "u8" if comm.rank == 1 else "i1") for _ in range(3)]
     with pytest.raises(DtypeMismatchError, match=r"rank 1: all_reduce_many\(mean, 3×uint64"):
         comm.all_reduce_many(arrays, "mean")
+
+
+@pytest.mark.mpi
+def test_lists_that_can_be_read_once(comm):
+    outs = [np.empty(3), np.empty(4)]
+    arrays = [value(comm.rank, length) for length in (3, 4)]
+    expected = [
+        reduced("sum", [value(rank, length) for rank in range(comm.size)]) for length in (3, 4)
+    ]
+    results = comm.all_reduce_many(iter(arrays), out=iter(outs))
+    for result, out, each in zip(results, outs, expected, strict=True):
+        assert result is out
+        np.testing.assert_array_equal(out, each)
+    received = comm.all_to_all(np.full(2, comm.rank) for _ in range(comm.size))
+    assert [each.tolist() for each in received] == [[rank] * 2 for rank in range(comm.size)]
+    fusion = Fusion(comm, iter(arrays))
+    for view, array in zip(fusion.views, arrays, strict=True):
+        view[...] = array
+    for result, each in zip(fusion.all_reduce(), expected, strict=True):
+        np.testing.assert_array_equal(result, each)
 
 
 @pytest.mark.mpi

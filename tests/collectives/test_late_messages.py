@@ -1,8 +1,10 @@
 """Messages between two ranks, one of which is late: each arrives once, and in order."""
 
+import gc
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from collectives import Communicator
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
 from collectives.transports.mpi import MpiTransport
+from collectives.transports.mpi_messages import FIRST_TAG
 
 PATIENT = 30
 SMALL, LARGE = 3, 1_000_000
@@ -31,6 +34,12 @@ def wait_for_all():
     request = MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
         time.sleep(0.001)
+
+
+def until(ready):
+    limit = time.monotonic() + PATIENT
+    while not ready():
+        assert time.monotonic() < limit
 
 
 def received(comm, length, tag=0):
@@ -54,6 +63,25 @@ def until_it_is_done(call):
         except collectives.DeadlineExceededError:
             continue
     raise AssertionError("it was never done")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_a_message_that_comes_after_the_close_of_a_broken_communicator(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    other = Communicator(MPI.COMM_WORLD, deadline=PATIENT)
+    buffer, rank, transport = np.zeros(600, np.uint8), other.rank, other._engine.transport
+    other.deadline, kept, mpi = 0.1, weakref.ref(buffer), transport.comm
+    with pytest.raises(collectives.DeadlineExceededError) as caught:
+        transport.exchange([], [(rank, buffer.data)])
+    other._engine.break_off(caught.value)
+    other.close()
+    del buffer, caught, other, transport
+    gc.collect()
+    assert kept() is not None
+    mpi.Send(np.full(600, rank + 1, np.uint8), rank, 0)
+    until(lambda: mpi.Iprobe() or kept().all())
+    assert (kept() == rank + 1).all()
 
 
 @pytest.mark.mpi
@@ -122,6 +150,19 @@ def test_a_send_that_exceeded_its_deadline_is_not_sent_twice(late):
         assert received(late, LARGE) == [1.0] * 2
         assert received(late, LARGE) == [2.0] * 2
     late.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_an_error_of_mpi_names_the_rank():
+    transport = MpiTransport(MPI.COMM_WORLD.Dup())
+    comm, rank = transport.comm, transport.rank
+    head = np.array([8, 0], np.int64)  # and more bytes than that follow
+    sends = [comm.Isend(part, rank, FIRST_TAG) for part in (head, np.zeros(80, np.uint8))]
+    with pytest.raises(collectives.RankFailedError, match=f"rank {rank} can't be reached"):
+        until(lambda: (got := transport.receive(memoryview(bytearray(8)), rank, 0)) and got.done())
+    MPI.Request.Waitall(sends)
+    transport.close()
 
 
 def test_threads_of_one_process(tmp_path, monkeypatch):

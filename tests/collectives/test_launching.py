@@ -84,6 +84,7 @@ def test_the_variables_of_torchrun(missing):
     if launch is not None:
         assert (launch.rank, launch.size, launch.host, launch.port) == (1, 2, "here", 29500)
         assert not launch.agent_store
+        assert find_torch_launch(TORCHRUN | {"MASTER_PORT": "65536"}) is None
         agent = find_torch_launch(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
         assert agent.agent_store
 
@@ -198,6 +199,22 @@ def test_a_server_that_can_not_listen_is_an_error_on_all_ranks(monkeypatch):
     for error in connect(Store(), 2).values():
         assert isinstance(error, LaunchError)
         assert "rank 0 can't listen on 192.0.2.1" in str(error)
+
+
+def test_a_server_that_has_ended_is_an_error_on_all_ranks(monkeypatch):
+    from collectives.launching import exchange
+
+    configure = Exchange._configure
+
+    def ended(self, process, hosts):
+        return process.wait() and configure(self, process, hosts)
+
+    monkeypatch.setattr(Exchange, "_configure", ended)
+    monkeypatch.setattr(exchange, "_STALE_SECONDS", 0.1)
+    monkeypatch.setattr(exchange, "_SERVER", "/without/a/server")
+    for error in connect(Store(), 2).values():
+        assert isinstance(error, LaunchError)
+        assert "rank 0 can't listen on 127.0.0.1: the server has ended" in str(error)
 
 
 FORKED = """

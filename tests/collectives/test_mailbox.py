@@ -352,6 +352,8 @@ def test_wrong_arguments():
             box.send(peer, None)
     with pytest.raises(ValueError, match="timeout=-1"):
         box.receive(timeout=-1)
+    with pytest.raises(TypeError, match="timeout='1': must be a number"):
+        box.receive(timeout="1")
     with pytest.raises(TypeError, match=r"arrays\[1\]"):
         box.send(0, None, [np.ones(2), np.array([object()])])
     with pytest.raises(Exception, match="pickle"):

@@ -177,6 +177,24 @@ def wait_between_two(comm):
     comm.recv(np.ones(1), 1 - comm.rank, 77)
 
 
+def until_done(handle):
+    limit = time.monotonic() + PATIENT
+    while not handle.done():
+        assert time.monotonic() < limit
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_the_array_holds_the_message_once_the_handle_is_done(comm):
+    array = np.zeros((3, 2))
+    handle = comm.irecv(column := array[:, 1], 1 - comm.rank, 6)
+    comm.send(np.arange(3.0) + comm.rank, 1 - comm.rank, 6)
+    until_done(handle)
+    assert array.tolist() == [[0.0, each + 1 - comm.rank] for each in range(3)]
+    assert handle.wait() is column
+    comm.barrier()
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_messages_unlike_the_array(comm):
@@ -191,6 +209,7 @@ def test_messages_unlike_the_array(comm):
                 comm.isend(sent, 1, 2).wait()
                 continue
             handle = comm.irecv(out, 0, 2)
+            until_done(handle)
             for _ in range(2):
                 with pytest.raises(error, match=text):
                     handle.wait()

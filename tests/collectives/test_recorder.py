@@ -4,10 +4,13 @@ import json
 import os
 import tempfile
 
+import numpy as np
 import pytest
 
+from collectives import Communicator
 from collectives.consistency.flight_recorder import CALLS_KEPT, DIRECTORY_VARIABLE, FlightRecorder
 from collectives.consistency.signature import Signature
+from collectives.transports import local
 
 
 def record(count):
@@ -42,6 +45,15 @@ def test_a_dump_tells_who_why_and_what(tmp_path, monkeypatch):
         "start": 1.0,
         "end": 1.5,
     }
+
+
+def test_one_rank_has_no_path():
+    comm = Communicator(local.alone())
+    for _ in range(3):
+        comm.barrier()
+        comm.all_reduce(np.ones(3))
+        comm.broadcast(np.ones(3))
+    assert {path for _, _, path, _, _ in comm._engine.recorder.entries()} == {""}
 
 
 @pytest.mark.parametrize("value", [None, ""])

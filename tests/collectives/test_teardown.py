@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import Communicator
+from collectives import Communicator, DeadlineExceededError, MismatchError, RankFailedError
+from collectives.transports import local
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.both_mpis
@@ -201,6 +202,28 @@ def test_every_call_after_close(comm, nodes):
         with pytest.raises(RuntimeError, match="closed"):
             call(group)
     group.close()
+
+
+@pytest.mark.parametrize("error", [DeadlineExceededError, MismatchError, RankFailedError])
+def test_the_end_of_a_program_that_breaks_the_communicator(error):
+    comm, ran = Communicator(local.alone()), []
+
+    class Owner:
+        def leave(self):
+            ran.append(comm._engine.broken)
+
+    def failing(name):
+        comm._engine.break_off(error(name))
+        raise comm._engine.broken
+
+    owner = Owner()
+    comm.at_end(owner.leave)
+    comm._close = failing
+    comm.finish()
+    assert comm.close_at_exit(0.1)
+    assert comm.closed
+    comm.finish()
+    assert ran == [None]
 
 
 def test_every_method_is_tried():

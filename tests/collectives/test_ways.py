@@ -17,6 +17,7 @@ from collectives.errors import RankFailedError
 from collectives.shm import layout, migratory, online_tuning, peer_memory
 from collectives.shm.addresses import address_of
 from collectives.shm.layout import SEGMENT_BYTES, NodeMemory
+from collectives.shm.node_barrier import NodeBarrier
 from collectives.shm.online_tuning import OnlineTuning, PathTimes
 from collectives.shm.peer_memory import PeerMemory
 from collectives.shm.progress import ProgressCounters
@@ -496,6 +497,19 @@ def test_memory_that_is_not_there_and_a_process_that_died_are_told():
     steps.memory.own[peer_memory.PROCESS] = child.pid
     with pytest.raises(RankFailedError, match="rank 7 has died"):
         PeerMemory(steps, *peer_memory._system_calls()).read(0, address_of(own), 8, address_of(own))
+
+
+def test_only_a_rank_of_the_same_process_namespace_is_seen_to_have_died():
+    memory = NodeMemory([memoryview(bytearray(SEGMENT_BYTES)) for _ in range(2)], 0, None)
+    barrier, theirs = NodeBarrier(memory, WaitPolicy(), [7, 8], dict), memory.words[1]
+    memory.publish_process()
+    child = subprocess.Popen(["true"])
+    child.wait()
+    theirs[layout.PROCESS], theirs[layout.NAMESPACE] = child.pid, memory.own[layout.NAMESPACE]
+    with pytest.raises(RankFailedError, match="rank 8 has died"):
+        barrier._check_alive()
+    theirs[layout.NAMESPACE] += 1
+    barrier._check_alive()
 
 
 def test_more_numbers_than_there_is_room_for_overwrite_nothing():

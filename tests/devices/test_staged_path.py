@@ -1,5 +1,6 @@
 """Device arrays by host staging, over the MPI of the environment."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -124,6 +125,16 @@ def test_a_graph_can_not_capture_it():
                 comm.all_reduce(array, out=array)
             stream.end_capture()
         same(comm.all_reduce(array), np.full(3, 2.0))
+
+    run(2, program, backend="mpi")
+
+
+def test_a_refused_dtype_leaves_the_communicator_usable():
+    def program(comm, cuda):
+        refused = cuda.from_host(np.ones(3, ml_dtypes.float8_e5m2))
+        with pytest.raises(TypeError, match="float8_e5m2"):
+            comm.all_reduce(refused)
+        same(comm.all_reduce(cuda.from_host(np.full(3, comm.rank))), np.full(3, 1))
 
     run(2, program, backend="mpi")
 

@@ -22,7 +22,6 @@ from collectives.torch.horovod.tensors import (
     joined,
     op_of,
     parts_of,
-    scale,
     scaled,
     store,
     store_all,
@@ -103,8 +102,9 @@ def allreduce_async_(
 ) -> Pending:
     """Like `allreduce_async`, in place; `synchronize` returns `tensor`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    notice_joined(comm, request_of("allreduce_async", [scale(tensor, prescale_factor)], op))
-    handle = comm.all_reduce_async(tensor, op, out=tensor if in_place([tensor], op) else None)
+    notice_joined(comm, request_of("allreduce_async", [tensor], op))
+    sent, out = scaled(tensor, prescale_factor), tensor if in_place([tensor], op) else None
+    handle = comm.all_reduce_async(sent, op, out=out)
     return Pending(handle, lambda result: store(result, postscale_factor, tensor))
 
 
@@ -142,10 +142,11 @@ def grouped_allreduce_async_(
 ) -> Pending:
     """Like `grouped_allreduce_async`, in place; `synchronize` returns the tensors."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    given = [scale(each, prescale_factor) for each in tensors]
-    notice_joined(comm, request_of("grouped_allreduce_async", given, op))
-    handle = comm.all_reduce_many_async(given, op, out=given if in_place(given, op) else None)
-    return Pending(handle, lambda results: store_all(results, postscale_factor, given))
+    notice_joined(comm, request_of("grouped_allreduce_async", tensors, op))
+    sent = [scaled(each, prescale_factor) for each in tensors]
+    out = list(tensors) if in_place(tensors, op) else None
+    handle = comm.all_reduce_many_async(sent, op, out=out)
+    return Pending(handle, lambda results: store_all(results, postscale_factor, tensors))
 
 
 def allgather_async(

@@ -21,7 +21,6 @@ from collectives.torch.horovod.tensors import (
     joined,
     op_of,
     parts_of,
-    scale,
     scaled,
     store,
     store_all,
@@ -69,9 +68,9 @@ def allreduce_(
     Raises ValueError for a tensor that was computed from others that require grad.
     """
     op, comm = op_of(op, average), ranks_of(process_set)
-    request = request_of("allreduce", [scale(tensor, prescale_factor)], op)
-    out = tensor if in_place([tensor], op) else None
-    reduced = with_joined(comm, request, lambda: comm.all_reduce(tensor, op, out=out))
+    request = request_of("allreduce", [tensor], op)
+    sent, out = scaled(tensor, prescale_factor), tensor if in_place([tensor], op) else None
+    reduced = with_joined(comm, request, lambda: comm.all_reduce(sent, op, out=out))
     return store(reduced, postscale_factor, tensor)
 
 
@@ -111,11 +110,11 @@ def grouped_allreduce_(
 ) -> list[Any]:
     """Like `grouped_allreduce`, in place. ValueError as of `allreduce_`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    given = [scale(each, prescale_factor) for each in tensors]
-    request = request_of("grouped_allreduce", given, op)
-    out = given if in_place(given, op) else None
-    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(given, op, out=out))
-    return store_all(reduced, postscale_factor, given)
+    request = request_of("grouped_allreduce", tensors, op)
+    sent = [scaled(each, prescale_factor) for each in tensors]
+    out = list(tensors) if in_place(tensors, op) else None
+    reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op, out=out))
+    return store_all(reduced, postscale_factor, tensors)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Any:

@@ -29,9 +29,10 @@ def cuda_built() -> bool:
 
 def nccl_built() -> int:
     """The version of the NCCL that CuPy loads, such as 22809; 0 without."""
-    if not cuda_built():
+    try:
+        driver = NcclDriver()
+    except ImportError:
         return 0
-    driver = NcclDriver()
     return 0 if driver.problem() else driver.version()
 
 

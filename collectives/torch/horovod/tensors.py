@@ -46,11 +46,6 @@ def _is_integer(tensor: Any) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
-def scale(tensor: Any, factor: float) -> Any:
-    """The tensor, which was multiplied by a factor in place."""
-    return store(tensor, factor, tensor)
-
-
 def store(result: Any, factor: float, tensor: Any) -> Any:
     """The tensor, in which the result times a factor was stored."""
     if result is not tensor or factor != 1.0:

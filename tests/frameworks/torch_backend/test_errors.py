@@ -59,6 +59,14 @@ def test_a_future_has_the_error(torch, dist, comm):
         work.get_future().wait()
     assert not work.is_success()
     assert isinstance(work.exception(), collectives.ShapeMismatchError)
+    group = dist.group.WORLD
+    group._start_coalescing(None)
+    for length in (2, 2 + comm.rank):
+        dist.all_reduce(torch.ones(length), async_op=True)
+    works = group._end_coalescing(None)
+    with pytest.raises(collectives.ShapeMismatchError):
+        works.wait()
+    assert isinstance(works.exception(), collectives.ShapeMismatchError)
 
 
 def test_a_deadline(torch, dist, comm):

@@ -294,6 +294,17 @@ def test_messages(torch, dist, comm):
         dist.send(torch.tensor([comm.rank * 2.0]), 0)
 
 
+def test_callbacks_of_messages_may_wait_for_them(torch, dist, comm):
+    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = torch.zeros(1)
+    work = dist.irecv(received, behind)
+    future = work.get_future().then(lambda _: (work.wait(), work.is_success(), work.result()))
+    dist.barrier()
+    dist.send(torch.tensor([comm.rank + 1.0]), ahead)
+    assert future.wait() == (True, True, [received])
+    assert received.item() == behind + 1
+
+
 def test_a_large_message_moves_during_a_collective(torch, dist, comm):
     """The sender is in shared memory meanwhile, where MPI makes no progress by itself."""
     tensor = torch.full((1 << 20,), comm.rank + 1.0)

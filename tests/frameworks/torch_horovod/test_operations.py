@@ -128,6 +128,30 @@ def test_tensors_that_gradients_depend_on_are_not_overwritten(torch, hvd, comm):
     assert leaf.tolist() == [0, 2 * comm.size, 4 * comm.size]
 
 
+@pytest.mark.parametrize("kind", ["sparse", "conjugated", "computed"])
+def test_refused_tensors_are_not_scaled(torch, hvd, comm, kind):
+    one, leaf = torch.ones(2, dtype=torch.complex64), torch.ones(2, requires_grad=True)
+    refused = {"sparse": torch.ones(2).to_sparse(), "conjugated": one.conj(), "computed": leaf * 1}
+    for call in (hvd.grouped_allreduce_, hvd.grouped_allreduce_async_):
+        plain = torch.ones(2) + comm.rank
+        with pytest.raises((TypeError, ValueError)):
+            call([plain, refused[kind]], op=hvd.Sum, prescale_factor=3.0)
+        assert plain.tolist() == [1 + comm.rank] * 2
+    for call in (hvd.allreduce_, hvd.allreduce_async_):
+        with pytest.raises((TypeError, ValueError)):
+            call(refused[kind], op=hvd.Sum, prescale_factor=3.0)
+    assert one.tolist() == refused["computed"].tolist() == [1, 1]
+    assert refused["sparse"].to_dense().tolist() == [1, 1]
+
+
+def test_the_version_of_nccl_without_a_cupy_that_can_be_imported(hvd, tmp_path, monkeypatch):
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text("raise ImportError('no CUDA')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert hvd.cuda_built()
+    assert hvd.nccl_built() == 0
+
+
 def test_different_groups(torch, hvd, comm):
     """Of tensors, or of shapes of sparse ones: an error, after which the next call works."""
     one, op = torch.ones(4), hvd.Sum
@@ -244,7 +268,9 @@ def test_process_sets(torch, hvd, comm):
     again = hvd.ProcessSet([0])
     hvd.init(process_sets=[again])
     assert again.included() == (comm.rank == 0)
+    inside = again.trainers()
     hvd.shutdown()
+    assert inside.closed
     hvd.init()
     with pytest.raises(ValueError, match=r"give it to hvd\.add_process_set"):
         again.included()
