@@ -40,7 +40,7 @@ def find_tasks(environment: Mapping[str, str]) -> Tasks:
         host=host,
         port=port,
         cluster=json.dumps(config.cluster.as_dict(), sort_keys=True),
-        hosts=frozenset(address.rpartition(":")[0] or address for address in addresses),
+        hosts=frozenset(_host(address.rpartition(":")[0] or address) for address in addresses),
     )
 
 
@@ -51,7 +51,12 @@ def split_address(address: str, task: str) -> tuple[str, int]:
         raise ValueError(
             f"{task} has the address {address!r}; it serves the start, and needs host:port"
         )
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return _host(host), int(port)
+
+
+def _host(text: str) -> str:
+    """Without the brackets of an IPv6 address."""
+    return text.removeprefix("[").removesuffix("]")
 
 
 if __name__ == "__main__":

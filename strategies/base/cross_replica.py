@@ -41,8 +41,8 @@ def reduce_nest(
     batch: bool = False,
 ) -> Any:
     """`Strategy.reduce` of a nest; `batch`: cross-device ops get even a single array as a batch."""
-    communicator, plainly = strategy.communicator, not batch
-    plainly &= options is None and strategy.reduces_plainly
+    communicator = strategy.communicator
+    plainly = not batch and options is None and strategy.reduces_plainly
     if plainly and axis is None and type(value) in _BARE and isinstance(reduce_op, str | ReduceOp):
         name, array = _NAMES.get(reduce_op), np.asarray(value)
         if name is not None and array.dtype.kind in _NUMBERS:
@@ -186,17 +186,17 @@ def _reduce_over(
     counts = communicator.all_reduce(np.array(lengths, np.int64))
     with np.errstate(invalid="ignore", divide="ignore"):
         return [
-            np.asarray(total / count, total.dtype)
-            for total, count in zip(totals, counts, strict=True)
+            np.asarray(total / count, total.dtype if array.dtype.kind in "biu" else array.dtype)
+            for total, count, array in zip(totals, counts, arrays, strict=True)
         ]
 
 
 def _sum(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
-    """The sum in the array's own dtype; as float64 where the mean of integers is wanted."""
+    """The sum in the array's own dtype; for a mean wide enough that it doesn't overflow."""
     dtype = array.dtype
     if dtype.kind not in "biufcV":
         raise TypeError("only numbers can be summed")
     if op is ReduceOp.MEAN and dtype.kind in "biu":
         dtype = np.dtype(np.float64)
-    wide = np.float32 if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
-    return np.asarray(np.sum(array, axis=axes, dtype=wide), dtype)
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
+    return np.asarray(np.sum(array, axis=axes, dtype=wide), wide if op is ReduceOp.MEAN else dtype)

@@ -55,7 +55,8 @@ class StrategyExtended:
     ) -> list[Any]:
         """As `reduce_to`, of many values in few messages; the results in their order."""
         self._require("batch_reduce_to")
-        given = [values.local(value) for value, _ in value_destination_pairs]
+        with PropagatedErrors(self._strategy.communicator, "batch_reduce_to"):
+            given = [values.local(value) for value, _ in value_destination_pairs]
         reduced: list[Any] = reduce_nest(
             self._strategy, reduce_op, given, None, options, batch=True
         )

@@ -42,7 +42,7 @@ class Strategy(Replication):
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Communicator | None,
         *,
         cluster_resolver: ClusterResolver | None = None,
         is_chief: bool | None = None,

@@ -67,8 +67,8 @@ class CheckpointManager:
 
     The files are `directory/{checkpoint_name}-{step}.safetensors`; the latest `max_to_keep` are
     kept (None or 0: all). Only one program at a time may write to the directory. The constructor
-    is collective: rank 0 (under `ParameterServerStrategy` the chief) lists the directory. Raises
-    ValueError for a negative `max_to_keep`.
+    is collective: the arguments of rank 0 (under `ParameterServerStrategy` the chief) count, which
+    lists the directory. Raises ValueError for a negative `max_to_keep`.
     (https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager)
     """
 
@@ -80,20 +80,19 @@ class CheckpointManager:
         *,
         checkpoint_name: str = "ckpt",
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 0:
-            raise ValueError(f"max_to_keep={max_to_keep}: must be None or at least 0")
-        self.checkpoint, self.max_to_keep = checkpoint, max_to_keep
-        self._name = checkpoint_name
-        self.directory, self._steps = run_once(
-            checkpoint, lambda: (os.fspath(directory), self._existing_steps(directory))
-        )
 
-    def _existing_steps(self, directory: str | os.PathLike[str]) -> list[int]:
-        return [
-            each.number
-            for each in find_checkpoints(directory)
-            if Path(each.path).name == f"{self._name}-{each.number}{SUFFIX}"
-        ]
+        def begun() -> tuple[str, int | None, str, list[int]]:
+            if max_to_keep is not None and max_to_keep < 0:
+                raise ValueError(f"max_to_keep={max_to_keep}: must be None or at least 0")
+            steps = [
+                each.number
+                for each in find_checkpoints(directory)
+                if Path(each.path).name == f"{checkpoint_name}-{each.number}{SUFFIX}"
+            ]
+            return os.fspath(directory), max_to_keep, checkpoint_name, steps
+
+        self.checkpoint = checkpoint
+        self.directory, self.max_to_keep, self._name, self._steps = run_once(checkpoint, begun)
 
     @property
     def checkpoints(self) -> list[str]:
@@ -111,23 +110,30 @@ class CheckpointManager:
     def save(self, step: int | None = None) -> str:
         """Save the checkpoint, delete the oldest surplus ones, and return its path. Collective.
 
-        `step`: the file's number; by default the last number plus 1, starting at 1. Raises
-        ValueError where it is lower than the last one, since a restart would restore that file;
-        and the errors of `Checkpoint.save`.
+        `step`: the file's number; by default the last number plus 1, starting at 1. Rank 0's
+        counts. Raises ValueError where it is lower than the last one, since a restart would restore
+        that file; and the errors of `Checkpoint.save`.
         """
-        last = self._steps[-1] if self._steps else 0
-        step = last + 1 if step is None else operator.index(step)
-        if step < last or step < 0:
-            raise ValueError(
-                f"step={step}: must be at least {last}, the latest step in {self.directory}."
-                " Restore that one first, or use another directory"
-            )
-        path = self.checkpoint.save(self._path(step))
-        self._steps = [*(each for each in self._steps if each != step), step]
+        number: int = run_once(self.checkpoint, lambda: self._checked(step))
+        path = self.checkpoint.save(self._path(number))
+        self._steps = [*(each for each in self._steps if each != number), number]
         surplus = len(self._steps) - (self.max_to_keep or len(self._steps))
         deleted, self._steps = self._steps[: max(surplus, 0)], self._steps[max(surplus, 0) :]
         run_once(self.checkpoint, lambda: self._delete(deleted))
         return path
+
+    def _checked(self, step: int | None) -> int:
+        last = self._steps[-1] if self._steps else 0
+        number = last + 1 if step is None else operator.index(step)
+        if number < last or number < 0:
+            latest = (
+                f", the latest step in {self.directory}. Restore that one first, or use another"
+                " directory"
+            )
+            raise ValueError(
+                f"step={number}: must be at least {last}{latest if self._steps else ''}"
+            )
+        return number
 
     def _delete(self, steps: list[int]) -> None:
         """Delete the checkpoints of these steps, and temporary files of killed programs."""

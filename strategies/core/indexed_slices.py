@@ -22,7 +22,7 @@ class IndexedSlices:
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
         self.values = as_array(values, "values")
-        self.indices = _integers(indices, "indices")
+        self.indices = as_indices(indices)
         self.dense_shape = None if dense_shape is None else tuple(dense_shape)
         if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
             raise ValueError(
@@ -77,12 +77,13 @@ def check_rows(indices: Array, count: int, what: object) -> None:
         raise ValueError(f"row {wrong}: {what} has rows 0 to {count - 1}")
 
 
-def _integers(indices: Any, name: str) -> Array:
-    array = as_array(indices, name)
+def as_indices(indices: Any) -> Array:
+    """The numbers of rows as int64; TypeError for anything but integers."""
+    array = as_array(indices, "indices")
     if not array.size:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: must be integers")
+        raise TypeError(f"indices has dtype {array.dtype}: must be integers")
     return array.astype(np.int64, copy=False)
 
 
@@ -124,5 +125,5 @@ def embedding_lookup(params: Any, ids: Any) -> Array:
     are moved. `ids` are integers of any shape. Raises ValueError for rows that don't exist,
     TypeError for ids that aren't integers.
     """
-    rows: Array = params.sparse_read(_integers(ids, "ids"))
+    rows: Array = params.sparse_read(ids)
     return rows

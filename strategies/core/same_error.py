@@ -88,7 +88,7 @@ def reports_after(
     communicator: Communicator,
     kind: str,
     report: Report,
-    scope: str | None = None,
+    scope: str | None,
 ) -> list[Report]:
     """Every rank's report, after calls whose texts differed; else the error is raised. Collective.
 

@@ -122,7 +122,7 @@ def reduce_by(
     arrays: Sequence[Any],
     options: CommunicationOptions,
     *,
-    batch: bool = True,
+    batch: bool,
 ) -> list[Any]:
     """The arrays reduced by `ops`, by one call or by one for each, in memory of their own.
 

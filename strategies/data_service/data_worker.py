@@ -22,6 +22,7 @@ from strategies.cluster_resolver import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
+from strategies.core.same_error import PropagatedErrors
 from strategies.core.world import world_of
 from strategies.data_service.client import DatasetClient
 from strategies.data_service.server import DatasetServer
@@ -68,13 +69,12 @@ class DatasetWorker:
         (evaluation, asynchronous training), or, under LocalSGDStrategy, takes part in the others'
         averagings until all have ended. Raises TypeError or ValueError for wrong arguments.
         """
-        if not callable(make_dataset):
-            kind = type(make_dataset).__name__
-            raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
-        if isinstance(credits, bool) or not isinstance(credits, int):
-            raise TypeError(f"credits={credits!r}: must be an integer from 1")
-        if credits < 1:
-            raise ValueError(f"credits={credits!r}: must be an integer from 1")
+        membership: Membership | None = getattr(strategy, "membership", None)
+        if membership is not None and not membership.ranks_of("data"):
+            membership = None
+        together = strategy.communicator if agreed else None
+        with PropagatedErrors(membership.world if membership else together, "DatasetWorker"):
+            _check_arguments(make_dataset, credits)
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
@@ -83,8 +83,7 @@ class DatasetWorker:
         self._loop: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._joint = False
         self._together = DistributedDataset(strategy.communicator, self._next_epoch)
-        membership: Membership | None = getattr(strategy, "membership", None)
-        if membership is not None and membership.ranks_of("data"):
+        if membership is not None:
             self._join(membership, credits)
 
     def _join(self, membership: Membership, credits: int) -> None:
@@ -109,11 +108,12 @@ class DatasetWorker:
         if os.environ.get("TF_CONFIG"):
             return TFConfigClusterResolver()
         world = world_of(communicator)
-        if data_tasks < 1 or data_tasks >= max(world.size, 2):
-            allowed = (
-                f"from 1 to {max(world.size - 1, 1)}, so that one of {world.size} ranks trains"
-            )
-            raise ValueError(f"data_tasks={data_tasks!r}: must be {allowed}")
+        with PropagatedErrors(world, "DatasetWorker.resolver"):
+            if data_tasks < 1 or data_tasks >= max(world.size, 2):
+                allowed = (
+                    f"from 1 to {max(world.size - 1, 1)}, so that one of {world.size} ranks trains"
+                )
+                raise ValueError(f"data_tasks={data_tasks!r}: must be {allowed}")
         hosts = world.all_gather_object(socket.gethostname())
         addresses = [f"{host}:{rank}" for rank, host in enumerate(hosts)]
         workers = max(world.size - data_tasks, 1)
@@ -204,3 +204,13 @@ class DatasetWorker:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # What has failed here may keep this rank from doing what others wait for.
         (self.close if error is None else self._take_no_more)()
+
+
+def _check_arguments(make_dataset: Any, credits: Any) -> None:
+    if not callable(make_dataset):
+        kind = type(make_dataset).__name__
+        raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
+    if isinstance(credits, bool) or not isinstance(credits, int):
+        raise TypeError(f"credits={credits!r}: must be an integer from 1")
+    if credits < 1:
+        raise ValueError(f"credits={credits!r}: must be an integer from 1")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from collectives import Mailbox, RankFailedError, SendRequest
 from collectives.messaging.rpc import POLL_SECONDS, Call, Endpoint
 from strategies.input import batches
-from strategies.input.failures import as_told
+from strategies.input.failures import text_for_others
 from strategies.input.sources import iterate
 
 # Batches made before they are requested, so that no rank waits for a slow dataset.
@@ -83,7 +83,7 @@ class DatasetServer:
             while self._training and self._epoch != epochs:
                 self._turn()
         except Exception as error:
-            self._send_failure(as_told(self._rank, error), deadline)
+            self._send_failure(text_for_others(self._rank, error), deadline)
             raise
         if self._training:
             text = f"the dataset rank {self._rank} has dealt its {epochs} epochs"

@@ -43,13 +43,12 @@ class _SharedHooks:
         self._lock = threading.Lock()
         self._installed: dict[str, tuple[int, Undo]] = {}
 
-    def acquire(self, frameworks: list[Framework]) -> list[Framework]:
-        """Install missing hooks; returns the frameworks, for `release`."""
+    def acquire(self, frameworks: Iterable[Framework]) -> None:
+        """Install missing hooks; `release` takes the same frameworks."""
         with self._lock:
             for framework in frameworks:
                 users, undo = self._installed.get(framework.name) or (0, self._install(framework))
                 self._installed[framework.name] = users + 1, undo
-        return frameworks
 
     def release(self, frameworks: Iterable[Framework]) -> None:
         """Remove hooks that have no more users."""
@@ -107,7 +106,8 @@ class StepGuard:
 
     def __enter__(self) -> None:
         """Install the hooks."""
-        self._hooked = _step_hooks.acquire(loaded())
+        self._hooked = loaded()
+        _step_hooks.acquire(self._hooked)
         _state.active.append(self._where)
 
     def __exit__(self, *_: object) -> None:
@@ -125,7 +125,6 @@ class ScopeGuard:
 
     def __init__(self, strategy: str, rank: int) -> None:
         self._where, self._rank = f"scope of {strategy}", rank
-        self._exits = ExitStack()
         self._created: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> None:

@@ -29,12 +29,12 @@ class Sharding(NamedTuple):
 class Report(NamedTuple):
     """The options that one rank requests, and the properties of its dataset."""
 
-    kind: str = ""
-    policy: AutoShardPolicy = AutoShardPolicy.AUTO
-    own_seeds: bool = False
-    takes_seed: bool = False
-    files: tuple[int, str] | None = None  # number of files, digest of their names in order
-    seed: int = 0
+    kind: str
+    policy: AutoShardPolicy
+    own_seeds: bool
+    takes_seed: bool
+    files: tuple[int, str] | None  # number of files, digest of their names in order
+    seed: int
 
 
 def agree_on_sharding(communicator: Communicator, dataset: Any, options: Any) -> Sharding:

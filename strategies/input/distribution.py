@@ -39,7 +39,7 @@ def distribute(
 def distribute_from_function(
     communicator: Communicator,
     dataset_fn: Callable[[InputContext], Iterable[Any]],
-    options: Any = None,
+    options: Any,
 ) -> DistributedDataset:
     """`Strategy.distribute_datasets_from_function` between the ranks of the communicator."""
     size = communicator.size

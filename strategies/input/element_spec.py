@@ -55,7 +55,7 @@ class FirstBatch(NamedTuple):
     structure: Any  # the nest, with indices in place of arrays
     specs: list[TensorSpec]
     of_torch: list[bool]
-    global_digest: str = ""  # of the global batch that it is a part of, if it is
+    global_digest: str  # of the global batch that it is a part of, if it is
 
     def __str__(self) -> str:
         kinds = [f"{spec.dtype} of shape {spec.shape}" for spec in self.specs]
@@ -90,7 +90,7 @@ def agree_on_format(communicator: Communicator, first: FirstBatch | None) -> Bat
     return BatchFormat(nest.pack_like(known[0].structure, specs), empty)
 
 
-def describe(batch: Any, global_digest: str = "") -> FirstBatch:
+def describe(batch: Any, global_digest: str) -> FirstBatch:
     """The description of a batch. ValueError where an array has no axis 0."""
     arrays = arrays_of(batch)
     specs = [TensorSpec((None, *map(int, array.shape[1:])), _dtype(array)) for array in arrays]

@@ -17,7 +17,7 @@ class DatasetError(RuntimeError):
     """Another rank's dataset raised an exception, or the ranks are at different steps."""
 
 
-def as_told(rank: int, error: Exception) -> str:
+def text_for_others(rank: int, error: Exception) -> str:
     """The text for the other ranks; that of an error of a third rank stays as it is."""
     if isinstance(error, DatasetError):
         return str(error)
@@ -27,13 +27,13 @@ def as_told(rank: int, error: Exception) -> str:
 def raise_together(communicator: Communicator, own: Exception | None) -> None:
     """Raise this rank's own exception, or DatasetError for the others'. Collective."""
     sent = partial(_sent, communicator.rank)
-    raise_on_all(communicator, "a dataset's errors", own, _own_or_told, sent)
+    raise_on_all(communicator, "a dataset's errors", own, _own_or_others, sent)
 
 
 def call_together(communicator: Communicator, function: Callable[[], Result]) -> Result:
     """The result of the user's function; errors as in `raise_together`. Collective."""
     sent = partial(_sent, communicator.rank)
-    return call_on_all(communicator, "a dataset's function", function, _own_or_told, sent)
+    return call_on_all(communicator, "a dataset's function", function, _own_or_others, sent)
 
 
 def check_together(communicator: Communicator, check: Callable[[], Result]) -> Result:
@@ -42,10 +42,10 @@ def check_together(communicator: Communicator, check: Callable[[], Result]) -> R
 
 
 def _sent(rank: int, error: Exception) -> Exception:
-    return DatasetError(as_told(rank, error))
+    return DatasetError(text_for_others(rank, error))
 
 
-def _own_or_told(errors: Errors, rank: int) -> Exception:
+def _own_or_others(errors: Errors, rank: int) -> Exception:
     own = errors[rank]
     if own is not None:
         return own

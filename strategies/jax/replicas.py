@@ -33,8 +33,7 @@ class PerReplicaArray:
     @property
     def values(self) -> tuple[np.ndarray[Any, Any], ...]:
         """The arrays of this process's replicas, in order."""
-        by_replica = jax.jit(lambda each: each, out_shardings=self._mesh.by_replica)
-        whole = self._mesh.wait_on_cpu(by_replica(self.stacked))
+        whole = self._mesh.wait_on_cpu(jax.device_put(self.stacked, self._mesh.by_replica))
         rows = {each.index[0].start or 0: each.data for each in whole.addressable_shards}
         return tuple(np.asarray(rows[number][0]) for number in sorted(rows))
 
@@ -75,6 +74,8 @@ class Replicas:
         self._strategy, self._mesh = strategy, mesh
         self._compiled = lru_cache(_COMPILED)(self._compile)
         self._described = lru_cache(_COMPILED)(_described)
+        self._fold = jax.jit(_fold, static_argnums=(1, 2), out_shardings=mesh.replicated)
+        self._join = jax.jit(_join, static_argnums=1, out_shardings=mesh.replicated)
 
     def _agree(self, what: Any, structure: Any, arrays: Sequence[jax.Array]) -> None:
         """A MismatchError on every rank where their calls differ: XLA would wait for ever."""
@@ -150,28 +151,19 @@ class Replicas:
         if isinstance(axis, list):
             raise TypeError(f"axis={axis}: must be None, an int or a tuple of ints")
         axes = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-
-        def fold(stacked: jax.Array) -> jax.Array:
-            own = np.lib.array_utils.normalize_axis_tuple(axes, stacked.ndim - 1)
-            over = (0, *(each + 1 for each in own))
-            return stacked.mean(over) if op is ReduceOp.MEAN else stacked.sum(over)
-
-        return self._over_all(fold, f"reduce {op.name} axis={axis}", value)
+        what = f"reduce {op.name} axis={axis}"
+        return self._over_all(lambda stacked: self._fold(stacked, op, axes), what, value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """As `TPUStrategy.gather`."""
+        what = f"gather axis={axis}"
+        return self._over_all(lambda stacked: self._join(stacked, axis), what, value)
 
-        def join(stacked: jax.Array) -> jax.Array:
-            return jnp.concatenate(list(stacked), axis)
-
-        return self._over_all(join, f"gather axis={axis}", value)
-
-    def _over_all(self, function: Callable[[jax.Array], jax.Array], what: str, value: Any) -> Any:
-        """The function of each stacked array, replicated on all devices."""
+    def _over_all(self, compiled: Callable[[jax.Array], jax.Array], what: str, value: Any) -> Any:
+        """The compiled function of each stacked array, which replicates it on all devices."""
         leaves, structure = jax.tree.flatten(value)
         arrays = list(map(self._stacked, leaves))
         self._agree(what, structure, arrays)
-        compiled = jax.jit(function, out_shardings=self._mesh.replicated)
         results = [self._mesh.wait_on_cpu(compiled(each)) for each in arrays]
         return jax.tree.unflatten(structure, results)
 
@@ -180,6 +172,16 @@ class Replicas:
             return leaf.stacked
         array = self._on_mesh(leaf)
         return jnp.broadcast_to(array, (self._mesh.replicas, *array.shape))
+
+
+def _fold(stacked: jax.Array, op: ReduceOp, axes: tuple[Any, ...]) -> jax.Array:
+    own = np.lib.array_utils.normalize_axis_tuple(axes, stacked.ndim - 1)
+    over = (0, *(each + 1 for each in own))
+    return stacked.mean(over) if op is ReduceOp.MEAN else stacked.sum(over)
+
+
+def _join(stacked: jax.Array, axis: int) -> jax.Array:
+    return jnp.concatenate(list(stacked), axis)
 
 
 def _described(what: Any, structure: Any, kinds: Sequence[Any]) -> str:

@@ -42,6 +42,8 @@ class PytreeState:
         self._value, self._averaged = value, None
         self._kinds, self._trained = _kinds_of(value), list[int]()
         tensors = {name: np.array(each) for name, each in self.saved_tensors().items()}
+        # A rank with one more would wait for the others.
+        strategy.barrier(f"PytreeState of {len(tensors)} arrays")
         for name, each in tensors.items():
             strategy.mirror(each, f"PytreeState: {name}")
         self.restore_tensors(tensors)

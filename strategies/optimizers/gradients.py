@@ -28,7 +28,7 @@ def checked_pairs(pairs: Pairs, strategy: Replication) -> tuple[list[Gradient], 
     Raises as `Optimizer.apply_gradients`.
     """
     for position, pair in enumerate(pairs):
-        if type(pair) is not tuple and not (isinstance(pair, list | tuple) and len(pair) == 2):
+        if not (isinstance(pair, list | tuple) and len(pair) == 2):
             raise TypeError(
                 f"grads_and_vars has a {type(pair).__name__} at position {position}: must be a pair"
                 " (gradient, variable)"
@@ -63,6 +63,16 @@ def check_variable(variable: Any, position: int) -> None:
             f"the variable at position {position} is a {type(variable).__name__}: must be a"
             " strategies.Variable"
         )
+
+
+def check_variables(variables: Sequence[Any]) -> None:
+    """ValueError where there are none, TypeError for what takes no gradient in host memory."""
+    if not variables:
+        raise ValueError("variables has no variable")
+    for position, variable in enumerate(variables):
+        check_variable(variable, position)
+        if variable.storage.on_gpu:
+            raise TypeError(f"{variable} lies on a GPU: give its gradient as an array there")
 
 
 def absent_text(pairs: Pairs) -> str:

@@ -11,18 +11,18 @@ import numpy as np
 
 from collectives import Fusion
 from strategies.core.indexed_slices import Gradient, IndexedSlices
-from strategies.core.same_error import propagate, wrong_context
+from strategies.core.same_error import PropagatedErrors, propagate, wrong_context
 from strategies.core.storage import Storage, assign
 from strategies.core.values import Array, as_array, on_host
 from strategies.optimizers.gradients import (
     absent_text,
     check_limits,
-    check_variable,
+    check_variables,
     checked_pairs,
     clip,
 )
 from strategies.optimizers.update_rules import UpdateRule
-from strategies.replication.contexts import get_replica_context
+from strategies.replication.contexts import get_replica_context, get_strategy
 from strategies.replication.step_series import StepSeries
 from strategies.variables.scatter import scatter_sub
 from strategies.variables.variable import Variable
@@ -109,14 +109,12 @@ class Optimizer(ABC):
         They lie where the replicas sum them, so that `apply_gradients` of these variables, in this
         order, needs no copies where it is given them. It overwrites them. The latest ones count.
         """
-        if not variables:
-            raise ValueError("variables has no variable")
-        for position, variable in enumerate(variables):
-            check_variable(variable, position)
-            if variable.storage.on_gpu:
-                raise TypeError(f"{variable} lies on a GPU: give its gradient as an array there")
+        known = (each.strategy for each in variables if isinstance(each, Variable))
+        strategy = next(known, None) or get_strategy()
+        with PropagatedErrors(strategy.communicator, "gradient_views"):
+            check_variables(variables)
         kinds = [(variable.shape, variable.dtype) for variable in variables]
-        fusion = Fusion(variables[0].strategy.communicator, kinds)
+        fusion = Fusion(strategy.communicator, kinds)
         self._fused = list(variables), fusion
         return fusion.views
 

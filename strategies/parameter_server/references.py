@@ -6,6 +6,7 @@ as its present settings: its slots lie on the servers as well.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple, cast
 
 from strategies.base.membership import Membership
@@ -32,6 +33,8 @@ class OptimizerName(NamedTuple):
     number: int
     kind: type[Optimizer]
     state: dict[str, Any]
+    restores: int
+    """How often the chief has restored it, and 1 for its making."""
 
 
 class Use(NamedTuple):
@@ -52,6 +55,7 @@ class ServedReferences(References):
         self._storages: dict[tuple[bool, int], ServedStorage] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._restored: dict[int, dict[str, Any]] = {}
+        self._restores: Counter[int] = Counter()
         self._uses: list[Use] = []
         self._sent: set[tuple[int, int]] = set()
 
@@ -93,11 +97,13 @@ class ServedReferences(References):
         number, state = self.client.number_of(optimizer), optimizer.__getstate__()
         self._optimizers[number] = optimizer
         restored = state.pop("_restored")
-        if restored and self._restored.get(number) is not restored:
-            # Once, since it may be as large as the model.
+        if self._restored.get(number) is not restored:
             self._restored[number] = restored
-            notify_workers(Keep(number), pack(restored, self))
-        return OptimizerName(number, type(optimizer), state)
+            self._restores[number] += 1
+            if restored:
+                # Once, since it may be as large as the model.
+                notify_workers(Keep(number), pack(restored, self))
+        return OptimizerName(number, type(optimizer), state, self._restores[number])
 
     def _serve(self, variable: Variable) -> None:
         if variable.strategy is self._strategy and isinstance(variable.storage, LocalStorage):
@@ -124,8 +130,13 @@ class ServedReferences(References):
             own.__setstate__({**name.state, "_restored": {}})
             self.client.adopt(own, name.number)
             self._optimizers[name.number] = own
-        # What it has restored here is not restored again.
-        own.__setstate__({**name.state, "_slots": own.__dict__["_slots"]})
+        # What it has restored here is not restored again, and its own steps are counted.
+        state = {**name.state, "_slots": own.__dict__["_slots"]}
+        if name.restores > self._restores[name.number]:
+            self._restores[name.number] = name.restores
+        else:
+            state["iterations"] = own.iterations
+        own.__setstate__(state)
         if name.number in self._restored:
             own.__dict__["_restored"] = self._restored.pop(name.number)
         return own

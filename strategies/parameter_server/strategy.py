@@ -19,7 +19,7 @@ from strategies.core.indexed_slices import Gradient
 from strategies.core.options import ReduceOp, RunOptions
 from strategies.core.storage import Storage
 from strategies.core.values import Array
-from strategies.input import InputContext
+from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
 from strategies.parameter_server.requests import Roles
@@ -254,15 +254,16 @@ class ParameterServerStrategy(Strategy):
             self._evaluates = before
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]], *options: Any
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: InputOptions | None = None,
     ) -> Iterable[Any]:
         """The dataset that `dataset_fn` makes of an InputContext with this worker's number.
 
-        As in TensorFlow 1 there is a pipeline for each worker, and one replica in sync; as in
-        TensorFlow 2 one pipeline on workers that serve a chief, and for evaluation.
+        As in TensorFlow 1 each worker has a pipeline; workers of a chief and evaluations have one.
         """
         own = self.input_context
-        return super().distribute_datasets_from_function(lambda _: dataset_fn(own), *options)
+        return super().distribute_datasets_from_function(lambda _: dataset_fn(own), options)
 
     @property
     def input_context(self) -> InputContext:

@@ -36,12 +36,23 @@ def compute_average_loss(
     if losses.ndim == 0:
         raise ValueError("per_example_loss is a single number: must have one loss per example")
     if sample_weight is not None:
-        losses = losses * broadcast_weights(sample_weight, losses)
+        exact = losses.astype(np.float64) if losses.dtype.kind in "biu" else losses
+        losses = exact * broadcast_weights(sample_weight, losses)
     if global_batch_size is None:
         global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
     size = _checked_size(global_batch_size)
-    total = losses.sum(dtype=losses.dtype)
-    return total / losses.dtype.type(size) if size else losses.dtype.type(0)
+    return _sum_over(losses, size)
+
+
+def _sum_over(losses: Array, size: int) -> Any:
+    """The sum divided by the size, zero for size 0, in the losses' dtype; float64 of integers.
+
+    Narrower sums would overflow.
+    """
+    dtype = np.dtype(np.float64) if losses.dtype.kind in "biu" else losses.dtype
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    total = losses.sum(dtype=wide) / wide.type(size) if size else 0
+    return dtype.type(total)
 
 
 def _checked_size(global_batch_size: Any) -> int:
@@ -77,4 +88,4 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     _require_replica_context("scale_regularization_loss")
     loss = as_array(regularization_loss, "regularization_loss")
-    return loss.sum(dtype=loss.dtype) / loss.dtype.type(get_strategy().num_replicas_in_sync)
+    return _sum_over(loss, get_strategy().num_replicas_in_sync)

@@ -47,12 +47,12 @@ class Replication:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Communicator | None,
         *,
         is_chief: bool | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        self.communicator = world_of(communicator)
+        communicator = self.communicator = world_of(communicator)
         self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         options = communication_options or CommunicationOptions()
         self._collectives = CollectivesWithOptions(communicator, options)

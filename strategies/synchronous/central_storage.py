@@ -14,7 +14,7 @@ from strategies.base.strategy import Strategy
 from strategies.cluster.tf_config import validate_for_collective_training
 from strategies.core.indexed_slices import Gradient
 from strategies.core.same_error import call_on_all, raise_on_all
-from strategies.core.storage import Change, Storage, assign
+from strategies.core.storage import Change, LocalStorage, Storage, assign
 from strategies.core.values import Array
 from strategies.core.world import nccl_problem, parse_devices
 from strategies.optimizers import Optimizer
@@ -67,7 +67,7 @@ class CentralStorageStrategy(Strategy):
         first = self.mirror(value, what)
         stored = shared_zeros(self.communicator, first.shape, first.dtype)
         if stored is None:
-            return super().store(first, what)
+            return LocalStorage(first)
         stored.change(assign, first)
         return stored
 

@@ -47,9 +47,15 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     _close_earlier(model)
     options |= {"sparse": _sparse_parameters(model)}
     options |= {"compressed": strategy.compressed if together else None}
-    reducer = GradientReducer(communicator, model.named_parameters(), **options)
+    with PropagatedErrors(strategy.communicator, "distribute"):
+        reducer = GradientReducer(communicator, model.named_parameters(), **options)
     if not strategy.trains_alone:
-        _mirror(strategy, model)
+        try:
+            _mirror(strategy, model)
+        except BaseException:
+            # The next call would find the parameters taken.
+            reducer.close()
+            raise
 
     reducer.renewal = "call distribute again"
 
@@ -150,8 +156,11 @@ def _sparse_parameters(model: Any) -> list[str]:
 
 def _mirror(strategy: Replication, model: Any) -> None:
     """Overwrite parameters and buffers with the chief's."""
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    # A rank with one more would wait for the others.
+    strategy.barrier(f"distribute: {len(parameters)} parameters and {len(buffers)} buffers")
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in [*parameters, *buffers]:
             on_cpu = tensor.detach().cpu()
             strategy.mirror(from_torch(on_cpu, name), f"distribute: {name}")
             if tensor.device.type != "cpu":

@@ -37,10 +37,10 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         remainder: Literal["repeat", "drop"],
     ) -> None:
         """Collective. Raises ValueError on every rank where lengths or arguments differ."""
-        if remainder not in ("repeat", "drop"):
-            raise ValueError(f"remainder={remainder!r}: must be 'repeat' or 'drop'")
         given = f"{len(dataset)} samples, {shuffle=}, {seed=}, {remainder=}"
         refuse_differences(communicator, "sampler: the ranks' arguments differ", given)
+        if remainder not in ("repeat", "drop"):
+            raise ValueError(f"remainder={remainder!r}: must be 'repeat' or 'drop'")
         self._rank, self._size = communicator.rank, communicator.size
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
         self._repeats = remainder == "repeat"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from collectives.cuda.runtime import on_gpu
-from strategies.core.indexed_slices import IndexedSlices, check_rows
+from strategies.core.indexed_slices import IndexedSlices, as_indices, check_rows
 from strategies.core.same_error import PropagatedErrors
 from strategies.core.storage import Change, LocalStorage, Storage, assign, assign_add, assign_sub
 from strategies.core.values import Array, as_array, on_host
@@ -149,12 +149,13 @@ class Variable(Replicated, NDArrayOperatorsMixin):
     def sparse_read(self, indices: Any) -> Array:
         """Copies of rows, an array of shape (*indices.shape, *row shape).
 
-        Raises ValueError for rows that don't exist, IndexError where there are no rows at all.
+        Raises ValueError for rows that don't exist, TypeError for indices that aren't integers, and
+        for a variable without an axis.
         """
         self._refuse_rows_on_gpu()
         whole = self.on_read and not self._inside_run()
         with PropagatedErrors(self.strategy.communicator if whole else None, self, "sparse_read"):
-            places = as_array(indices, "indices")
+            places = as_indices(indices)
             check_rows(places, len(self), self)
         return self.read_value()[places] if whole else self.storage.rows(places)
 

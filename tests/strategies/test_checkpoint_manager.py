@@ -63,7 +63,8 @@ def test_a_step_back_is_refused(tmp_path):
     refusal(ValueError, "step=9: must be at least 10, the latest step in ", manager.save, 9)
     refusal(TypeError, "integer", manager.save, 10.5)
     refusal(ValueError, "max_to_keep=-1", CheckpointManager, checkpoint, tmp_path, -1)
-    refusal(ValueError, "step=-1", CheckpointManager(checkpoint, tmp_path / "new").save, -1)
+    new = CheckpointManager(checkpoint, tmp_path / "new")
+    refusal(ValueError, r"step=-1: must be at least 0$", new.save, -1)
     assert names(tmp_path) == ["ckpt-10.safetensors"]
 
 
@@ -124,6 +125,24 @@ def test_rank_0s_directory_counts(size, tmp_path):
     expected = [str(tmp_path / f"ckpt-{step}.safetensors") for step in (1, 8, 8, 8)]
     assert on_ranks(size, body) == [(expected, 4.0)] * size
     assert names(tmp_path) == ["ckpt-8.safetensors"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rank_0s_arguments_count(size, tmp_path):
+    def body(strategy):
+        rank = strategy.communicator.rank
+        with strategy.scope():
+            checkpoint = Checkpoint(v=Variable(0))
+        name = f"of_{rank}"
+        manager = CheckpointManager(checkpoint, tmp_path, 1 - 2 * rank, checkpoint_name=name)
+        paths = [manager.save(7 - 4 * rank), manager.latest_checkpoint]
+        refusal(ValueError, "step=6: must be at least 7", manager.save, 6 + rank)
+        refusal(ValueError, "max_to_keep=-1", CheckpointManager, checkpoint, tmp_path, rank - 1)
+        return [*paths, manager.save(8), *manager.checkpoints]
+
+    expected = [str(tmp_path / f"of_0-{step}.safetensors") for step in (7, 7, 8, 8)]
+    assert on_ranks(size, body) == [expected] * size
+    assert names(tmp_path) == ["of_0-8.safetensors"]
 
 
 @pytest.mark.mpi

@@ -112,6 +112,33 @@ def test_a_restored_optimizer_continues(comm):
     coordinated(comm, chief)
 
 
+def test_workers_count_their_own_steps_until_the_chief_restores(comm):
+    def chief(strategy, coordinator):
+        with strategy.scope():
+            weights = Variable(np.zeros(2))
+            optimizer = optimizers.SGD(lambda step: 1 / (step + 1))
+        taken = dict.fromkeys(strategy.membership.ranks_of("worker"), 0)
+
+        def step():
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), weights)]))
+            return strategy.membership.world.rank, optimizer.iterations
+
+        expected = 0.0
+        for number in range(12):
+            if number == 8:
+                optimizer.restore_tensors(
+                    {"iterations": np.array(1), "learning_rate": np.array(1.0)}
+                )
+                taken = dict.fromkeys(taken, 1)
+            rank, steps = coordinator.schedule(step).get()
+            taken[rank] += 1
+            assert steps == taken[rank]
+            expected -= 1 / steps
+        np.testing.assert_allclose(weights.numpy(), expected)
+
+    coordinated(comm, chief)
+
+
 def test_what_is_restored_travels_once(comm):
     """Functions that are scheduled at once don't each send or restore the optimizer."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import strategies
-from collectives import Communicator
+from collectives import CollectiveMismatchError, Communicator
 from collectives.transports import local
 from strategies import DatasetError, MultiWorkerMirroredStrategy
 from strategies.data_service.data_worker import DatasetWorker
@@ -414,6 +414,24 @@ def test_at_least_one_rank_must_train(data_tasks):
 def test_wrong_arguments(error, match, options):
     refusal(error, match, DatasetWorker, lone_strategy(), lambda context: [], **options)
     refusal(TypeError, "make_dataset is a list: must be", DatasetWorker, lone_strategy(), [])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_one_rank_alone_gives(size):
+    """Every rank raises, and the next call works."""
+
+    def body(comm):
+        last = comm.rank == size - 1
+        with pytest.raises((CollectiveMismatchError, ValueError), match=f"data_tasks={size}"):
+            DatasetWorker.resolver(size if last else 1, communicator=comm)
+        resolver = DatasetWorker.resolver(communicator=comm)
+        strategy = MultiWorkerMirroredStrategy(resolver, communicator=comm)
+        with pytest.raises((CollectiveMismatchError, ValueError), match="credits=0"):
+            DatasetWorker(strategy, lambda context: [], credits=0 if last else 1)
+        DatasetWorker(strategy, lambda context: []).close()
+        strategy.communicator.close()
+
+    on_threads(size, body)
 
 
 def test_a_serving_rank_can_not_iterate():

@@ -180,6 +180,7 @@ TABLE = np.arange(12.0).reshape(ROWS, 2)
 def test_rows_are_read(ids):
     rows = embedding_lookup(Variable(TABLE), ids)
     np.testing.assert_array_equal(rows, TABLE[np.asarray(ids, int)])
+    np.testing.assert_array_equal(Variable(TABLE).sparse_read(ids), rows)
     rows[...] = 99
     np.testing.assert_array_equal(
         embedding_lookup(Variable(TABLE), ids), TABLE[np.asarray(ids, int)]
@@ -191,11 +192,13 @@ def test_rows_are_read(ids):
     [
         ([0, 6], ValueError, "row 6: <Variable .*> has rows 0 to 5"),
         ([-1], ValueError, "row -1: "),
-        ([0.0], TypeError, "ids has dtype float64: must be integers"),
+        ([0.0], TypeError, "indices has dtype float64: must be integers"),
+        ([True, False], TypeError, "indices has dtype bool: must be integers"),
     ],
 )
 def test_rows_that_do_not_exist(ids, error, match):
-    refusal(error, match, embedding_lookup, Variable(TABLE), ids)
+    for function in (embedding_lookup, Variable.sparse_read):
+        refusal(error, match, function, Variable(TABLE), ids)
 
 
 def test_a_variable_of_bfloat16():

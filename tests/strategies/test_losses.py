@@ -59,6 +59,25 @@ def test_integer_losses_are_averaged_too():
     assert compute_average_loss([2, 4], [0.5, 0.25]) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("losses", "total"),
+    [
+        (np.array([True, True, False]), 2.0),
+        (np.array([100, 100, 100], np.int8), 300.0),
+        (np.array([60000, 20000], np.uint16), 80000.0),
+    ],
+)
+def test_sums_of_small_numbers_do_not_overflow(losses, total):
+    mean = compute_average_loss(losses, 2, global_batch_size=300)
+    assert (mean, mean.dtype) == (2 * total / 300, np.float64)
+    loss = scale_regularization_loss(losses)
+    assert (loss, loss.dtype) == (total, np.float64)
+
+
+def test_sums_of_half_precision_do_not_overflow():
+    assert compute_average_loss(np.ones(70000, np.float16)) == 1.0
+
+
 @pytest.mark.parametrize("size", [0, 4, None])
 def test_an_empty_batch_has_loss_zero(size):
     assert compute_average_loss(np.zeros((0,)), global_batch_size=size) == 0

@@ -188,9 +188,9 @@ def test_the_callers_gradient_is_not_changed(make):
 
 
 def test_what_is_no_pair_is_refused():
-    wrong = [np.ones(2)]
-    text = "grads_and_vars has a ndarray at position 0: must be a pair"
-    refusal(TypeError, text, optimizers.SGD(0.1).apply_gradients, wrong)
+    for wrong in (np.ones(2), (np.ones(2), Variable(1.0), 3), (np.ones(2),)):
+        text = f"grads_and_vars has a {type(wrong).__name__} at position 0: must be a pair"
+        refusal(TypeError, text, optimizers.SGD(0.1).apply_gradients, [wrong])
 
 
 def test_what_is_no_learning_rate_is_refused():

@@ -15,7 +15,7 @@ from collectives import (
     ShapeMismatchError,
 )
 from collectives.messaging.mailbox import Mailbox
-from strategies import ReduceOp, Variable, VariableAggregation, optimizers
+from strategies import InputOptions, ReduceOp, Variable, VariableAggregation, optimizers
 from strategies.parameter_server import FixedShardsPartitioner, ParameterServerStrategy
 from tests.strategies.parameter_servers import (
     number_of,
@@ -485,6 +485,18 @@ def test_clusters_that_cannot_train(comm, job, monkeypatch):
     )
     monkeypatch.delenv("TF_CONFIG")
     same_refusal(comm, ValueError, "has no job ps", ParameterServerStrategy, communicator=comm)
+
+
+def test_a_workers_dataset_may_have_options(comm):
+    def work(strategy):
+        def dataset(context):
+            return [np.full(2, context.input_pipeline_id)] * (number_of(strategy) + 1)
+
+        distribute = strategy.distribute_datasets_from_function
+        return [list(distribute(dataset, options=each)) for each in (None, InputOptions())]
+
+    for number, made in enumerate(run_workers(comm, 1, work)):
+        np.testing.assert_array_equal(made, [[[number] * 2] * (number + 1)] * 2)
 
 
 @pytest.mark.parametrize(

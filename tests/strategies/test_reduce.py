@@ -51,6 +51,13 @@ def test_lengths_that_differ_can_only_be_reduced_over_their_axis(comm, strategy)
 
 
 @two_ranks
+def test_a_mean_of_half_precision_does_not_overflow(strategy):
+    largest = np.finfo(np.float16).max
+    value = np.full(3 + strategy.communicator.rank, largest)
+    same(strategy.reduce("MEAN", value, 0), largest, np.float16)
+
+
+@two_ranks
 @pytest.mark.parametrize(
     ("op", "dtype", "expected", "result_dtype"),
     [

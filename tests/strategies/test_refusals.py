@@ -19,7 +19,7 @@ from strategies import (
     metrics,
     optimizers,
 )
-from strategies.core.indexed_slices import IndexedSlices
+from strategies.core.indexed_slices import IndexedSlices, embedding_lookup
 from strategies.cross_device_ops import HierarchicalCopyAllReduce
 
 pytestmark = pytest.mark.mpi
@@ -390,7 +390,27 @@ def test_one_ranks_wrong_row_of_an_aggregate(strategy):
             aggregation=VariableAggregation.MEAN,
         )
     same_error_at_once(strategy, variable.sparse_read, [3 if last(strategy) else 0])
+    same_error_at_once(strategy, embedding_lookup, variable, [0.5 if last(strategy) else 0])
     np.testing.assert_array_equal(variable.sparse_read([2]), [2.0])
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_ranks_wrong_variable_for_gradient_views(strategy):
+    with strategy.scope():
+        variable, optimizer = Variable(np.zeros(3)), optimizers.SGD(1.0)
+    for wrong in ([], [variable, np.zeros(3)]):
+        with strategy.scope():
+            given = wrong if last(strategy) else [variable, variable]
+            same_error_at_once(strategy, optimizer.gradient_views, given)
+    same_error_at_once(
+        strategy, optimizer.gradient_views, [variable, None] if last(strategy) else [variable]
+    )
+
+
+@pytest.mark.ranks(2, 3)
+def test_one_ranks_wrong_pairs_of_a_batch(strategy):
+    pairs = [np.ones(3)] if last(strategy) else [(np.ones(3), 0)]
+    same_error_at_once(strategy, strategy.extended.batch_reduce_to, "SUM", pairs)
 
 
 @pytest.mark.ranks(2, 3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from collectives import Communicator
+from collectives import Communicator, world
 from strategies import (
     CentralStorageStrategy,
     DatasetWorker,
@@ -65,3 +65,11 @@ def test_a_communicator_of_mpi4py_is_to_be_wrapped(comm):
         )
         strategy.communicator.close()
         assert world_of(wrapped) is wrapped
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_none_is_the_world_of_all_ranks(comm):
+    strategy = Strategy(None)
+    assert strategy.communicator is world()
+    assert strategy.reduce("sum", comm.rank, None) == comm.size * (comm.size - 1) / 2

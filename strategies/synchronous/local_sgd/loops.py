@@ -34,7 +34,7 @@ from collectives import CollectiveError, Communicator
 from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import by_rank
 from strategies.input import DatasetError
-from strategies.input.failures import as_told
+from strategies.input.failures import text_for_others
 
 Batches = Generator[Any, None, None]
 
@@ -136,7 +136,7 @@ class Loops:
         except CollectiveError:
             raise  # the other ranks see it by themselves
         except Exception as error:
-            self._failure = as_told(self._communicator.rank, error)
+            self._failure = text_for_others(self._communicator.rank, error)
             self._average(Part(Reason.LOOP_FAILED, number))
             raise
 

@@ -89,6 +89,9 @@ def test_pytrees_in_checkpoints(jax, comm, tmp_path):
         )
     with pytest.raises(collectives.MismatchError):
         PytreeState(strategy, jnp.ones(2 + comm.rank))
+    if comm.size > 1:
+        with pytest.raises(collectives.MismatchError, match="PytreeState of 1 arrays"):
+            PytreeState(strategy, [jnp.ones(2)] * (comm.rank + 1))
 
 
 def gradient(parameters, target):

@@ -199,6 +199,22 @@ def test_many_steps(resolver):
         np.testing.assert_array_equal(row, np.full(3, (DEVICES - 1) / 2 + 500))
 
 
+def test_repeated_calls_compile_nothing(resolver):
+    strategy = strategies.TPUStrategy(resolver)
+    ids = strategy.run(lambda: jnp.ones((2, 3)))
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event)
+    )
+    for repeated in (False, True):
+        compiled.clear()
+        for op, axis in (("sum", None), ("mean", 0), ("sum", (0, 1))):
+            strategy.reduce(op, ids, axis=axis)
+        strategy.gather(ids, axis=1)
+        strategy.experimental_local_results(ids)
+        assert any("compile" in event for event in compiled) is not repeated, compiled
+
+
 def test_differences(resolver):
     """Ranks that call different things all raise, and the next call works."""
     strategy, rank = strategies.TPUStrategy(resolver), resolver.task_id
@@ -222,6 +238,7 @@ def main():
     test_training(resolver)
     test_values_of_replicas(resolver)
     test_many_steps(resolver)
+    test_repeated_calls_compile_nothing(resolver)
     if resolver.communicator.size < DEVICES:
         test_logical_devices(resolver)
     if resolver.communicator.size > 1:

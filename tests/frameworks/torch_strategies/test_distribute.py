@@ -245,6 +245,24 @@ def test_what_is_refused(torch, comm, monkeypatch):
         others.distribute(network(torch), [])
 
 
+@pytest.mark.ranks(2, 3)
+def test_what_one_rank_alone_gives(torch, comm):
+    """Every rank raises, and the next call works."""
+    strategy, last = strategy_of("worker", comm), comm.rank == comm.size - 1
+    model = network(torch)
+    with pytest.raises((collectives.MismatchError, ValueError), match="bogus"):
+        strategy.distribute(model, [], unused="bogus" if last else "error")
+    with pytest.raises(ValueError, match="remainder='pad'"):
+        strategy.sampler(range(10), remainder="pad" if last else "drop")
+    more = torch.nn.Sequential(model)
+    if last:
+        more.append(torch.nn.BatchNorm1d(3, affine=False))
+    with pytest.raises(collectives.MismatchError, match="6 parameters and 6 buffers"):
+        strategy.distribute(more, [])
+    strategy.distribute(model, [])
+    assert len(strategy.sampler(range(10), remainder="drop")) == 10 // comm.size
+
+
 def test_samplers(torch, comm):
     """Equal lengths, all samples, an order of its own in each epoch, and resumption."""
     strategy = strategy_of("worker", comm)
