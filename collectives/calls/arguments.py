@@ -32,7 +32,7 @@ def split_rows(count: int, size: int) -> tuple[int, ...]:
 class Rows:
     """An array seen as rows along one axis, which comes first in `flat`. 0-d counts as one row."""
 
-    def __init__(self, array: Array, axis: Any, argument: str = "array") -> None:
+    def __init__(self, array: Array, axis: Any) -> None:
         if not array.ndim:
             array = array.reshape(1)
         try:
@@ -41,7 +41,7 @@ class Rows:
             raise TypeError(f"axis={axis!r}: must be an integer") from None
         if not -array.ndim <= self.axis < array.ndim:
             raise ValueError(
-                f"axis={axis!r}: {argument} has {array.ndim} axes,"
+                f"axis={axis!r}: array has {array.ndim} axes,"
                 f" so it must be from {-array.ndim} to {array.ndim - 1}"
             )
         self.axis %= array.ndim

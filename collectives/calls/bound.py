@@ -8,6 +8,7 @@ library, are made contiguous first (`bound_calls`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,7 +174,7 @@ def bind_all_reduce(
     `array` is any NumPy array of the shape whose elements are converted to the dtype. PASS where
     `out` can't take the result as it comes.
     """
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     small = small_reduction(engine, op, dtype, count * dtype.itemsize)
     if small is not None:
         return bind_small(engine, signature, small, shape)

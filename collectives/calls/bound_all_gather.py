@@ -16,8 +16,8 @@ from collectives.calls.rows import rows_of_all
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
-from collectives.shm.node import Path
 from collectives.shm.selector import PathSelector
+from collectives.shm.two_levels import Path
 
 _BYTES = np.dtype(np.uint8)
 

@@ -28,7 +28,7 @@ class BoundReductionCalls(BoundCalls):
     def all_reduce(self, array: Any, op: ReduceOp | str, out: Any, what: str | None) -> Any:
         """As `Communicator.all_reduce`."""
         if what is not None:
-            check_text("what", what)
+            check_text(what)
         if (views := self._tensors.views(array, out)) is not None:
             source, target = views
             if out is None:

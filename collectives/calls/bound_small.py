@@ -5,6 +5,7 @@ Each rank stores its elements beside its arrival, and folds or copies those of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def small_fold(
         if reduction.divides:
             errstate(finish, target, size)
 
-    return (run if ranks else _nothing), publish
+    return (run if ranks else nothing), publish
 
 
 def fold_parts(fold: Fold, parts: Sequence[Array], target: Array) -> None:
@@ -117,11 +118,11 @@ def small_broadcast(engine: Engine, nbytes: int, root: int) -> tuple[Run, Publis
         if take is not None:
             take(index)
 
-    return (_nothing, publish) if engine.rank == root else (run, None)
+    return (nothing, publish) if engine.rank == root else (run, None)
 
 
-def _nothing(source: Any, target: Any, index: Any) -> None:
-    """The root has its content."""
+def nothing(source: Any, target: Any, index: Any) -> None:
+    """Move no data."""
 
 
 def bind_small(
@@ -137,7 +138,7 @@ def bind_small(
     check, pool, in_use = engine.call_check, engine.node.pool, engine.node.pool.in_use
     memory, rank, size = engine.node.steps.memory, engine.rank, engine.size
     dtype, fold = reduction.dtype, reduction.plain_fold
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     slots = [[slot[:nbytes].view(dtype).reshape(shape) for slot in each] for each in memory.slots]
     own_slots, firsts, seconds, rest = slots[rank], slots[0], slots[1], slots[2:]
     fold_two = _fold_of_two(fold, slots, rank)

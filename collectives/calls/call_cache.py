@@ -11,6 +11,7 @@ from collectives.calls.bound import bind
 from collectives.calls.bound_calls import Bound
 from collectives.calls.bound_movement_calls import BoundMovementCalls
 from collectives.calls.bound_reduction_calls import BoundReductionCalls
+from collectives.calls.bound_small import nothing
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 
@@ -35,10 +36,6 @@ class CallCache(BoundReductionCalls, BoundMovementCalls):
                 return PASS
 
         def bind_barrier() -> Bound:
-            return bind(self._engine, Signature("barrier", detail=what), _nothing)
+            return bind(self._engine, Signature("barrier", detail=what), nothing)
 
         return self._call(key, bind_barrier, None, None)
-
-
-def _nothing(source: None, target: None, index: int | None) -> None:
-    """Move no data."""

@@ -114,7 +114,7 @@ class Many:
     ) -> tuple[Operation, list[Part]]:
         """The reductions of many arrays, one collective for each bucket; and its buckets."""
         arrays, out = check_many(arrays, out)
-        check_text("what", what)
+        check_text(what)
         reduction, limit = as_op(op), self.bucket_bytes(bucket_bytes)
         given = inputs_of(arrays, reduction)
         if any(map(_on_gpu, given)):

@@ -87,7 +87,7 @@ def all_reduce(
 ) -> Operation:
     """The reduction of all ranks' arrays, on every rank."""
     algorithms.check_name("all_reduce", algorithm)
-    check_text("what", what)
+    check_text(what)
     given = ReduceInput(array, op)
     output = given.output(out)
     source = given.source_for(output)
@@ -103,7 +103,7 @@ def all_reduce(
 
 def barrier(engine: Engine, what: str | None = None) -> Operation:
     """Nothing but the agreement that all have come, and have come for the same."""
-    check_text("what", what)
+    check_text(what)
     return Operation(Signature("barrier", detail=what), lambda engine: None)
 
 

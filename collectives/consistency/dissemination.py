@@ -95,7 +95,7 @@ class Rounds:
         """Whether a message belongs to these rounds."""
         return word == self.word if self._only else word & SEQUENCE_MASK == self.number
 
-    def succeeds(self, word: int) -> bool:
+    def is_outdated(self, word: int) -> bool:
         """Whether a message belongs to earlier rounds, which were ended.
 
         Those of the next call may have begun, where a vote has completed this one.
@@ -151,7 +151,7 @@ class Dissemination:
             word = channel.incoming.words[0]
             if word == rounds.status or rounds.accepts(word):
                 self._receive(rounds, channel.incoming, word)
-            elif rounds.succeeds(word):
+            elif rounds.is_outdated(word):
                 channel.discard()
             else:
                 return False
@@ -171,7 +171,7 @@ class Dissemination:
                 own = outgoing, _FIRST_BLOCK
                 rounds.blocks.append(own)
                 words[_HEAD_BYTES >> 3] = nbytes = rounds.exchange.pack(own, parity)
-                length = _FIRST_BLOCK + (nbytes + 7 & ~7)
+                length = _FIRST_BLOCK + padded(nbytes)
             elif rounds.alike:
                 for buffer, start in rounds.blocks[: self._counts[rounds.round]]:
                     first = start - _LENGTH_BYTES

@@ -119,10 +119,10 @@ def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
     return index
 
 
-def check_text(name: str, value: Any) -> None:
-    """TypeError unless the value is a text or None."""
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}: must be a str, or None")
+def check_text(what: Any) -> None:
+    """TypeError unless `what` is a text or None."""
+    if what is not None and not isinstance(what, str):
+        raise TypeError(f"{what=}: must be a str, or None")
 
 
 def check_peer(peer: Any, rank: int, size: int, name: str) -> int:

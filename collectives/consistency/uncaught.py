@@ -11,12 +11,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-from collectives.errors import DeadlineExceededError, RankFailedError, in_step
+from collectives.errors import DeadlineExceededError, Error, RankFailedError, in_step
 from collectives.waiting.last_resort import abort
-
-Error = TypeVar("Error", bound=BaseException)
 
 # How long a rank waits for another rank to print the traceback and end the job. That rank may have
 # caught the error.

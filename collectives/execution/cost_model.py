@@ -21,16 +21,16 @@ from collectives.schedules.spec import spec_of
 PRICED = (NATIVE, SHARED, HIERARCHICAL)
 """The paths, besides the schedules, that the model can price."""
 
-# Pricing a schedule takes time proportional to ranks × rounds. Above this size only schedules of
-# logarithmic depth and the ring's closed form would be affordable, so native is chosen unpriced.
+# Pricing a schedule takes time proportional to ranks × rounds. Above this number of ranks the first
+# of the paths besides the schedules is chosen unpriced.
 LARGEST_PRICED = 512
 
-# From here on the messages of patterns in which a rank changes its peers, and those of MPI's own,
-# delay each other and their acknowledgements on links with long queues, which the model doesn't
-# know. Between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.5 to 3 times as long by
-# them as by the ring (bench/results/README.md). It is not taken where it is expected to take longer
-# than it may gain, as after `tune` on a link that MPI's own uses better. Two ranks have no other
-# neighbors. Bytes of a message, and what the ring may be expected to take longer from there on:
+# Bytes of a message, and how many times the least expected time the ring may be expected to take
+# from there on. Large messages of patterns in which a rank changes its peers, and those of MPI's
+# own, delay each other and their acknowledgements on links with long queues, which the model
+# doesn't know: between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.5 to 3 times as long
+# by them as by the ring (bench/results/README.md). Beyond these factors, as after `tune` on a link
+# that MPI's own uses better, the ring isn't taken. Two ranks have no other neighbors.
 _RING = "ring"
 _RING_GAINS = ((512 << 10, 2.0), (256 << 10, 1.1))
 _RING_GAINS_OF_TWO = ((2 << 20, 2.0),)

@@ -36,8 +36,9 @@ from collectives.execution.executor import Plans
 from collectives.execution.host_memory import HostMemory
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
-from collectives.shm.node import Node, Path
+from collectives.shm.node import Node
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
+from collectives.shm.two_levels import Path
 from collectives.transports.base import Actions, Native, Transport, own_part
 from collectives.waiting.wait_policy import WaitPolicy
 from collectives.waiting.watchdog import Watchdog

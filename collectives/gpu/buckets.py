@@ -10,7 +10,6 @@ earlier calls of the communicator and before the later ones.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -94,7 +93,7 @@ class BucketMemory:
         # Buckets and tables are allocated for this stream, which waits for every call and does
         # nothing else: pools reuse memory in the order of its stream, and calls use several.
         self._stream = cuda.new_stream()
-        self._sets: OrderedDict[tuple[Kinds, int, bool], BucketSet] = OrderedDict()
+        self._sets: LRU[tuple[Kinds, int, bool], BucketSet] = LRU(_SETS_KEPT)
         self._last: Event | None = None
         self._uploads: list[tuple[Event, NDArray[np.uint8]]] = []
         self._captured: list[Any] = []
@@ -119,14 +118,10 @@ class BucketMemory:
         """The buckets for arrays of these kinds; all ranks divide them alike."""
         divides = reduction_for(op, kinds[0][1], True).divides
         key = (kinds, limit, divides)  # the ops that don't divide have the same buckets
-        found = self._sets.get(key)
-        if found is not None:
-            self._sets.move_to_end(key)
-            return found
-        self._refuse_in_capture()
-        if len(self._sets) >= _SETS_KEPT:
-            self._sets.popitem(last=False)
-        found = self._sets[key] = self._make_set(kinds, limit, op)
+        found = self._sets.recall(key)
+        if found is None:
+            self._refuse_in_capture()
+            found = self._sets.put(key, self._make_set(kinds, limit, op))
         return found
 
     def _make_set(self, kinds: Kinds, limit: int, op: ReduceOp) -> BucketSet:

@@ -74,7 +74,7 @@ class ManyOnGpus:
         what: str | None,
     ) -> Started:
         arrays, out = check_many(arrays, out)
-        check_text("what", what)
+        check_text(what)
         reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
         given = _inputs(arrays, reduction)
         outputs = outputs_of(given, out)

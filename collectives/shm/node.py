@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from collectives.caching import LRU
-from collectives.reductions.reduction import Array, ReduceOp, reduction_for
+from collectives.reductions.reduction import ReduceOp, reduction_for
 from collectives.schedules.paths import (
     HIERARCHICAL,
     MIGRATORY,
@@ -31,11 +30,9 @@ from collectives.shm.peer_memory import open_peer_memory
 from collectives.shm.pool import Gather, Pool
 from collectives.shm.progress import ProgressCounters
 from collectives.shm.selector import LEAST_BYTES, PathSelector, without_addresses
+from collectives.shm.two_levels import Path
 from collectives.shm.zero_copy import ZeroCopy
 from collectives.transports.base import Native, Transport
-
-Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
-"""As a native collective; may return the name of the data path that it took."""
 
 _IN_TWO_LEVELS: dict[str, type[NodeSlices | NodeBlocks]] = {
     **dict.fromkeys(("all_reduce", "reduce", "broadcast"), NodeSlices),

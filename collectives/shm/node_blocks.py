@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.reductions.reduction import Action, Array
 from collectives.shm.copy_in_copy_out import part_starts
-from collectives.shm.two_levels import InNode, TwoLevels, beside
+from collectives.shm.two_levels import Path, TwoLevels, beside
 from collectives.transports.base import own_part, parts_by_rank
 
 LEAST_PART = 1 << 18
@@ -24,7 +24,7 @@ LEAST_PART = 1 << 18
 class NodeBlocks(TwoLevels):
     """One rank's collectives, for one op and dtype, as a transport's native collectives."""
 
-    def find(self, collective: str) -> InNode | None:
+    def find(self, collective: str) -> Path | None:
         """The collective, or None if it is not made in two levels with these nodes."""
         levels = self._levels
         # The parts of a node's ranks must lie side by side.

@@ -94,7 +94,7 @@ class PathTimes:
             if present is not None:
                 present.due = self._calls + self._calls_until_trial(present)
             self._path, self._in_row = chosen, 0
-        self._review = self._calls + (_TRIES if self._in_row == 0 else _CALLS_PER_REVIEW)
+        self._review = self._calls + (self._tries if self._in_row == 0 else _CALLS_PER_REVIEW)
 
     def _least(self) -> float:
         # Not by a generator, in whose end the exception of a signal's handler would be lost.

@@ -23,8 +23,8 @@ from collectives.shm.levels import Levels
 from collectives.shm.online_tuning import PathTimes
 from collectives.transports.base import Actions
 
-InNode = Callable[[Array | None, Array, Sequence[int], int], str | None]
-"""As a native collective; returns the name of the data path that it took."""
+Path = Callable[[Array | None, Array, Sequence[int], int], str | None]
+"""As a native collective; may return the name of the data path that it took."""
 
 
 class TwoLevels:
@@ -33,7 +33,7 @@ class TwoLevels:
     def __init__(
         self,
         levels: Levels,
-        in_node: Callable[[str], InNode],
+        in_node: Callable[[str], Path],
         op: ReduceOp | None,
         dtype: np.dtype[Any],
     ) -> None:
@@ -47,9 +47,9 @@ class TwoLevels:
         self._times: dict[int, PathTimes] = {}
         """Of the arrays of about as many bytes."""
 
-    def find(self, collective: str) -> InNode | None:
+    def find(self, collective: str) -> Path | None:
         """The collective, or None if it is not made in two levels with these nodes."""
-        found: InNode = getattr(self, f"_{collective}")
+        found: Path = getattr(self, f"_{collective}")
         return found
 
     def _in_node(

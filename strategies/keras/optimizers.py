@@ -6,7 +6,7 @@ accumulation and moving averages follow the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -74,24 +74,15 @@ def outer_optimizers_of(model: Any) -> list[Any]:
     return [each for each in found if id(each) not in inner]
 
 
-Reduction = Callable[[Training, int, Sequence[Any], Sequence[Any]], list[Any]]
-
-
-def _reduction() -> Reduction:
-    if keras.config.backend() == "torch":
-        from strategies.keras.torch_gradients import reduce_gradients
-
-        return reduce_gradients
-    if keras.config.backend() == "tensorflow":
-        from strategies.keras.tensorflow_gradients import reduce_gradients as reduce_in_tensorflow
-
-        return reduce_in_tensorflow
-    from strategies.keras.jax_gradients import reduce_gradients as reduce_in_jax
-
-    return reduce_in_jax
-
-
 def _reduced(
     training: Training, number: int, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    return _reduction()(training, number, list(grads), list(variables))
+    backend = keras.config.backend()
+    if backend == "torch":
+        from strategies.keras.torch_gradients import reduce_gradients
+    elif backend == "tensorflow":
+        from strategies.keras.tensorflow_gradients import reduce_gradients
+    else:
+        from strategies.keras.jax_gradients import reduce_gradients
+    reduced: list[Any] = reduce_gradients(training, number, list(grads), list(variables))
+    return reduced

@@ -183,8 +183,6 @@ class Optimizer(ABC):
 
     def clipped(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """A step's gradients within their limit, if there is one; none is overwritten."""
-        if self.clipnorm is None and self.global_clipnorm is None:
-            return list(gradients)
         return clip(gradients, self.clipnorm, self.global_clipnorm)
 
     def update_clipped(self, gradients: Sequence[Gradient], values: Sequence[Storage]) -> None:
@@ -263,8 +261,10 @@ class Optimizer(ABC):
         return tensors | self._restored | kept
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
-        """Take back what `saved_tensors` gave, but for a learning rate that is a function; slots
-        that don't exist yet when they are made.
+        """Restore what `saved_tensors` gave.
+
+        A learning rate that is a function stays. Slots that don't exist yet are restored when they
+        are made.
         """
         self.iterations = int(tensors["iterations"])
         if not callable(self._given_rate):

@@ -68,8 +68,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
 
     def statistic_changed(self, variable: Any) -> None:
         """A replica assigned its own value to a running statistic."""
-        if self._size > 1:
-            self.statistics.changed(variable)
+        self.statistics.changed(variable)
 
     # Variables.
 
