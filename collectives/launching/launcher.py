@@ -135,7 +135,10 @@ def _advice(library: str, launcher: Launcher, environment: Mapping[str, str]) ->
     command = mpirun_command(launcher.size)
     if launcher.variable == _TORCH[0] and "MPICH" in library:
         if find_torch_launch(environment) is None:
-            return f"Set MASTER_ADDR and MASTER_PORT, too, as torchrun does, or type {command}."
+            return (
+                "Set MASTER_ADDR, and MASTER_PORT below 65536, too, as torchrun does, or type"
+                f" {command}."
+            )
         return (
             "MPI was initialized before: import mpi4py.MPI after the first call of"
             " collectives.world() or init_process_group, or not at all."

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.errors import RankFailedError
 from collectives.messaging.message import SendRequest
 
 Array = NDArray[Any]
@@ -102,13 +101,7 @@ class SendWindow:
     def send(self, send: Callable[[list[Array]], SendRequest], arrays: Iterable[Any]) -> None:
         """Call `send` with copies of the arrays, which may be changed afterwards."""
         copies = [self._pool.copy(np.asarray(array)) for array in arrays]
-        try:
-            sent = send(copies)
-        except RankFailedError:
-            for copied in copies:
-                self._pool.give_back(copied)
-            raise
-        self._under_way.append((sent, copies))
+        self._under_way.append((send(copies), copies))
         self._bytes += sum(array.nbytes for array in copies)
 
     def make_room(self, wait: Callable[[SendRequest], None]) -> None:

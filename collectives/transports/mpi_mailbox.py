@@ -164,4 +164,5 @@ class MpiMessageChannel(MessageChannel):
 
 def failure(peer: int, error: MPI.Exception) -> RankFailedError:
     """What an error of MPI in a message to or from a rank means."""
-    return RankFailedError(f"rank {peer} can't be reached: {error.Get_error_string()}")
+    text = error.Get_error_string()
+    return RankFailedError(f"rank {peer}: MPI could not transfer a message to or from it: {text}")

@@ -183,6 +183,7 @@ def call_on_first(communicator: Communicator, action: Callable[[], Result]) -> R
         done = action()
     except Exception as error:
         communicator.broadcast_object((None, portable(error)))
+        raised_on_all(error, 0)
         raise
     except BaseException as error:
         text = f"rank 0 was interrupted by {type(error).__name__}"

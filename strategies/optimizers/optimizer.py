@@ -109,13 +109,14 @@ class Optimizer(ABC):
         They lie where the replicas sum them, so that `apply_gradients` of these variables, in this
         order, needs no copies where it is given them. It overwrites them. The latest ones count.
         """
+        variables = list(variables)
         known = (each.strategy for each in variables if isinstance(each, Variable))
         strategy = next(known, None) or get_strategy()
         with PropagatedErrors(strategy.communicator, "gradient_views"):
             check_variables(variables)
         kinds = [(variable.shape, variable.dtype) for variable in variables]
         fusion = Fusion(strategy.communicator, kinds)
-        self._fused = list(variables), fusion
+        self._fused = variables, fusion
         return fusion.views
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:

@@ -283,7 +283,7 @@ def test_gradient_views_give_the_same_weights(size, given):
         with strategy.scope():
             variables = [Variable(np.ones(2)), Variable(np.ones(2)), Variable(0.0)]
             optimizer = optimizers.SGD(1.0)
-        views = optimizer.gradient_views(variables)
+        views = optimizer.gradient_views(iter(variables))
         assert [view.shape for view in views] == [(2,), (2,), ()]
         for _ in range(3):
             for place, view in enumerate(views):

@@ -1,5 +1,6 @@
 """One module raises the same error on every rank; where all is well it costs a barrier."""
 
+import numpy as np
 import pytest
 
 from collectives import Communicator, MismatchError
@@ -79,6 +80,19 @@ def test_an_error_that_cant_be_pickled_is_its_text_elsewhere():
         return type(caught.value), str(caught.value).startswith(("<function", "ValueError: <func"))
 
     assert on_ranks(2, body) == [(ValueError, True), (RuntimeError, True)]
+
+
+def test_an_error_of_the_first_rank_leaves_the_ranks_in_step_in_another_call():
+    def body(comm):
+        with pytest.raises(ValueError, match="no"):
+            call_on_all(
+                comm,
+                "outer",
+                lambda: call_on_first(comm, lambda: fail_on(0, comm, ValueError("no"))),
+            )
+        return comm.all_reduce(np.array([comm.rank + 1])).tolist()
+
+    assert on_ranks(2, body) == [[3], [3]]
 
 
 def test_ranks_in_other_calls_raise_the_mismatch_and_go_on():

@@ -142,11 +142,12 @@ def grouped_allreduce_async_(
 ) -> Pending:
     """Like `grouped_allreduce_async`, in place; `synchronize` returns the tensors."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    notice_joined(comm, request_of("grouped_allreduce_async", tensors, op))
-    sent = [scaled(each, prescale_factor) for each in tensors]
-    out = list(tensors) if in_place(tensors, op) else None
+    given = list(tensors)
+    notice_joined(comm, request_of("grouped_allreduce_async", given, op))
+    sent = [scaled(each, prescale_factor) for each in given]
+    out = given if in_place(given, op) else None
     handle = comm.all_reduce_many_async(sent, op, out=out)
-    return Pending(handle, lambda results: store_all(results, postscale_factor, tensors))
+    return Pending(handle, lambda results: store_all(results, postscale_factor, given))
 
 
 def allgather_async(

@@ -110,11 +110,12 @@ def grouped_allreduce_(
 ) -> list[Any]:
     """Like `grouped_allreduce`, in place. ValueError as of `allreduce_`."""
     op, comm = op_of(op, average), ranks_of(process_set)
-    request = request_of("grouped_allreduce", tensors, op)
-    sent = [scaled(each, prescale_factor) for each in tensors]
-    out = list(tensors) if in_place(tensors, op) else None
+    given = list(tensors)
+    request = request_of("grouped_allreduce", given, op)
+    sent = [scaled(each, prescale_factor) for each in given]
+    out = given if in_place(given, op) else None
     reduced = with_joined(comm, request, lambda: comm.all_reduce_many(sent, op, out=out))
-    return store_all(reduced, postscale_factor, tensors)
+    return store_all(reduced, postscale_factor, given)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Any:

@@ -155,12 +155,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """End the use of Horovod's calls, and of the process sets. Collective.
+    """End the use of Horovod's calls, without a wait for other ranks.
 
-    MPI and `collectives.world()` go on until the exit.
+    MPI, `collectives.world()` and the communicators of process sets go on until the exit.
     """
-    while _added:
-        _release(_added.pop())
+    for each in _added:
+        each.process_set_id = None
+    _added.clear()
     global _comm
     _comm = None
 
@@ -191,15 +192,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     ranks().barrier(f"hvd.remove_process_set({process_set.ranks})")
     _added.remove(process_set)
-    _release(process_set)
-    return True
-
-
-def _release(process_set: ProcessSet) -> None:
     process_set.process_set_id = None
     comm, process_set._comm = process_set._comm, None
     if comm is not None:
         comm.close()
+    return True
 
 
 def ranks_of(process_set: ProcessSet | None) -> Communicator:

@@ -68,8 +68,8 @@ def test_integers_stay_integers(torch, hvd, comm, dtype):
         hvd.synchronize(hvd.grouped_allreduce_async([given], **factors))[0],
         hvd.allreduce_(given.clone(), **factors),
         hvd.synchronize(hvd.allreduce_async_(given.clone(), **factors)),
-        hvd.grouped_allreduce_([given.clone()], **factors)[0],
-        hvd.synchronize(hvd.grouped_allreduce_async_([given.clone()], **factors))[0],
+        hvd.grouped_allreduce_(iter([given.clone()]), **factors)[0],
+        hvd.synchronize(hvd.grouped_allreduce_async_(iter([given.clone()]), **factors))[0],
         torch.cat([hvd.allgather(hvd.reducescatter(given, **factors))]),
         hvd.allgather(hvd.synchronize(hvd.reducescatter_async(given, **factors))),
     ]
@@ -268,9 +268,7 @@ def test_process_sets(torch, hvd, comm):
     again = hvd.ProcessSet([0])
     hvd.init(process_sets=[again])
     assert again.included() == (comm.rank == 0)
-    inside = again.trainers()
     hvd.shutdown()
-    assert inside.closed
     hvd.init()
     with pytest.raises(ValueError, match=r"give it to hvd\.add_process_set"):
         again.included()
