@@ -275,7 +275,11 @@ def test_another_library_than_mpich_is_refused_before_it_starts(monkeypatch):
     [
         (OPEN_MPI, TORCHRUN, "mpi-collectives[mpich]"),
         ("MPICH Version: 5.0.2\n", TORCHRUN, "import mpi4py.MPI after the first call of"),
-        ("MPICH Version: 5.0.2\n", {"RANK": "1", "WORLD_SIZE": "2"}, "Set MASTER_ADDR and MASTER_"),
+        (
+            "MPICH Version: 5.0.2\n",
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "Set MASTER_ADDR, and MASTER_",
+        ),
     ],
 )
 def test_advice_for_worlds_of_one_rank_under_torchrun(name, environment, advice):
