@@ -10,7 +10,8 @@ import numpy as np
 
 from collectives.cuda.interface import DeviceArray, Event
 from collectives.cuda.runtime import wait_for
-from collectives.reductions.reduction import ReduceOp
+from collectives.errors import in_step
+from collectives.reductions.reduction import ReduceOp, Reduction, reduction_for
 
 Move: TypeAlias = Callable[[DeviceArray, DeviceArray], None]
 """A collective from the first array into the second, which may be the same array."""
@@ -34,6 +35,13 @@ class Request(NamedTuple):
     def given(self) -> DeviceArray:
         """The input, which lies in the target if the source is None."""
         return self.target if self.source is None else self.source
+
+    def reduction(self) -> Reduction | None:
+        """That of the host, if the call reduces; TypeError, on every rank, for 8-bit floats."""
+        try:
+            return None if self.op is None else reduction_for(self.op, self.target.dtype)
+        except TypeError as error:
+            raise in_step(error) from None
 
     @property
     def empty(self) -> bool:

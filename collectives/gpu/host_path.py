@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 
 from collectives.cuda.interface import Cuda, Event
 from collectives.cuda.runtime import wait_for
-from collectives.errors import in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.execution.engine import Engine
 from collectives.gpu.stream_work import SideStream
-from collectives.reductions.reduction import reduction_for
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk: a few hundred microseconds of a bus's time."""
@@ -38,11 +36,7 @@ class HostPath(DevicePath):
 
     def run(self, request: Request) -> str:
         """Run the collective on a side stream; return when the ranks have exchanged the data."""
-        if request.op is not None:
-            try:
-                reduction_for(request.op, request.target.dtype)
-            except TypeError as error:  # for 8-bit floats
-                raise in_step(error) from None
+        request.reduction()  # raises TypeError for what the host can't reduce
         if request.empty:
             return self.name
         with self._side.work(request.source, request.target):

@@ -22,7 +22,7 @@ from collectives.cuda.runtime import wait_for
 from collectives.errors import BackendUnavailableError, in_step
 from collectives.execution.device_path import DevicePath, Request
 from collectives.gpu.stream_work import SideStream
-from collectives.reductions.reduction import Reduction, reduction_for
+from collectives.reductions.reduction import Reduction
 from collectives.shm.copy_in_copy_out import blocks_of
 from collectives.transports.base import parts_by_rank
 
@@ -116,10 +116,7 @@ class IpcPath(DevicePath):
         if request.algorithm not in (None, self.name):
             problem = f"device arrays over CUDA IPC have {self.name!r} alone"
             raise in_step(ValueError(f"algorithm={request.algorithm!r}: {problem}"))
-        try:
-            reduction = request.op and reduction_for(request.op, request.target.dtype)
-        except TypeError as error:
-            raise in_step(error) from None
+        reduction = request.reduction()
         if request.empty:
             return self.name
         with self._side.work(request.source, request.target):

@@ -167,6 +167,7 @@ class Exchange:
             return _Server(problem="rank 0 has no address that the other hosts can reach")
         token, left = secrets.token_hex(32), self._limit - time.monotonic()
         lines = (token, address, self._size, left, process_mapping(hosts))
+        # A server that has ended gives no answer: that is the problem to report.
         with suppress(BrokenPipeError):
             process.stdin.write("".join(f"{line}\n" for line in lines).encode())
         answer = process.stdout.readline().decode().strip()

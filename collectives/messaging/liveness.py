@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.shm.layout import process_namespace
 from collectives.shm.node_barrier import is_alive
 
 _LOOK_SECONDS = 0.1
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NAMESPACE = "/proc/self/ns/pid"
 
 
 class Process(NamedTuple):
@@ -24,12 +25,12 @@ class Process(NamedTuple):
 
 def this_process() -> Process:
     """The one that calls."""
-    number = os.getpid()
-    try:
-        # Containers of one machine number their processes by themselves.
-        return Process(number, _BOOT.read_text(encoding="ascii").strip() + os.readlink(_NAMESPACE))
-    except OSError:
-        return Process(number, f"{os.uname().nodename}, unseen by others than {number}")
+    number, namespace = os.getpid(), process_namespace()
+    with suppress(OSError):
+        boot = _BOOT.read_text(encoding="ascii").strip()
+        if namespace:
+            return Process(number, f"{boot} {namespace}")
+    return Process(number, f"{os.uname().nodename}, unseen by others than {number}")
 
 
 class Processes:

@@ -79,7 +79,7 @@ class NodeMemory:
 
         They can in the namespace of the number alone: containers number their own processes.
         """
-        self.own[NAMESPACE] = _process_namespace()
+        self.own[NAMESPACE] = process_namespace()
         self.own[PROCESS] = os.getpid()
 
     def touch_stages(self) -> None:
@@ -107,7 +107,8 @@ def clear(segment: memoryview, fence: Callable[[], None] | None) -> None:
         fence()
 
 
-def _process_namespace() -> int:
+def process_namespace() -> int:
+    """The number of the namespace in which this process's number is valid; 0 if it isn't known."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -196,7 +196,6 @@ def _sum(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
     dtype = array.dtype
     if dtype.kind not in "biufcV":
         raise TypeError("only numbers can be summed")
-    if op is ReduceOp.MEAN and dtype.kind in "biu":
-        dtype = np.dtype(np.float64)
-    wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
-    return np.asarray(np.sum(array, axis=axes, dtype=wide), wide if op is ReduceOp.MEAN else dtype)
+    mean = op is ReduceOp.MEAN
+    wide = values.dtype_of_sum(dtype) if mean or dtype.kind not in "biu" else dtype
+    return np.asarray(np.sum(array, axis=axes, dtype=wide), wide if mean else dtype)

@@ -89,6 +89,16 @@ def cast(array: Any, dtype: Any) -> Array:
     return there
 
 
+def dtype_of_sum(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """In which values are added: float64 for integers and bool, float32 for 16-bit floats.
+
+    Sums in narrower dtypes overflow.
+    """
+    if dtype.kind in "biu":
+        return np.dtype(np.float64)
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+
+
 def on_host(array: Any) -> Array:
     """A NumPy array with the elements of one on any device."""
     if not on_gpu(array):

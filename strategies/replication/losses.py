@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from strategies.core.same_error import wrong_context
-from strategies.core.values import Array, as_array
+from strategies.core.values import Array, as_array, dtype_of_sum
 from strategies.replication.contexts import get_strategy, in_cross_replica_context
 
 
@@ -45,14 +45,10 @@ def compute_average_loss(
 
 
 def _sum_over(losses: Array, size: int) -> Any:
-    """The sum divided by the size, zero for size 0, in the losses' dtype; float64 of integers.
-
-    Narrower sums would overflow.
-    """
-    dtype = np.dtype(np.float64) if losses.dtype.kind in "biu" else losses.dtype
-    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    total = losses.sum(dtype=wide) / wide.type(size) if size else 0
-    return dtype.type(total)
+    """The sum divided by the size, zero for size 0, in the losses' dtype; float64 of integers."""
+    wide = dtype_of_sum(losses.dtype)
+    dtype = wide if losses.dtype.kind in "biu" else losses.dtype
+    return dtype.type(losses.sum(dtype=wide) / wide.type(size) if size else 0)
 
 
 def _checked_size(global_batch_size: Any) -> int:

@@ -54,6 +54,14 @@ def _strategy_of(checkpoint: Any) -> Any:
     return None
 
 
+def _made_equal(strategy: Any, what: str) -> Communicator:
+    """The strategy's communicator, once all ranks save, and their variables are equal."""
+    communicator: Communicator = strategy.communicator
+    communicator.barrier(f"{what}: all ranks call it")
+    strategy.synchronize()
+    return communicator
+
+
 @contextmanager
 def _silent() -> Iterator[None]:
     _state.silent = True
@@ -71,9 +79,8 @@ def _by_one_writer(plain: Callable[..., str]) -> Callable[..., str]:
         strategy = _strategy_of(self) if tf.executing_eagerly() else None
         if strategy is None:
             return plain(self, file_prefix, options)
-        communicator: Communicator = strategy.communicator
-        communicator.barrier("Checkpoint.save, write or CheckpointManager.save: all ranks call it")
-        strategy.synchronize()
+        what = "Checkpoint.save, write or CheckpointManager.save"
+        communicator = _made_equal(strategy, what)
         chief = communicator.rank == 0
 
         def write_one() -> str:
@@ -114,9 +121,7 @@ def _once(plain: Callable[..., Any], path_name: str, what: str) -> Callable[...,
             strategy = _strategy_of(model)
         if strategy is None:
             return plain(*args, **kwargs)
-        communicator: Communicator = strategy.communicator
-        communicator.barrier(f"{what}: all ranks call it")
-        strategy.synchronize()
+        communicator = _made_equal(strategy, what)
 
         def save_one() -> Any:
             if communicator.rank == 0:
