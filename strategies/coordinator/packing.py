@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -110,6 +111,15 @@ class References:
         return NotImplemented
 
 
+_NO_FILE = "<dynamic-code>"
+"""In place of the file's name in code that cloudpickle copies."""
+
+
+def _in_file(code: CodeType, name: str) -> CodeType:
+    """Code with the file's name: AutoGraph reads the source, and tracebacks show it."""
+    return code.replace(co_filename=name)
+
+
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, references: References, **options: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, **options)
@@ -119,6 +129,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return self._references.name(thing)
 
     def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, CodeType) and thing.co_filename != _NO_FILE:
+            return _in_file, (thing.replace(co_filename=_NO_FILE), thing.co_filename)
         reduced = self._references.reduce(thing)
         return super().reducer_override(thing) if reduced is NotImplemented else reduced
 

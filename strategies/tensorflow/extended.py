@@ -90,12 +90,13 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
                 f" {type(self._container_strategy()).__name__}, so that the ranks would change it"
                 " independently: create it, and the model that it belongs to, inside of the scope"
             )
-        return self._update_in_place(var._primary, fn, (var._primary, *args), kwargs, group)
+        at, args = (var._primary.device,), (var._primary, *args)
+        return self._update_non_slot(at, fn, args, kwargs, group)
 
-    def _update_in_place(
-        self, at: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    def _update_non_slot(
+        self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
-        with tf.device(at.device), distribute_lib.UpdateContext(0):
+        with tf.device(colocate_with[0]), distribute_lib.UpdateContext(0):
             local_args = distribute_utils.select_replica(0, args)
             updated = fn(*local_args, **distribute_utils.select_replica(0, kwargs))
         return distribute_utils.update_regroup(self, (updated,), group)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import values_util
 
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
@@ -142,13 +143,15 @@ class Operations:
         return self.execute(call, [value], [shape])[0]
 
     def broadcast(self, value: Any) -> Any:
-        """The first rank's tensor."""
-        value = tf.convert_to_tensor(value)
+        """The first rank's tensor or IndexedSlices. Shapes must be equal on all ranks."""
+        slices = isinstance(value, tf.IndexedSlices)
+        tensors = [value.values, value.indices] if slices else [tf.convert_to_tensor(value)]
 
-        def call(array: Any) -> list[Any]:
-            return [self.replication.broadcast_first(np.asarray(array))]
+        def call(*arrays: Any) -> list[Any]:
+            return [self.replication.broadcast_first(np.asarray(each)) for each in arrays]
 
-        return self.execute(call, [value], [value.shape])[0]
+        results = self.execute(call, tensors, [each.shape for each in tensors])
+        return tf.IndexedSlices(*results, value.dense_shape) if slices else results[0]
 
     def mirror(self, value: Any) -> Any:
         """The chief's value of a new variable; a MismatchError where shapes or dtypes differ."""
@@ -177,6 +180,7 @@ class Operations:
             except Exception as error:
                 raise carried(error) from None
 
+        values_util.mark_as_unsaveable()
         before = self._token.read_value()
         with tf.control_dependencies([before]):
             dtypes = [each.dtype for each in inputs[: len(shapes)]]

@@ -78,7 +78,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def is_server(self) -> bool:
         """Whether this rank has a task of the job ps."""
-        return self._served.membership.place.role == "ps"
+        return self._served.membership.place.task.type == "ps"
 
     def shutdown(self) -> None:
         """As a worker: wait until all that was pushed is applied, and withdraw.
@@ -107,6 +107,11 @@ class ServedExtended(CollectiveExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         kwargs.pop("colocate_with", None)
+        if kwargs.get("per_worker_variable"):
+            raise NotImplementedError(
+                "per_worker_variable=True: a variable's value is on the servers, one for all"
+                " workers. In a cluster without chief, an ON_READ variable is each worker's own"
+            )
         place = Place()
         what = f"variable {kwargs.get('name') or 'Variable'!r}"
         on_read = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ

@@ -20,8 +20,9 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib, distribute_utils, values
+from tensorflow.python.distribute import distribute_lib, distribute_utils, values, values_util
 from tensorflow.python.trackable import base as trackable
 
 _KERAS = "keras.src.backend.tensorflow.core"
@@ -31,7 +32,22 @@ _BETWEEN = ("tensorflow.", "strategies.tensorflow.", "keras.src.backend.", "kera
 """Modules that assign what another caller has computed."""
 
 
-class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
+class _Readable:
+    """What `tf.Variable` has and TensorFlow's distributed variables lack: NumPy reads them."""
+
+    numpy: Callable[[], Any]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.numpy(), dtype, copy=copy)
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+
+class ReplicatedVariable(_Readable, values.MirroredVariable):  # type: ignore[misc]
     """A variable that has the same value on every rank."""
 
     keras_variable: Any = None
@@ -44,6 +60,8 @@ class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
     """The storage of the value that a round of local SGD began with; see `outer_steps`."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        if not isinstance(value, values.DistributedValues) and not tf.is_tensor(value):
+            value = tf.convert_to_tensor(value, dtype=self.dtype)
         extended = self._distribute_strategy.extended
         if extended.is_alone:
             return update_fn(self._primary, value, **kwargs)
@@ -93,12 +111,13 @@ class ReplicatedVariable(values.MirroredVariable):  # type: ignore[misc]
         return str(getattr(self.keras_variable(), "path", self.name))
 
 
-class LocalVariable(values.SyncOnReadVariable):  # type: ignore[misc]
+class LocalVariable(_Readable, values.SyncOnReadVariable):  # type: ignore[misc]
     """A variable of which each rank has its own value, aggregated when read outside of run."""
 
     def value(self) -> Any:
-        """The aggregate outside of run, and this rank's value inside."""
-        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+        """The aggregate outside of run, and this rank's value inside and in a SavedModel."""
+        first = self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if first and not values_util.is_saving_non_distributed():
             with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
                 if tf.distribute.in_cross_replica_context():
                     return self._get_cross_replica()

@@ -1,5 +1,6 @@
 """Functions, values and exceptions as messages between processes."""
 
+import inspect
 import pickle
 import subprocess
 import sys
@@ -43,6 +44,15 @@ def test_a_function_takes_along_what_it_refers_to_as_it_is_now():
     values, doubled = unpack(packed, PLAIN)()
     assert values == [1, 2]
     assert doubled.tolist() == [0, 2, 4]
+
+
+def test_a_copied_function_has_its_source():
+    def outer():
+        return lambda: "inner"
+
+    copy = unpack(pack(outer, PLAIN), PLAIN)
+    assert (copy()(), inspect.getsource(copy)) == ("inner", inspect.getsource(outer))
+    assert inspect.getsource(copy()) == inspect.getsource(outer())
 
 
 def test_a_function_of_a_program_runs_in_another_process():

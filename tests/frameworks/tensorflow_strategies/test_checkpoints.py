@@ -79,6 +79,30 @@ def test_a_chief_that_cannot_write(tf, strategy, comm, folder):
     assert checkpoint.save(str(folder / "state")).startswith(str(folder))
 
 
+def test_what_communicates_is_not_in_a_saved_model(tf, strategy, comm, folder):
+    class Counting(tf.Module):
+        def __init__(self):
+            modes = tf.VariableSynchronization, tf.VariableAggregation
+            with strategy.scope():
+                self.first, self.total = (
+                    tf.Variable(1.0, synchronization=modes[0].ON_READ, aggregation=each)
+                    for each in (modes[1].ONLY_FIRST_REPLICA, modes[1].SUM)
+                )
+
+        @tf.function(input_signature=[])
+        def read(self):
+            return self.first.value() + self.total
+
+    module = Counting()
+    strategy.run(lambda: module.total.assign(comm.rank + 2.0))
+    tf.saved_model.save(module, str(folder / "saved"), signatures=module.read)
+    total = 1.0 + sum(rank + 2.0 for rank in range(comm.size))
+    assert float(tf.saved_model.load(str(folder / "saved")).read()) == total
+    traced = module.read.get_concrete_function()
+    with pytest.raises(ValueError, match="uses distributed variables"):
+        tf.saved_model.save(module, str(folder / "traced"), signatures=traced)
+
+
 # Of Keras, which reads every distributed variable of TensorFlow in this way when it saves.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 def test_models_have_one_writer(tf, strategy, comm, folder):

@@ -77,6 +77,17 @@ def test_training(tf, ds, comm):
         for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
 
+        @tf.function
+        def until(limit):
+            rows = tf.constant(0)
+            for each in tf.data.Dataset.range(1, 9, output_type=tf.int32):
+                if rows + each > limit:
+                    break
+                rows += each
+            return rows
+
+        # AutoGraph converts it on the worker, from its source.
+        assert coordinator.schedule(until, args=(tf.constant(12),)).fetch() == 10
         results = [coordinator.schedule(tf.function(lambda: mean.count + 1.0))]
         assert coordinator.fetch(results)[0] == 1.0
         with pytest.raises(TypeError, match=r"must be a tf\.function"):

@@ -165,6 +165,8 @@ def test_errors(tf, ds, comm):
             variable = tf.Variable([1.0, 2.0])
             with pytest.raises(TypeError, match="of numbers or bool"):
                 tf.Variable("text")
+            with pytest.raises(NotImplementedError, match="per_worker_variable"):
+                tf.Variable(0.0, per_worker_variable=True)
             if rank == 0:
                 tf.Variable([1.0])
             else:

@@ -175,16 +175,19 @@ def test_keras_fit(tf, ds, strategy, comm, tmp_path, capsys, equal_on_all):
 def test_older_optimizers(tf, strategy, comm):
     """Those of TensorFlow 1, whose gradients are reduced in `merge_call`."""
     with strategy.scope():
-        weights = tf.Variable([1.0, 2.0])
-        optimizer = tf.compat.v1.train.MomentumOptimizer(0.5, 0.9)
+        weights, others = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0])
+        momentum = tf.compat.v1.train.MomentumOptimizer(0.5, 0.9)
+        adam = tf.compat.v1.train.AdamOptimizer(0.5)  # has variables that belong to no weight
     gradient = tf.constant([1.0, comm.rank + 1.0])
 
     def step():
-        optimizer.apply_gradients([(gradient, weights)])
+        momentum.apply_gradients([(gradient, weights)])
+        adam.apply_gradients([(gradient, others)])
 
     tf.function(lambda: strategy.run(step))()
     total = comm.size * (comm.size + 1) / 2
     np.testing.assert_allclose(weights, [1 - 0.5 * comm.size, 2 - 0.5 * total])
+    np.testing.assert_allclose(others, [0.5, 1.5], rtol=1e-5)
 
 
 def test_sparse_gradients(tf, strategy, comm, equal_on_all):

@@ -170,11 +170,15 @@ def test_an_assignment_in_run_follows_the_aggregation(tf, strategy, comm, call):
             for mode in (modes.SUM, modes.MEAN, modes.ONLY_FIRST_REPLICA)
         }
         plain = tf.Variable(0.0, name="plain")
+        counter = tf.Variable(0, dtype=tf.int64, aggregation=modes.ONLY_FIRST_REPLICA)
+        rows = tf.Variable([0.0, 0.0, 0.0], aggregation=modes.ONLY_FIRST_REPLICA)
 
     def replica():
         for variable in made.values():
             variable.assign(own)
             variable.assign_add(own)
+        counter.assign_add(2)
+        rows.scatter_update(tf.IndexedSlices(own[None], tf.constant([1])))
 
     call(lambda: strategy.run(replica))()
     total = comm.size * (comm.size + 1) / 2
@@ -182,6 +186,7 @@ def test_an_assignment_in_run_follows_the_aggregation(tf, strategy, comm, call):
     assert found == pytest.approx(
         {modes.SUM: 2 * total, modes.MEAN: 2 * total / comm.size, modes.ONLY_FIRST_REPLICA: 2.0}
     )
+    assert (int(counter), np.asarray(rows).tolist()) == (2, [0.0, 1.0, 0.0])
     plain.assign(3.0)
     with pytest.raises(ValueError, match="'plain:0' has aggregation NONE and cannot be assigned"):
         call(lambda: strategy.run(lambda: plain.assign(own)))()
@@ -209,6 +214,7 @@ def test_variables_aggregated_when_read(tf, strategy, comm, call):
     ranks = np.arange(comm.size)
     expected = [sum(ranks + 2.0), np.mean(ranks + 2.0), 2.0]
     np.testing.assert_allclose([each.numpy() for each in made], expected)
+    np.testing.assert_allclose([float(each) for each in made], expected)
     read = call(lambda: [each.value() for each in made])()
     np.testing.assert_allclose(read, expected)
     made[0].assign(6.0)
