@@ -74,6 +74,11 @@ def world(*, backend: str = "auto", deadline: float | _Unset | None = _UNSET) ->
     return _world
 
 
+def given(comm: Communicator | None) -> Communicator:
+    """The communicator; that of all ranks without."""
+    return world() if comm is None else comm
+
+
 def _start_seconds(deadline: Any) -> float:
     """How long the start may take; a wrong deadline is refused after it, on all ranks."""
     if deadline is None:

@@ -31,15 +31,7 @@ class Link:
     reduction: float
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Number of messages and of bytes that each rank sends in a collective, by rank."""
-
-    messages: Indices
-    nbytes: Indices
-
-
-def _rounds(
+def sized_rounds(
     collective: str, algorithm: str, size: int, nbytes: int
 ) -> Iterator[tuple[Messages, Indices]]:
     """The messages of each round between all ranks, and their bytes."""
@@ -63,27 +55,14 @@ def _rounds(
     return itertools.starmap(sized, enumerate(found.schedule(np.arange(size), size)))
 
 
-def traffic(collective: str, algorithm: str, size: int, nbytes: int) -> Traffic:
-    """Count the messages and bytes that each of `size` ranks sends.
+def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link) -> float:
+    """Seconds that the slowest of `size` ranks needs over `link`.
 
     `nbytes` is the size of the whole buffer in bytes: the result of all_gather and gather, the
     input of one rank of all_to_all and scatter. Raises ValueError for unknown names, a size below 1
     or negative bytes.
     """
-    rounds = _rounds(collective, algorithm, size, nbytes)
-    count, total = np.zeros(size, np.int64), np.zeros(size, np.int64)
-    for each, lengths in rounds:
-        np.add.at(count, each.sent.rank, 1)
-        np.add.at(total, each.sent.rank, lengths)
-    return Traffic(count, total)
-
-
-def estimate(collective: str, algorithm: str, size: int, nbytes: int, link: Link) -> float:
-    """Seconds that the slowest of `size` ranks needs over `link`.
-
-    Arguments and errors are those of `traffic`.
-    """
-    rounds = _rounds(collective, algorithm, size, nbytes)
+    rounds = sized_rounds(collective, algorithm, size, nbytes)
     clock = np.zeros(size)
     for each, lengths in rounds:
         seconds = link.latency + lengths / link.bandwidth

@@ -18,6 +18,7 @@ from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm.selector import PathSelector
 from collectives.shm.two_levels import Path
+from collectives.transports.base import own_part
 
 _BYTES = np.dtype(np.uint8)
 
@@ -114,7 +115,7 @@ def bind_gather(
         lengths = [each * math.prod(rest) for each in counts]
         joined = np.empty((rows, *rest), dtype) if on_root else engine.work(sum(lengths), dtype)
         filled = joined.reshape(-1)
-        engine.own_part(filled, lengths)[:] = source
+        own_part(filled, lengths, engine.rank)[:] = source
         engine.run("gather", None, filled, lengths=lengths, root=root)
         return joined if on_root else None
 

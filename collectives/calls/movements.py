@@ -28,6 +28,7 @@ from collectives.calls.objects import broadcast_pickle
 from collectives.consistency.signature import ANY_LENGTH, Signature, check_index, dtype_name, forced
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
+from collectives.transports.base import own_part
 
 
 def broadcast(
@@ -120,7 +121,7 @@ def gather(
             joined = empty(total, rows.dtype, rows.flat)
         else:
             joined = engine.work(total, rows.dtype, rows.flat)
-        engine.own_part(joined, lengths)[:] = rows.flat
+        own_part(joined, lengths, engine.rank)[:] = rows.flat
         engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
         return like(array)(rows.array(joined, sum(counts))) if on_root else None
 
@@ -176,7 +177,7 @@ def scatter_block(
     else:
         whole = engine.work(total, found.dtype)
     engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
-    block: Array = engine.own_part(whole, lengths).copy()
+    block: Array = own_part(whole, lengths, engine.rank).copy()
     return block
 
 

@@ -45,9 +45,9 @@ class Link:
     """Seconds of a small message, one way: the least, which waits for no scheduler."""
     bandwidths: tuple[float, ...]
     """Bytes per second of each large message."""
-    sent: int = 0
+    sent: int
     """TCP segments of both hosts during the measurement, of all programs."""
-    repeated: int = 0
+    repeated: int
     """Those of them that TCP has sent again."""
 
     @property

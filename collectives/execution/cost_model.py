@@ -118,7 +118,7 @@ class Choice:
 def choose(
     collective: str, nbytes: int, layout: Layout, paths: tuple[str, ...], costs: CostParameters
 ) -> Choice:
-    """The candidate of least expected time for `nbytes` bytes, counted as in `cost.traffic`.
+    """The candidate of least expected time for `nbytes` bytes, counted as in `estimate`.
 
     `paths` are the available paths besides the schedules.
     """
@@ -157,7 +157,7 @@ def _ring_gain(size: int, nbytes: int) -> float:
 def expected(
     collective: str, path: str, nbytes: int, layout: Layout, costs: CostParameters
 ) -> float:
-    """Expected seconds of a path; `nbytes` is counted as in `cost.traffic`.
+    """Expected seconds of a path; `nbytes` is counted as in `estimate`.
 
     Ranks that share a core run one after the other, so oversubscription multiplies the time.
     """

@@ -39,7 +39,7 @@ from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
 from collectives.shm.node import Node
 from collectives.shm.selector import LARGEST_NATIVE, LEAST_BYTES
 from collectives.shm.two_levels import Path
-from collectives.transports.base import Actions, Native, Transport, own_part
+from collectives.transports.base import Actions, Native, Transport
 from collectives.waiting.wait_policy import WaitPolicy
 from collectives.waiting.watchdog import Watchdog
 
@@ -224,11 +224,6 @@ class Engine(CallScope):
         bucket = 0 if collective == "all_to_all" else bucket_of(nbytes)
         there = tuple(n for n in PRICED if n in paths and (n != NATIVE or bucket <= LARGEST_NATIVE))
         return choose(collective, bucket, self.layout, there, self.costs)
-
-    def own_part(self, whole: Array, lengths: Sequence[int]) -> Array:
-        """This rank's part, as a view, of a buffer that holds one for each rank."""
-        part: Array = own_part(whole, lengths, self.rank)
-        return part
 
     def work(self, length: int, dtype: np.dtype[Any], beside: Array | None = None) -> Array:
         """A flat buffer for intermediate results; the next operation uses the same memory.

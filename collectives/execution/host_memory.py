@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Action, Array, ReduceOp, reduction_for
+from collectives.shm.addresses import address_of
 
 _WORK_BYTES_KEPT = 1 << 26
 
@@ -16,6 +17,7 @@ class HostMemory:
     """Host memory, as NumPy arrays."""
 
     segment_bytes = 256 << 10
+    address = staticmethod(address_of)
 
     def __init__(self) -> None:
         self._work = np.empty(0, np.uint8)
@@ -32,11 +34,6 @@ class HostMemory:
     def empty(self, length: int, dtype: np.dtype[Any]) -> Array:
         """New uninitialised memory."""
         return np.empty(length, dtype)
-
-    def address(self, array: Array) -> int:
-        """The address in NumPy's array interface."""
-        address: int = array.__array_interface__["data"][0]
-        return address
 
     def at(self, address: int, length: int, dtype: np.dtype[Any]) -> Array:
         """An array over the memory."""

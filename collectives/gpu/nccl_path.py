@@ -89,15 +89,12 @@ class NcclPath(DevicePath):
 
     def _run_converted(self, request: Request, conversion: Conversion, native: Native) -> None:
         """Reduce a converted copy in place."""
-        source, target = conversion.convert(request.given), None
+        source, target = None, conversion.convert(request.given)
         if request.collective == "reduce_scatter":
-            target = self._cuda.empty(request.target.size, conversion.dtype)
-        changed = request._replace(
-            source=None if target is None else source, target=source if target is None else target
-        )
-        native(changed.source, changed.target, changed.lengths or (), changed.root)
-        if changed.collective != "reduce" or self._transport.rank == request.root:
-            conversion.convert_back(changed.target, request.target)
+            source, target = target, self._cuda.empty(request.target.size, conversion.dtype)
+        native(source, target, request.lengths or (), request.root)
+        if request.collective != "reduce" or self._transport.rank == request.root:
+            conversion.convert_back(target, request.target)
 
     def _run_schedule(self, request: Request, algorithm: str) -> str:
         self._plans.run(

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from collectives.communicator import Communicator
-from collectives.jax.kinds import KINDS, Call, ReduceList, given, rank_of
+from collectives.jax.kinds import KINDS, Call, ReduceList, rank_of
 from collectives.jax.primitive import bind
+from collectives.world import given
 
 Tree = TypeVar("Tree")
 
@@ -29,16 +30,14 @@ def all_reduce(
     return _made(_reducible(tree, op), Call("all_reduce", given(comm), op), after, like=tree)
 
 
-def mean_by(
-    reduction: ReduceList, tree: Tree, *, comm: Communicator | None = None, after: Any = None
-) -> Tree:
+def mean_by(reduction: ReduceList, tree: Tree, *, comm: Communicator) -> Tree:
     """The pytree's arrays averaged over the ranks by a function of NumPy arrays. Collective.
 
     The function, which is collective itself and may be approximate, is called whenever the program
     runs. It is kept for the life of the process. The result has no derivative: NotImplementedError.
     """
-    call = Call("all_reduce", given(comm), "mean", by=reduction)
-    return _made(_reducible(tree, "mean"), call, after, like=tree)
+    call = Call("all_reduce", comm, "mean", by=reduction)
+    return _made(_reducible(tree, "mean"), call, None, like=tree)
 
 
 def reduce(

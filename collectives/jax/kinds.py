@@ -15,7 +15,7 @@ import numpy as np
 
 from collectives.communicator import Communicator
 from collectives.jax.host_calls import HostFunction
-from collectives.world import world
+from collectives.world import given
 
 LINEAR = ("sum", "mean")
 
@@ -44,11 +44,6 @@ class Call:
     """Whether the call runs even if the program uses none of its results."""
     by: ReduceList | None = None
     """What reduces the arrays in the place of `all_reduce_many`."""
-
-
-def given(comm: Communicator | None) -> Communicator:
-    """The communicator; that of all ranks without."""
-    return world() if comm is None else comm
 
 
 def rank_of(name: str, rank: int, comm: Communicator | None) -> int:

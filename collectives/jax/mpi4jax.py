@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from collectives.communicator import Communicator
 from collectives.jax import functions
-from collectives.jax.kinds import Call, given, rank_of
+from collectives.jax.kinds import Call, rank_of
 from collectives.jax.primitive import bind
+from collectives.world import given
 
 _OPS = {"SUM": "sum", "PROD": "product", "MIN": "min", "MAX": "max"}
 _OPS |= {"BAND": "bitwise_and", "BOR": "bitwise_or", "BXOR": "bitwise_xor"}

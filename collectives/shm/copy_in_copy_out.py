@@ -86,9 +86,7 @@ class CopyInCopyOut:
 
     # all_reduce
 
-    def all_reduce(
-        self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
-    ) -> None:
+    def all_reduce(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """With two ranks each folds all; with more each folds a slice and copies the others."""
         given = target if source is None else source
         run = self._fold_all if self._size == 2 else self._fold_slice
@@ -153,16 +151,14 @@ class CopyInCopyOut:
 
     # reduce and reduce_scatter
 
-    def reduce(
-        self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
-    ) -> None:
+    def reduce(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """Each rank folds a slice, and the root copies the slices."""
         given = target if source is None else source
         for block in blocks_of(len(target), self._capacity):
             self._fold_slice(given[block], target[block], root)
 
     def reduce_scatter(
-        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
+        self, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """The parts are cut into pieces, so that a stage holds a piece of each part.
 
@@ -186,9 +182,7 @@ class CopyInCopyOut:
 
     # movements
 
-    def broadcast(
-        self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
-    ) -> None:
+    def broadcast(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """The root writes blocks; the others read them one step later."""
         for block in blocks_of(len(target), self._capacity):
             if self._rank == root:
@@ -200,16 +194,14 @@ class CopyInCopyOut:
                 self._has_read(content)
             self._steps.finish_step()
 
-    def all_gather(
-        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
-    ) -> None:
+    def all_gather(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """Every rank writes a block of its part and reads the others'.
 
         The source is this rank's part alone. It is copied to the target while the others write.
         """
         self._gather(source, target, lengths, None)
 
-    def gather(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
+    def gather(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """Like `all_gather`, but only the root reads."""
         self._gather(None, target, lengths, root)
 
@@ -232,7 +224,7 @@ class CopyInCopyOut:
                     self._has_read(content)
             steps.finish_step()
 
-    def scatter(self, source: Array | None, target: Array, lengths: Lengths, root: int = 0) -> None:
+    def scatter(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """The root writes a piece of every part; each other rank reads its own."""
         steps, rank, parts = self._steps, self._rank, parts_by_rank(target, lengths)
         most = max(1, self._capacity // self._size)
@@ -250,9 +242,7 @@ class CopyInCopyOut:
                 self._has_read(content)
             steps.finish_step()
 
-    def all_to_all(
-        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
-    ) -> None:
+    def all_to_all(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> None:
         """`lengths` holds the parts to each rank, then the parts from each rank."""
         steps, rank, size = self._steps, self._rank, self._size
         longest = max(first for first, _ in steps.exchange_numbers(max(lengths), 0))
@@ -271,7 +261,7 @@ class CopyInCopyOut:
             steps.finish_step()
 
     def all_to_all_equal(
-        self, source: Array | None, target: Array, lengths: Lengths, root: int = 0
+        self, source: Array | None, target: Array, lengths: Lengths, root: int
     ) -> None:
         """Like `all_to_all`, of parts of one length: the source holds those that are sent."""
         assert source is not None

@@ -64,9 +64,7 @@ class PathSelector:
         self._abandoned: object = None
         self._times: LRU[tuple[int, bool], PathTimes] = LRU()
 
-    def __call__(
-        self, source: Array | None, target: Array, lengths: Lengths = (), root: int = 0
-    ) -> str:
+    def __call__(self, source: Array | None, target: Array, lengths: Lengths, root: int) -> str:
         """Take part in it, on buffers as a transport's native collective takes them."""
         given = target if source is None else source
         nbytes = max(given.nbytes, target.nbytes)

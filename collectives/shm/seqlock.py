@@ -120,7 +120,7 @@ class MappedArray:
         """Whether the array is not being changed at this moment."""
         return not self._words[0] & 1
 
-    def copy_to(self, out: Array, rows: Array | None = None) -> bool:
+    def copy_to(self, out: Array, rows: Array | None) -> bool:
         """Copy the array, or some rows; False, with `out` undefined, where it changed meanwhile."""
         version = self._words[0]
         if version & 1:

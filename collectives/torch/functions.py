@@ -20,7 +20,7 @@ from torch.autograd import Function
 from collectives.communicator import Communicator
 from collectives.reductions.reduction import ReduceOp, as_op
 from collectives.torch.untraced import untraced_function
-from collectives.world import world
+from collectives.world import given
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 _LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
@@ -45,7 +45,7 @@ def all_reduce(tensor: Any, op: ReduceOp | str = "sum", *, comm: Communicator | 
         TypeError: the dtype has no such reduction.
 
     """
-    return _AllReduce.apply(tensor, _ANCHOR, as_op(op), _given(comm))
+    return _AllReduce.apply(tensor, _ANCHOR, as_op(op), given(comm))
 
 
 @untraced_function
@@ -59,7 +59,7 @@ def all_gather(tensor: Any, *, axis: int = 0, comm: Communicator | None = None) 
         MismatchError: dtypes or the other lengths differ; on every rank.
 
     """
-    return _AllGather.apply(tensor, _ANCHOR, axis, _given(comm))
+    return _AllGather.apply(tensor, _ANCHOR, axis, given(comm))
 
 
 @untraced_function
@@ -75,7 +75,7 @@ def reduce_scatter(
         MismatchError: the ranks' calls differ; on every rank.
 
     """
-    op, comm = as_op(op), _given(comm)
+    op, comm = as_op(op), given(comm)
     if op not in _LINEAR:
         return all_reduce(tensor, op, comm=comm).tensor_split(comm.size, axis)[comm.rank]
     return _ReduceScatter.apply(tensor, _ANCHOR, op, axis, comm)
@@ -93,7 +93,7 @@ def all_to_all(tensors: Sequence[Any], *, comm: Communicator | None = None) -> l
         ValueError: `tensors` does not have one entry for each rank.
 
     """
-    return list(_AllToAll.apply(_given(comm), _ANCHOR, *tensors))
+    return list(_AllToAll.apply(given(comm), _ANCHOR, *tensors))
 
 
 @untraced_function
@@ -107,11 +107,7 @@ def broadcast(tensor: Any, *, root: int = 0, comm: Communicator | None = None) -
         MismatchError: shapes, dtypes or roots differ; on every rank.
 
     """
-    return _Broadcast.apply(tensor, _ANCHOR, root, _given(comm))
-
-
-def _given(comm: Communicator | None) -> Communicator:
-    return world() if comm is None else comm
+    return _Broadcast.apply(tensor, _ANCHOR, root, given(comm))
 
 
 class _AllReduce(Function):  # type: ignore[misc]

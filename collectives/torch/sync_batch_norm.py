@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives.communicator import Communicator
 from collectives.torch.functions import all_reduce
-from collectives.world import world
+from collectives.world import given
 
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def forward(self, input: Any) -> Any:
         """The normalized input, of its shape and dtype."""
         self._check_input_dim(input)
-        comm = world() if self.comm is None else self.comm
+        comm = given(self.comm)
         if not self.training or comm.size == 1:
             return super().forward(input)
         moments = _all_moments(input, comm)

@@ -38,7 +38,7 @@ class Membership:
 
     def ranks_of(self, *roles: str) -> list[int]:
         """The world's ranks that have one of these roles, by the ids of their tasks."""
-        held = [rank for rank, place in enumerate(self.places) if place.role in roles]
+        held = [rank for rank, place in enumerate(self.places) if place.task.type in roles]
         return sorted(held, key=lambda rank: self.places[rank].id)
 
 
@@ -59,7 +59,7 @@ def join_cluster(
         places = assign_ranks(world.all_gather_object((text, socket.gethostname())))
         validate(TFConfig(places[0].cluster, places[0].task.type, places[0].task.index))
     place = places[world.rank]
-    group = world.split(_GROUPS.get(place.role, 0), key=place.id)
+    group = world.split(_GROUPS.get(place.task.type, 0), key=place.id)
     assert group is not None
     if resolver is None:
         task = place.task

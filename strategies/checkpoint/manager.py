@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from strategies.checkpoint.checkpoint import SUFFIX, Checkpoint, run_once
 from strategies.checkpoint.tensor_file import PARTIAL
+from strategies.core.values import whole_number
 
 _NUMBERED = re.compile(r".*-([0-9]+)\.safetensors")
 
@@ -82,8 +83,8 @@ class CheckpointManager:
     ) -> None:
 
         def begun() -> tuple[str, int | None, str, list[int]]:
-            if max_to_keep is not None and max_to_keep < 0:
-                raise ValueError(f"max_to_keep={max_to_keep}: must be None or at least 0")
+            if max_to_keep is not None:
+                whole_number("max_to_keep", max_to_keep, 0)
             steps = [
                 each.number
                 for each in find_checkpoints(directory)

@@ -34,11 +34,6 @@ class RankPlace:
     too. (`multi_worker_util.is_chief` finds none where the workers' indices don't begin at 0.)"""
     cluster: ClusterSpec
 
-    @property
-    def role(self) -> str:
-        """The task's type: what the ranks are split by."""
-        return self.task.type
-
 
 class _Claim(NamedTuple):
     """A report that was read: what the rank's configuration says, or why it can't be read."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
 from collectives import ReduceOp as CollectiveReduceOp
 from collectives.compression import parse
+from strategies.core.values import whole_number
 
 Checks: TypeAlias = Mapping[str, Callable[[Any], Any]]
 """By an attribute's name what makes its value of a given one, or raises."""
@@ -101,16 +101,6 @@ class CommunicationImplementation(enum.Enum):
 CollectiveCommunication = CommunicationImplementation
 
 
-def _checked_bytes(given: Any) -> int:
-    try:
-        number = operator.index(given)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"bytes_per_pack={given!r}: must be an integer of at least 0")
-    return number
-
-
 def _checked_seconds(given: Any) -> float | None:
     if given is None:
         return None
@@ -152,12 +142,12 @@ class CommunicationOptions(CheckedAttributes):
     of the optimizers of `strategies`, and of models of torch and Keras. For a strategy, not for a
     single call. What was left out of a step is not kept in checkpoints.
 
-    Raises ValueError for anything else, also where it is assigned, AttributeError for other
-    attributes. But for the compression as `tf.distribute.experimental.CommunicationOptions`.
+    Raises ValueError or TypeError for anything else, also where it is assigned, AttributeError for
+    other attributes. But for the compression as `tf.distribute.experimental.CommunicationOptions`.
     """
 
     checks: ClassVar[Checks] = {
-        "bytes_per_pack": _checked_bytes,
+        "bytes_per_pack": lambda given: whole_number("bytes_per_pack", given, 0),
         "timeout_seconds": _checked_seconds,
         "implementation": _checked_implementation,
         "compression": _checked_compression,

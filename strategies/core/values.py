@@ -7,6 +7,7 @@ itself. The containers are for programs that make them or test for them by `isin
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -51,6 +52,20 @@ def local(value: Any) -> Any:
     return nest.map_leaves(
         lambda leaf: leaf.values[0] if isinstance(leaf, DistributedValues) else leaf, value
     )
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """The argument `name` as an int from `least` up; else TypeError (a bool, too) or ValueError."""
+    problem = f"{name}={value!r}: must be an integer of at least {least}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(problem) from None
+    if isinstance(value, bool):
+        raise TypeError(problem)
+    if number < least:
+        raise ValueError(problem)
+    return number
 
 
 def as_array(value: Any, name: str, dtype: Any = None, *, gpu: bool = False) -> Array:

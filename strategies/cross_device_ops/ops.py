@@ -18,7 +18,7 @@ from strategies.communication.over_nccl import OverNccl, find_nccl
 from strategies.communication.packing import by_bytes, reduce_apart, reduce_packed
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.core.reports import Report, agree
-from strategies.core.values import Array
+from strategies.core.values import Array, whole_number
 from strategies.core.world import nccl_problem, parse_device
 from strategies.cross_device_ops.base import CrossDeviceOps, Pairs
 
@@ -27,15 +27,13 @@ class PackedAllReduce(CrossDeviceOps, ABC):
     """Base of those that reduce flat arrays in place.
 
     num_packs: into how many packs the arrays of a dtype, joined in reverse order, are cut: equal
-    ones, the last with the remainder. With 0 each array goes by itself. Raises ValueError for
-    anything else. Options give the timeout alone. Arrays on GPUs are not packed: the communicator
-    reduces them where they are.
+    ones, the last with the remainder. With 0 each array goes by itself. Raises ValueError or
+    TypeError for anything else. Options give the timeout alone. Arrays on GPUs are not packed: the
+    communicator reduces them where they are.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
-            raise ValueError(f"num_packs={num_packs!r}: must be an integer of at least 0")
-        self.num_packs = num_packs
+        self.num_packs = whole_number("num_packs", num_packs, 0)
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions

@@ -23,6 +23,7 @@ from strategies.cluster_resolver import (
     TFConfigClusterResolver,
 )
 from strategies.core.same_error import PropagatedErrors
+from strategies.core.values import whole_number
 from strategies.core.world import world_of
 from strategies.data_service.client import DatasetClient
 from strategies.data_service.server import DatasetServer
@@ -74,7 +75,10 @@ class DatasetWorker:
             membership = None
         together = strategy.communicator if agreed else None
         with PropagatedErrors(membership.world if membership else together, "DatasetWorker"):
-            _check_arguments(make_dataset, credits)
+            if not callable(make_dataset):
+                kind = type(make_dataset).__name__
+                raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
+            credits = whole_number("credits", credits, 1)
         self._make, self._agreed = make_dataset, agreed
         self._made: Iterable[Any] | None = None
         self._servers: list[int] = []
@@ -204,13 +208,3 @@ class DatasetWorker:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # What has failed here may keep this rank from doing what others wait for.
         (self.close if error is None else self._take_no_more)()
-
-
-def _check_arguments(make_dataset: Any, credits: Any) -> None:
-    if not callable(make_dataset):
-        kind = type(make_dataset).__name__
-        raise TypeError(f"make_dataset is a {kind}: must be a function of an InputContext")
-    if isinstance(credits, bool) or not isinstance(credits, int):
-        raise TypeError(f"credits={credits!r}: must be an integer from 1")
-    if credits < 1:
-        raise ValueError(f"credits={credits!r}: must be an integer from 1")

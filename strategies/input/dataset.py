@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from strategies.core import nest
-from strategies.core.values import as_array
+from strategies.core.values import as_array, whole_number
 from strategies.input.batches import length_of
 from strategies.input.options import Options
 
@@ -71,7 +71,8 @@ class Dataset(ABC):
         """Elements stacked along a new axis 0, `batch_size` at a time.
 
         The last batch is shorter or, with drop_remainder, dropped. Raises ValueError where
-        batch_size isn't positive, and while iterating where shapes differ.
+        batch_size isn't positive, and while iterating where shapes differ; TypeError where it is no
+        integer.
         """
         return self.transform(_Batched, batch_size, drop_remainder)
 
@@ -85,7 +86,8 @@ class Dataset(ABC):
 
         A buffer_size of None holds all elements. Without a seed the order is random, but the same
         on all ranks where a distributed dataset splits each global batch between them. Raises
-        ValueError for a buffer_size that isn't positive, or None for an infinite dataset.
+        ValueError for a buffer_size that isn't positive, or None for an infinite dataset, TypeError
+        for one that is no integer.
         """
         return self.transform(_Shuffled, buffer_size, seed, reshuffle_each_iteration is not False)
 
@@ -129,9 +131,7 @@ class _Batched(Transformed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size < 1:
-            raise ValueError(f"batch_size={self.size!r}: must be positive")
-        self.batch_size = self.size
+        self.batch_size = self.size = whole_number("batch_size", self.size, 1)
 
     def elements(self, epoch: Epoch) -> Iterator[Any]:
         elements = self.source.elements(epoch)
@@ -168,10 +168,9 @@ class _Shuffled(Transformed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size = self.buffer_size
-        if size is not None and size < 1:
-            raise ValueError(f"buffer_size={size!r}: must be positive, or None for all elements")
-        if size is None and self.is_infinite:
+        if self.buffer_size is not None:
+            self.buffer_size = whole_number("buffer_size", self.buffer_size, 1)
+        elif self.is_infinite:
             raise ValueError("buffer_size=None: must be a number, since the dataset has no end")
         self.is_shuffled = True
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from strategies.core.options import CheckedAttributes, Checks, FixedAttributes
+from strategies.core.values import whole_number
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -47,7 +48,8 @@ class InputOptions(FixedAttributes):
     the rank to their seed (`Dataset.with_seed`). Batches are cut as under OFF.
 
     The other options are accepted for compatibility and have no effect, since data aren't placed
-    on devices. Raises ValueError for other values, AttributeError where an attribute is assigned.
+    on devices. Raises ValueError or TypeError for other values, AttributeError where an attribute
+    is assigned.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -60,10 +62,7 @@ class InputOptions(FixedAttributes):
 
     def __post_init__(self) -> None:
         depth = self.experimental_per_replica_buffer_size
-        if not isinstance(depth, int) or depth < 0:
-            raise ValueError(
-                f"experimental_per_replica_buffer_size={depth!r}: must be an int of at least 0"
-            )
+        whole_number("experimental_per_replica_buffer_size", depth, 0)
         if self.sharding not in (None, "seed_offset"):
             raise ValueError(f"sharding={self.sharding!r}: must be None or 'seed_offset'")
         if self.auto_shard_policy is not None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _ATTEMPTS = 4
 _LONGEST_CHANGE = 1e-3
 
+Pull: TypeAlias = tuple[ShardInfo, Array, Array | None]
+"""A shard, where its values are copied to, and the rows that are wanted: None for all."""
+
 _Push: TypeAlias = tuple[Sequence[ShardInfo], Request, Sequence[Array]]
 """A request that changes these shards of one server, and its arrays."""
 
@@ -59,7 +62,7 @@ class Client:
 
     # Pulls
 
-    def pull(self, wanted: Sequence[tuple[ShardInfo, Array, Array | None]]) -> None:
+    def pull(self, wanted: Sequence[Pull]) -> None:
         """Copy the shards' values into the arrays, or some rows, numbered from 0 in each shard."""
         with self._rpc.lock:
             self._rpc.poll()

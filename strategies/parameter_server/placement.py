@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from strategies.cluster.spec import ClusterSpec, Jobs, Task
+from strategies.core.values import whole_number
 
 PartitionFunction = Callable[..., Sequence[int]]
 
@@ -43,7 +44,7 @@ class FixedShardsPartitioner(Partitioner):
     """
 
     def __init__(self, num_shards: int) -> None:
-        self.num_shards = _positive("num_shards", num_shards)
+        self.num_shards = whole_number("num_shards", num_shards, 1)
 
     def count(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
         """The smaller of the two numbers."""
@@ -61,9 +62,9 @@ class MinSizePartitioner(Partitioner):
     def __init__(
         self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
     ) -> None:
-        self.min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
-        self.max_shards = _positive("max_shards", max_shards)
-        self.bytes_per_string = _positive("bytes_per_string", bytes_per_string)
+        self.min_shard_bytes = whole_number("min_shard_bytes", min_shard_bytes, 1)
+        self.max_shards = whole_number("max_shards", max_shards, 1)
+        self.bytes_per_string = whole_number("bytes_per_string", bytes_per_string, 1)
 
     def count(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
         """From 1 to the number of rows, or to `max_shards`."""
@@ -82,9 +83,9 @@ class MaxSizePartitioner(Partitioner):
     def __init__(
         self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
     ) -> None:
-        self.max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
-        self.max_shards = None if max_shards is None else _positive("max_shards", max_shards)
-        self.bytes_per_string = _positive("bytes_per_string", bytes_per_string)
+        self.max_shard_bytes = whole_number("max_shard_bytes", max_shard_bytes, 1)
+        self.max_shards = None if max_shards is None else whole_number("max_shards", max_shards, 1)
+        self.bytes_per_string = whole_number("bytes_per_string", bytes_per_string, 1)
 
     def count(self, shape: tuple[int, ...], dtype: np.dtype[Any], axis: int) -> int:
         """The rows divided by the rows that fit into a part."""
@@ -98,14 +99,6 @@ class MaxSizePartitioner(Partitioner):
 def element_bytes(dtype: np.dtype[Any], bytes_per_string: int) -> int:
     """The size that an element counts for."""
     return bytes_per_string if dtype.kind in "SUTO" else dtype.itemsize
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}={value!r}: must be a whole number")
-    if value < 1:
-        raise ValueError(f"{name}={value!r}: must be positive")
-    return int(value)
 
 
 class RoundRobin:

@@ -12,7 +12,7 @@ from collectives.messaging.buffers import ReusedArray
 from strategies.core.indexed_slices import Gradient, IndexedSlices
 from strategies.core.storage import Change, Storage
 from strategies.core.values import Array
-from strategies.parameter_server.client import Client
+from strategies.parameter_server.client import Client, Pull
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
 from strategies.variables import scatter
 from strategies.variables.variable import Variable
@@ -46,9 +46,13 @@ class ServedStorage(Storage):
 
     def read_into(self, out: Array) -> Array:
         """Pull the value into an array of the same shape and dtype, and return it."""
-        parts = zip(self.info.shards, self.parts_of(out), strict=True)
-        self.client.pull([(shard, part, None) for shard, part in parts])
+        self.client.pull(self.pulls_into(out))
         return out
+
+    def pulls_into(self, out: Array) -> list[Pull]:
+        """What a pull of the whole value into an array consists of."""
+        parts = zip(self.info.shards, self.parts_of(out), strict=True)
+        return [(shard, part, None) for shard, part in parts]
 
     def rows(self, indices: Array) -> Array:
         """Pull these rows, and no others: an array of shape (*indices.shape, *row shape)."""
@@ -137,7 +141,7 @@ class SplitStorage(ServedStorage):
         ]
 
     def _pull_rows(self, rows: Array, out: Array) -> None:
-        wanted: list[tuple[ShardInfo, Array, Array | None]] = []
+        wanted: list[Pull] = []
         goals: list[Array] = []
         for shard, (first, places) in zip(self.info.shards, self._owners(rows), strict=True):
             if len(places):

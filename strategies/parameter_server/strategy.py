@@ -18,7 +18,7 @@ from strategies.coordinator.worker import across_replicas, serve_chief
 from strategies.core.indexed_slices import Gradient
 from strategies.core.options import ReduceOp, RunOptions
 from strategies.core.storage import Storage
-from strategies.core.values import Array
+from strategies.core.values import Array, whole_number
 from strategies.input import InputContext, InputOptions
 from strategies.parameter_server.placement import PartitionFunction
 from strategies.parameter_server.references import open_link
@@ -65,10 +65,13 @@ class ParameterServerStrategy(Strategy):
         staleness: int | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        _check_arguments(variable_partitioner, staleness)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise TypeError(
+                f"variable_partitioner={variable_partitioner!r}: must be a function, or None"
+            )
+        self.staleness = None if staleness is None else whole_number("staleness", staleness, 0)
         self.membership = join_cluster(communicator, cluster_resolver, _validate)
         self.roles = Roles.of(self.membership)
-        self.staleness = staleness
         world = self.membership.world
         self._mailbox = world.mailbox()
         nodes = world.all_gather_object(world.node)
@@ -79,7 +82,7 @@ class ParameterServerStrategy(Strategy):
         """Between the chief, where the cluster has that job, and the workers that serve it."""
         survive_deaths(self._mailbox.all_alive)
         if world.rank in self.roles.servers:
-            self._server = Server(self._mailbox, self.roles, staleness)
+            self._server = Server(self._mailbox, self.roles, self.staleness)
         elif world.rank in self.roles.workers:
             self._worker = Worker(self._mailbox, self.roles, world, nodes, variable_partitioner)
             leave_at_exit(self._worker.leave)
@@ -88,7 +91,7 @@ class ParameterServerStrategy(Strategy):
             cluster_resolver=self.membership.resolver,
             is_chief=self.membership.place.is_chief,
         )
-        self.trains_alone = self.membership.place.role == "evaluator"
+        self.trains_alone = self.membership.place.task.type == "evaluator"
 
     @property
     def _name(self) -> str:
@@ -276,15 +279,6 @@ class ParameterServerStrategy(Strategy):
     def __repr__(self) -> str:
         workers, servers = len(self.roles.workers), len(self.roles.servers)
         return f"<{type(self).__name__} {self._name} of {workers} workers and {servers} ps>"
-
-
-def _check_arguments(partitioner: PartitionFunction | None, staleness: int | None) -> None:
-    if partitioner is not None and not callable(partitioner):
-        raise TypeError(f"variable_partitioner={partitioner!r}: must be a function, or None")
-    if isinstance(staleness, bool) or not isinstance(staleness, int | None):
-        raise TypeError(f"staleness={staleness!r}: must be a number of steps, or None")
-    if staleness is not None and staleness < 0:
-        raise ValueError(f"staleness={staleness!r}: must not be negative")
 
 
 def _validate(config: TFConfig) -> None:

@@ -88,15 +88,8 @@ def _begin_as_chief(worker: Worker, model: Any, known: list[_Served]) -> None:
 
 def _pull(worker: Worker, served: list[_Served]) -> None:
     """Replace the parameters by the servers' values."""
-    worker.client.pull(
-        [
-            (shard, part, None)
-            for each in served
-            for shard, part in zip(
-                each.storage.info.shards, each.storage.parts_of(each.array()), strict=True
-            )
-        ]
-    )
+    wanted = [pull for each in served for pull in each.storage.pulls_into(each.array())]
+    worker.client.pull(wanted)
 
 
 def _install(

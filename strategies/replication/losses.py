@@ -5,13 +5,12 @@ As `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss`.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 
 from strategies.core.same_error import wrong_context
-from strategies.core.values import Array, as_array, dtype_of_sum
+from strategies.core.values import Array, as_array, dtype_of_sum, whole_number
 from strategies.replication.contexts import get_strategy, in_cross_replica_context
 
 
@@ -40,8 +39,7 @@ def compute_average_loss(
         losses = exact * broadcast_weights(sample_weight, losses)
     if global_batch_size is None:
         global_batch_size = len(losses) * get_strategy().num_replicas_in_sync
-    size = _checked_size(global_batch_size)
-    return _sum_over(losses, size)
+    return _sum_over(losses, whole_number("global_batch_size", global_batch_size, 0))
 
 
 def _sum_over(losses: Array, size: int) -> Any:
@@ -49,16 +47,6 @@ def _sum_over(losses: Array, size: int) -> Any:
     wide = dtype_of_sum(losses.dtype)
     dtype = wide if losses.dtype.kind in "biu" else losses.dtype
     return dtype.type(losses.sum(dtype=wide) / wide.type(size) if size else 0)
-
-
-def _checked_size(global_batch_size: Any) -> int:
-    try:
-        size = operator.index(global_batch_size)
-    except TypeError:
-        raise TypeError(f"global_batch_size={global_batch_size!r}: must be an integer") from None
-    if size < 0:
-        raise ValueError(f"global_batch_size={size}: must not be negative")
-    return size
 
 
 def broadcast_weights(sample_weight: Any, losses: Array) -> Array:

@@ -26,7 +26,6 @@ from tensorflow.python.trackable import base as trackable
 from strategies.core.storage import Change, assign, assign_add
 from strategies.core.values import Array
 from strategies.parameter_server import ParameterServerStrategy
-from strategies.parameter_server.requests import ShardInfo
 from strategies.parameter_server.storage import ServedStorage
 from strategies.tensorflow.operations import Operations, in_place_of
 from strategies.tensorflow.steps import Steps
@@ -269,11 +268,11 @@ class Exchange:
             array if storage is None else np.empty(storage.shape, storage.dtype)
             for storage, array in zip(stored, own, strict=True)
         ]
-        wanted: list[tuple[ShardInfo, Array, Array | None]] = [
-            (shard, part, None)
+        wanted = [
+            pull
             for storage, value in zip(stored, values, strict=True)
             if storage is not None
-            for shard, part in zip(storage.info.shards, storage.parts_of(value), strict=True)
+            for pull in storage.pulls_into(value)
         ]
         if wanted:
             self._arrays.worker.client.pull(wanted)

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 import ml_dtypes
 import numpy as np
 
+from collectives.analysis.cost import sized_rounds
+
 DTYPES = [
     *(np.dtype(name) for name in ("bool", "int8", "int16", "int32", "int64")),
     *(np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")),
@@ -69,3 +71,12 @@ def reduced(op, arrays):
     for each in stacked[1:]:
         ufunc(folded, each, out=folded)
     return folded
+
+
+def traffic(collective, algorithm, size, nbytes):
+    """The numbers of messages and of bytes that each rank sends, as the cost model counts them."""
+    count, total = np.zeros(size, int), np.zeros(size, int)
+    for each, lengths in sized_rounds(collective, algorithm, size, nbytes):
+        np.add.at(count, each.sent.rank, 1)
+        np.add.at(total, each.sent.rank, lengths)
+    return count, total

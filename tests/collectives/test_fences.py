@@ -68,7 +68,7 @@ def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
         steps = ProgressCounters(memory, wait_policy, list(range(size)))
         target = np.empty(500)
         given = np.arange(500.0) * (memory.rank + 1)
-        CopyInCopyOut(steps, ReduceOp.SUM, target.dtype).all_reduce(given, target)
+        CopyInCopyOut(steps, ReduceOp.SUM, target.dtype).all_reduce(given, target, (), 0)
         results[memory.rank] = target
         assert memory.own[PROGRESS] == (2 if size == 2 else 4)
 

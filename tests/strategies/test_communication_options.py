@@ -69,8 +69,6 @@ def test_equal_options_are_equal():
     ("named", "match"),
     [
         ({"bytes_per_pack": -1}, "bytes_per_pack=-1: must be an integer of at least 0"),
-        ({"bytes_per_pack": 1.5}, "bytes_per_pack=1.5"),
-        ({"bytes_per_pack": None}, "bytes_per_pack=None"),
         ({"timeout_seconds": -1}, "timeout_seconds=-1: must be seconds"),
         ({"timeout_seconds": "1"}, "timeout_seconds='1'"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds=nan"),
@@ -82,6 +80,12 @@ def test_equal_options_are_equal():
 )
 def test_what_is_refused(named, match):
     refusal(ValueError, match, CommunicationOptions, **named)
+
+
+@pytest.mark.parametrize("wrong", [1.5, None, True])
+def test_bytes_are_whole(wrong):
+    match = f"bytes_per_pack={wrong}: must be an integer of at least 0"
+    refusal(TypeError, match, CommunicationOptions, wrong)
 
 
 def test_a_merge_takes_what_is_not_a_default():

@@ -92,15 +92,18 @@ def test_nothing_repeated_without_end_is_nothing():
 
 
 @pytest.mark.parametrize(
-    ("call", "match"),
+    ("call", "error", "match"),
     [
-        (lambda: numbers(3).batch(0), "batch_size=0: must be positive"),
-        (lambda: numbers(3).shuffle(0), "buffer_size=0: must be positive"),
-        (lambda: numbers(3).repeat().batch(2).shuffle(), "buffer_size=None: must be a number"),
+        (lambda: numbers(3).batch(0), ValueError, "batch_size=0: must be an integer of at least 1"),
+        (lambda: numbers(3).batch(2.0), TypeError, "batch_size=2.0: must be an integer"),
+        (lambda: numbers(3).shuffle(0), ValueError, "buffer_size=0: must be an integer of at"),
+        (lambda: numbers(3).shuffle(2.5), TypeError, "buffer_size=2.5: must be an integer"),
+        (lambda: numbers(3).repeat().batch(2).shuffle(), ValueError, "buffer_size=None: must be a"),
+        (lambda: InputOptions(experimental_per_replica_buffer_size=0.5), TypeError, "=0.5: "),
     ],
 )
-def test_invalid_numbers(call, match):
-    refusal(ValueError, match, call)
+def test_invalid_numbers(call, error, match):
+    refusal(error, match, call)
 
 
 def test_elements_of_files_are_stacked():

@@ -522,8 +522,8 @@ def test_reductions_and_metrics_are_over_all_ranks(size):
     [
         ({}, ValueError, "sync_every=None, sync_seconds=None: exactly one of them"),
         ({"sync_every": 2, "sync_seconds": 1.0}, ValueError, "exactly one of them must be given"),
-        ({"sync_every": 0}, ValueError, "sync_every=0: must be at least 1"),
-        ({"sync_every": 1.5}, TypeError, "float"),
+        ({"sync_every": 0}, ValueError, "sync_every=0: must be an integer of at least 1"),
+        ({"sync_every": 1.5}, TypeError, "sync_every=1.5: must be an integer"),
         ({"sync_seconds": 0}, ValueError, "sync_seconds=0: must be above 0, and finite"),
         ({"sync_seconds": float("nan")}, ValueError, "must be above 0, and finite"),
         ({"sync_seconds": float("inf")}, ValueError, "must be above 0, and finite"),

@@ -124,7 +124,7 @@ def test_losses_need_an_axis():
 @pytest.mark.parametrize(
     ("size", "error", "match"),
     [
-        (-1, ValueError, "global_batch_size=-1: must not be negative"),
+        (-1, ValueError, "global_batch_size=-1: must be an integer of at least 0"),
         (2.0, TypeError, "global_batch_size=2.0: must be an integer"),
         ("2", TypeError, "global_batch_size='2': must be an integer"),
     ],

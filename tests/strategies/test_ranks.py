@@ -120,7 +120,7 @@ def test_without_a_cluster_all_are_workers_in_rank_order(text):
 
 def test_a_world_of_one_without_tf_config():
     (place,) = assign_ranks([(None, "x")])
-    assert (place.role, place.id, place.is_chief) == ("worker", 0, True)
+    assert (place.task.type, place.id, place.is_chief) == ("worker", 0, True)
 
 
 def test_places_follow_the_cluster_and_not_the_launch():
@@ -130,13 +130,13 @@ def test_places_follow_the_cluster_and_not_the_launch():
     assert [place.id for place in places] == list(range(7))[::-1]
     chiefs = [str(place.task) for place in places if place.is_chief]
     assert chiefs == ["evaluator 0", "chief 0"]
-    assert [place.role for place in places] == [task.type for task in tasks]
+    assert [place.task.type for place in places] == [task.type for task in tasks]
     assert all(place.cluster == FULL for place in places)
 
 
 def test_an_evaluator_outside_of_the_cluster_is_one_more_task():
     places = assign_ranks([report(TWO, Task("evaluator", 0)), worker(1), worker(0)])
-    assert [(place.role, place.id) for place in places] == [
+    assert [(place.task.type, place.id) for place in places] == [
         ("evaluator", 2),
         ("worker", 1),
         ("worker", 0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +83,11 @@ class Averaging:
     def add(self, value: ReplicaStorage) -> None:
         """Average this one as well, as long as every replica has it. All ranks add it."""
         self._known.append(weakref.ref(value))
+
+    def begin_step(self, values: Iterable[ReplicaStorage]) -> None:
+        """Before a step that changes these; an outer step needs what was agreed on."""
+        for value in values:
+            value.begin_step(keep=self._outer is not None)
 
     def exchange(self, *numbers: int) -> RankStates:
         """Gather every rank's numbers, and the state of each of its values. Collective."""

@@ -13,9 +13,9 @@ from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage
 class AveragedModules:
     """The modules of one strategy."""
 
-    def __init__(self, averaging: Averaging, end_step: Callable[[], None], *, keep: bool) -> None:
-        """`end_step` is called after each step; `keep`: an outer step needs the agreed values."""
-        self._averaging, self._end_step, self._keep = averaging, end_step, keep
+    def __init__(self, averaging: Averaging, end_step: Callable[[], None]) -> None:
+        """`end_step` is called after each step."""
+        self._averaging, self._end_step = averaging, end_step
         self._known: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
 
     def add(self, model: Any, optimizers: Sequence[Any]) -> None:
@@ -39,8 +39,7 @@ class AveragedModules:
     def begin_step(self, module: _Module) -> None:
         """Before a step of one of the module's optimizers."""
         module.check_memory()
-        for value in module.values:
-            value.begin_step(keep=self._keep)
+        self._averaging.begin_step(module.values)
 
     def end_step(self) -> None:
         """After a step, of which a model with several optimizers makes several."""

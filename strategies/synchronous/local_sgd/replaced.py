@@ -40,23 +40,18 @@ class AveragedArrays:
     """The arrays of one owner, which the replicas average with the other values."""
 
     def __init__(
-        self,
-        averaging: Averaging,
-        arrays: Sequence[Array],
-        end_step: Callable[[], None],
-        *,
-        keep: bool,
+        self, averaging: Averaging, arrays: Sequence[Array], end_step: Callable[[], None]
     ) -> None:
-        """`end_step` is called after each step; `keep`: an outer step needs the agreed values."""
-        self._end_step, self._keep = end_step, keep
+        """`end_step` is called after each step."""
+        self._averaging, self._end_step = averaging, end_step
         self._values = [_ReplacedStorage(each) for each in arrays]
         for value in self._values:
             averaging.add(value)
 
     def step(self, arrays: Sequence[Any]) -> None:
         """Replace the arrays by those of a step; at the end of a round the ranks average."""
+        self._averaging.begin_step(self._values)
         for value, array in zip(self._values, arrays, strict=True):
-            value.begin_step(keep=self._keep)
             value.replace(array)
         self._end_step()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from collectives import Communicator
 from strategies.core.same_error import refuse_differences
+from strategies.core.values import whole_number
 from strategies.optimizers import Optimizer
 
 _GROWTH = 2
@@ -76,6 +76,4 @@ def _checked(every: Any, seconds: Any) -> tuple[int | None, float | None]:
         if not 0 < (duration := float(seconds)) < math.inf:
             raise ValueError(f"sync_seconds={seconds!r}: must be above 0, and finite")
         return None, duration
-    if (steps := operator.index(every)) < 1:
-        raise ValueError(f"sync_every={every!r}: must be at least 1")
-    return steps, None
+    return whole_number("sync_every", every, 1), None

@@ -109,9 +109,8 @@ class LocalSGDStrategy(Strategy):
             is_chief=self.membership.place.is_chief,
         )
         self._rounds = agreed_rounds(self.communicator, sync_every, sync_seconds, outer_optimizer)
-        self._keeps_agreed = outer_optimizer is not None
         self._averaging = Averaging(self.communicator, outer_optimizer)
-        self._modules = AveragedModules(self._averaging, self._end_step, keep=self._keeps_agreed)
+        self._modules = AveragedModules(self._averaging, self._end_step)
         self._loops = Loops(self.communicator, self.membership.world, self._average)
 
     @property
@@ -129,9 +128,8 @@ class LocalSGDStrategy(Strategy):
         self, optimizer: Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
     ) -> None:
         """One step of this replica alone; at the end of a round all of them average."""
-        for variable in variables:
-            if isinstance(variable.storage, ReplicaStorage):
-                variable.storage.begin_step(keep=self._keeps_agreed)
+        stored = [variable.storage for variable in variables]
+        self._averaging.begin_step(each for each in stored if isinstance(each, ReplicaStorage))
         own = [each.copy() if isinstance(each, np.ndarray) else each for each in gradients]
         optimizer.update(own, variables)
         self._end_step()
@@ -159,7 +157,7 @@ class LocalSGDStrategy(Strategy):
 
     def averaged(self, arrays: Callable[[], Sequence[Array]]) -> AveragedArrays:
         """What averages arrays that the program replaces in each step. All replicas call it."""
-        return AveragedArrays(self._averaging, arrays(), self._end_step, keep=self._keeps_agreed)
+        return AveragedArrays(self._averaging, arrays(), self._end_step)
 
     def restored(self, parameters: Iterable[Any]) -> None:
         """A restored value is an agreed value."""
