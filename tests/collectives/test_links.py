@@ -89,7 +89,8 @@ def test_a_slow_and_a_lossy_link_are_found():
             return {(a, b): text for a, b, text in zip(*[iter(parts)] * 3, strict=True)}
 
         sent = ("-n", name, "qdisc", "replace", "dev", "eth0")
-        slow = run(sent, "100mbit", "burst", "32kb", "latency", "100ms")
+        # Far below what other programs on the cores leave of the other links.
+        slow = run(sent, "20mbit", "burst", "32kb", "latency", "100ms")
         subprocess.run(["tc", *sent, "root", "pfifo"], check=True)
         # A queue of few packets drops the others, and TCP repeats them. It is outside of the hosts:
         # the kernel reports a drop in a host's own queue to TCP, which then sends less.
@@ -97,7 +98,7 @@ def test_a_slow_and_a_lossy_link_are_found():
         lossy = run(received, "1gbit", "burst", "16kb", "limit", "12000")
     for a, b in (("1", "0"), ("1", "2")):
         assert "warning: slow: the median of all links" in slow[a, b], slow
-        assert re.search(r" 0.0(09|1[012])\d* GB/s", slow[a, b]), slow
+        assert re.search(r" 0.002\d* GB/s", slow[a, b]), slow
         assert "warning: lossy" in lossy[b, a], lossy
     assert "median of all links" not in slow["0", "1"]
 

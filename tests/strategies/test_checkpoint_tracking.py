@@ -138,7 +138,7 @@ nests = draw.recursive(
     leaf,
     lambda inner: (
         draw.lists(inner, max_size=3)
-        | draw.dictionaries(draw.text("ab/~0", max_size=2) | draw.integers(0, 2), inner, max_size=3)
+        | draw.dictionaries(draw.text("ab/~0", max_size=2) | draw.integers(1, 3), inner, max_size=3)
         | draw.builds(Pair, inner, inner)
     ),
 )

@@ -84,7 +84,7 @@ def test_the_server(launch):
 
 
 @pytest.mark.slow
-def test_the_coordinator(launch):
+def test_the_coordinator(tf, launch):
     """The model learns to add."""
     text = PAGE.read_text(encoding="utf-8").split("### Parameter servers")[1]
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
