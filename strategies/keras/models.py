@@ -17,7 +17,12 @@ from strategies.keras.optimizers import (
     reduce_first,
     reduce_no_more,
 )
-from strategies.keras.state import average_logs, refuse_different_weights, sum_metrics
+from strategies.keras.state import (
+    average_logs,
+    divide_sums,
+    refuse_different_weights,
+    sum_metrics,
+)
 from strategies.keras.steps import steps_of
 from strategies.keras.training import Training
 
@@ -58,6 +63,20 @@ def prepare(model: Any, training: Training) -> None:
         object.__setattr__(model, name, method)
 
 
+def predict_together(model: Any, training: Training) -> None:
+    """Have a model of the TensorFlow backend predict all rows before it is compiled, too."""
+    from strategies.keras.tensorflow_steps import Steps
+
+    def predict(*args: Any, **kwargs: Any) -> Any:
+        loops = Loops(model, training, Statistics(training, model))
+        methods = Steps(model, training, loops.predict).methods()
+        for name in ("predict_step", "_maybe_symbolic_build", "predict"):
+            object.__setattr__(model, name, methods[name])
+        return methods["predict"](*args, **kwargs)
+
+    object.__setattr__(model, "predict", predict)
+
+
 def _training_methods(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
     def make_train_function(*args: Any, **kwargs: Any) -> Any:
         # A model may get further optimizers after `compile`.
@@ -72,14 +91,20 @@ def _training_methods(model: Any, training: Training) -> dict[str, Callable[...,
 
 
 def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
+    summed: list[tuple[Any, Any]] = []
+
     def results(logs: Any) -> Any:
         if training.in_epoch:
             training.end_epoch()
-        sum_metrics(training, model)
+        summed[:] = sum_metrics(training, model)
         found = type(model)._get_metrics_result_or_logs(model, logs)
         return average_logs(training, logs) if found is logs and logs else found
 
-    return {"_get_metrics_result_or_logs": results}
+    def reset_metrics() -> None:
+        type(model).reset_metrics(model)
+        divide_sums(training, summed)
+
+    return {"_get_metrics_result_or_logs": results, "reset_metrics": reset_metrics}
 
 
 def _compared_once(model: Any, training: Training, function: Callable[..., Any]) -> Any:

@@ -120,13 +120,28 @@ def _reduced(
     return zip(variables, results, strict=True)
 
 
-def sum_metrics(training: Training, model: Any) -> None:
-    """Replace the metrics' variables by what one process would have counted. Collective."""
+def sum_metrics(training: Training, model: Any) -> list[tuple[Any, Any]]:
+    """Replace the metrics' variables by what one process would have counted. Collective.
+
+    Returns the variables that were sums, with their values.
+    """
     variables = [each for each in model.metrics_variables if each.aggregation in _ADDED]
     sums = training.communicator.all_reduce_many([copy_of(each) for each in variables], "sum")
     for variable, total in zip(variables, sums, strict=True):
         mean = variable.aggregation == "mean"
         variable.assign(total / training.communicator.size if mean else total)
+    added = zip(variables, sums, strict=True)
+    return [(variable, total) for variable, total in added if variable.aggregation != "mean"]
+
+
+def divide_sums(training: Training, summed: Sequence[tuple[Any, Any]]) -> None:
+    """Where metrics were not reset, leave each rank a part of the sums, which count once."""
+    size, rank = training.communicator.size, training.communicator.rank
+    for variable, total in summed:
+        if np.array_equal(copy_of(variable), total):
+            whole = total.dtype.kind in "iu"
+            part = total // size + (rank < total % size) if whole else total / size
+            variable.assign(part)
 
 
 _ADDED = ("sum", "mean", "none")

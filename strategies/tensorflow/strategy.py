@@ -37,8 +37,8 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
 
         Keras models that are compiled in it train as in one process, whatever the length of
         batches: gradients and metrics count by the rows of each replica, gradients are clipped
-        after their reduction, and `predict` returns all rows on every rank. The chief alone prints
-        and writes in `fit`, and all ranks stop at the same step.
+        after their reduction. The chief alone prints and writes in `fit`, and all ranks stop at the
+        same step. `predict` returns all rows on every rank, for any model made in the scope.
 
         Batch normalization in `fit` is per replica, as in TensorFlow: the moving variance is the
         mean of the replicas' variances. `keras.layers.BatchNormalization(synchronized=True)`

@@ -65,11 +65,16 @@ def normalized(seed=1):
 
 
 def compiled(make=dense, optimizer=None, **how):
-    """A model on one process, or in the strategy's scope; each rank begins with other weights."""
+    """A model on one process, or in the strategy's scope; each rank begins with other weights.
+
+    Classes among the metrics are metrics of each model.
+    """
 
     def model_of(seed):
         model = make(seed=seed)
-        model.compile(optimizer() if optimizer else "sgd", **({"loss": "mse"} | how))
+        named = {"loss": "mse"} | how
+        own = [each() if isinstance(each, type) else each for each in how.get("metrics", ())]
+        model.compile(optimizer() if optimizer else "sgd", **named | {"metrics": own or None})
         return model
 
     alone = model_of(1)
@@ -215,9 +220,16 @@ def shuffled_pieces_are_every_row_once():
     assert_same_everywhere(weights_of(together).tobytes())
 
 
+class Kept(keras.metrics.MeanAbsoluteError):
+    """Over all epochs and evaluations."""
+
+    def reset_state(self):
+        pass
+
+
 @check
 def evaluation_and_prediction():
-    alone, together = compiled(metrics=["mae", keras.metrics.R2Score()])
+    alone, together = compiled(metrics=["mae", keras.metrics.R2Score, Kept])
     alone.fit(X, Y, epochs=1, verbose=0, shuffle=False, batch_size=BATCH)
     together.fit(X, Y, epochs=1, verbose=0, shuffle=False, batch_size=BATCH)
     for data in ((X, Y), (Batches(),)):

@@ -1,5 +1,7 @@
 """Keras's `fit`, `evaluate` and `predict` equal one process where batches do not divide."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -111,11 +113,14 @@ def test_predictions(tf, strategy, comm, equal_on_all):
         hidden = layers.Reshape((-1, 1))(layers.Dense(2)(entry))
         outputs = {"sum": layers.Dense(1)(entry), "pair": hidden}
         model = tf.keras.Model(entry, outputs)
-        model.compile("sgd", "mse")
     inputs, _ = data()
     expected = {name: each.numpy() for name, each in model(inputs).items()}
     dataset = tf.data.Dataset.from_tensor_slices(inputs).batch(5)
-    for given, how in ((inputs, {"batch_size": 5}), (dataset, {}), (inputs, {"steps": 1})):
+    ways = (inputs, {"batch_size": 5}), (dataset, {}), (inputs, {"steps": 1})
+    for compiled, (given, how) in itertools.product((False, True), ways):
+        if compiled and not model.compiled:
+            with strategy.scope():
+                model.compile("sgd", "mse")
         found = model.predict(given, verbose=0, **how)
         assert found.keys() == expected.keys()
         for name, each in found.items():
