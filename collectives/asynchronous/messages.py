@@ -199,12 +199,14 @@ class Messages:
         self._some.set()
 
     def _withdraw(self, incoming: Incoming) -> None:
-        """Leave the message to the next receive; the transport may hold the buffer."""
+        """Leave the message to the next receive; `close` waits for what has begun to arrive."""
         with self._lock:
-            if incoming.receiving is not None:
-                self._left.setdefault(incoming.key, deque()).append(incoming.receiving)
-            elif incoming in (queue := self._unmatched.get(incoming.key, deque())):
-                queue.remove(incoming)
+            if incoming.receiving is None:
+                if incoming in (queue := self._unmatched.get(incoming.key, deque())):
+                    queue.remove(incoming)
+                return
+            self._left.setdefault(incoming.key, deque()).append(incoming.receiving)
+        self._keep(incoming)
 
     def _poll(self, transfer: Transfer) -> bool:
         with self._lock:

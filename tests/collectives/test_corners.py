@@ -263,7 +263,7 @@ def test_the_arrays_of_a_call_that_ended_early_are_kept(comm):
         ways = dict(route._paths)
         route._paths.update(dict.fromkeys(ways, interrupted))
         with pytest.raises(KeyboardInterrupt):
-            route(None, target)
+            route(None, target, (), 0)
         assert route._abandoned[1] is target
         route._paths.update(ways)
 

@@ -153,6 +153,27 @@ def test_a_send_that_exceeded_its_deadline_is_not_sent_twice(late):
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_close_waits_for_a_message_that_was_given_up_halfway(late):
+    """MPI writes the rest of it into the array."""
+    comm, body = late._engine.transport.comm, np.full(80, 7, np.uint8)
+    if late.rank == 0:
+        comm.Send(np.array([len(body), 0], np.int64), 1, FIRST_TAG)
+        wait_for_all()
+        comm.Send(body, 1, FIRST_TAG)
+    else:
+        out, late.deadline = np.zeros(80, np.uint8), 0.1
+        with pytest.raises(collectives.DeadlineExceededError):
+            late.recv(out, 0)
+        with pytest.raises(collectives.DeadlineExceededError, match=r"recv\(from rank 0, tag=0\)"):
+            late.close()
+        late.deadline = PATIENT
+        wait_for_all()
+    late.close()
+    assert late.rank == 0 or (out == 7).all()
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
 def test_an_error_of_mpi_names_the_rank():
     transport = MpiTransport(MPI.COMM_WORLD.Dup())
