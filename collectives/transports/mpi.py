@@ -38,6 +38,9 @@ _WORDS_TAG = LAST_TAG + 1
 _UNUSED_TAG = LAST_TAG + 3
 _NOTHING: Actions = iter(())
 
+_abandoned: list[Any] = []
+"""Requests that did not end, with the buffers that MPI may use: longer than any communicator."""
+
 _HANDOVER_SECONDS = 0.2
 # Selects the components that Open MPI may use for windows; all of them if unset.
 _WINDOW_COMPONENTS = "OMPI_MCA_osc"
@@ -52,7 +55,6 @@ class MpiTransport(Transport):
         self._beside = beside
         self.wait_policy = WaitPolicy()
         self._windows: dict[int, tuple[MPI.Win, list[memoryview]]] = {}
-        self._abandoned: list[Any] = []
         self.rank, self.size = owned.rank, owned.size
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.library = " ".join(MPI.Get_library_version().strip("\0\n ").splitlines()[0].split())
@@ -94,8 +96,7 @@ class MpiTransport(Transport):
                 action()
             self.wait_policy.spin_until(arrived, lambda: self.absent(peers), in_transit=True)
         except BaseException:
-            # MPI may still read from these buffers and write into them.
-            self._abandoned.append((sends, receives, requests))
+            _abandoned.append((sends, receives, requests))
             raise
 
     def progress(self) -> None:

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -42,6 +43,10 @@ def until(ready):
         assert time.monotonic() < limit
 
 
+def arriving(handle):
+    return handle.done() or handle._transfer.arrived
+
+
 def received(comm, length, tag=0):
     return comm.recv(np.zeros(length), 0, tag)[[0, -1]].tolist()
 
@@ -67,21 +72,39 @@ def until_it_is_done(call):
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2)
-def test_a_message_that_comes_after_the_close_of_a_broken_communicator(tmp_path, monkeypatch):
+def test_a_message_that_comes_after_the_end_of_its_transport(tmp_path, monkeypatch):
+    """As where the constructor of a communicator exceeds the deadline."""
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    other = Communicator(MPI.COMM_WORLD, deadline=PATIENT)
-    buffer, rank, transport = np.zeros(600, np.uint8), other.rank, other._engine.transport
-    other.deadline, kept, mpi = 0.1, weakref.ref(buffer), transport.comm
-    with pytest.raises(collectives.DeadlineExceededError) as caught:
+    transport = MpiTransport(MPI.COMM_WORLD.Dup())
+    buffer, rank, mpi = np.zeros(600, np.uint8), transport.rank, transport.comm
+    transport.wait_policy.deadline, kept = 0.1, weakref.ref(buffer)
+    with pytest.raises(collectives.DeadlineExceededError):
         transport.exchange([], [(rank, buffer.data)])
-    other._engine.break_off(caught.value)
-    other.close()
-    del buffer, caught, other, transport
+    del buffer, transport
     gc.collect()
     assert kept() is not None
     mpi.Send(np.full(600, rank + 1, np.uint8), rank, 0)
     until(lambda: mpi.Iprobe() or kept().all())
     assert (kept() == rank + 1).all()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_a_message_that_comes_after_the_close_of_a_broken_communicator(comm):
+    other = Communicator(MPI.COMM_WORLD, deadline=PATIENT)
+    buffer, peer, mpi = np.zeros(600, np.uint8), 1 - comm.rank, other._engine.transport.comm
+    head = mpi.Isend(np.array([len(buffer), 0], np.int64), peer, FIRST_TAG)
+    handle, kept = other.irecv(buffer, peer), weakref.ref(buffer)
+    until(partial(arriving, handle))
+    other._engine.break_off(ValueError("broken"))
+    other.close()
+    comm.barrier()
+    del buffer, handle, other
+    gc.collect()
+    body = mpi.Isend(np.full(600, peer + 1, np.uint8), peer, FIRST_TAG)
+    until(lambda: mpi.Iprobe() or kept().all())
+    assert (kept() == comm.rank + 1).all()
+    MPI.Request.Waitall([head, body])
 
 
 @pytest.mark.mpi
