@@ -56,15 +56,14 @@ def local(value: Any) -> Any:
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """The argument `name` as an int from `least` up; else TypeError (a bool, too) or ValueError."""
-    problem = f"{name}={value!r}: must be an integer of at least {least}"
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(problem) from None
-    if isinstance(value, bool):
-        raise TypeError(problem)
-    if number < least:
-        raise ValueError(problem)
+        number = None
+    wrong = number is None or isinstance(value, bool)
+    if number is None or wrong or number < least:
+        kind = TypeError if wrong else ValueError
+        raise kind(f"{name}={value!r}: must be an integer of at least {least}")
     return number
 
 

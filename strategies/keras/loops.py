@@ -36,9 +36,9 @@ class Loops:
 
     def methods(self) -> dict[str, Method]:
         """The replacements by name."""
-        names = ["fit", "evaluate", "predict"]
+        names = ["fit", "evaluate"]
         if self._training.reduces:
-            names += ["train_on_batch", "test_on_batch", "_symbolic_build"]
+            names += ["predict", "train_on_batch", "test_on_batch", "_symbolic_build"]
         return {name: getattr(self, name) for name in names}
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,16 +78,18 @@ class Loops:
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `predict`: all rows, in their order, on every rank. Collective."""
-        self._statistics.average()
-        given = self._divided("predict", args, kwargs, "x")
-        if not self._training.reduces:
-            return self._kind.predict(self._model, **given)
+        given = self.of_prediction(args, kwargs)
         lengths: list[int] = []
         given["x"].lengths = lengths
         if not self._shared:
             self._build(given["x"])
         outputs = self._kind.predict(self._model, **given)
         return keras.tree.map_structure(lambda each: self._joined(each, lengths), outputs)
+
+    def of_prediction(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The arguments of `predict`, with this rank's pieces. Collective."""
+        self._statistics.average()
+        return self._divided("predict", args, kwargs, "x")
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `train_on_batch` on this rank's piece of a global batch. Collective."""

@@ -55,26 +55,14 @@ def prepare(model: Any, training: Training) -> None:
         replaced |= _results(model, training) | steps_of(model, training)
         replaced |= checked_loss(model, training)
     else:
+        from strategies.keras.predictions import PREDICTIONS, Predictions
         from strategies.keras.tensorflow_steps import Steps
 
-        replaced |= Steps(model, training, loops.predict).methods()
+        replaced |= Steps(model, training).methods()
+        object.__setattr__(model, PREDICTIONS, Predictions(model, loops))
     reduce_gradients_of(model, training)
     for name, method in {**replaced, "compile": compile}.items():
         object.__setattr__(model, name, method)
-
-
-def predict_together(model: Any, training: Training) -> None:
-    """Have a model of the TensorFlow backend predict all rows before it is compiled, too."""
-    from strategies.keras.tensorflow_steps import Steps
-
-    def predict(*args: Any, **kwargs: Any) -> Any:
-        loops = Loops(model, training, Statistics(training, model))
-        methods = Steps(model, training, loops.predict).methods()
-        for name in ("predict_step", "_maybe_symbolic_build", "predict"):
-            object.__setattr__(model, name, methods[name])
-        return methods["predict"](*args, **kwargs)
-
-    object.__setattr__(model, "predict", predict)
 
 
 def _training_methods(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
@@ -91,18 +79,16 @@ def _training_methods(model: Any, training: Training) -> dict[str, Callable[...,
 
 
 def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
-    summed: list[tuple[Any, Any]] = []
-
     def results(logs: Any) -> Any:
         if training.in_epoch:
             training.end_epoch()
-        summed[:] = sum_metrics(training, model)
+        sum_metrics(training, model)
         found = type(model)._get_metrics_result_or_logs(model, logs)
         return average_logs(training, logs) if found is logs and logs else found
 
     def reset_metrics() -> None:
         type(model).reset_metrics(model)
-        divide_sums(training, summed)
+        divide_sums(training, model)
 
     return {"_get_metrics_result_or_logs": results, "reset_metrics": reset_metrics}
 

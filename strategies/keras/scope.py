@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
 import keras
-from keras.src.models.model import Trainer
 
-from strategies.foreign.methods import call_with, replace_method
-from strategies.keras.models import permit_training, predict_together, prepare
+from strategies.foreign.methods import replace_method
+from strategies.keras.models import permit_training, prepare
 from strategies.keras.training import Training
 from strategies.replication.replication import Replication
 
@@ -40,17 +39,11 @@ def training_scope(training: Training) -> Iterator[None]:
 
         return compile
 
-    def created(model: Any) -> None:
-        if threading.get_ident() == thread:
-            predict_together(model, training)
-
-    with ExitStack() as undone:
-        undone.callback(replace_method(keras.Model, "compile", make))
-        if not training.reduces:
-            undone.callback(call_with(Trainer, "__init__", created, after=True))
-        try:
-            yield
-        finally:
-            # Now, since layers may have been added or built after `compile`.
-            for model in compiled:
-                permit_training(model, training)
+    undo = replace_method(keras.Model, "compile", make)
+    try:
+        yield
+    finally:
+        undo()
+        # Now, since layers may have been added or built after `compile`.
+        for model in compiled:
+            permit_training(model, training)

@@ -120,31 +120,32 @@ def _reduced(
     return zip(variables, results, strict=True)
 
 
-def sum_metrics(training: Training, model: Any) -> list[tuple[Any, Any]]:
-    """Replace the metrics' variables by what one process would have counted. Collective.
-
-    Returns the variables that were sums, with their values.
-    """
+def sum_metrics(training: Training, model: Any) -> None:
+    """Replace the metrics' variables by what one process would have counted. Collective."""
     variables = [each for each in model.metrics_variables if each.aggregation in _ADDED]
     sums = training.communicator.all_reduce_many([copy_of(each) for each in variables], "sum")
     for variable, total in zip(variables, sums, strict=True):
         mean = variable.aggregation == "mean"
         variable.assign(total / training.communicator.size if mean else total)
-    added = zip(variables, sums, strict=True)
-    return [(variable, total) for variable, total in added if variable.aggregation != "mean"]
+        if not mean:
+            object.__setattr__(variable, _SUM, total)
 
 
-def divide_sums(training: Training, summed: Sequence[tuple[Any, Any]]) -> None:
+def divide_sums(training: Training, model: Any) -> None:
     """Where metrics were not reset, leave each rank a part of the sums, which count once."""
     size, rank = training.communicator.size, training.communicator.rank
-    for variable, total in summed:
-        if np.array_equal(copy_of(variable), total):
+    for variable in model.metrics_variables:
+        total = vars(variable).get(_SUM)
+        if total is not None:
             whole = total.dtype.kind in "iu"
             part = total // size + (rank < total % size) if whole else total / size
-            variable.assign(part)
+            value = copy_of(variable)
+            variable.assign(np.where(value == total, part, value))
 
 
 _ADDED = ("sum", "mean", "none")
+_SUM = "_sum_of_ranks"
+"""The attribute of a metric's variable that has the last sum."""
 
 
 def average_logs(training: Training, logs: Mapping[str, Any]) -> dict[str, Any]:

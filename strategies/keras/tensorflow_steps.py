@@ -6,8 +6,7 @@ The number of rows is a tensor: it may differ at each execution of the same grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -23,21 +22,18 @@ Method = Callable[..., Any]
 class Steps:
     """Replacements of the model's steps, and of what Keras computes from their results."""
 
-    def __init__(self, model: Any, training: Training, predict: Method) -> None:
-        """`predict` is the model's method that returns what its steps return."""
-        self._model, self._training, self._predict = model, training, predict
+    def __init__(self, model: Any, training: Training) -> None:
+        self._model, self._training = model, training
         self._kind = type(model)
-        self._joins = False
-        self._joining_function: Any = None
 
     def methods(self) -> dict[str, Method]:
         """The replacements by name."""
-        names = ["train_step", "test_step", "predict_step", "compute_loss", "predict"]
-        return {name: getattr(self, name) for name in [*names, "_maybe_symbolic_build"]}
+        names = ["train_step", "test_step", "compute_loss", "_maybe_symbolic_build"]
+        return {name: getattr(self, name) for name in names}
 
     def train_step(self, data: Any) -> Any:
         """The model's step, of which gradients are weighted by rows."""
-        rows, empty, filled = _filled(data)
+        rows, empty, filled = with_a_row(data)
         if rows is None:
             return self._kind.train_step(self._model, data)
         step = Step(rows)
@@ -52,26 +48,10 @@ class Steps:
 
     def test_step(self, data: Any) -> Any:
         """The model's step."""
-        rows, empty, filled = _filled(data)
+        rows, empty, filled = with_a_row(data)
         if rows is None:
             return self._kind.test_step(self._model, data)
         return self._counted(self._kind.test_step, rows, empty, filled)
-
-    def predict_step(self, data: Any) -> Any:
-        """The model's step; within `predict`, the rows of all replicas in their order."""
-        rows, empty, filled = _filled(data)
-        outputs = self._kind.predict_step(self._model, filled)
-        if empty is not None:
-            outputs = keras.tree.map_structure(lambda each: each[:rows], outputs)
-        if not self._joins:
-            return outputs
-        replica = tf.distribute.get_replica_context()
-        return keras.tree.map_structure(lambda each: replica.all_gather(each, axis=0), outputs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """All rows, in their order, on every rank. Collective."""
-        with self._joined():
-            return self._predict(*args, **kwargs)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The model's loss."""
@@ -103,21 +83,6 @@ class Steps:
         found = self._model.get_metrics_result()
         return found if found.keys() == logs.keys() else _averaged(logs, rows)
 
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        """A context with a function of its own, since `predict_on_batch` takes a rank's own rows.
-
-        It is kept, so that it is traced once.
-        """
-        model = self._model
-        own, model.predict_function = model.predict_function, self._joining_function
-        self._joins = True
-        try:
-            yield
-        finally:
-            self._joins = False
-            self._joining_function, model.predict_function = model.predict_function, own
-
 
 def has_sums(model: Any) -> bool:
     """Whether losses are sums over rows. ValueError where some are, and others are means."""
@@ -132,7 +97,7 @@ def has_sums(model: Any) -> bool:
     return any(sums)
 
 
-def _filled(data: Any) -> tuple[Any, Any, Any]:
+def with_a_row(data: Any) -> tuple[Any, Any, Any]:
     """The number of rows, whether there are none, and data with a row of zeros in that case.
 
     The second is None where the graph has a constant number of rows, and the first where data

@@ -14,13 +14,19 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import values_util
+from tensorflow.python.saved_model import save_context
 
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
 from strategies.tensorflow.failures import OPERATION, carried, install
 from strategies.tensorflow.result_memory import ResultMemory
 from strategies.tensorflow.row_weights import RowWeights, weighted
+
+_UNSAVEABLE = (
+    "a function with a collective of strategies.tensorflow (reduce, gather, all_reduce, an"
+    " optimizer's apply, a variable that is aggregated when read) can't be part of a SavedModel,"
+    " which one process uses: keep it out of the object that is saved"
+)
 
 
 class Operations:
@@ -143,15 +149,18 @@ class Operations:
         return self.execute(call, [value], [shape])[0]
 
     def broadcast(self, value: Any) -> Any:
-        """The first rank's tensor or IndexedSlices. Shapes must be equal on all ranks."""
-        slices = isinstance(value, tf.IndexedSlices)
-        tensors = [value.values, value.indices] if slices else [tf.convert_to_tensor(value)]
+        """The first rank's tensor or IndexedSlices. Shapes of tensors are equal on all ranks."""
+        if isinstance(value, tf.IndexedSlices):
+            if self.communicator.rank:
+                rows = value.values[:0], value.indices[:0]
+                value = tf.IndexedSlices(*rows, value.dense_shape)
+            return self._reduce_slices([value], mean=False)[0]
+        value = tf.convert_to_tensor(value)
 
-        def call(*arrays: Any) -> list[Any]:
-            return [self.replication.broadcast_first(np.asarray(each)) for each in arrays]
+        def call(array: Any) -> list[Any]:
+            return [self.replication.broadcast_first(np.asarray(array))]
 
-        results = self.execute(call, tensors, [each.shape for each in tensors])
-        return tf.IndexedSlices(*results, value.dense_shape) if slices else results[0]
+        return self.execute(call, [value], [value.shape])[0]
 
     def mirror(self, value: Any) -> Any:
         """The chief's value of a new variable; a MismatchError where shapes or dtypes differ."""
@@ -180,7 +189,10 @@ class Operations:
             except Exception as error:
                 raise carried(error) from None
 
-        values_util.mark_as_unsaveable()
+        if save_context.in_save_context():
+            raise ValueError(_UNSAVEABLE)
+        if tf.inside_function():
+            tf.compat.v1.get_default_graph().mark_as_unsaveable(_UNSAVEABLE)
         before = self._token.read_value()
         with tf.control_dependencies([before]):
             dtypes = [each.dtype for each in inputs[: len(shapes)]]

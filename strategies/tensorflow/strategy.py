@@ -54,18 +54,23 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         from strategies.tensorflow.custom_loops import compress_gradients
         from strategies.tensorflow.loss_scaling import agree_on_overflows
 
-        with ExitStack() as undone, scope as entered, training_scope(self._training):
+        with ExitStack() as undone, scope as entered, training_scope(self.keras_training):
             undone.callback(agree_on_overflows(self))
             if self.compresses:
-                undone.callback(compress_gradients(self, self._training))
+                undone.callback(compress_gradients(self, self.keras_training))
             yield entered
 
     @cached_property
-    def _training(self) -> Any:
-        """Kept, since TensorFlow enters the scope for each `run` and each batch."""
+    def keras_training(self) -> Any:
+        """What models of Keras train by.
+
+        Kept, since TensorFlow enters the scope for each `run` and each batch.
+        """
+        from strategies.keras import predictions
         from strategies.keras.training import Training
 
         saving.install_for_keras()
+        predictions.install()
         return Training(self, reduces=False)
 
     @property

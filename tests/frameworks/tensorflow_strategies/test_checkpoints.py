@@ -98,9 +98,17 @@ def test_what_communicates_is_not_in_a_saved_model(tf, strategy, comm, folder):
     tf.saved_model.save(module, str(folder / "saved"), signatures=module.read)
     total = 1.0 + sum(rank + 2.0 for rank in range(comm.size))
     assert float(tf.saved_model.load(str(folder / "saved")).read()) == total
-    traced = module.read.get_concrete_function()
-    with pytest.raises(ValueError, match="uses distributed variables"):
-        tf.saved_model.save(module, str(folder / "traced"), signatures=traced)
+
+    def step():
+        return strategy.reduce("SUM", tf.constant(1.0), axis=None)
+
+    for signature in (
+        tf.function(module.first.value).get_concrete_function(),
+        tf.function(step).get_concrete_function(),
+        tf.function(step, input_signature=[]),
+    ):
+        with pytest.raises(ValueError, match="can't be part of a SavedModel"):
+            tf.saved_model.save(module, str(folder / "step"), signatures=signature)
 
 
 # Of Keras, which reads every distributed variable of TensorFlow in this way when it saves.

@@ -178,7 +178,9 @@ def test_an_assignment_in_run_follows_the_aggregation(tf, strategy, comm, call):
             variable.assign(own)
             variable.assign_add(own)
         counter.assign_add(2)
-        rows.scatter_update(tf.IndexedSlices(own[None], tf.constant([1])))
+        # The first rank's one row; the others have more.
+        indices = tf.constant([1, 0][: comm.rank + 1])
+        rows.scatter_update(tf.IndexedSlices(tf.fill(indices.shape, own), indices))
 
     call(lambda: strategy.run(replica))()
     total = comm.size * (comm.size + 1) / 2

@@ -1,0 +1,85 @@
+"""`predict` of Keras's TensorFlow backend: the rows of all replicas, in their order, on every rank.
+
+Keras itself divides the rows, since the model has a strategy of `tf.distribute`, and returns those
+of one process. So its method is wrapped, also for models that are not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.models.model import Trainer
+
+from strategies.keras.callbacks import Statistics
+from strategies.keras.loops import Loops
+from strategies.keras.tensorflow_steps import with_a_row
+
+PREDICTIONS = "_predictions"
+"""The attribute of a model."""
+
+
+class Predictions:
+    """Those of one model."""
+
+    def __init__(self, model: Any, loops: Loops) -> None:
+        self._model, self._loops = model, loops
+        self._function: Any = None
+
+    def all_rows(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What Keras's method returns for the rows of all ranks. Collective."""
+        given = self._loops.of_prediction(args, kwargs)
+        with self._joining():
+            return plain(self._model, **given)
+
+    @contextmanager
+    def _joining(self) -> Iterator[None]:
+        """A context with a step and a function of its own: `predict_on_batch` takes own rows.
+
+        The function is kept, so that it is traced once.
+        """
+        model = self._model
+        own, step = vars(model).get("predict_step"), model.predict_step
+        function, model.predict_function = model.predict_function, self._function
+        object.__setattr__(model, "predict_step", lambda data: _joined(step, data))
+        try:
+            yield
+        finally:
+            object.__delattr__(model, "predict_step")
+            if own is not None:
+                object.__setattr__(model, "predict_step", own)
+            self._function, model.predict_function = model.predict_function, function
+
+
+def _joined(step: Callable[..., Any], data: Any) -> Any:
+    """The step's outputs for the rows of all replicas, of which some may have none."""
+    rows, empty, given = with_a_row(data)
+    outputs = step(given)
+    if empty is not None:
+        outputs = keras.tree.map_structure(lambda each: each[:rows], outputs)
+    replica = tf.distribute.get_replica_context()
+    return keras.tree.map_structure(lambda each: replica.all_gather(each, axis=0), outputs)
+
+
+@cache
+def install() -> None:
+    """Wrap Keras's method, once."""
+    plain = Trainer.predict
+
+    @wraps(plain)
+    def predict(model: Any, *args: Any, **kwargs: Any) -> Any:
+        # Only a strategy whose ranks step together has one.
+        training = getattr(model._distribute_strategy, "__dict__", {}).get("keras_training")
+        if training is None:
+            return plain(model, *args, **kwargs)
+        predictions = vars(model).get(PREDICTIONS)
+        if predictions is None:
+            predictions = Predictions(model, Loops(model, training, Statistics(training, model)))
+            object.__setattr__(model, PREDICTIONS, predictions)
+        return predictions.all_rows(plain, args, kwargs)
+
+    Trainer.predict = predict
