@@ -132,6 +132,26 @@ def test_predictions(tf, strategy, comm, equal_on_all):
         assert len(model.predict_on_batch(inputs[:4])["sum"]) == 4
 
 
+def test_predictions_of_a_models_own(tf, strategy):
+    """A `predict` of the class, and a step of the instance, compiled or not."""
+
+    class Own(tf.keras.Model):
+        def call(self, rows):
+            return rows
+
+        def predict(self, rows, temperature=1.0):
+            return temperature * super().predict(rows, verbose=0)
+
+    with strategy.scope():
+        model = Own()
+    rows = np.arange(7.0, dtype=np.float32)[:, None]
+    np.testing.assert_array_equal(model.predict(rows, temperature=2.0), 2 * rows)
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    model.predict_step = lambda data: data + 1.0
+    np.testing.assert_array_equal(model.predict(rows), rows + 1)
+
+
 def test_batch_normalization(tf, ds, strategy, equal_on_all):
     """Synchronized, it is as one process; else statistics are finite though a rank has no rows."""
     layers = tf.keras.layers
