@@ -36,6 +36,11 @@ def reduce_gradients(
     return [None if each is None else next(reduced) for each in gradients]
 
 
+def finish(results: Any) -> None:
+    """Raise the error of the program that computes them, before a call that others don't make."""
+    jax.block_until_ready(results)
+
+
 def outside_of_programs() -> AbstractContextManager[Any]:
     """A context in which a traced function computes numbers instead of parts of its program."""
     context: AbstractContextManager[Any] = jax.ensure_compile_time_eval()

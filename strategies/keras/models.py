@@ -81,6 +81,10 @@ def _training_methods(model: Any, training: Training) -> dict[str, Callable[...,
 def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
     def results(logs: Any) -> Any:
         if training.in_epoch:
+            if keras.config.backend() == "jax":
+                from strategies.keras.jax_gradients import finish
+
+                finish(logs)
             training.end_epoch()
         sum_metrics(training, model)
         found = type(model)._get_metrics_result_or_logs(model, logs)

@@ -36,6 +36,7 @@ QUICK = {
         "two_optimizers_in_one_program",
         "all_reduce_of_pytrees",
         "errors_within_programs",
+        "data_that_ends_early_on_one_rank",
     ),
 }
 
