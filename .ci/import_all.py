@@ -46,7 +46,7 @@ NEEDS = {
             for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
         *(f"strategies.keras.{each}" for each in ("scope", "state", "steps")),
-        *(f"strategies.keras.tensorflow_{each}" for each in ("data", "steps")),
+        *(f"strategies.keras.tensorflow_{each}" for each in ("data", "predictions", "steps")),
     },
     "JAX": {
         "bench.jax.operations",

@@ -55,7 +55,7 @@ def prepare(model: Any, training: Training) -> None:
         replaced |= _results(model, training) | steps_of(model, training)
         replaced |= checked_loss(model, training)
     else:
-        from strategies.keras.predictions import PREDICTIONS, Predictions
+        from strategies.keras.tensorflow_predictions import PREDICTIONS, Predictions
         from strategies.keras.tensorflow_steps import Steps
 
         replaced |= Steps(model, training).methods()
