@@ -215,7 +215,7 @@ def run_suite(folder, names, worlds="2,3"):
         [*command, "-p", "no:cacheprovider", "--tb=short", *files],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=580,
         check=False,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder)},
@@ -235,6 +235,8 @@ def test_each_line_is_in_the_package_once():
     assert not {name: holders for name, holders in found.items() if len(holders) != 1}
 
 
+# Each test that waits for a deadline of 15 s takes that long.
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_sabotage_of_one_line_is_noticed(copy, name):
