@@ -24,7 +24,7 @@ from collectives.transports.base import (
     Sending,
     Transport,
 )
-from collectives.transports.mpi_mailbox import MpiMessageChannel, parts_of
+from collectives.transports.mpi_mailbox import MpiMessageChannel, abandoned, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, receive, send
 from collectives.transports.mpi_native import native
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
@@ -37,9 +37,6 @@ _EXCHANGE_TAG = 0
 _WORDS_TAG = LAST_TAG + 1
 _UNUSED_TAG = LAST_TAG + 3
 _NOTHING: Actions = iter(())
-
-_abandoned: list[Any] = []
-"""Requests that did not end, with the buffers that MPI may use: longer than any communicator."""
 
 _HANDOVER_SECONDS = 0.2
 # Selects the components that Open MPI may use for windows; all of them if unset.
@@ -96,7 +93,8 @@ class MpiTransport(Transport):
                 action()
             self.wait_policy.spin_until(arrived, lambda: self.absent(peers), in_transit=True)
         except BaseException:
-            _abandoned.append((sends, receives, requests))
+            # MPI may still read from these buffers and write into them.
+            abandoned.append((sends, receives, requests))
             raise
 
     def progress(self) -> None:

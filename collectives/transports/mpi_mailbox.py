@@ -22,8 +22,8 @@ _LARGEST_MESSAGE = 1 << 30
 _ENVELOPE_TAG = 0
 _FOLLOWING_TAG = 1
 
-_abandoned: list[object] = []
-"""Buffers that MPI may still read or write after their channel was closed."""
+abandoned: list[object] = []
+"""Buffers that MPI may still read or write after their channel or transport has ended."""
 
 
 def parts_of(buffer: Bytes) -> list[Bytes]:
@@ -157,7 +157,7 @@ class MpiMessageChannel(MessageChannel):
     def close(self, *, together: bool) -> None:
         """Free the communicator, which is collective."""
         if self._queues:
-            _abandoned.append(self._queues)
+            abandoned.append(self._queues)
         if together and not MPI.Is_finalized():
             self._comm.Free()
 

@@ -69,7 +69,7 @@ class CheckpointManager:
     The files are `directory/{checkpoint_name}-{step}.safetensors`; the latest `max_to_keep` are
     kept (None or 0: all). Only one program at a time may write to the directory. The constructor
     is collective: the arguments of rank 0 (under `ParameterServerStrategy` the chief) count, which
-    lists the directory. Raises ValueError for a negative `max_to_keep`.
+    lists the directory. Raises ValueError for a negative `max_to_keep`, TypeError for no integer.
     (https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager)
     """
 

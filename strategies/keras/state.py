@@ -137,10 +137,12 @@ def divide_sums(training: Training, model: Any) -> None:
     for variable in model.metrics_variables:
         total = vars(variable).get(_SUM)
         if total is not None:
-            whole = total.dtype.kind in "iu"
-            part = total // size + (rank < total % size) if whole else total / size
             value = copy_of(variable)
-            variable.assign(np.where(value == total, part, value))
+            kept = value == total
+            if kept.any():
+                whole = total.dtype.kind in "iu"
+                part = total // size + (rank < total % size) if whole else total / size
+                variable.assign(np.where(kept, part, value))
 
 
 _ADDED = ("sum", "mean", "none")

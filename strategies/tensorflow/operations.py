@@ -22,12 +22,6 @@ from strategies.tensorflow.failures import OPERATION, carried, install
 from strategies.tensorflow.result_memory import ResultMemory
 from strategies.tensorflow.row_weights import RowWeights, weighted
 
-_UNSAVEABLE = (
-    "a function with a collective of strategies.tensorflow (reduce, gather, all_reduce, an"
-    " optimizer's apply, a variable that is aggregated when read) can't be part of a SavedModel,"
-    " which one process uses: keep it out of the object that is saved"
-)
-
 
 class Operations:
     """The collectives of a strategy's ranks on tensors."""
@@ -189,10 +183,7 @@ class Operations:
             except Exception as error:
                 raise carried(error) from None
 
-        if save_context.in_save_context():
-            raise ValueError(_UNSAVEABLE)
-        if tf.inside_function():
-            tf.compat.v1.get_default_graph().mark_as_unsaveable(_UNSAVEABLE)
+        _refuse_saving()
         before = self._token.read_value()
         with tf.control_dependencies([before]):
             dtypes = [each.dtype for each in inputs[: len(shapes)]]
@@ -202,6 +193,19 @@ class Operations:
         for output, shape in zip(outputs, shapes, strict=True):
             output.set_shape(shape)
         return list(outputs)
+
+
+def _refuse_saving() -> None:
+    """ValueError where the function being traced is part of a SavedModel, now or later."""
+    problem = (
+        "a function with a collective of strategies.tensorflow (reduce, gather, all_reduce, an"
+        " optimizer's apply, a variable that is aggregated when read) can't be part of a"
+        " SavedModel, which one process uses: keep it out of the object that is saved"
+    )
+    if save_context.in_save_context():
+        raise ValueError(problem)
+    if tf.inside_function():
+        tf.compat.v1.get_default_graph().mark_as_unsaveable(problem)
 
 
 def _refuse_strings(call: str, tensor: Any) -> None:
