@@ -1,7 +1,7 @@
 """Calls of Python functions from compiled JAX programs, with XLA's buffers as NumPy arrays.
 
-The handler of XLA's foreign function interface is a ctypes callback. Where JAX's version of the
-interface isn't known, `jax.pure_callback` takes its place, which copies every array.
+The handler of XLA's foreign function interface is a ctypes callback. On GPUs, and where JAX's
+version of the interface isn't known, `jax.pure_callback` takes its place, which copies every array.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def host_call(function: HostFunction, arrays: Sequence[Any], results: Sequence[A
     make one call, or pass a result of the one to the other. A function is kept for the life of the
     process, as compiled programs refer to it.
     """
-    if uses_ffi():
+    if jax.default_backend() == "cpu" and uses_ffi():
         call = jax.ffi.ffi_call(TARGET, _shapes(results))
         number = number_of(function, kinds_of(arrays), kinds_of(results))
         return list(call(*arrays, function=np.int64(number)))

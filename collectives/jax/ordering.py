@@ -23,8 +23,12 @@ from collectives.jax.host_calls import TARGET
 TOKEN = ShapedArray((1, 1, 1), np.dtype("uint8"))
 _TOKEN_TYPE = "tensor<1x1x1xui8>"
 _CALL, _FUNCTION_CALL = "stablehlo.custom_call", "func.call"
-# Of callbacks from JAX, which are calls where it has another FFI.
-_CALLBACKS = ("xla_ffi_python_cpu_callback", "xla_python_cpu_callback")
+# Of callbacks from JAX, which are calls on GPUs, and where it has another FFI.
+_CALLBACKS = tuple(
+    f"{way}_{platform}_callback"
+    for way in ("xla_ffi_python", "xla_python")
+    for platform in ("cpu", "gpu")
+)
 
 
 def results_before() -> list[Any]:

@@ -123,7 +123,8 @@ def _lower(ctx: Any, *operands: Any, call: Call, count: int) -> Any:
             f"{call.kind} in a program over {devices} devices of this process: must be over one"
         )
     keep_order(call.comm)
-    lower = _lower_ffi if host_calls.uses_ffi() else _lower_callback
+    on_cpu = set(ctx.platforms or ctx.module_context.platforms) == {"cpu"}
+    lower = _lower_ffi if on_cpu and host_calls.uses_ffi() else _lower_callback
     before = results_before()
     if lower is _lower_callback:
         before = token_of(ctx, before)
