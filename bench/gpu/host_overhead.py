@@ -79,6 +79,7 @@ def null_cuda() -> interface.Cuda:
         "export": lambda self, array, original: array,
         "read_only": lambda self, original: False,
         "empty": empty,
+        "is_contiguous": lambda self, array: True,
         "address": lambda self, array: id(array.base),
         "current_stream": lambda self: stream,
         "new_stream": lambda self: _NullStream(),

@@ -154,18 +154,29 @@ def like(original: Any) -> Callable[[Array], Any]:
 def is_plain(array: Array) -> bool:
     """Whether its elements are contiguous in C order and aligned."""
     if is_device(array):
-        return bool(array.flags.c_contiguous)
+        return cuda().is_contiguous(array)
     return array.flags.c_contiguous and array.flags.aligned
 
 
 def packed(array: Array) -> Array:
     """The array itself if it is contiguous, otherwise a contiguous copy."""
-    if is_plain(array):
-        return array
-    if is_device(array) and array.dtype.kind == "V":
+    return array if is_plain(array) else copied(array)
+
+
+def copied(array: Array) -> Array:
+    """A contiguous copy."""
+    if is_device(array) and array.itemsize == 1:
         # CuPy can't copy 8-bit floats.
-        return array.view(f"u{array.itemsize}").copy().view(array.dtype)
+        return array.view(np.uint8).copy().view(array.dtype)
     return array.copy()
+
+
+def assign(target: Array, source: Array) -> None:
+    """Copy the elements of an array of the same shape and dtype."""
+    if is_device(target) and target.itemsize == 1:
+        # CuPy can't copy 8-bit floats.
+        target, source = target.view(np.uint8), source.view(np.uint8)
+    target[...] = source
 
 
 def flat(array: Array) -> Array:
@@ -230,7 +241,7 @@ def given_output(
 
     def deliver() -> Any:
         if buffer is not view:
-            view[...] = buffer
+            assign(view, buffer)
         if is_device(view):
             cuda().hand_back(out)
         return out

@@ -75,17 +75,22 @@ class TensorMemory:
         Raises TypeError for a tensor without memory of its own on the CPU, ValueError for one whose
         elements differ from its memory.
         """
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                "the tensor is conjugated or negated when it is read: pass"
-                " `tensor.resolve_conj().resolve_neg()`"
-            )
+        refuse_lazy(tensor)
         found = self.plain(tensor)
         return from_torch(tensor, "tensor") if found is None else found
 
     def flat(self, tensor: Any) -> Array:
         """The elements in C order as one dimension: a view if the tensor is contiguous."""
         return self.array(tensor).reshape(-1)
+
+
+def refuse_lazy(tensor: Any) -> None:
+    """Raise ValueError for a tensor whose elements differ from its memory."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "the tensor is conjugated or negated when it is read: pass"
+            " `tensor.resolve_conj().resolve_neg()`"
+        )
 
 
 def _array_over(tensor: Any) -> Array:

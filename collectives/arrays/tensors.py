@@ -48,6 +48,8 @@ def from_torch(tensor: Any, argument: str) -> Array:
     elements: sparse, nested, quantized, or of a class that stores them elsewhere.
     """
     torch = sys.modules["torch"]
+    if tensor.is_cuda:
+        raise TypeError(f"{argument} is a tensor on {tensor.device}: must lie on the CPU here")
     if tensor.device.type != "cpu":
         raise TypeError(
             f"{argument} is a tensor on {tensor.device}, another device than the CPU or an NVIDIA"

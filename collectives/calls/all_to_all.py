@@ -17,6 +17,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
+    copied,
     flat,
     given_output,
     is_device,
@@ -64,7 +65,7 @@ class Parts:
                 else given_output(out, whole.shape, whole.dtype)
             )
             if may_overlap(whole, self._output.buffer):
-                self.arrays = [part.copy() for part in self.arrays]
+                self.arrays = [copied(part) for part in self.arrays]
             return
         arrays = check_list("arrays", arrays)
         if len(arrays) != size:
@@ -217,7 +218,7 @@ def _between_gpus(engine: Engine, given: Sequence[Array], algorithm: str | None)
     outgoing[engine.rank] = incoming[engine.rank] = 0
     writes = [writer(flat(array).view(np.uint8)) for array in given]
     found = exchange_bytes(engine, writes, outgoing, incoming, algorithm, given[0])
-    received = [given[engine.rank].copy()] * engine.size
+    received = [copied(given[engine.rank])] * engine.size
     for peer in _others(engine):
         dtype, shape = coming[peer]
         nbytes = math.prod(shape) * dtype.itemsize

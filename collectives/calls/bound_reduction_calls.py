@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.kinds import Output, may_overlap
+from collectives.arrays.kinds import Output, copied, may_overlap
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, contiguous_apart, split_rows, stores_rows
@@ -151,7 +151,7 @@ class BoundReductionCalls(BoundCalls):
         output = rows.output(out, counts[rank], given.dtype, given.original)
         source, target = rows.flat, output.buffer
         if out is not None and may_overlap(source, target):
-            source = source.copy()
+            source = copied(source)
 
         def perform() -> Any:
             shape, elements = given.shape, rows.elements

@@ -10,6 +10,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
+    copied,
     empty,
     flat,
     given_output,
@@ -55,7 +56,7 @@ def broadcast_output(given: Array, array: Any, *, on_root: bool) -> Output:
     refuse_false_gradient(array, "array")
     if on_root:
         # A schedule may write into the root's buffer what is there already.
-        return Output(flat(given if is_writeable(given, array) else given.copy()), lambda: array)
+        return Output(flat(given if is_writeable(given, array) else copied(given)), lambda: array)
     return given_output(array, given.shape, given.dtype, name="array")
 
 
@@ -87,7 +88,7 @@ def all_gather(
         result = rows.output(out, sum(counts), rows.dtype, array)
         source, target = rows.flat, result.buffer
         if out is not None and may_overlap(source, target):
-            source = source.copy()
+            source = copied(source)
         engine.run("all_gather", source, target, lengths=lengths, algorithm=algorithm)
         return result.deliver()
 
@@ -177,7 +178,7 @@ def scatter_block(
     else:
         whole = engine.work(total, found.dtype)
     engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
-    block: Array = own_part(whole, lengths, engine.rank).copy()
+    block: Array = copied(own_part(whole, lengths, engine.rank))
     return block
 
 

@@ -9,6 +9,7 @@ from collectives.arrays.kinds import (
     Output,
     address,
     check_same_memory,
+    copied,
     flat,
     given_output,
     is_device,
@@ -65,7 +66,7 @@ class ReduceInput:
         source = self.flat()
         if not may_overlap(source, output.buffer):
             return source
-        return None if address(source) == address(output.buffer) else source.copy()
+        return None if address(source) == address(output.buffer) else copied(source)
 
     def flat(self) -> Array:
         """The elements in C order, in the dtype of the fold."""
@@ -156,7 +157,7 @@ def reduce_scatter(
     result = rows.output(out, counts[engine.rank], given.dtype, given.original)
     source, target = rows.flat, result.buffer
     if out is not None and may_overlap(source, target):
-        source = source.copy()
+        source = copied(source)
 
     def perform(engine: Engine) -> Any:
         engine.run(

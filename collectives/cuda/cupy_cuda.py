@@ -10,6 +10,7 @@ from typing import Any
 
 import cupy
 import cupyx
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,31 +18,38 @@ from collectives.cuda import kernels
 from collectives.cuda.interface import Cuda, DeviceArray, Event, Shape, Stream, is_torch
 from collectives.reductions.reduction import BFLOAT16, ReduceOp, reduction_for
 
+_runtime = cupy.cuda.runtime
+# Of the legacy and the per-thread default streams.
+_NULL_STREAMS = (0, 1)
 # Beyond the range of any GPU: CUDA clamps it to the highest priority.
 _HIGHEST_PRIORITY = -100
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SUCCESS, _NOT_READY = 0, 600
+# `isbuiltin` of the dtypes of ml_dtypes.
+_REGISTERED = 2
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 
 
 class _CupyStream:
-    """A CuPy stream, created here or the current one."""
+    """A CuPy stream, created here or the current one.
+
+    CUDA's functions are called by their numbers, as CuPy's methods take several times as long.
+    """
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self.handle = stream, int(stream.ptr)
+        self.stream, self.handle = stream, stream.ptr
 
     def record(self, event: Any = None) -> Event:
-        event = event or _CupyEvent()
-        self.stream.record(event.event)
-        recorded: Event = event
+        recorded: _CupyEvent = event or _CupyEvent()
+        _runtime.eventRecord(recorded.handle, self.handle)
         return recorded
 
     def wait(self, event: Any) -> None:
-        self.stream.wait_event(event.event)
+        _runtime.streamWaitEvent(self.handle, event.handle)
 
     def capturing(self) -> bool:
         """Whether it is being captured. The null stream can't be, and must not be queried."""
-        return self.handle not in (0, 1) and bool(self.stream.is_capturing())
+        return self.handle not in _NULL_STREAMS and bool(_runtime.streamIsCapturing(self.handle))
 
     def synchronize(self) -> None:
         self.stream.synchronize()
@@ -62,15 +70,15 @@ class _CupyEvent:
     """An event without timing."""
 
     def __init__(self) -> None:
-        self.event = cupy.cuda.Event(disable_timing=True)
+        self._event = cupy.cuda.Event(disable_timing=True)
+        self.handle = self._event.ptr
 
     def done(self) -> bool:
         """By cudaEventQuery. Raises the GPU's errors, which CuPy reports as "not yet"."""
-        runtime = cupy.cuda.runtime
-        status = int(runtime.eventQuery(self.event.ptr))
+        status = _runtime.eventQuery(self.handle)
         if status not in (_SUCCESS, _NOT_READY):
-            raise runtime.CUDARuntimeError(status)
-        return status == _SUCCESS
+            raise _runtime.CUDARuntimeError(status)
+        return bool(status == _SUCCESS)
 
 
 class CupyCuda(Cuda):
@@ -84,9 +92,9 @@ class CupyCuda(Cuda):
     def problem(self) -> str | None:
         """CuPy can be imported without a driver, so the devices are counted."""
         try:
-            if cupy.cuda.runtime.getDeviceCount():
+            if _runtime.getDeviceCount():
                 return None
-        except cupy.cuda.runtime.CUDARuntimeError as error:
+        except _runtime.CUDARuntimeError as error:
             # CUDA reports an insufficient driver also where there is none.
             cause = error if _DRIVER.exists() else f"no NVIDIA driver is loaded ({error})"
             return f"CuPy {cupy.__version__} finds no GPU: {cause}"
@@ -94,11 +102,11 @@ class CupyCuda(Cuda):
 
     def device_count(self) -> int:
         """Number of devices, limited by CUDA_VISIBLE_DEVICES."""
-        return int(cupy.cuda.runtime.getDeviceCount())
+        return int(_runtime.getDeviceCount())
 
     def current_device(self) -> int:
         """Of the calling thread."""
-        return int(cupy.cuda.runtime.getDevice())
+        return int(_runtime.getDevice())
 
     def use_device(self, number: int) -> None:
         """For the calling thread."""
@@ -110,7 +118,7 @@ class CupyCuda(Cuda):
 
     def uuid(self, number: int) -> str:
         """UUID, which CuPy truncates at a zero byte, and therefore also the PCI bus address."""
-        uuid = bytes(cupy.cuda.runtime.getDeviceProperties(number)["uuid"])[:16].hex()
+        uuid = bytes(_runtime.getDeviceProperties(number)["uuid"])[:16].hex()
         return f"{uuid} at {cupy.cuda.Device(number).pci_bus_id}"
 
     def capability(self, number: int) -> tuple[int, int]:
@@ -139,9 +147,11 @@ class CupyCuda(Cuda):
                     " within `with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
                 )
             _follow(current, stream)
-        if tensor.dtype == torch.bfloat16:
-            return cupy.asarray(tensor.view(torch.int16)).view(BFLOAT16)
-        return cupy.asarray(tensor)
+        small = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
+        if small is None:
+            return cupy.asarray(tensor)
+        bits = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.uint8)
+        return cupy.asarray(bits).view(small)
 
     def export(self, array: DeviceArray, original: Any) -> Any:
         """By DLPack, except for CuPy's own arrays."""
@@ -168,7 +178,7 @@ class CupyCuda(Cuda):
 
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
         """From CuPy's pool, which does not support 8-bit floats."""
-        if dtype.kind == "V" and dtype != BFLOAT16:
+        if dtype.isbuiltin == _REGISTERED and dtype != BFLOAT16:
             return cupy.empty(shape, f"u{dtype.itemsize}").view(dtype)
         return cupy.empty(shape, dtype)
 
@@ -183,6 +193,10 @@ class CupyCuda(Cuda):
     def address(self, array: DeviceArray) -> int:
         """Without the overhead of `__cuda_array_interface__`."""
         return int(array.data.ptr)
+
+    def is_contiguous(self, array: DeviceArray) -> bool:
+        """As `flags.c_contiguous`, which takes several times as long."""
+        return bool(array._c_contiguous)
 
     def current_stream(self) -> Stream:
         """CuPy's current stream."""
@@ -227,35 +241,33 @@ class CupyCuda(Cuda):
 
     def copy_to_host(self, source: DeviceArray, target: NDArray[Any]) -> None:
         """By cudaMemcpyAsync."""
-        runtime = cupy.cuda.runtime
-        address, kind = target.ctypes.data, runtime.memcpyDeviceToHost
-        runtime.memcpyAsync(address, source.data.ptr, source.nbytes, kind, _current().handle)
+        address, kind = target.ctypes.data, _runtime.memcpyDeviceToHost
+        _runtime.memcpyAsync(address, source.data.ptr, source.nbytes, kind, _current().handle)
 
     def copy_to_device(self, source: NDArray[Any], target: DeviceArray) -> None:
         """By cudaMemcpyAsync."""
-        runtime = cupy.cuda.runtime
-        address, kind = source.ctypes.data, runtime.memcpyHostToDevice
-        runtime.memcpyAsync(target.data.ptr, address, target.nbytes, kind, _current().handle)
+        address, kind = source.ctypes.data, _runtime.memcpyHostToDevice
+        _runtime.memcpyAsync(target.data.ptr, address, target.nbytes, kind, _current().handle)
 
     def allocate_arena(self, nbytes: int) -> DeviceArray:
         """By cudaMalloc, because a pool's block shares its IPC handle with other blocks."""
-        return self.at(cupy.cuda.runtime.malloc(nbytes), nbytes, np.dtype(np.uint8))
+        return self.at(_runtime.malloc(nbytes), nbytes, np.dtype(np.uint8))
 
     def export_arena(self, arena: DeviceArray) -> bytes:
         """By cudaIpcGetMemHandle."""
-        return bytes(cupy.cuda.runtime.ipcGetMemHandle(arena.data.ptr))
+        return bytes(_runtime.ipcGetMemHandle(arena.data.ptr))
 
     def open_arena(self, handle: bytes, nbytes: int) -> DeviceArray:
         """By cudaIpcOpenMemHandle."""
-        return self.at(cupy.cuda.runtime.ipcOpenMemHandle(handle), nbytes, np.dtype(np.uint8))
+        return self.at(_runtime.ipcOpenMemHandle(handle), nbytes, np.dtype(np.uint8))
 
     def close_arena(self, arena: DeviceArray) -> None:
         """By cudaIpcCloseMemHandle."""
-        cupy.cuda.runtime.ipcCloseMemHandle(arena.data.ptr)
+        _runtime.ipcCloseMemHandle(arena.data.ptr)
 
     def free_arena(self, arena: DeviceArray) -> None:
         """By cudaFree, which waits for pending work."""
-        cupy.cuda.runtime.free(arena.data.ptr)
+        _runtime.free(arena.data.ptr)
 
 
 def _current() -> _CupyStream:
@@ -264,9 +276,10 @@ def _current() -> _CupyStream:
 
 def _to_torch(array: DeviceArray) -> Any:
     torch = sys.modules["torch"]
-    if array.dtype == BFLOAT16:
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_dlpack(array)
+    if array.dtype.isbuiltin != _REGISTERED:
+        return torch.from_dlpack(array)
+    bits = array.view(np.int16 if array.itemsize == 2 else np.uint8)
+    return torch.from_dlpack(bits).view(getattr(torch, array.dtype.name))
 
 
 def _torch_stream(tensor: Any) -> _CupyStream:

@@ -126,6 +126,10 @@ class Cuda(ABC):
         """Address of an array's first element."""
 
     @abstractmethod
+    def is_contiguous(self, array: DeviceArray) -> bool:
+        """Whether an array's elements are contiguous in C order."""
+
+    @abstractmethod
     def current_stream(self) -> Stream:
         """The stream that receives the calling thread's work."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.arrays.kinds import assign
 from collectives.calls import Operation
 from collectives.calls.objects import gather_pickles, numbers_of_all
 from collectives.consistency.signature import Signature
@@ -75,7 +76,7 @@ class Devices:
         """Run the collective; the name of the path and algorithm."""
         if self._engine.size == 1 and self._path is None:
             if request.source is not None:
-                request.target[...] = request.source
+                assign(request.target, request.source)
             return "copy"
         path = self._path or self._choose(request.target)
         try:

@@ -155,11 +155,11 @@ class DeviceCalls:
     def _usable(self) -> Callable[[DeviceArray], bool]:
         """Whether an array lies contiguous on the communicator's GPU, the current one."""
         device_of, current_device = self._gpus.device_of, self._gpus.current_device
-        number = self._number
+        number, is_contiguous = self._number, self._gpus.is_contiguous
 
         def usable(array: DeviceArray) -> bool:
             here: bool = device_of(array) == number == current_device()
-            return here and bool(array.flags.c_contiguous)
+            return here and is_contiguous(array)
 
         return usable
 
@@ -169,13 +169,14 @@ class DeviceCalls:
         """Whether `out` can take a result of a matching shape, apart from the array's memory."""
         kind, number = self._gpus.array_type, self._number
         device_of, address = self._gpus.device_of, self._gpus.address
+        is_contiguous = self._gpus.is_contiguous
 
         def fits(out: Any, array: DeviceArray) -> bool:
             if not (
                 type(out) is kind
                 and out.dtype == dtype
                 and matches(out.shape)
-                and out.flags.c_contiguous
+                and is_contiguous(out)
                 and device_of(out) == number
             ):
                 return False

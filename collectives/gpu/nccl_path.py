@@ -27,6 +27,9 @@ from collectives.transports.nccl_driver import NcclDriver, NcclError
 # Schedules for reductions that NCCL lacks, chosen for few messages or few bytes.
 _SCHEDULES = {"all_reduce": "ring", "reduce": "binomial", "reduce_scatter": "ring"}
 
+# Of arrays that may be kept longer than they are used.
+_SMALL_BYTES = 1 << 20
+
 # The other collectives allocate temporary memory on some ranks, which a graph can't capture.
 _CAPTURED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
@@ -79,6 +82,7 @@ class NcclPath(DevicePath):
         conversion = None if op is None else conversion_of(op, target.dtype)
         native = conversion and self._native(request, conversion.dtype)
         if conversion is None or native is None:
+            request.reduction()  # raises TypeError for what no kernel folds
             return self._run_schedule(request, _SCHEDULES[collective])
         self._run_converted(request, conversion, native)
         return NATIVE
@@ -117,11 +121,12 @@ class NcclPath(DevicePath):
         if function is None:
             return None
         begin, end, address = self._launches.begin, self._launches.end, self._cuda.address
+        are_small = sum(kind.lengths) * kind.dtype.itemsize <= _SMALL_BYTES
 
         def move(source: DeviceArray, target: DeviceArray) -> None:
-            caller, ready = begin()
+            begun = begin()
             function(address(source), address(target))
-            end(caller, ready, (source, target))
+            end(begun, (source, target), are_small=are_small)
 
         return move
 

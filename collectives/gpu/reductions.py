@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from collectives.arrays.kinds import Output, address, flat, is_plain
+from collectives.arrays.kinds import Output, address, copied, flat, is_plain
 from collectives.calls import Operation
 from collectives.calls.many import describe_many, inputs_of, outputs_of, reached
 from collectives.calls.reductions import ReduceInput
@@ -138,7 +138,7 @@ def _sources(
     inputs, targets = [given[index] for index in alone], [outputs[index] for index in alone]
     ranges = [_bounds(each.array) for each in inputs]
     for index in reached(ranges, [_bounds(each.buffer) for each in targets]):
-        inputs[index].array = inputs[index].array.copy()
+        inputs[index].array = copied(inputs[index].array)
     return [each.source_for(output) for each, output in zip(inputs, targets, strict=True)]
 
 

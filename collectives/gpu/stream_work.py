@@ -21,6 +21,8 @@ from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
 from collectives.waiting.watchdog import GRACE_SECONDS, watch
 
 _EVENTS_KEPT = 64
+# Launches of small arrays that are kept although they may be done: a query takes a microsecond.
+_LAUNCHES_KEPT = 16
 
 
 class SideStream:
@@ -51,7 +53,7 @@ class SideStream:
         self._held.clear()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Launch:
     """Work enqueued on the stream."""
 
@@ -96,29 +98,39 @@ class StreamWork:
         self._waiting = 0
         """Number of calls that wait, and can raise an error instead of ending the job."""
         self._lock = threading.Lock()
+        watch(self)
 
     @contextmanager
     def launch(self, *held: DeviceArray | None) -> Iterator[None]:
         """Context in which the communicator's stream is the current one; `held` is used on it."""
-        caller, ready = self.begin()
+        begun = self.begin()
         try:
             with self._cuda.on(self.stream):
                 yield
         finally:
             # Also after an error, because enqueued work still uses the arrays.
-            self.end(caller, ready, held)
+            self.end(begun, held, are_small=False)
 
-    def begin(self) -> tuple[Stream, Event]:
-        """Order the stream's work from now on after the caller's present work."""
+    def begin(self) -> tuple[Stream, bool, Event]:
+        """Order the stream's work from now on after the caller's present work; for `end`."""
         caller = self._cuda.current_stream()
-        events = self._events
-        ready = caller.record(events.pop() if events and not caller.capturing() else None)
-        self.stream.wait(ready)
-        return caller, ready
-
-    def end(self, caller: Stream, ready: Event, held: tuple[DeviceArray | None, ...]) -> None:
-        """Order the caller's work from now on after the stream's work since `begin`."""
         capturing, events = caller.capturing(), self._events
+        ready = caller.record(events.pop() if events and not capturing else None)
+        self.stream.wait(ready)
+        return caller, capturing, ready
+
+    def end(
+        self,
+        begun: tuple[Stream, bool, Event],
+        held: tuple[DeviceArray | None, ...],
+        *,
+        are_small: bool,
+    ) -> None:
+        """Order the caller's work from now on after the stream's work since `begin`.
+
+        If the arrays are small, they may be held for some calls more.
+        """
+        (caller, capturing, ready), events = begun, self._events
         done = self.stream.record(events.pop() if events and not capturing else None)
         caller.wait(done)
         if capturing:
@@ -127,17 +139,28 @@ class StreamWork:
             return
         call = self._wait_policy.call
         with self._lock:
-            self._forget_done()
+            if not are_small:
+                self._forget_done()
+            elif len(self._launched) >= _LAUNCHES_KEPT:
+                self._forget_half()
             self._launched.append(_Launch(call.what, call.sequence, ready, done, held))
-        watch(self)
 
     def _forget_done(self) -> None:
-        launched = self._launched
-        while launched and launched[0].done.done():
-            past = launched.popleft()
-            if len(self._events) < _EVENTS_KEPT:
-                # Re-recording an event does not affect the streams that already wait for it.
-                self._events += past.ready, past.done
+        while self._launched and self._launched[0].done.done():
+            self._forget_first()
+
+    def _forget_half(self) -> None:
+        """Forget the older half if it is done: its last launch ends after the others."""
+        count = len(self._launched) // 2
+        if self._launched[count - 1].done.done():
+            for _ in range(count):
+                self._forget_first()
+
+    def _forget_first(self) -> None:
+        past = self._launched.popleft()
+        if len(self._events) < _EVENTS_KEPT:
+            # Re-recording an event does not affect the streams that already wait for it.
+            self._events += past.ready, past.done
 
     def check_deadline(self) -> None:
         """End the job if work has exceeded the deadline and no call waits for it.

@@ -192,8 +192,10 @@ class Reduction:
 def reduction_for(op: ReduceOp, dtype: np.dtype[Any], on_gpu: bool = False) -> Reduction:
     """The reduction of elements of the dtype; TypeError if the op is not defined for it.
 
-    Some GPUs sum 8-bit floats.
+    NCCL reduces 8-bit floats on some GPUs, and has no mean of them.
     """
+    if op is ReduceOp.MEAN and on_gpu and dtype in _FLOAT8S:
+        raise TypeError(f"op='mean': array of dtype {dtype}: has no mean; its sum can be reduced")
     if op in _BITWISE and dtype.kind not in "biu":
         allowed = ", ".join(_INTEGERS)
         text = f"array of dtype {dtype}: must be bool or an integer: {allowed}"

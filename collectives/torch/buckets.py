@@ -43,6 +43,9 @@ class Bucket(Protocol):
     calls: int
     """How many collective calls `start` makes."""
 
+    on_gpu: bool
+    """Whether they are made in the order of blocking calls, asynchronous or not."""
+
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Reduce the gradients, or start to; the result is complete after the returned function.
 
@@ -77,6 +80,7 @@ class DenseBucket(Bucket):
         self._dtype = members[0].parameter.dtype
         length = sum(each.parameter.numel() for each in members)
         first = members[0].parameter
+        self.on_gpu = first.is_cuda
         narrow = wire is not None and first.is_floating_point() and first.itemsize > wire.itemsize
         dtype = wire if narrow else first.dtype
         if first.device.type == "cpu":

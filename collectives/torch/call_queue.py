@@ -100,7 +100,7 @@ class CallQueue:
         job = self._jobs.get()
         if job is None:
             return False
-        with self._policy.sleeping_early():
+        with self._policy.sleeping_early(), job.work.stream.current():
             failed = _failure_of(job.action)
         with self._lock:
             self.pending -= 1

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from collectives.arrays.tensor_memory import TensorMemory
+from collectives.arrays.kinds import like
+from collectives.arrays.tensor_memory import TensorMemory, refuse_lazy
 from collectives.arrays.tensors import to_torch
 from collectives.communicator import Communicator
 from collectives.errors import DtypeMismatchError, ShapeMismatchError
@@ -27,15 +27,12 @@ class CollectiveCalls:
         self.comm = comm
         self._memory = TensorMemory()
 
-    def bytes_of(self, tensor: Any) -> Array:
-        """The memory of a contiguous tensor; TypeError for one that is not on the CPU."""
-        if stays_tensor(tensor):
-            raise TypeError(f"tensor lies on {tensor.device}: messages are sent from the CPU alone")
-        return self._memory.flat(tensor).view(np.uint8)
-
     def _array(self, tensor: Any) -> Any:
         """What the communicator is given: the memory, or a tensor on a GPU as such."""
-        return tensor.detach() if stays_tensor(tensor) else self._memory.array(tensor)
+        if not stays_tensor(tensor):
+            return self._memory.array(tensor)
+        refuse_lazy(tensor)
+        return tensor.detach()
 
     def _flat(self, tensor: Any) -> Any:
         return self._array(tensor).reshape(-1)
@@ -196,8 +193,8 @@ class CollectiveCalls:
                 f"rank {peer} sent {count} elements: the output tensor holds {output.numel()}"
             )
         target = self._array(output)
-        if stays_tensor(output):
-            block = _tensor(block)
+        if stays_tensor(output) and not isinstance(block, torch.Tensor):
+            block = like(output)(block)
         if block.dtype != target.dtype:
             raise DtypeMismatchError(
                 f"rank {peer} sent {block.dtype}: the output tensor holds {output.dtype}"
@@ -212,6 +209,4 @@ def stays_tensor(tensor: Any) -> bool:
 
 def _tensor(array: Any) -> Any:
     """A result as a tensor that shares its memory."""
-    if isinstance(array, torch.Tensor):
-        return array
-    return to_torch(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+    return array if isinstance(array, torch.Tensor) else to_torch(array)

@@ -1,4 +1,7 @@
-"""Sends and receives between two ranks of a group, over MPI."""
+"""Sends and receives between two ranks of a group, over MPI.
+
+Tensors on a GPU are copied through the host's memory: MPI is not given a GPU's address.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import torch
+
+from collectives.arrays.tensor_memory import TensorMemory
 from collectives.errors import RankFailedError, ShapeMismatchError
 from collectives.launching.start import start_mpi
-from collectives.reductions.reduction import Array
+from collectives.torch.collective_calls import stays_tensor
 from collectives.torch.members import Members
 from collectives.torch.works import PendingWork
 from collectives.waiting.wait_policy import WaitPolicy
@@ -25,9 +32,18 @@ class MessageWork(PendingWork):
     """One message that is sent or received. `peer` is None for a receive from any rank."""
 
     def __init__(
-        self, messages: Messages, name: str, tensor: Any, peer: int | None, *, receives: bool
+        self,
+        messages: Messages,
+        name: str,
+        tensor: Any,
+        on_host: Any,
+        peer: int | None,
+        *,
+        receives: bool,
     ) -> None:
+        """`on_host` is the tensor, or what stands for it on the host; it holds the message."""
         super().__init__([tensor], name)
+        self._on_host = on_host
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
         self.receives = receives
         self._status = messages.mpi.Status()
@@ -50,6 +66,14 @@ class MessageWork(PendingWork):
                 error = self._described(failed)
             self.finish(error)
             return True
+
+    def finish(self, error: BaseException | None) -> None:
+        """Copy what was received to the GPU of the tensor."""
+        (tensor,) = self._tensors
+        if self.receives and error is None and self._on_host is not tensor:
+            with self.stream.current():
+                tensor.detach().copy_(self._on_host)
+        super().finish(error)
 
     def _length_error(self) -> BaseException | None:
         if self._status.Is_cancelled():
@@ -133,25 +157,31 @@ class Messages:
         """`policy` has the group's deadline, and finds dead ranks."""
         self._comm, self.mpi, self.policy = mpi_comm, start_mpi(), policy
         self.members = members
+        self._memory = TensorMemory()
         self._changed = threading.Condition()
         self._pending: list[MessageWork] = []
         self._thread: threading.Thread | None = None
 
-    def send(self, tensor: Any, array: Array, peer: int, tag: int) -> MessageWork:
-        """Start to send the array, which is the tensor's memory."""
-        work = MessageWork(
-            self, f"send to rank {peer} with tag {tag}", tensor, peer, receives=False
-        )
-        work.request = self._comm.Isend([array, self.mpi.BYTE], peer, tag)
+    def send(self, tensor: Any, peer: int, tag: int) -> MessageWork:
+        """Start to send the contiguous tensor."""
+        on_host = tensor.detach().cpu() if stays_tensor(tensor) else tensor
+        name = f"send to rank {peer} with tag {tag}"
+        work = MessageWork(self, name, tensor, on_host, peer, receives=False)
+        work.request = self._comm.Isend(self._bytes_of(on_host), peer, tag)
         return self._begun(work)
 
-    def receive(self, tensor: Any, array: Array, peer: int | None, tag: int) -> MessageWork:
-        """Start to receive into the array, from any rank if `peer` is None."""
+    def receive(self, tensor: Any, peer: int | None, tag: int) -> MessageWork:
+        """Start to receive into the contiguous tensor, from any rank if `peer` is None."""
+        on_host = torch.empty_like(tensor, device="cpu") if stays_tensor(tensor) else tensor
         source = "any rank" if peer is None else f"rank {peer}"
-        work = MessageWork(self, f"recv from {source} with tag {tag}", tensor, peer, receives=True)
+        name = f"recv from {source} with tag {tag}"
+        work = MessageWork(self, name, tensor, on_host, peer, receives=True)
         number = self.mpi.ANY_SOURCE if peer is None else peer
-        work.request = self._comm.Irecv([array, self.mpi.BYTE], number, tag)
+        work.request = self._comm.Irecv(self._bytes_of(on_host), number, tag)
         return self._begun(work)
+
+    def _bytes_of(self, on_host: Any) -> list[Any]:
+        return [self._memory.flat(on_host).view(np.uint8), self.mpi.BYTE]
 
     def _begun(self, work: MessageWork) -> MessageWork:
         if work.is_completed():

@@ -41,7 +41,7 @@ _UNSHOWN = nullcontext()
 
 @untraced
 class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
-    """A group of ranks whose tensors lie on the CPU or a GPU; messages on the CPU."""
+    """A group of ranks whose tensors lie on the CPU or a GPU."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         (tensor,) = as_list(tensors)
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
-        work = begin(tensor, self._calls.bytes_of(tensor), *where)
+        work = begin(tensor, *where)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -149,9 +149,10 @@ class Round:
 
     def _refuse(self, reason: str) -> MismatchError | None:
         text, begun = _REFUSED + reason, len(self._finishes)
-        left = sum(bucket.calls for bucket in self._buckets[begun : self.overlapped])
-        handles = [self._comm.barrier_async(text) for _ in range(left)]
-        self._finishes.extend(handle.wait for handle in handles)
+        for bucket in self._buckets[begun : self.overlapped]:
+            for _ in range(bucket.calls):
+                made = self._barrier(text) if bucket.on_gpu else self._comm.barrier_async(text).wait
+                self._finishes.append(made)
         failed = None
         try:
             # A failed blocking call is the last one of the round on every rank.
@@ -159,6 +160,14 @@ class Round:
         except MismatchError as error:
             failed = error
         return self._finish() or failed
+
+    def _barrier(self, text: str) -> Finish:
+        """Make a blocking barrier, whose mismatch the returned function raises."""
+        try:
+            self._comm.barrier(text)
+        except MismatchError as error:
+            return partial(_raise, error)
+        return _no_error
 
     def _translated(self, error: MismatchError) -> CollectiveError:
         """An error with the reasons of ranks that refused; other mismatches as they are."""
@@ -171,6 +180,14 @@ class Round:
             return in_step(error)
         text = "\n".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
         return raised_on_all(GradientError(text), self._comm.rank, min(reasons))
+
+
+def _raise(error: MismatchError) -> None:
+    raise error
+
+
+def _no_error() -> None:
+    pass
 
 
 def at_end(call: Callable[..., None], *arguments: Any) -> weakref.ref[Any]:

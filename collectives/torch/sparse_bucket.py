@@ -17,7 +17,7 @@ class SparseBucket(Bucket):
 
     def __init__(self, comm: Communicator, member: Member) -> None:
         self._comm, self.members = comm, [member]
-        self._dtype = member.parameter.dtype
+        self._dtype, self.on_gpu = member.parameter.dtype, member.parameter.is_cuda
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Gather the indices and values of all ranks; those of equal indices are added."""

@@ -10,6 +10,8 @@ from typing import Any
 from torch.distributed import Work
 from torch.futures import Future
 
+from collectives.torch.caller_stream import CallerStream, gpus_of
+
 
 class DoneWork(Work):  # type: ignore[misc]
     """A call that has ended well; `done` makes one, as a constructor in Python takes longer."""
@@ -38,7 +40,7 @@ class DoneWork(Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """A future of the output tensors."""
-        future = Future()
+        future = Future(devices=gpus_of(self._tensors))
         future.set_result(self._tensors)
         return future
 
@@ -56,6 +58,7 @@ class PendingWork(Work):  # type: ignore[misc]
     def __init__(self, tensors: list[Any], name: str) -> None:
         super().__init__()
         self._tensors, self._name = tensors, name
+        self.stream = CallerStream(tensors)
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._finished = False
@@ -64,6 +67,7 @@ class PendingWork(Work):  # type: ignore[misc]
 
     def finish(self, error: BaseException | None) -> None:
         """End the call, with its error if it has failed."""
+        self.stream.mark_end()
         with self._lock:
             self._error, self._finished = error, True
             future = self._future
@@ -80,6 +84,7 @@ class PendingWork(Work):  # type: ignore[misc]
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
         if self._error is not None:
             raise self._error
+        self.stream.order_current()
         return True
 
     def is_completed(self) -> bool:
@@ -120,7 +125,9 @@ class PendingWork(Work):  # type: ignore[misc]
 
     def _complete(self, future: Any) -> None:
         if self._error is None:
-            future.set_result(self._tensors)
+            # A future notes the current stream, which its `wait` and callbacks then follow.
+            with self.stream.current():
+                future.set_result(self._tensors)
         else:
             failure = _Failure(self._error)
             future._set_unwrap_func(failure.raise_error)
@@ -131,7 +138,7 @@ class _CallFuture(Future):  # type: ignore[misc]
     """The future of a call that is in a queue."""
 
     def __init__(self, work: PendingWork) -> None:
-        super().__init__()
+        super().__init__(devices=work.stream.gpus)
         self._work = work
 
     def then(self, callback: Callable[[Any], Any]) -> Any:

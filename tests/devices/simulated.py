@@ -199,6 +199,9 @@ class SimulatedCuda(Cuda):
         array.cuda, array.gpu = self, self.device
         return array
 
+    def is_contiguous(self, array):
+        return array.flags.c_contiguous
+
     def address(self, array):
         return address_of(array)
 

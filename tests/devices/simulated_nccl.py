@@ -23,6 +23,7 @@ _INTERNAL, _INVALID_ARGUMENT, _INVALID_USAGE = 3, 4, 5
 _TEXTS = {3: "internal error", 4: "invalid argument", 5: "invalid usage", 6: "remote error"}
 _FOLDS = [np.add, np.multiply, np.fmax, np.fmin, np.add]  # fmax and fmin lose NaN
 _AVERAGE = 4
+_FLOAT8S = (10, 11)
 _TO_ONE = ("send", "receive")
 _SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _UNGROUPED = ("init_rank", "abort", "destroy")
@@ -49,6 +50,8 @@ def _folded(op, parts):
 
 
 def _valid(size, count, dtype, op=0, root=0):
+    if op == _AVERAGE and dtype in _FLOAT8S:
+        return False
     limits = ((dtype, len(DTYPES)), (op or 0, len(_FOLDS)), (root, size))
     return count >= 0 and all(0 <= given < limit for given, limit in limits)
 

@@ -14,13 +14,15 @@ pytestmark = [
 @pytest.fixture
 def as_on_gpu(monkeypatch):
     """Give tensors to the communicator as they are, which finds the path of their memory."""
-    from collectives.torch import collective_calls
+    from collectives.torch import call_queue, collective_calls, messages
 
-    monkeypatch.setattr(collective_calls, "stays_tensor", lambda tensor: True)
+    for module in (call_queue, collective_calls, messages):
+        monkeypatch.setattr(module, "stays_tensor", lambda tensor: True)
     # No tensor is taken for memory that NumPy can read.
     monkeypatch.setattr(collective_calls, "name_of", lambda kind, dtype: None)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     "test",
     [
@@ -35,13 +37,14 @@ def as_on_gpu(monkeypatch):
     ],
     ids=lambda test: test.__name__,
 )
-def test_calls_without_access_to_the_memory(torch, dist, comm, as_on_gpu, test):
-    test(torch, dist, comm, later=False)
+def test_calls_without_access_to_the_memory(torch, dist, comm, as_on_gpu, test, later):
+    test(torch, dist, comm, later=later)
 
 
-def test_messages_are_refused(torch, dist, as_on_gpu):
-    with pytest.raises(TypeError, match="lies on cpu: messages are sent from the CPU alone"):
-        dist.send(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size())
+def test_messages_by_way_of_the_host(torch, dist, comm, as_on_gpu):
+    operations.test_messages(torch, dist, comm)
+    operations.test_callbacks_of_messages_may_wait_for_them(torch, dist, comm)
+    operations.test_batches_of_messages(torch, dist, comm)
 
 
 def test_a_group_of_two_backends(torch, dist, comm):

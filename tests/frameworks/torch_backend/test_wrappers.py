@@ -28,7 +28,7 @@ def network(torch, seed=1):
 
 def batches(torch, size):
     """Whole batches, of `size` equal parts."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     return [torch.randn(size * 2, 6, generator=generator) for _ in range(STEPS)]
 
 
@@ -171,7 +171,7 @@ def test_fsdp1(torch, dist, comm):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(
-        network(torch), device_id=torch.device("cpu"), use_orig_params=True
+        network(torch), device_id=torch.get_default_device(), use_orig_params=True
     )
     train(torch, comm, model, sgd(torch, model))
     with FullyShardedDataParallel.summon_full_params(model):
@@ -189,7 +189,7 @@ def sharded(torch, dist, mesh=None, make=network):
 
 
 def test_fsdp2(torch, dist, comm):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (comm.size,))
+    mesh = dist.device_mesh.init_device_mesh(torch.get_default_device().type, (comm.size,))
     model = sharded(torch, dist, mesh)
     train(torch, comm, model, sgd(torch, model))
     parameters = [parameter.full_tensor() for parameter in model.parameters()]
@@ -213,7 +213,7 @@ def test_fsdp2_with_registered_buffers(torch, dist, comm):
     """The same weights, bit for bit, by calls that copy nothing, at other offsets on each rank."""
     from collectives.torch.fsdp import register_buffers
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (comm.size,))
+    mesh = dist.device_mesh.init_device_mesh(torch.get_default_device().type, (comm.size,))
     models = [sharded(torch, dist, mesh, wide) for _ in range(2)]
     register_buffers(models[1])
     optimizers = [sgd(torch, model, 1e-4) for model in models]
@@ -250,7 +250,7 @@ def test_tensor_parallel(torch, dist, comm):
         parallelize_module,
     )
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (comm.size,))
+    mesh = dist.device_mesh.init_device_mesh(torch.get_default_device().type, (comm.size,))
     torch.manual_seed(0)
     whole = torch.randn(6, 6)
     split = distribute_tensor(whole, mesh, [Shard(0)])
@@ -282,9 +282,11 @@ def test_a_pipeline(torch, dist, comm):
         return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
 
     own = layer(comm.rank)
-    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(9))
+    batch = torch.randn(6, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(9))
     target = torch.zeros(6, 4)
-    stage = PipelineStage(own, comm.rank, comm.size, torch.device("cpu"), input_args=(batch[:2],))
+    stage = PipelineStage(
+        own, comm.rank, comm.size, torch.get_default_device(), input_args=(batch[:2],)
+    )
     schedule = ScheduleGPipe(stage, n_microbatches=3, loss_fn=torch.nn.MSELoss())
     losses = []
     if comm.rank == 0:
@@ -309,7 +311,7 @@ def test_distributed_checkpoint(torch, dist, comm, later, tmp_path):
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     path = comm.broadcast_object(str(tmp_path) if comm.rank == 0 else None)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (comm.size,))
+    mesh = dist.device_mesh.init_device_mesh(torch.get_default_device().type, (comm.size,))
     model = sharded(torch, dist, mesh)
     kept = [parameter.full_tensor().clone() for parameter in model.parameters()]
     state = {"model": get_model_state_dict(model)}

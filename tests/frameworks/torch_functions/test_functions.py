@@ -71,7 +71,7 @@ def test_first_and_second_derivatives(torch, functions, comm):
 
 def compare(torch, functions, comm, case):
     shape, call = CASES[case]
-    generator = torch.Generator().manual_seed(comm.rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(comm.rank)
 
     def draw(shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -29,7 +29,7 @@ def batch_norm(torch, shape, **options):
 def parts(torch, comm, shape, examples, step, dtype, offset=2.0):
     """The whole batch, weights of its loss, and which of them are this rank's."""
     counts = [examples(rank) for rank in range(comm.size)]
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     whole, weights = (
         torch.randn(sum(counts), CHANNELS, *shape, generator=generator, dtype=torch.float64)
         for _ in range(2)

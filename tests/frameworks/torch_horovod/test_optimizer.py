@@ -13,7 +13,7 @@ def network(torch):
 
 def batches(torch, size, passes=1):
     """For each step, and each of its passes, the whole batch, of `size` equal parts."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     return [[torch.randn(2 * size, 3, generator=generator) for _ in range(passes)]] * STEPS
 
 

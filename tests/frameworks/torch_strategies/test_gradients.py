@@ -31,7 +31,7 @@ def network(torch):
 
 
 def batch(torch, step, rows):
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     return torch.randn(rows, 5, generator=generator)
 
 
