@@ -1,5 +1,7 @@
 """Fixtures of the tests that need a GPU."""
 
+import warnings
+
 import pytest
 
 
@@ -9,6 +11,17 @@ def gpu():
     from tests.gpu.real import RealGpu
 
     return RealGpu()
+
+
+@pytest.fixture(scope="session")
+def torch():
+    """torch with CUDA."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("torch", reason="torch isn't installed")
+        if not module.cuda.is_available():
+            pytest.skip("torch finds no GPU")
+    return module
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_reductions(alone, gpu):
 def test_reductions_of_8_bit_floats(alone, gpu, op, dtype):
     if gpu.capability(gpu.current_device()) < (9, 0) and op in ("sum", "mean", "product"):
         pytest.skip("this GPU doesn't add 8-bit floats")
-    programs.all_reduce(alone, gpu, op, dtype)
+    programs.all_reduce_8_bit_floats(alone, gpu, op, dtype)
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
@@ -96,4 +96,4 @@ def test_over_mpi_of_one_rank(gpu):
 def test_it_was_nccl(alone, gpu):
     programs.all_reduce(alone, gpu, "sum", np.dtype("f4"))
     assert alone._devices._path.name == "nccl"
-    assert alone._engine.path == "native"
+    assert alone._engine.path == "nccl"

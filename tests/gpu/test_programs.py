@@ -49,7 +49,7 @@ def test_bitwise_reductions():
 @pytest.mark.parametrize("op", oracle.OPS)
 @pytest.mark.parametrize("dtype", programs.FLOAT8S, ids=str)
 def test_8_bit_floats(op, dtype):
-    on_simulated(2, programs.all_reduce, op, dtype)
+    on_simulated(2, programs.all_reduce_8_bit_floats, op, dtype)
     on_simulated(2, programs.gathers, dtype)
     on_simulated(2, programs.other_movements, dtype)
 

@@ -1,20 +1,8 @@
 """Tensors of torch on the GPU as inputs and outputs."""
 
-import warnings
-
 import pytest
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def torch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("torch")
-        if not module.cuda.is_available():
-            pytest.skip("torch finds no GPU")
-    return module
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "complex64", "bool"])

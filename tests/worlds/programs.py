@@ -1,5 +1,6 @@
 """Run an ordinary program on a world of ranks, as a user does."""
 
+import os
 import re
 import subprocess
 import tempfile
@@ -49,7 +50,8 @@ def launched(line, environment, **streams):
     """
     segments = find_segments()
     with tempfile.TemporaryDirectory() as directory:
-        variables = world_environment(directory) | {"PYTHONPATH": str(ROOT)} | environment
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        variables = world_environment(directory) | {"PYTHONPATH": path} | environment
         process = subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,

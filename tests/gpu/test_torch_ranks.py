@@ -1,0 +1,205 @@
+"""torch on two ranks of one GPU: tests of the frameworks, with tensors on the GPU by default."""
+
+from functools import partial
+
+import pytest
+
+import strategies
+from tests.frameworks.torch_backend import conftest as backend
+from tests.frameworks.torch_backend import test_operations as operations
+from tests.frameworks.torch_backend import test_other_devices as other_devices
+from tests.frameworks.torch_backend import test_wrappers as wrappers
+from tests.frameworks.torch_functions import test_functions as functions
+from tests.frameworks.torch_functions import test_sync_batch_norm as batch_norm
+from tests.frameworks.torch_horovod import test_optimizer as horovod
+from tests.frameworks.torch_strategies import test_distribute as distribute
+from tests.frameworks.torch_strategies import test_gradients as gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.mpi,
+    pytest.mark.ranks(2),
+    pytest.mark.timeout_seconds(90),
+    pytest.mark.filterwarnings("default"),  # those of torch differ between its versions
+]
+# torch's names before version 2.13.
+OLDER = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+dist = backend.dist
+
+
+@pytest.fixture
+def on_gpu(torch, dist):
+    for name, older in OLDER.items():
+        if not hasattr(dist, name):
+            setattr(dist, name, getattr(dist, older))
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        operations.test_all_reduce,
+        operations.test_all_reduce_of_other_dtypes,
+        operations.test_bitwise_all_reduce,
+        operations.test_premultiplied_sum,
+        operations.test_sparse_all_reduce,
+        operations.test_broadcast_and_reduce,
+        operations.test_all_gather,
+        operations.test_reduce_scatter,
+        operations.test_gather_and_scatter,
+        operations.test_all_to_all,
+        operations.test_coalesced_calls,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_calls(torch, dist, comm, on_gpu, test, later):
+    test(torch, dist, comm, later)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        operations.test_layouts_and_storages,
+        operations.test_messages,
+        operations.test_callbacks_of_messages_may_wait_for_them,
+        operations.test_batches_of_messages,
+        operations.test_objects,
+        operations.test_works_and_futures,
+        *(partial(wrappers.test_ddp, options=options) for options in wrappers.DDP),
+        wrappers.test_ddp_accumulates_and_clips,
+        *(partial(wrappers.test_hooks_of_ddp, hook=hook) for hook in ("fp16", "bf16", "PowerSGD")),
+        wrappers.test_zero_redundancy_optimizer,
+        wrappers.test_fsdp1,
+        wrappers.test_fsdp2,
+        wrappers.test_tensor_parallel,
+        wrappers.test_a_pipeline,
+        wrappers.test_join_with_uneven_inputs,
+        other_devices.test_a_group_of_two_backends,
+    ],
+    ids=lambda test: getattr(test, "__name__", None) or "-".join(test.keywords.values()),
+)
+def test_torch_on_a_group(torch, dist, comm, on_gpu, test):
+    if test is operations.test_objects:
+        test(dist, comm)
+    else:
+        test(torch, dist, comm)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        *(
+            partial(distribute.test_steps_are_those_of_one_process, kind=kind)
+            for kind in ("worker", "mirrored", "central")
+        ),
+        partial(gradients.test_backward_gives_the_mean, to_none=True, overlap=True),
+        partial(gradients.test_backward_gives_the_mean, to_none=False, overlap=False),
+        gradients.test_accumulation,
+        partial(gradients.test_weights, overlap=True),
+        partial(gradients.test_unused_parameters_are_an_error_on_every_rank, overlap=True),
+        gradients.test_sparse_gradients,
+        gradients.test_dtypes_and_the_wire,
+        partial(gradients.test_an_exception_in_backward_is_an_error_on_every_rank, overlap=True),
+        *(
+            partial(batch_norm.test_as_batch_norm_of_the_whole_batch, case=case)
+            for case in ("images", "different batches", "an empty batch")
+        ),
+        batch_norm.test_half_precision,
+    ],
+    ids=lambda test: (
+        getattr(test, "__name__", None)
+        or "-".join([test.func.__name__, *map(str, test.keywords.values())])
+    ),
+)
+def test_strategies(torch, comm, on_gpu, test):
+    test(torch, comm)
+
+
+def test_a_checkpoint_on_the_gpu(torch, comm, tmp_path):
+    folder = comm.broadcast_object(str(tmp_path))
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    batch = torch.full((4, 3), comm.rank + 1.0, device="cuda")
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2).cuda()
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        strategy.distribute(model, optimizer)
+        return model, optimizer
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    one, other = made(1), made(2)
+    for _ in range(2):
+        step(*one)
+    path = strategies.Checkpoint(model=one[0], optimizer=one[1]).save(f"{folder}/state")
+    strategies.Checkpoint(model=other[0], optimizer=other[1]).restore(path)
+    for each in (one, other):
+        step(*each)
+    assert other[0].weight.is_cuda
+    torch.testing.assert_close(other[0].state_dict(), one[0].state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["saved", "async_save"])
+def test_a_distributed_checkpoint(torch, dist, comm, on_gpu, later, tmp_path):
+    wrappers.test_distributed_checkpoint(torch, dist, comm, later, tmp_path)
+
+
+def test_parameters_that_must_lie_on_the_cpu(torch, comm, on_gpu):
+    strategy = strategies.LocalSGDStrategy(2, communicator=comm)
+    with pytest.raises(TypeError, match="weight is a tensor on cuda:0: must lie on the CPU"):
+        strategy.distribute(torch.nn.Linear(2, 1), [])
+
+
+@pytest.mark.parametrize(
+    "test",
+    [functions.test_first_and_second_derivatives, functions.test_values_and_dtypes],
+    ids=lambda test: test.__name__,
+)
+def test_differentiable_calls(torch, comm, on_gpu, test):
+    import collectives.torch
+
+    test(torch, collectives.torch, comm)
+
+
+@pytest.mark.parametrize("case", ["plain", "fp16", "sum", "passes"])
+def test_horovod(torch, comm, on_gpu, case):
+    import collectives.torch.horovod as hvd
+
+    hvd.init()
+    horovod.test_training(torch, hvd, comm, case)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_calls_follow_the_stream(torch, dist, comm, on_gpu, later):
+    """On a stream of the program's, after its slow work, and before the work of another stream."""
+    total = comm.size * (comm.size + 1) / 2
+    tensor = torch.zeros(1 << 16)
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(3):
+        with torch.cuda.stream(first):
+            tensor.zero_()
+            torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+            tensor += comm.rank + 1
+            work = dist.all_reduce(tensor, async_op=later)
+            if not later:
+                found = tensor * 2
+        if later:
+            with torch.cuda.stream(second):
+                work.wait()
+                found = tensor * 2
+            second.synchronize()
+        else:
+            first.synchronize()
+        assert torch.equal(found, torch.full_like(found, 2 * total))
