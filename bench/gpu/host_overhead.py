@@ -27,6 +27,7 @@ from collectives.transports.nccl_driver import NcclDriver
 
 # Repeats of about a millisecond: on a loaded machine some run undisturbed.
 _CALLS, _REPEATS, _PROFILED, _LINES = 200, 500, 20_000, 15
+_TENSORS = 1000
 
 
 class NullArray(np.ndarray[Any, Any]):
@@ -80,6 +81,7 @@ def null_cuda() -> interface.Cuda:
         "read_only": lambda self, original: False,
         "empty": empty,
         "is_contiguous": lambda self, array: True,
+        "pinned": lambda self, nbytes: np.empty(nbytes, np.uint8),
         "address": lambda self, array: id(array.base),
         "current_stream": lambda self: stream,
         "new_stream": lambda self: _NullStream(),
@@ -120,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bare = times["the driver's call"]
         for name, seconds in times.items():
             print(f"{name:40} {seconds * 1e6:7.2f} µs  (+{(seconds - bare) * 1e6:.2f})")
+        arrays, out = (np.split(np.zeros(_TENSORS).view(NullArray), _TENSORS) for _ in range(2))
+        many = _fastest(partial(comm.all_reduce_many, arrays, out=out), calls=1)
+        print(f"all_reduce_many of {_TENSORS} arrays, out=out   {many * 1e6:7.0f} µs")
         if options.profile:
             _profile(calls["all_reduce(array, out=out)"])
     return 0
@@ -147,14 +152,14 @@ def _calls(comm: Communicator) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _fastest(call: Callable[[], Any]) -> float:
+def _fastest(call: Callable[[], Any], calls: int = _CALLS) -> float:
     """Seconds per call, of the best repeat: what disturbs the others is no part of the call."""
     times = []
     for _ in range(_REPEATS):
         start = perf_counter()
-        for _ in range(_CALLS):
+        for _ in range(calls):
             call()
-        times.append((perf_counter() - start) / _CALLS)
+        times.append((perf_counter() - start) / calls)
     return min(times)
 
 

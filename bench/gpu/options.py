@@ -59,7 +59,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=Settings.repeats, help="default: %(default)s")
     add("--warmup", type=int, default=Settings.warmup, help="calls before (default: %(default)s)")
     add("--calls", type=int, help="in a repeat (default: one for each buffer set, at least 20)")
-    help = "buffer sets to cycle (default: as many as exceed twice the GPU's cache, at most 256)"
+    help = "buffer sets to cycle (default: above twice the GPU's cache, at most 256; lists: 4)"
     add("--rotate", type=int, default=0, metavar="N", help=help)
     add("--json", type=Path, metavar="FILE", help="everything, with all statistics")
     add("--markdown", type=Path, metavar="FILE", help="headers and tables")

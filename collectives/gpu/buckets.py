@@ -57,9 +57,11 @@ class DeviceBucket:
 
     def table(self, arrays: Sequence[DeviceArray]) -> Table:
         """The table of this bucket's arrays, or outputs: flat, contiguous, of one dtype."""
-        dtype = arrays[0].dtype
+        return self.table_at(tuple(map(self._memory.cuda.address, arrays)), arrays[0].dtype)
+
+    def table_at(self, addresses: tuple[int, ...], dtype: np.dtype[Any]) -> Table:
+        """As `table`, of arrays at these addresses."""
         itemsize = dtype.itemsize // reals(dtype)
-        addresses = tuple(map(self._memory.cuda.address, arrays))
         key = (itemsize, *addresses)
         table = self._tables.recall(key)
         if table is None:

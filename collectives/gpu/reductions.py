@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from collectives.arrays.kinds import Output, address, copied, flat, is_plain
+from collectives.caching import LRU
 from collectives.calls import Operation
 from collectives.calls.many import describe_many, inputs_of, outputs_of, reached
 from collectives.calls.reductions import ReduceInput
-from collectives.consistency.signature import check_text
+from collectives.consistency.signature import Signature, check_text
 from collectives.cuda.interface import DeviceArray
 from collectives.cuda.runtime import cuda, on_gpu
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices
-from collectives.gpu.buckets import BucketMemory
+from collectives.gpu.buckets import BucketMemory, BucketSet, DeviceBucket, Table
 from collectives.lifecycle.futures import Handle
-from collectives.reductions.buckets import check_bucket_bytes, check_many
-from collectives.reductions.reduction import ReduceOp, as_op
+from collectives.reductions.buckets import Kinds, check_bucket_bytes, check_many
+from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
 
 Started = TypeVar("Started")
 
@@ -35,6 +37,7 @@ class ManyOnGpus:
     def __init__(self, engine: Engine, devices: Devices) -> None:
         self._engine, self._devices = engine, devices
         self._memory: BucketMemory | None = None
+        self._signatures: LRU[tuple[Kinds, ReduceOp, int, str | None], Signature] = LRU()
 
     def reduce(
         self,
@@ -76,13 +79,81 @@ class ManyOnGpus:
         arrays, out = check_many(arrays, out)
         check_text(what)
         reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
+        memory = self._memory = self._memory or BucketMemory(cuda())
+        kinds = _plain_kinds(arrays, out, reduction)
+        if kinds is not None:
+            self._devices.check("all_reduce", reduction.value, {dtype for _, dtype in kinds})
+            with memory.turn():
+                used = memory.set_for(kinds, limit, reduction)
+                if not used.alone:
+                    signature = self._signature(kinds, reduction, limit, what)
+                    results = [memory.cuda.empty(*kind) for kind in kinds] if out is None else out
+                    return start(
+                        _plain_operation(memory, used, arrays, results, reduction, signature)
+                    )
         given = _inputs(arrays, reduction)
         outputs = outputs_of(given, out)
         self._devices.check("all_reduce", reduction.value, {each.dtype for each in given})
-        if self._memory is None:
-            self._memory = BucketMemory(cuda())
-        with self._memory.turn():
-            return start(_operation(self._memory, given, outputs, reduction, limit, what))
+        with memory.turn():
+            return start(_operation(memory, given, outputs, reduction, limit, what))
+
+    def _signature(self, kinds: Kinds, op: ReduceOp, limit: int, what: str | None) -> Signature:
+        """As `describe_many`, which takes longer than the rest of the call."""
+        key = kinds, op, limit, what
+        found = self._signatures.recall(key)
+        if found is None:
+            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kinds)
+            made = describe_many("all_reduce_many", op, kinds, limit, nbytes, what)
+            found = self._signatures.put(key, made.on_gpu())
+        return found
+
+
+def _plain_kinds(arrays: list[Any], out: list[Any] | None, op: ReduceOp) -> Kinds | None:
+    """The kinds of device arrays that are reduced as they are, into such arrays; None of others.
+
+    To convert thousands of arrays would take longer than to reduce them.
+    """
+    gpus = cuda()
+    every = arrays if out is None or out is arrays else [*arrays, *out]
+    if set(map(type, every)) != {gpus.array_type}:
+        return None
+    if set(map(gpus.device_of, every)) != {gpus.current_device()}:
+        return None
+    if not all(map(gpus.is_contiguous, every)):
+        return None
+    kinds = tuple((each.shape, each.dtype) for each in arrays)
+    if any(reduction_for(op, dtype, True).dtype != dtype for dtype in {each[1] for each in kinds}):
+        return None
+    if every is not arrays and kinds != tuple((each.shape, each.dtype) for each in out or ()):
+        return None
+    return kinds
+
+
+def _plain_operation(
+    memory: BucketMemory,
+    used: BucketSet,
+    arrays: list[DeviceArray],
+    results: list[DeviceArray],
+    op: ReduceOp,
+    signature: Signature,
+) -> Operation:
+    """As `_operation`, of arrays that all have places in buckets."""
+
+    def tables(places: list[DeviceArray]) -> list[Table]:
+        at = list(map(memory.cuda.address, places)).__getitem__
+        return [
+            each.table_at(tuple(map(at, each.indices)), each.flat.dtype) for each in used.buckets
+        ]
+
+    packs = tables(arrays)
+    unpacks = packs if results is arrays else tables(results)
+
+    def perform(engine: Engine) -> list[Any]:
+        memory.keep(used, packs, unpacks, arrays, results)
+        _reduce(engine, op, used.buckets, packs, unpacks)
+        return list(results)
+
+    return Operation(signature, perform, on_gpu=True)
 
 
 def _inputs(arrays: Sequence[Any], op: ReduceOp) -> list[ReduceInput]:
@@ -116,19 +187,33 @@ def _operation(
     def perform(engine: Engine) -> list[Any]:
         # Copies must also be kept until they have been used.
         memory.keep(used, flats, packs, unpacks, sources, outputs)
-        for bucket, table in zip(used.buckets, packs, strict=True):
-            bucket.pack(table)
-        for index, source in zip(used.alone, sources, strict=True):
-            engine.run("all_reduce", source, outputs[index].buffer, op=op)
-        for bucket in used.buckets:
-            engine.run("all_reduce", None, bucket.flat, op=op)
-        for bucket, table in zip(used.buckets, unpacks, strict=True):
-            bucket.unpack(table)
+        targets = [outputs[index].buffer for index in used.alone]
+        alone = list(zip(sources, targets, strict=True))
+        _reduce(engine, op, used.buckets, packs, unpacks, alone)
         return [output.deliver() for output in outputs]
 
     nbytes = sum(output.buffer.nbytes for output in outputs)
     signature = describe_many("all_reduce_many", op, kinds, limit, nbytes, what).on_gpu()
     return Operation(signature, perform, on_gpu=True)
+
+
+def _reduce(
+    engine: Engine,
+    op: ReduceOp,
+    buckets: list[DeviceBucket],
+    packs: list[Table],
+    unpacks: list[Table],
+    alone: Sequence[tuple[DeviceArray | None, DeviceArray]] = (),
+) -> None:
+    """Reduce the buckets, and the pairs of source and target outside of them."""
+    for bucket, table in zip(buckets, packs, strict=True):
+        bucket.pack(table)
+    for source, target in alone:
+        engine.run("all_reduce", source, target, op=op)
+    for bucket in buckets:
+        engine.run("all_reduce", None, bucket.flat, op=op)
+    for bucket, table in zip(buckets, unpacks, strict=True):
+        bucket.unpack(table)
 
 
 def _sources(

@@ -78,7 +78,7 @@ def test_functions_and_communicators(jax, mpi, comm):
     kinds = MismatchError, jax.errors.JaxRuntimeError
     for _ in range(2):
         with pytest.raises(kinds, match=r"rank 1: barrier\(Scatter input must have shape"):
-            mpi4jax.scatter(own, 1)
+            jax.block_until_ready(mpi4jax.scatter(own, 1))
 
     around = {"source": (rank - 1) % size, "dest": (rank + 1) % size}
     status = mpi.Status()

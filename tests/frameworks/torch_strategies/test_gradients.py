@@ -2,6 +2,8 @@
 
 import pytest
 
+from collectives import Communicator, MismatchError
+
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.timeout_seconds(60)]
 
 ROWS, STEPS = 4, 3
@@ -326,6 +328,38 @@ def test_unused_parameters_are_an_error_on_every_rank(torch, comm, overlap):
     model.loss(x, both=False).backward()
     assert model.second.weight.grad is model.second.bias.grad is None
     assert model.first.weight.grad is not None
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_refusal_where_asynchronous_calls_are_made_at_once(torch, comm, monkeypatch):
+    """As those of arrays on a GPU are, in the order of blocking calls."""
+    from concurrent.futures import Future
+
+    from collectives.lifecycle.futures import Handle
+    from collectives.torch.gradients import GradientError
+
+    def at_once(self, *arguments, **options):
+        future = Future()
+        try:
+            future.set_result(self.all_reduce(*arguments, **options))
+        except MismatchError as error:
+            future.set_exception(error)
+        return Handle(future)
+
+    monkeypatch.setattr(Communicator, "all_reduce_async", at_once)
+    model = network(torch)
+    reducer = reducer_of(comm, model)
+    assert len(reducer._buckets) > 2
+    for bucket in reducer._buckets:
+        bucket.on_gpu = True
+    x = own(comm, batch(torch, 0, ROWS * comm.size))
+    # The buckets of the last layers are reduced first.
+    part = model[:2] if comm.rank == 1 else model
+    with pytest.raises(GradientError, match=r"no gradient to 2.weight, 2.bias, 4.weight"):
+        part(x).square().mean().backward()
+    model.zero_grad()
+    loss_of(model, x).backward()
+    check(torch, model, expected(torch, comm))
 
 
 class OneOf:
