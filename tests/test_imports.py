@@ -138,7 +138,6 @@ LAZY = {
         "collectives/torch/arguments.py",
         "collectives/torch/buckets.py",
         "collectives/torch/call_queue.py",
-        "collectives/torch/caller_stream.py",
         "collectives/torch/closures.py",
         "collectives/torch/collective_calls.py",
         "collectives/torch/fsdp.py",

@@ -25,9 +25,7 @@ def gpu_problem() -> str | None:
 def describe_gpu(comm: Communicator, options: argparse.Namespace, device: Device) -> dict[str, Any]:
     """The entries of the header, by name, as seen by rank 0."""
     settings = options.settings
-    sets = (
-        settings.rotate or "as many as exceed twice the GPU's cache, at most 256; lists: 4"
-    )
+    sets = settings.rotate or "as many as exceed twice the GPU's cache, at most 256; lists: 4"
     driver = probe.nccl_driver()
     return describe(comm, argparse.Namespace(**{**vars(options), "peer": NAME})) | {
         "calls in a repeat": settings.calls or "one for each buffer set, at least 20",

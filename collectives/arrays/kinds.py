@@ -195,6 +195,13 @@ def address(array: Array) -> int:
     return cuda().address(array) if is_device(array) else array.ctypes.data
 
 
+def after_reading(array: Any) -> Any:
+    """The caller's array; what its library enqueues from now on comes after what has read it."""
+    if on_gpu(array):
+        cuda().hand_back(array)
+    return array
+
+
 def may_overlap(first: Array, second: Array) -> bool:
     """Whether the arrays may share memory."""
     return is_device(first) == is_device(second) and np.may_share_memory(first, second)

@@ -10,6 +10,7 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
+    after_reading,
     copied,
     empty,
     flat,
@@ -56,7 +57,8 @@ def broadcast_output(given: Array, array: Any, *, on_root: bool) -> Output:
     refuse_false_gradient(array, "array")
     if on_root:
         # A schedule may write into the root's buffer what is there already.
-        return Output(flat(given if is_writeable(given, array) else copied(given)), lambda: array)
+        buffer = flat(given if is_writeable(given, array) else copied(given))
+        return Output(buffer, lambda: after_reading(array))
     return given_output(array, given.shape, given.dtype, name="array")
 
 
@@ -124,7 +126,10 @@ def gather(
             joined = engine.work(total, rows.dtype, rows.flat)
         own_part(joined, lengths, engine.rank)[:] = rows.flat
         engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
-        return like(array)(rows.array(joined, sum(counts))) if on_root else None
+        if on_root:
+            return like(array)(rows.array(joined, sum(counts)))
+        after_reading(array)
+        return None
 
     signature = signature_of("gather", rows, root, algorithm)
     return Operation(signature, perform, is_device(rows.flat))

@@ -8,6 +8,7 @@ from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
     address,
+    after_reading,
     check_same_memory,
     copied,
     flat,
@@ -132,7 +133,10 @@ def reduce(
         else:
             source, target = given.source_for(output), output.buffer
         engine.run("reduce", source, target, op=given.op, root=root, algorithm=algorithm)
-        return None if output is None else output.deliver()
+        if output is not None:
+            return output.deliver()
+        after_reading(array)
+        return None
 
     return Operation(given.signature("reduce", root, forced(algorithm)), perform, given.on_gpu)
 

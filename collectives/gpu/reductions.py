@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from collectives.arrays.kinds import Output, address, copied, flat, is_plain
 from collectives.caching import LRU
 from collectives.calls import Operation
@@ -76,13 +78,15 @@ class ManyOnGpus:
         bucket_bytes: int | None,
         what: str | None,
     ) -> Started:
+        in_place = out is arrays
         arrays, out = check_many(arrays, out)
+        if in_place:
+            out = arrays
         check_text(what)
         reduction, limit = as_op(op), check_bucket_bytes(bucket_bytes)
-        memory = self._memory = self._memory or BucketMemory(cuda())
         kinds = _plain_kinds(arrays, out, reduction)
         if kinds is not None:
-            self._devices.check("all_reduce", reduction.value, {dtype for _, dtype in kinds})
+            memory = self._memory_for(reduction, {dtype for _, dtype in kinds})
             with memory.turn():
                 used = memory.set_for(kinds, limit, reduction)
                 if not used.alone:
@@ -93,9 +97,16 @@ class ManyOnGpus:
                     )
         given = _inputs(arrays, reduction)
         outputs = outputs_of(given, out)
-        self._devices.check("all_reduce", reduction.value, {each.dtype for each in given})
+        memory = self._memory_for(reduction, {each.dtype for each in given})
         with memory.turn():
             return start(_operation(memory, given, outputs, reduction, limit, what))
+
+    def _memory_for(self, op: ReduceOp, dtypes: set[np.dtype[Any]]) -> BucketMemory:
+        """On the communicator's GPU, which is checked to be the current one."""
+        self._devices.check("all_reduce", op.value, dtypes)
+        if self._memory is None:
+            self._memory = BucketMemory(cuda())
+        return self._memory
 
     def _signature(self, kinds: Kinds, op: ReduceOp, limit: int, what: str | None) -> Signature:
         """As `describe_many`, which takes longer than the rest of the call."""
@@ -122,8 +133,13 @@ def _plain_kinds(arrays: list[Any], out: list[Any] | None, op: ReduceOp) -> Kind
     if not all(map(gpus.is_contiguous, every)):
         return None
     kinds = tuple((each.shape, each.dtype) for each in arrays)
-    if any(reduction_for(op, dtype, True).dtype != dtype for dtype in {each[1] for each in kinds}):
-        return None
+    try:
+        if any(
+            reduction_for(op, each, True).dtype != each for each in {dtype for _, dtype in kinds}
+        ):
+            return None
+    except TypeError:
+        return None  # the general path names the array
     if every is not arrays and kinds != tuple((each.shape, each.dtype) for each in out or ()):
         return None
     return kinds

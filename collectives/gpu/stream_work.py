@@ -63,6 +63,7 @@ class _Launch:
     """The event that it waits for; the deadline counts from there."""
     done: Event
     held: tuple[DeviceArray | None, ...]
+    are_small: bool
     began: float | None = None
 
     def __str__(self) -> str:
@@ -91,6 +92,8 @@ class StreamWork:
         """Returns the error of the stream's work, as far as it is detected."""
         self.stream = cuda.new_stream()
         self._launched: deque[_Launch] = deque()
+        self._large = 0
+        """How many of them hold arrays that aren't small."""
         self.captured: list[object] = []
         """Objects in use by captured graphs."""
         self._events: list[Event] = []
@@ -139,11 +142,12 @@ class StreamWork:
             return
         call = self._wait_policy.call
         with self._lock:
-            if not are_small:
+            if self._large:
                 self._forget_done()
             elif len(self._launched) >= _LAUNCHES_KEPT:
                 self._forget_half()
-            self._launched.append(_Launch(call.what, call.sequence, ready, done, held))
+            self._launched.append(_Launch(call.what, call.sequence, ready, done, held, are_small))
+            self._large += not are_small
 
     def _forget_done(self) -> None:
         while self._launched and self._launched[0].done.done():
@@ -158,6 +162,7 @@ class StreamWork:
 
     def _forget_first(self) -> None:
         past = self._launched.popleft()
+        self._large -= not past.are_small
         if len(self._events) < _EVENTS_KEPT:
             # Re-recording an event does not affect the streams that already wait for it.
             self._events += past.ready, past.done
@@ -229,3 +234,4 @@ class StreamWork:
         """Release everything after an abort."""
         with self._lock:
             self._launched.clear()
+            self._large = 0

@@ -45,16 +45,27 @@ class CallQueue:
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
-    def submit(self, outputs: list[Any], name: str, action: Action) -> Work:
+    def submit(self, outputs: list[Any], name: str, action: Action, gpus: list[Any]) -> Work:
         """Make the call once those before it have ended; its work, which may have ended.
 
-        `outputs` are tensors, also in lists.
+        `outputs` are tensors, also in lists; `gpus` is as of `PendingWork`.
         """
+        if gpus:
+            # Calls on a GPU must be enqueued in the order of the program, those of several groups
+            # too: the kernels of NCCL wait for each other.
+            self._finish_pending()
+            return self._run_now(outputs, name, action, gpus)
         work = self._run_soon(outputs, name, action)
         if work is None:
             work = PendingWork(outputs, name)
             self._enqueue(work, action)
         return work
+
+    def _finish_pending(self) -> None:
+        if self.pending:
+            last = PendingWork([], "the calls before")
+            self._enqueue(last, lambda: None)
+            last.wait()
 
     def _run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
         """Make a brief call now, if all ranks come soon; its ended work, or None if not."""
@@ -62,12 +73,15 @@ class CallQueue:
             return None
         if not self._all_come(_HANDOVER_SECONDS):
             return None
+        return self._run_now(outputs, name, action, [])
+
+    def _run_now(self, outputs: list[Any], name: str, action: Action, gpus: list[Any]) -> Work:
         failed = _failure_of(action)
-        if failed is None:
+        if failed is None and not gpus:
             return done(outputs)
-        work = PendingWork(outputs, name)
-        work.finish(_with_line(failed, calling_line()))
-        if not isinstance(failed, Exception):
+        work = PendingWork(outputs, name, gpus)
+        work.finish(None if failed is None else _with_line(failed, calling_line()))
+        if failed is not None and not isinstance(failed, Exception):
             raise failed
         return work
 
@@ -100,7 +114,7 @@ class CallQueue:
         job = self._jobs.get()
         if job is None:
             return False
-        with self._policy.sleeping_early(), job.work.stream.current():
+        with self._policy.sleeping_early():
             failed = _failure_of(job.action)
         with self._lock:
             self.pending -= 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +20,12 @@ from collectives.errors import RankFailedError, ShapeMismatchError
 from collectives.launching.start import start_mpi
 from collectives.torch.collective_calls import stays_tensor
 from collectives.torch.members import Members
-from collectives.torch.works import PendingWork
+from collectives.torch.works import PendingWork, gpus_of
 from collectives.waiting.wait_policy import WaitPolicy
 
 # How often the messages that no caller waits for make progress.
 _POLL_SECONDS = 5e-4
+_THREAD = "collectives-messages"
 # For a message whose sender has closed the group since.
 _GRACE_SECONDS = 1.0
 
@@ -42,8 +44,9 @@ class MessageWork(PendingWork):
         receives: bool,
     ) -> None:
         """`on_host` is the tensor, or what stands for it on the host; it holds the message."""
-        super().__init__([tensor], name)
+        super().__init__([tensor], name, gpus_of(tensor))
         self._on_host = on_host
+        self._copies = _CopyStream(self.gpus[0]) if receives and self.gpus else None
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
         self.receives = receives
         self._status = messages.mpi.Status()
@@ -70,10 +73,18 @@ class MessageWork(PendingWork):
     def finish(self, error: BaseException | None) -> None:
         """Copy what was received to the GPU of the tensor."""
         (tensor,) = self._tensors
-        if self.receives and error is None and self._on_host is not tensor:
-            with self.stream.current():
-                tensor.detach().copy_(self._on_host)
-        super().finish(error)
+        copies = self.receives and error is None and self._on_host is not tensor
+        try:
+            with nullcontext() if self._copies is None else self._copies.current():
+                if copies:
+                    tensor.detach().copy_(self._on_host, non_blocking=True)
+                if copies and tensor.is_cuda:
+                    # Its memory may be freed before the copy is done.
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                super().finish(error)
+        except Exception as failed:
+            # CUDA's: the thread must go on with the other messages.
+            super().finish(failed)
 
     def _length_error(self) -> BaseException | None:
         if self._status.Is_cancelled():
@@ -146,6 +157,25 @@ class MessageWork(PendingWork):
     _source_rank = source_rank
 
 
+class _CopyStream:
+    """A stream for a copy to a GPU, after what is on the current stream now.
+
+    The current one would make it wait for what the program enqueues until the message comes.
+    """
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu, self._stream = gpu, torch.cuda.Stream(gpu)
+        self._stream.wait_stream(torch.cuda.current_stream(gpu))
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Context in which it is the current stream."""
+        if threading.current_thread().name == _THREAD:
+            # That of the message's GPU: with another one current, CUDA would use that one, too.
+            torch.cuda.set_device(self._gpu)
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
+
+
 class Messages:
     """The messages of one group, on an MPI communicator of their own.
 
@@ -172,7 +202,10 @@ class Messages:
 
     def receive(self, tensor: Any, peer: int | None, tag: int) -> MessageWork:
         """Start to receive into the contiguous tensor, from any rank if `peer` is None."""
-        on_host = torch.empty_like(tensor, device="cpu") if stays_tensor(tensor) else tensor
+        on_host = tensor
+        if stays_tensor(tensor):
+            # Pinned, so that no copy waits for the GPU.
+            on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         source = "any rank" if peer is None else f"rank {peer}"
         name = f"recv from {source} with tag {tag}"
         work = MessageWork(self, name, tensor, on_host, peer, receives=True)
@@ -189,9 +222,7 @@ class Messages:
         with self._changed:
             self._pending.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._progress, name="collectives-messages", daemon=True
-                )
+                self._thread = threading.Thread(target=self._progress, name=_THREAD, daemon=True)
                 self._thread.start()
             self._changed.notify()
         return work

@@ -149,25 +149,19 @@ class Round:
 
     def _refuse(self, reason: str) -> MismatchError | None:
         text, begun = _REFUSED + reason, len(self._finishes)
-        for bucket in self._buckets[begun : self.overlapped]:
-            for _ in range(bucket.calls):
-                made = self._barrier(text) if bucket.on_gpu else self._comm.barrier_async(text).wait
-                self._finishes.append(made)
+        left = self._buckets[begun : self.overlapped]
+        later = sum(bucket.calls for bucket in left if not bucket.on_gpu)
+        now = sum(bucket.calls for bucket in left if bucket.on_gpu)
+        handles = [self._comm.barrier_async(text) for _ in range(later)]
+        self._finishes.extend(handle.wait for handle in handles)
         failed = None
-        try:
-            # A failed blocking call is the last one of the round on every rank.
-            self._comm.barrier(text)
-        except MismatchError as error:
-            failed = error
+        # After those of the other buckets on a GPU, the last one of the round on every rank.
+        for _ in range(now + 1):
+            try:
+                self._comm.barrier(text)
+            except MismatchError as error:
+                failed = failed or error
         return self._finish() or failed
-
-    def _barrier(self, text: str) -> Finish:
-        """Make a blocking barrier, whose mismatch the returned function raises."""
-        try:
-            self._comm.barrier(text)
-        except MismatchError as error:
-            return partial(_raise, error)
-        return _no_error
 
     def _translated(self, error: MismatchError) -> CollectiveError:
         """An error with the reasons of ranks that refused; other mismatches as they are."""
@@ -180,14 +174,6 @@ class Round:
             return in_step(error)
         text = "\n".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
         return raised_on_all(GradientError(text), self._comm.rank, min(reasons))
-
-
-def _raise(error: MismatchError) -> None:
-    raise error
-
-
-def _no_error() -> None:
-    pass
 
 
 def at_end(call: Callable[..., None], *arguments: Any) -> weakref.ref[Any]:

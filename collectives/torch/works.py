@@ -1,16 +1,20 @@
-"""What torch calls a Work: the handle of a call."""
+"""What torch calls a Work: the handle of a call.
+
+A call on a GPU is enqueued on the program's current stream before its work is made. Its `wait`
+orders the stream that is current then after it, as with torch's own groups
+(pytorch.org/docs/stable/distributed.html, "Synchronous and asynchronous collective operations").
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import Work
 from torch.futures import Future
-
-from collectives.torch.caller_stream import CallerStream, gpus_of
 
 
 class DoneWork(Work):  # type: ignore[misc]
@@ -52,13 +56,21 @@ def done(tensors: list[Any]) -> DoneWork:
     return work
 
 
-class PendingWork(Work):  # type: ignore[misc]
-    """A call that another thread makes; `finish` is called by that thread."""
+def gpus_of(tensors: Any) -> list[Any]:
+    """The GPU of tensors in lists, as torch's futures take it; empty where there is none."""
+    if isinstance(tensors, list | tuple):
+        return next(filter(None, map(gpus_of, tensors)), [])
+    return [tensors.device] if getattr(tensors, "is_cuda", False) else []
 
-    def __init__(self, tensors: list[Any], name: str) -> None:
+
+class PendingWork(Work):  # type: ignore[misc]
+    """A call that may not have ended; `finish` is called by the thread that makes it."""
+
+    def __init__(self, tensors: list[Any], name: str, gpus: Sequence[Any] = ()) -> None:
+        """`gpus` has the GPU of the call's tensors; none for those on the CPU."""
         super().__init__()
         self._tensors, self._name = tensors, name
-        self.stream = CallerStream(tensors)
+        self.gpus, self._end = gpus, None
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._finished = False
@@ -66,8 +78,16 @@ class PendingWork(Work):  # type: ignore[misc]
         self._future: Any = None
 
     def finish(self, error: BaseException | None) -> None:
-        """End the call, with its error if it has failed."""
-        self.stream.mark_end()
+        """End the call, with its error if it has failed.
+
+        Its work on a GPU is on the current stream.
+        """
+        try:
+            if self.gpus:
+                self._end = torch.cuda.current_stream(self.gpus[0]).record_event()
+        except Exception as failed:
+            # After an error, CUDA refuses every call.
+            error = error or failed
         with self._lock:
             self._error, self._finished = error, True
             future = self._future
@@ -84,7 +104,8 @@ class PendingWork(Work):  # type: ignore[misc]
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
         if self._error is not None:
             raise self._error
-        self.stream.order_current()
+        if self._end is not None:
+            torch.cuda.current_stream(self.gpus[0]).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -125,9 +146,7 @@ class PendingWork(Work):  # type: ignore[misc]
 
     def _complete(self, future: Any) -> None:
         if self._error is None:
-            # A future notes the current stream, which its `wait` and callbacks then follow.
-            with self.stream.current():
-                future.set_result(self._tensors)
+            future.set_result(self._tensors)
         else:
             failure = _Failure(self._error)
             future._set_unwrap_func(failure.raise_error)
@@ -138,7 +157,8 @@ class _CallFuture(Future):  # type: ignore[misc]
     """The future of a call that is in a queue."""
 
     def __init__(self, work: PendingWork) -> None:
-        super().__init__(devices=work.stream.gpus)
+        # A future of GPUs takes nothing but tensors.
+        super().__init__(devices=[] if work.exception() else list(work.gpus))
         self._work = work
 
     def then(self, callback: Callable[[Any], Any]) -> Any:

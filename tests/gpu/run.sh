@@ -112,12 +112,12 @@ if [ "${ONLY:-tests}" = tests ]; then
         tests/gpu/test_torch_ranks.py tests/gpu/test_strategies.py
     finish
     # What waits on the GPU for another rank needs its turns: apart from the others.
-    export ${NEWER_NCCL:+LD_PRELOAD="$NEWER_NCCL"}
+    if [ -n "${NEWER_NCCL:-}" ]; then export LD_PRELOAD="$NEWER_NCCL"; fi
     group "two ranks over NCCL on one GPU" 240 -m gpu tests/gpu/test_shared_gpu.py
-    export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1
+    export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 GPU_TESTS_PATH=nccl
     group "torch and strategies on two ranks over NCCL on one GPU" 240 -m gpu \
         tests/gpu/test_torch_ranks.py tests/gpu/test_strategies.py
-    unset LD_PRELOAD NCCL_MULTI_RANK_GPU_ENABLE NCCL_NVLS_ENABLE NCCL_MAX_CTAS
+    unset LD_PRELOAD NCCL_MULTI_RANK_GPU_ENABLE NCCL_NVLS_ENABLE NCCL_MAX_CTAS GPU_TESTS_PATH
     group "JAX on three ranks of one GPU" 240 --worlds 3 \
         tests/frameworks/jax_collectives/test_{collectives,mpi4jax,strategies}.py
     finish

@@ -1,5 +1,6 @@
 """torch on two ranks of one GPU: tests of the frameworks, with tensors on the GPU by default."""
 
+import os
 from functools import partial
 
 import pytest
@@ -178,6 +179,35 @@ def test_horovod(torch, comm, on_gpu, case):
 
     hvd.init()
     horovod.test_training(torch, hvd, comm, case)
+
+
+def test_the_path(torch, dist, comm, on_gpu):
+    """As `run.sh` expects it, which has a group of tests for each path."""
+    for group in (comm, dist.group.WORLD._comm):
+        group.all_reduce(torch.ones(2))
+        assert group._devices._path.name == os.environ.get("GPU_TESTS_PATH", "ipc")
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_what_is_read_follows_the_stream(torch, dist, comm, on_gpu, root):
+    """A tensor that is broadcast, reduced or gathered may be overwritten after the call."""
+    stream = torch.cuda.Stream()
+    tensor, seen = torch.ones(1 << 20), torch.ones(1 << 20)
+    parts = [torch.ones(1 << 20) for _ in range(comm.size)] if comm.rank == root else None
+    for turn in range(3):
+        with torch.cuda.stream(stream):
+            tensor.fill_(turn + comm.rank)
+            dist.broadcast(tensor, root)
+            seen.copy_(tensor)
+            tensor.zero_()
+            assert torch.equal(seen, torch.full_like(seen, turn + root))
+            tensor.fill_(turn + comm.rank)
+            dist.gather(tensor, parts, root)
+            tensor.fill_(turn + comm.rank)
+            dist.reduce(tensor, root)
+            if comm.rank == root:
+                assert torch.equal(tensor, torch.full_like(tensor, 2 * turn + 1))
+                assert [each[0].item() for each in parts] == [turn, turn + 1]
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])

@@ -1,5 +1,7 @@
 """Groups of several backends, and what a tensor on a GPU would go through, without a GPU."""
 
+import operator
+
 import pytest
 
 from tests.frameworks.torch_backend import test_operations as operations
@@ -11,11 +13,28 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def as_on_gpu(monkeypatch):
-    """Give tensors to the communicator as they are, which finds the path of their memory."""
-    from collectives.torch import call_queue, collective_calls, messages
+class Stream:
+    """A stream of a GPU that does nothing; counts what is ordered by it."""
 
+    recorded = waited = 0
+
+    def record_event(self):
+        Stream.recorded += 1
+        return self
+
+    def wait_event(self, event):
+        Stream.waited += 1
+
+
+@pytest.fixture
+def as_on_gpu(torch, monkeypatch):
+    """Give tensors to the communicator as they are, which finds the path of their memory."""
+    from collectives.torch import call_queue, collective_calls, messages, process_group
+
+    monkeypatch.setattr(process_group, "gpus_of", lambda tensors: ["cuda:0"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream())
+    begin = torch.futures.Future.__init__
+    monkeypatch.setattr(torch.futures.Future, "__init__", lambda self, devices=None: begin(self))
     for module in (call_queue, collective_calls, messages):
         monkeypatch.setattr(module, "stays_tensor", lambda tensor: True)
     # No tensor is taken for memory that NumPy can read.
@@ -38,7 +57,23 @@ def as_on_gpu(monkeypatch):
     ids=lambda test: test.__name__,
 )
 def test_calls_without_access_to_the_memory(torch, dist, comm, as_on_gpu, test, later):
+    before = Stream.recorded, Stream.waited
     test(torch, dist, comm, later=later)
+    if later:
+        assert all(map(operator.lt, before, (Stream.recorded, Stream.waited)))
+    # Calls are made in the thread of the program.
+    assert not dist.group.WORLD._queue.pending
+
+
+def test_an_error_of_cuda_ends_a_call(torch):
+    from collectives.torch.works import PendingWork
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, whose streams work")
+    work = PendingWork([], "a call", ["cuda:0"])
+    work.finish(None)
+    with pytest.raises(AssertionError, match="CUDA"):
+        work.wait()
 
 
 def test_messages_by_way_of_the_host(torch, dist, comm, as_on_gpu):
