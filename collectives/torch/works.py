@@ -218,6 +218,11 @@ class AllWorks(Work):  # type: ignore[misc]
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Any:
-        """A future of the output tensors of all."""
-        self.wait()
+        """A future of the output tensors of all, which raises the first call's error."""
+        try:
+            self.wait()
+        except Exception as error:
+            failed = PendingWork([], "calls made together")
+            failed.finish(error)
+            return failed.get_future()
         return done(self.result()).get_future()

@@ -92,8 +92,12 @@ class Dataset(ABC):
         return self.transform(_Shuffled, buffer_size, seed, reshuffle_each_iteration is not False)
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Repeat the elements `count` times, or infinitely for None or −1."""
-        return self.transform(_Repeated, None if count == -1 else count)
+        """Repeat the elements `count` times, or infinitely for None or −1.
+
+        Raises ValueError for a count below −1, TypeError for one that is no integer.
+        """
+        number = -1 if count is None else whole_number("count", count, -1)
+        return self.transform(_Repeated, None if number == -1 else number)
 
     def with_options(self, options: Any) -> Dataset:
         """Set options; an object with the attributes of `tf.data.Options` is accepted."""

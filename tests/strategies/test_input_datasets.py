@@ -98,6 +98,8 @@ def test_nothing_repeated_without_end_is_nothing():
         (lambda: numbers(3).batch(2.0), TypeError, "batch_size=2.0: must be an integer"),
         (lambda: numbers(3).shuffle(0), ValueError, "buffer_size=0: must be an integer of at"),
         (lambda: numbers(3).shuffle(2.5), TypeError, "buffer_size=2.5: must be an integer"),
+        (lambda: numbers(3).repeat(2.5), TypeError, "count=2.5: must be an integer of at least -1"),
+        (lambda: numbers(3).repeat(-2), ValueError, "count=-2: must be an integer of at least -1"),
         (lambda: numbers(3).repeat().batch(2).shuffle(), ValueError, "buffer_size=None: must be a"),
         (lambda: InputOptions(experimental_per_replica_buffer_size=0.5), TypeError, "=0.5: "),
     ],

@@ -82,6 +82,18 @@ def test_messages_by_way_of_the_host(torch, dist, comm, as_on_gpu):
     operations.test_batches_of_messages(torch, dist, comm)
 
 
+def test_the_future_of_several_calls(torch):
+    from collectives.torch.works import AllWorks, PendingWork, done
+
+    tensors, failed = [torch.ones(1), torch.zeros(1)], PendingWork([], "a call")
+    works = [done([each]) for each in tensors]
+    assert AllWorks(works).get_future().wait() == tensors
+    failed.finish(ValueError("of a call"))
+    future = AllWorks([*works, failed]).get_future()
+    with pytest.raises(ValueError, match="of a call"):
+        future.wait()
+
+
 def test_a_group_of_two_backends(torch, dist, comm):
     """torch gives every device to the first backend that is written in Python."""
     size = comm.size
