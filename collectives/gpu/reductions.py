@@ -38,7 +38,7 @@ class ManyOnGpus:
 
     def __init__(self, engine: Engine, devices: Devices) -> None:
         self._engine, self._devices = engine, devices
-        self._memory: BucketMemory | None = None
+        self._memories: dict[int, BucketMemory] = {}
         self._signatures: LRU[tuple[Kinds, ReduceOp, int, str | None], Signature] = LRU()
 
     def reduce(
@@ -102,11 +102,12 @@ class ManyOnGpus:
             return start(_operation(memory, given, outputs, reduction, limit, what))
 
     def _memory_for(self, op: ReduceOp, dtypes: set[np.dtype[Any]]) -> BucketMemory:
-        """On the communicator's GPU, which is checked to be the current one."""
+        """On the current GPU, after the check of a call."""
         self._devices.check("all_reduce", op.value, dtypes)
-        if self._memory is None:
-            self._memory = BucketMemory(cuda())
-        return self._memory
+        number = cuda().current_device()
+        if number not in self._memories:
+            self._memories[number] = BucketMemory(cuda())
+        return self._memories[number]
 
     def _signature(self, kinds: Kinds, op: ReduceOp, limit: int, what: str | None) -> Signature:
         """As `describe_many`, which takes longer than the rest of the call."""

@@ -5,6 +5,9 @@ torch's programs may call a collective with `async_op=True` on one rank and with
 caller's thread where no other is pending; the others run on the group's own thread. There a brief
 call would take several times as long, so that it runs in the caller's thread too if all ranks come
 soon: it then waits for no rank that may wait for this one.
+
+Calls on a GPU run in the caller's thread. They must be enqueued in the order of the program, those
+of several groups too: NCCL's kernels wait for each other.
 """
 
 from __future__ import annotations
@@ -51,8 +54,6 @@ class CallQueue:
         `outputs` are tensors, also in lists; `gpus` is as of `PendingWork`.
         """
         if gpus:
-            # Calls on a GPU must be enqueued in the order of the program, those of several groups
-            # too: the kernels of NCCL wait for each other.
             self._finish_pending()
             return self._run_now(outputs, name, action, gpus)
         work = self._run_soon(outputs, name, action)
@@ -62,7 +63,11 @@ class CallQueue:
         return work
 
     def _finish_pending(self) -> None:
-        if self.pending:
+        if threading.current_thread() is self._thread:
+            # A callback makes a call.
+            while self.pending:
+                self._run_next()
+        elif self.pending:
             last = PendingWork([], "the calls before")
             self._enqueue(last, lambda: None)
             last.wait()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from collectives.arrays.kinds import like
+from collectives.arrays.kinds import like, to_array
 from collectives.arrays.tensor_memory import TensorMemory, refuse_lazy
 from collectives.arrays.tensors import to_torch
 from collectives.communicator import Communicator
@@ -200,6 +200,9 @@ class CollectiveCalls:
                 f"rank {peer} sent {block.dtype}: the output tensor holds {output.dtype}"
             )
         target[...] = block.reshape(target.shape)
+        if stays_tensor(output):
+            # Its own stream now follows torch's: it reuses the block's memory in the order of its.
+            to_array(output.detach())
 
 
 def stays_tensor(tensor: Any) -> bool:

@@ -44,9 +44,11 @@ class MessageWork(PendingWork):
         receives: bool,
     ) -> None:
         """`on_host` is the tensor, or what stands for it on the host; it holds the message."""
-        super().__init__([tensor], name, gpus_of(tensor))
+        # A message that is sent is on the host already.
+        gpus = gpus_of(tensor) if receives else []
+        super().__init__([tensor if receives else on_host], name, gpus)
         self._on_host = on_host
-        self._copies = _CopyStream(self.gpus[0]) if receives and self.gpus else None
+        self._copies = _CopyStream(self.gpus[0]) if self.gpus else None
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
         self.receives = receives
         self._status = messages.mpi.Status()
@@ -57,6 +59,10 @@ class MessageWork(PendingWork):
         self.request: Any = None
 
     def is_completed(self) -> bool:
+        """Whether the tensor may be used, or `wait` would raise; makes progress."""
+        return self.has_moved() and (self._end is None or self._end.query())
+
+    def has_moved(self) -> bool:
         """Whether `wait` would return or raise at once; makes progress."""
         with self._testing:
             if self._finished:
@@ -84,7 +90,8 @@ class MessageWork(PendingWork):
                 super().finish(error)
         except Exception as failed:
             # CUDA's: the thread must go on with the other messages.
-            super().finish(failed)
+            if not self._finished:
+                super().finish(failed)
 
     def _length_error(self) -> BaseException | None:
         if self._status.Is_cancelled():
@@ -115,7 +122,7 @@ class MessageWork(PendingWork):
         policy.check_alive = self._check_peer
         absent = {} if self._peer is None else {self._peer: ""}
         try:
-            policy.spin_until(self.is_completed, lambda: absent)
+            policy.spin_until(self.has_moved, lambda: absent)
         except TimeoutError as error:
             limit = f"Timed out waiting {(deadline or 0) * 1000:.0f}ms"
             error.args = (f"{limit} for {self._name} operation to complete: {error}",)
@@ -217,7 +224,7 @@ class Messages:
         return [self._memory.flat(on_host).view(np.uint8), self.mpi.BYTE]
 
     def _begun(self, work: MessageWork) -> MessageWork:
-        if work.is_completed():
+        if work.has_moved():
             return work
         with self._changed:
             self._pending.append(work)
@@ -236,7 +243,7 @@ class Messages:
                 pending = list(self._pending)
                 if not pending:
                     self._changed.wait()
-            ended = {id(work) for work in pending if work.is_completed()}
+            ended = {id(work) for work in pending if work.has_moved()}
             with self._changed:
                 self._pending = [work for work in self._pending if id(work) not in ended]
             time.sleep(_POLL_SECONDS)
@@ -247,7 +254,7 @@ class Messages:
         while time.monotonic() < end:
             with self._changed:
                 sends = [work for work in self._pending if not work.receives]
-            if all(work.is_completed() for work in sends):
+            if all(work.has_moved() for work in sends):
                 return
             time.sleep(_POLL_SECONDS)
 

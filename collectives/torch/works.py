@@ -1,7 +1,8 @@
 """What torch calls a Work: the handle of a call.
 
-A call on a GPU is enqueued on the program's current stream before its work is made. Its `wait`
-orders the stream that is current then after it, as with torch's own groups
+A collective on a GPU is enqueued on the program's current stream before its work is made, and a
+message to a GPU is copied on a stream of its own. `wait` orders the stream that is current then
+after either, as with torch's own groups
 (pytorch.org/docs/stable/distributed.html, "Synchronous and asynchronous collective operations").
 """
 
@@ -58,8 +59,11 @@ def done(tensors: list[Any]) -> DoneWork:
 
 def gpus_of(tensors: Any) -> list[Any]:
     """The GPU of tensors in lists, as torch's futures take it; empty where there is none."""
-    if isinstance(tensors, list | tuple):
-        return next(filter(None, map(gpus_of, tensors)), [])
+    if isinstance(tensors, (list, tuple)):
+        for each in tensors:
+            if found := gpus_of(each):
+                return found
+        return []
     return [tensors.device] if getattr(tensors, "is_cuda", False) else []
 
 
@@ -91,10 +95,12 @@ class PendingWork(Work):  # type: ignore[misc]
         with self._lock:
             self._error, self._finished = error, True
             future = self._future
-        if future is not None:
-            self._complete(future)
-        # After that, so that no callback which waits for the end is run here.
-        self._ended.set()
+        try:
+            if future is not None:
+                self._complete(future)
+        finally:
+            # After that, so that no callback which waits for the end is run here.
+            self._ended.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call's end, and raise its error; RuntimeError after the timeout."""
@@ -104,9 +110,13 @@ class PendingWork(Work):  # type: ignore[misc]
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
         if self._error is not None:
             raise self._error
+        self._order_current()
+        return True
+
+    def _order_current(self) -> None:
+        """Order the current stream after the call's work on a GPU."""
         if self._end is not None:
             torch.cuda.current_stream(self.gpus[0]).wait_event(self._end)
-        return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -146,6 +156,8 @@ class PendingWork(Work):  # type: ignore[misc]
 
     def _complete(self, future: Any) -> None:
         if self._error is None:
+            # The future notes the current stream, after which its `wait` orders another one.
+            self._order_current()
             future.set_result(self._tensors)
         else:
             failure = _Failure(self._error)
@@ -154,12 +166,30 @@ class PendingWork(Work):  # type: ignore[misc]
 
 
 class _CallFuture(Future):  # type: ignore[misc]
-    """The future of a call that is in a queue."""
+    """The future of a call that may not have ended."""
 
     def __init__(self, work: PendingWork) -> None:
         # A future of GPUs takes nothing but tensors.
         super().__init__(devices=[] if work.exception() else list(work.gpus))
         self._work = work
+
+    def wait(self) -> Any:
+        """The call's output tensors; raises its error."""
+        return self._or_error(super().wait)
+
+    def value(self) -> Any:
+        """As `wait`, of a call that has ended."""
+        return self._or_error(super().value)
+
+    def _or_error(self, result: Callable[[], Any]) -> Any:
+        try:
+            return result()
+        except Exception:
+            # A future of GPUs, made before the call failed, has another one.
+            error = self._work.exception()
+            if error is None:
+                raise
+            raise error from None
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """A future of the callback's result."""

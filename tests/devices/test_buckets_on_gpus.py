@@ -43,11 +43,13 @@ def test_tables_are_made_anew_for_other_addresses_and_few_are_kept():
             arrays = on_device(cuda, contents(comm.rank, kinds, step))
             kept.append(arrays)  # freed memory would be used again, and the table with it
             check(comm.all_reduce_many(arrays, out=arrays), comm.size, kinds, step=step)
-        buckets = [comm._many_on_gpus._memory._sets.popitem()[1].buckets[0]]
+        buckets = [
+            comm._many_on_gpus._memories[cuda.current_device()]._sets.popitem()[1].buckets[0]
+        ]
         assert len(buckets[0]._tables) == 8
         for length in range(1, 12):
             comm.all_reduce_many([cuda.from_host(np.ones(length, np.float32))] * 2)
-        assert len(comm._many_on_gpus._memory._sets) == 4
+        assert len(comm._many_on_gpus._memories[cuda.current_device()]._sets) == 4
 
     run(2, program)
 
@@ -57,7 +59,7 @@ def test_the_room_between_arrays_stays_zero():
         arrays = on_device(cuda, contents(comm.rank, [((3,), np.dtype("f4"))] * 3))
         for op in ("sum", "product", "max", "mean"):
             comm.all_reduce_many(arrays, op)
-        for used in comm._many_on_gpus._memory._sets.values():
+        for used in comm._many_on_gpus._memories[cuda.current_device()]._sets.values():
             flat = used.buckets[0].flat.get()
             assert flat.size == 12
             assert flat[[0, 4, 8]].all()
@@ -131,7 +133,7 @@ def test_a_graph_reduces_what_was_written_since():
                 graph.launch(stream)
                 stream.synchronize()
                 check(outs, comm.size, kinds, step=step)
-            assert comm._many_on_gpus._memory._captured
+            assert comm._many_on_gpus._memories[cuda.current_device()]._captured
             check(comm.all_reduce_many(arrays), comm.size, kinds, step=3)
 
     run(2, program)
