@@ -56,9 +56,12 @@ def used_files():
     """Return the files that live processes have open or map."""
     paths = set()
     # In this order, since a process maps a file while it is open, and closes it then.
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        # The process may have ended, or close a file.
         with contextlib.suppress(OSError):
-            paths.add(link.readlink())
+            for link in folder.iterdir():
+                with contextlib.suppress(OSError):
+                    paths.add(link.readlink())
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             for line in maps.read_text(errors="replace").splitlines():
