@@ -21,7 +21,7 @@ from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
 from collectives.waiting.watchdog import GRACE_SECONDS, watch
 
 _EVENTS_KEPT = 64
-# Launches of small arrays that are kept although they may be done: a query takes a microsecond.
+# Launches of small arrays that are kept although they may be done, to query fewer events.
 _LAUNCHES_KEPT = 16
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Work
 
-from collectives.torch.collective_calls import stays_tensor
 from collectives.torch.works import PendingWork, done
 from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
@@ -74,7 +73,7 @@ class CallQueue:
 
     def _run_soon(self, outputs: list[Any], name: str, action: Action) -> Work | None:
         """Make a brief call now, if all ranks come soon; its ended work, or None if not."""
-        if self.pending or _bytes_on_cpu(outputs) > _BRIEF_BYTES:
+        if self.pending or _bytes_of(outputs) > _BRIEF_BYTES:
             return None
         if not self._all_come(_HANDOVER_SECONDS):
             return None
@@ -148,9 +147,8 @@ def _with_line(error: BaseException, line: str) -> BaseException:
     return error
 
 
-def _bytes_on_cpu(tensors: Any) -> float:
+def _bytes_of(tensors: Any) -> float:
     """The bytes of dense tensors in lists; infinity if there are other tensors."""
     if isinstance(tensors, list | tuple):
-        return sum(map(_bytes_on_cpu, tensors))
-    dense = tensors.layout is torch.strided and not stays_tensor(tensors)
-    return tensors.nbytes if dense else math.inf
+        return sum(map(_bytes_of, tensors))
+    return tensors.nbytes if tensors.layout is torch.strided else math.inf

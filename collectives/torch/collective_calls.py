@@ -201,7 +201,8 @@ class CollectiveCalls:
             )
         target[...] = block.reshape(target.shape)
         if stays_tensor(output):
-            # Its own stream now follows torch's: it reuses the block's memory in the order of its.
+            # CuPy reuses the block's memory in the order of its own stream, which follows torch's
+            # from this conversion on.
             to_array(output.detach())
 
 

@@ -48,7 +48,12 @@ class MessageWork(PendingWork):
         gpus = gpus_of(tensor) if receives else []
         super().__init__([tensor if receives else on_host], name, gpus)
         self._on_host = on_host
-        self._copies = _CopyStream(self.gpus[0]) if self.gpus else None
+        self._stream: Any = None
+        if self.gpus:
+            # Of the copy, after what is enqueued now. The current stream would make it wait for
+            # what the program enqueues until the message comes.
+            self._stream = torch.cuda.Stream(self.gpus[0])
+            self._stream.wait_stream(torch.cuda.current_stream(self.gpus[0]))
         self._messages, self._nbytes, self._peer = messages, tensor.nbytes, peer
         self.receives = receives
         self._status = messages.mpi.Status()
@@ -81,17 +86,27 @@ class MessageWork(PendingWork):
         (tensor,) = self._tensors
         copies = self.receives and error is None and self._on_host is not tensor
         try:
-            with nullcontext() if self._copies is None else self._copies.current():
+            with self._on_stream():
                 if copies:
                     tensor.detach().copy_(self._on_host, non_blocking=True)
-                if copies and tensor.is_cuda:
+                if copies and self._stream is not None:
                     # Its memory may be freed before the copy is done.
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                    tensor.record_stream(self._stream)
                 super().finish(error)
         except Exception as failed:
             # CUDA's: the thread must go on with the other messages.
             if not self._finished:
                 super().finish(failed)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """Context in which the stream of the copy, if there is one, is the current one."""
+        if self._stream is None:
+            return nullcontext()
+        if threading.current_thread().name == _THREAD:
+            # With another GPU current, CUDA would use that one, too.
+            torch.cuda.set_device(self.gpus[0])
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
 
     def _length_error(self) -> BaseException | None:
         if self._status.Is_cancelled():
@@ -162,25 +177,6 @@ class MessageWork(PendingWork):
         return int(self._status.Get_source())
 
     _source_rank = source_rank
-
-
-class _CopyStream:
-    """A stream for a copy to a GPU, after what is on the current stream now.
-
-    The current one would make it wait for what the program enqueues until the message comes.
-    """
-
-    def __init__(self, gpu: Any) -> None:
-        self._gpu, self._stream = gpu, torch.cuda.Stream(gpu)
-        self._stream.wait_stream(torch.cuda.current_stream(gpu))
-
-    def current(self) -> AbstractContextManager[Any]:
-        """Context in which it is the current stream."""
-        if threading.current_thread().name == _THREAD:
-            # That of the message's GPU: with another one current, CUDA would use that one, too.
-            torch.cuda.set_device(self._gpu)
-        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return context
 
 
 class Messages:

@@ -46,17 +46,10 @@ def on_gpu(torch, dist):
 @pytest.mark.parametrize(
     "test",
     [
-        operations.test_all_reduce,
+        *operations.COLLECTIVES,
         operations.test_all_reduce_of_other_dtypes,
         operations.test_bitwise_all_reduce,
         operations.test_premultiplied_sum,
-        operations.test_sparse_all_reduce,
-        operations.test_broadcast_and_reduce,
-        operations.test_all_gather,
-        operations.test_reduce_scatter,
-        operations.test_gather_and_scatter,
-        operations.test_all_to_all,
-        operations.test_coalesced_calls,
     ],
     ids=lambda test: test.__name__,
 )

@@ -543,3 +543,16 @@ def test_a_group_of_gloo_beside(torch, dist, comm):
     dist.all_reduce(tensor, group=group)
     assert tensor.item() == comm.size * (comm.size + 1) / 2
     dist.destroy_process_group(group)
+
+
+COLLECTIVES = [
+    test_all_reduce,
+    test_sparse_all_reduce,
+    test_broadcast_and_reduce,
+    test_all_gather,
+    test_reduce_scatter,
+    test_gather_and_scatter,
+    test_all_to_all,
+    test_coalesced_calls,
+]
+"""Tests of one call or several, which others run with tensors that lie elsewhere."""

@@ -29,33 +29,20 @@ class Stream:
 @pytest.fixture
 def as_on_gpu(torch, monkeypatch):
     """Give tensors to the communicator as they are, which finds the path of their memory."""
-    from collectives.torch import call_queue, collective_calls, messages, process_group
+    from collectives.torch import collective_calls, messages, process_group
 
     monkeypatch.setattr(process_group, "gpus_of", lambda tensors: ["cuda:0"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream())
     begin = torch.futures.Future.__init__
     monkeypatch.setattr(torch.futures.Future, "__init__", lambda self, devices=None: begin(self))
-    for module in (call_queue, collective_calls, messages):
+    for module in (collective_calls, messages):
         monkeypatch.setattr(module, "stays_tensor", lambda tensor: True)
     # No tensor is taken for memory that NumPy can read.
     monkeypatch.setattr(collective_calls, "name_of", lambda kind, dtype: None)
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    "test",
-    [
-        operations.test_all_reduce,
-        operations.test_sparse_all_reduce,
-        operations.test_broadcast_and_reduce,
-        operations.test_all_gather,
-        operations.test_reduce_scatter,
-        operations.test_gather_and_scatter,
-        operations.test_all_to_all,
-        operations.test_coalesced_calls,
-    ],
-    ids=lambda test: test.__name__,
-)
+@pytest.mark.parametrize("test", operations.COLLECTIVES, ids=lambda test: test.__name__)
 def test_calls_without_access_to_the_memory(torch, dist, comm, as_on_gpu, test, later):
     before = Stream.recorded, Stream.waited
     test(torch, dist, comm, later=later)

@@ -104,8 +104,7 @@ def test_accumulation_weights_and_mixed_precision(torch, comm):
     One rank's loss overflows in 16 bits: no rank takes the step.
     """
     strategy = strategy_of("worker", comm)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
-    data = torch.utils.data.TensorDataset(torch.randn(13, 5, generator=generator))
+    data = torch.utils.data.TensorDataset(torch.randn(13, 5, generator=torch.manual_seed(5)))
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     alone = network(torch)
     optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
@@ -362,9 +361,7 @@ def test_a_line_search_decides_by_the_loss_of_all_ranks(torch, comm, weighted):
     strategy, alone = strategy_of("worker", comm), network(torch)
     model = copy.deepcopy(alone)
     rows = [3 * (rank + 1 if weighted else 1) for rank in range(comm.size)]
-    whole = torch.randn(
-        sum(rows), 5, generator=torch.Generator(torch.get_default_device()).manual_seed(5)
-    )
+    whole = torch.randn(sum(rows), 5, generator=torch.Generator().manual_seed(5))
     part = whole.split(rows)[comm.rank]
 
     def searched(model):
