@@ -16,6 +16,7 @@ import numpy as np
 
 from collectives.calls import PASS
 from collectives.calls.bound_between_nodes import ReductionExchange, exchanged_reduction
+from collectives.calls.bound_of_two import bind_of_two
 from collectives.calls.bound_small import (
     DATA,
     bind_small,
@@ -180,6 +181,8 @@ def bind_all_reduce(
         return bind_small(engine, signature, small, shape)
     exchanged = exchanged_reduction(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     if exchanged is not None:
+        if engine.size == 2:
+            return bind_of_two(engine, signature, exchanged, shape)
         exchange = ReductionExchange(engine, exchanged, count)
         call = bind(engine, signature, exchange.deliver, exchange=exchange)
         return of_shape(call, shape, dtype)

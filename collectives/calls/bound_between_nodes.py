@@ -60,12 +60,12 @@ def _pays(engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], n
     return layout.oversubscription * seconds <= min(choice.seconds.values(), default=math.inf)
 
 
-class _Arrays(dict[Block, Array]):
-    """Blocks as arrays of one length. The same blocks return in most calls."""
+class Arrays(dict[Block, Array]):
+    """Blocks as arrays of one length and shape. The same blocks return in most calls."""
 
-    def __init__(self, nbytes: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, nbytes: int, dtype: np.dtype[Any], shape: tuple[int, ...] = (-1,)) -> None:
         super().__init__()
-        self._nbytes, self._dtype = nbytes, dtype
+        self._nbytes, self._dtype, self._shape = nbytes, dtype, shape
 
     def __missing__(self, block: Block) -> Array:
         found = self[block] = self.view(block[0].content, block[1])
@@ -74,7 +74,7 @@ class _Arrays(dict[Block, Array]):
     def view(self, content: Array, start: int) -> Array:
         """The bytes from `start` on."""
         elements: Array = content[start : start + self._nbytes].view(self._dtype)
-        return elements
+        return elements.reshape(self._shape)
 
 
 class ReductionExchange:
@@ -95,7 +95,7 @@ class ReductionExchange:
         )
         self.source: Any = None
         self.target: Any = None
-        self._arrays = _Arrays(self._nbytes, self._dtype)
+        self._arrays = Arrays(self._nbytes, self._dtype)
         self._slots: list[list[Array]] = []
         """Of this node's ranks, by parity; the leader's comes first, and takes the result."""
         self._folded: Array | None = None

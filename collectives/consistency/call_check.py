@@ -50,8 +50,8 @@ class CallCheck:
         self._nodes_check = (
             None if leaders is None else NodesCheck(leaders, wait_policy, self._absent)
         )
-        self._alone = self._nodes_check if node_barrier is None else None
-        """The comparison of a rank alone on its node."""
+        self.alone = self._nodes_check if node_barrier is None else None
+        """The comparison of a rank alone on its node; None on others."""
         self.slots = _slots(node_barrier) if self.nodes > 1 else []
         """The memory of this node's ranks, by parity of the call, for data that travel with it."""
         self.sequence = 0
@@ -85,19 +85,34 @@ class CallCheck:
 
         Data that the nodes exchange with it may be read from then on until the next call.
         """
-        sequence, wait_policy = self.sequence + 1, self._wait_policy
+        sequence = self.sequence + 1
         if exchange is not None:
             exchange.store(sequence & 1)
-        call = wait_policy.call
-        call.what, call.sequence, call.line = signature, sequence, line
         # Set before any other rank can see the call, because errors are judged by it from here on.
         self.sequence = sequence
+        self.check_counted(signature, base | sequence & SEQUENCE_MASK, line, exchange)
+
+    def check_counted(
+        self,
+        signature: Signature,
+        word: int,
+        line: str | None,
+        exchange: Exchange | None,
+        *,
+        swapped: bool = False,
+    ) -> None:
+        """Like `check_word`, for a caller that has counted the call and stored its data.
+
+        `swapped`: as for `NodesCheck.agree`, on a rank alone on its node.
+        """
+        sequence, wait_policy = self.sequence, self._wait_policy
+        call = wait_policy.call
+        call.what, call.sequence, call.line = signature, sequence, line
         try:
-            word = base | sequence & SEQUENCE_MASK
-            if self._alone is None:
+            if self.alone is None:
                 alike = self._check(word, sequence, exchange)
             else:
-                alike = self._alone.agree(word, exchange)
+                alike = self.alone.agree(word, exchange, swapped=swapped)
         except DeadlineExceededError as error:
             self._uncount(error, sequence)
             raise

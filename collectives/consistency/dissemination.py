@@ -37,7 +37,9 @@ _NO_DEADLINE = (1 << 64) - 1
 _LONG = 1e9
 # In front of each block.
 _LENGTH_BYTES = 8
-_FIRST_BLOCK = _HEAD_BYTES + _LENGTH_BYTES
+LENGTH_AT = _HEAD_BYTES >> 3
+FIRST_BLOCK = _HEAD_BYTES + _LENGTH_BYTES
+"""The word of the first block's length, and the byte where its data begin."""
 
 
 def padded(nbytes: int) -> int:
@@ -73,11 +75,13 @@ class Rounds:
         "round", "sent", "status", "word",
     )  # fmt: skip
 
-    def __init__(self, word: int, exchange: Exchange | None, *, only: bool = False) -> None:
+    def __init__(
+        self, word: int, exchange: Exchange | None, deadline: float, *, only: bool = False
+    ) -> None:
         """`only`: take no other word of this number, which would be of rounds that were ended."""
         self.word, self.status, self.exchange, self._only = word, word, exchange, only
         self.parity, self.number = word & 1, word & SEQUENCE_MASK
-        self.deadline = math.inf
+        self.deadline = deadline
         """The shortest of the nodes whose messages have arrived and of this one, in seconds."""
         self.nanoseconds = _NO_DEADLINE
         """The same, as it was sent last."""
@@ -122,13 +126,15 @@ class Dissemination:
         self._counts = [min(distance, size - distance) for distance in distances]
         most = _LENGTH_BYTES + padded(LARGEST_OF_TWO if size == 2 else LARGEST_EXCHANGE // size)
         nbytes = _HEAD_BYTES + max(self._counts) * most
-        # The last one that was sent, in seconds and in nanoseconds.
-        self._deadline: tuple[float, int] = math.inf, _NO_DEADLINE
+        self._deadline, self.nanoseconds = math.inf, _NO_DEADLINE
+        """The last deadline that was sent, in seconds and in nanoseconds."""
+        self.outgoing: Buffer
+        """From which the message of the last swap was sent."""
         self.count = len(distances)
         """The number of rounds."""
         self._targets = [(rank + distance) % size for distance in distances]
         self._sources = [(rank - distance) % size for distance in distances]
-        self._channels = [
+        self.channels = [
             leaders.open_neighbor_channel(target, source, nbytes)
             for target, source in zip(self._targets, self._sources, strict=True)
         ]
@@ -139,7 +145,7 @@ class Dissemination:
         Looks for each message `spins` times, and does not wait otherwise.
         """
         while rounds.round < self.count:
-            channel = self._channels[rounds.round]
+            channel = self.channels[rounds.round]
             if not rounds.sent:
                 self._send(rounds, channel)
             arrived = channel.arrived
@@ -157,6 +163,49 @@ class Dissemination:
                 return False
         return True
 
+    def swap(self, word: int, exchange: Exchange | None, spins: int) -> bool:
+        """The only round between two nodes, as `advance`, in half of the time.
+
+        Whether the other node's message is here, with the same word, as in most calls. `after_swap`
+        returns the rounds otherwise.
+        """
+        channel, parity, length = self.channels[0], word & 1, _HEAD_BYTES
+        self.outgoing = outgoing = channel.outgoing(parity)
+        words = outgoing.words
+        words[0], words[1] = word, self.nanoseconds
+        if exchange is not None:
+            words[LENGTH_AT] = nbytes = exchange.pack((outgoing, FIRST_BLOCK), parity)
+            length = FIRST_BLOCK + padded(nbytes)
+        channel.send(parity, length)
+        arrived = channel.arrived
+        for _ in range(spins):
+            if arrived():
+                # Its deadline is no shorter: it would have voted first.
+                return channel.incoming.words[0] == word
+        return False
+
+    def after_swap(self, word: int, exchange: Exchange | None) -> Rounds:
+        """The rounds of a call whose message was sent from `outgoing`."""
+        rounds = Rounds(word, exchange, self._deadline)
+        rounds.sent, rounds.nanoseconds = True, self.nanoseconds
+        if exchange is not None:
+            rounds.blocks.append((self.outgoing, FIRST_BLOCK))
+        return rounds
+
+    def take(self, word: int, exchange: Exchange | None, answer: Callable[[int], object]) -> None:
+        """As `finish`, of a message that has arrived during the swap."""
+        if exchange is not None:
+            blocks = (self.outgoing, FIRST_BLOCK), (self.channels[0].incoming, FIRST_BLOCK)
+            exchange.unpack(self._in_order(blocks), word & 1)
+        self.end_swap(word, answer)
+
+    def end_swap(self, word: int, answer: Callable[[int], object]) -> None:
+        """Wait until the message is sent, as `finish`."""
+        channel, parity = self.channels[0], word & 1
+        channel.discard()
+        if not channel.sent(parity):
+            self.wait_until_sent(channel, parity, word & SEQUENCE_MASK, answer)
+
     def absent(self, rounds: Rounds) -> dict[int, str]:
         """The ranks of the node whose message is missing."""
         return self._absent([self._sources[rounds.round]])
@@ -168,10 +217,10 @@ class Dissemination:
         words[1] = rounds.nanoseconds = self._nanoseconds_of(rounds.deadline)
         if rounds.exchange is not None:
             if not rounds.blocks:
-                own = outgoing, _FIRST_BLOCK
+                own = outgoing, FIRST_BLOCK
                 rounds.blocks.append(own)
-                words[_HEAD_BYTES >> 3] = nbytes = rounds.exchange.pack(own, parity)
-                length = _FIRST_BLOCK + padded(nbytes)
+                words[LENGTH_AT] = nbytes = rounds.exchange.pack(own, parity)
+                length = FIRST_BLOCK + padded(nbytes)
             elif rounds.alike:
                 for buffer, start in rounds.blocks[: self._counts[rounds.round]]:
                     first = start - _LENGTH_BYTES
@@ -182,11 +231,10 @@ class Dissemination:
         rounds.sent = True
 
     def _nanoseconds_of(self, deadline: float) -> int:
-        known, nanoseconds = self._deadline
-        if deadline != known:
-            nanoseconds = _NO_DEADLINE if deadline >= _LONG else int(deadline * 1e9)
-            self._deadline = deadline, nanoseconds
-        return nanoseconds
+        if deadline != self._deadline:
+            self._deadline = deadline
+            self.nanoseconds = _NO_DEADLINE if deadline >= _LONG else int(deadline * 1e9)
+        return self.nanoseconds
 
     def _receive(self, rounds: Rounds, incoming: Buffer, word: int) -> None:
         words = incoming.words
@@ -195,7 +243,7 @@ class Dissemination:
         if word != rounds.status:
             rounds.differ()
         elif rounds.exchange is not None:
-            start = _FIRST_BLOCK
+            start = FIRST_BLOCK
             rounds.blocks.append((incoming, start))
             for _ in range(1, self._counts[rounds.round]):
                 start += padded(words[start - _LENGTH_BYTES >> 3]) + _LENGTH_BYTES
@@ -211,24 +259,26 @@ class Dissemination:
         """
         if rounds.exchange is not None and rounds.alike:
             rounds.exchange.unpack(self._in_order(rounds.blocks), rounds.parity)
-        for channel in self._channels[: rounds.round]:
+        for channel in self.channels[: rounds.round]:
             channel.discard()
         if rounds.alike:
-            for channel in self._channels:
+            for channel in self.channels:
                 if not channel.sent(rounds.parity):
-                    self._wait_until_sent(channel, rounds, answer)
+                    self.wait_until_sent(channel, rounds.parity, rounds.number, answer)
 
-    def _wait_until_sent(
-        self, channel: NeighborChannel, rounds: Rounds, answer: Callable[[int], object]
+    def wait_until_sent(
+        self, channel: NeighborChannel, parity: int, number: int, answer: Callable[[int], object]
     ) -> None:
+        """Calls `answer` with the number meanwhile."""
+
         def sent() -> bool:
-            answer(rounds.number)
-            return channel.sent(rounds.parity)
+            answer(number)
+            return channel.sent(parity)
 
         absent = partial(self._absent, self._targets)
         self._wait_policy.spin_until(sent, absent, in_transit=True)
 
     def close(self) -> None:
         """Close the channels."""
-        for channel in self._channels:
+        for channel in self.channels:
             channel.close()

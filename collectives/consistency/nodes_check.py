@@ -25,23 +25,17 @@ that, the others withdraw the call, and their repetition raises UnusableError.
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
 from collectives.consistency.dissemination import DIFFERENT, Dissemination, Exchange, Rounds
+from collectives.consistency.lateness import Lateness
 from collectives.consistency.signature import FINGERPRINT_BITS
 from collectives.errors import DeadlineExceededError, UnusableError
 from collectives.shm.node_barrier import GRACE_SECONDS, SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import WaitPolicy
-
-_LEASE = 1 / 8
-"""As a part of the deadline."""
-_GAPS = 1 / 8
-"""The gaps of all rounds together, as a part of the deadline."""
 
 _YIELDS = 20
 
@@ -66,79 +60,76 @@ class NodesCheck:
         """`absent` publishes the nodes that are waited for, and returns their ranks."""
         self._wait_policy, self._absent_ranks = wait_policy, absent
         self._words = leaders.open_control_channel()
-        self._rounds = Dissemination(leaders, wait_policy, absent)
-        self._gap = _GAPS / self._rounds.count
-        self._began = -math.inf
-        """When the last call began, in seconds of `time.monotonic`."""
-        self._shortest = math.inf
-        """The shortest deadline of all ranks in the last call that had rounds."""
+        self.rounds = Dissemination(leaders, wait_policy, absent)
+        self.lateness = Lateness(wait_policy, self.rounds.count)
         self._completed = self._answered = self._withdrawn = -1
         """The last numbers of calls: by rounds alone, answered COMPLETE, withdrawn."""
 
-    def agree(self, word: int, exchange: Exchange | None) -> bool:
+    def complete(self, number: int) -> bool:
+        """Note that the message of a swap has arrived; False if this process was stopped before."""
+        if self.lateness.stopped():
+            return False
+        self._completed = number
+        return True
+
+    def agree(self, word: int, exchange: Exchange | None, *, swapped: bool = False) -> bool:
         """Return when every node has sent a word of this number; whether all are the same.
 
         The data are exchanged if they are. At the deadline the word is withdrawn before the error
-        is raised.
+        is raised. `swapped`: after `on_time`, the message of the swap has been sent.
         """
-        number = word & SEQUENCE_MASK
-        wait_policy, rounds = self._wait_policy, Rounds(word, exchange)
-        before, self._began = self._began, time.monotonic()
-        if wait_policy.deadline is not None:
-            rounds.deadline = wait_policy.deadline
-        late = (
-            self._withdrawn == number
-            # A caller that limits the wait withdraws all the time.
-            or wait_policy.limit is not None
-            or rounds.deadline < self._shortest
-            # A leader whose message has arrived may have waited for longer than its lease.
-            or self._began - before > self._shortest * self._gap
-        )
+        number, wait_policy, late = word & SEQUENCE_MASK, self._wait_policy, False
+        if not swapped and self.rounds.count == 1 and self.lateness.on_time():
+            if self.rounds.swap(word, exchange, wait_policy.spins or 1) and self.complete(number):
+                self.rounds.take(word, exchange, self.answer_request)
+                return True
+            swapped = True
+        if swapped:
+            rounds = self.rounds.after_swap(word, exchange)
+        else:
+            late = self.lateness.begin() or self._withdrawn == number
+            rounds = Rounds(word, exchange, self.lateness.own_deadline())
         # In most calls the messages arrive while the first look for them spins.
         complete = not late and (
-            self._rounds.advance(rounds, wait_policy.spins or 1) or self._run(rounds)
+            self.rounds.advance(rounds, wait_policy.spins or 1) or self._run(rounds)
         )
-        if not complete or self._was_stopped(rounds):
+        if not complete or self.lateness.stopped(rounds.deadline):
             rounds = self._vote(rounds, late)
             received = self._words.of(number)
             received[:] = [0] * len(received)
         else:
             self._completed = number
         if rounds.alike:
-            self._shortest = rounds.deadline
-        self._rounds.finish(rounds, self._answer_request)
+            self.lateness.settle(rounds.deadline)
+        self.rounds.finish(rounds, self.answer_request)
         return rounds.alike
 
     def disagree(self, number: int) -> None:
         """As `agree`, of a node whose own ranks have made different calls."""
         self.agree(DIFFERENT << SEQUENCE_BITS | number, None)
 
-    def _was_stopped(self, rounds: Rounds) -> bool:
-        """Whether this process stood still for so long that a leader may have withdrawn."""
-        return time.monotonic() >= self._began + rounds.deadline / 2
-
     def _run(self, rounds: Rounds) -> bool:
         """Run the rounds; False if the lease has passed, or a vote is requested."""
-        advance = self._rounds.advance
+        advance = self.rounds.advance
         # Most messages are here after a few yields: a look for requests takes longer than they do.
         for _ in range(_YIELDS):
             if advance(rounds):
                 return True
             os.sched_yield()
-        end = self._began + rounds.deadline * _LEASE
         complete = False
 
         def over() -> bool:
             nonlocal complete
             complete = advance(rounds)
-            return complete or time.monotonic() >= end or self._vote_requested(rounds.number)
+            ends = complete or self.lateness.lease_is_over(rounds.deadline)
+            return ends or self._vote_requested(rounds.number)
 
-        self._wait_policy.until(over, lambda: self._rounds.absent(rounds))
+        self._wait_policy.until(over, lambda: self.rounds.absent(rounds))
         return complete
 
     def _vote_requested(self, number: int) -> bool:
         """Whether any leader requests a vote on the call; answers requests for the one before."""
-        self._answer_request(number)
+        self.answer_request(number)
         return self._is_requested(number)
 
     def _take(self, number: int) -> None:
@@ -150,7 +141,7 @@ class NodesCheck:
                     if word & SEQUENCE_MASK not in kept:
                         received[node] = 0
 
-    def _answer_request(self, number: int) -> None:
+    def answer_request(self, number: int) -> None:
         """Answer a request for the last call that was completed, if there is one."""
         self._take(number)
         if self._completed != self._answered and self._is_requested(self._completed):
@@ -176,23 +167,24 @@ class NodesCheck:
 
         def decided() -> bool:
             nonlocal by_rounds
-            self._answer_request(number)
+            self.answer_request(number)
             by_rounds = (
                 not late
-                and self._rounds.advance(rounds)
-                and not self._was_stopped(rounds)
+                and self.rounds.advance(rounds)
+                and not self.lateness.stopped(rounds.deadline)
                 and not self._was_withdrawn(word)
             )
             return by_rounds or not self._missing(number) or self._was_completed(number)
 
         self._words.post(word ^ _REPEATED if repeated else word)
         try:
-            self._wait_policy.spin_until(decided, lambda: self._absent(number), self._began)
+            self._wait_policy.spin_until(decided, lambda: self._absent(number), self.lateness.began)
         except DeadlineExceededError as error:
             # A leader that receives this in time waits for the next word. A leader that has
             # already continued waits until this rank repeats the call.
             self._words.post(_WITHDRAWN << SEQUENCE_BITS | number)
             self._withdrawn, error.withdrawn = number, True
+            self.lateness.unsettle()
             raise
         self._withdrawn = -1
         self._wait_policy.limit = None
@@ -209,10 +201,9 @@ class NodesCheck:
             self._completed = number
             self._answer(number)
         elif again:
-            deadline, rounds = rounds.deadline, Rounds(word ^ _REPEATED, rounds.exchange, only=True)
-            rounds.deadline = deadline
+            rounds = Rounds(word ^ _REPEATED, rounds.exchange, rounds.deadline, only=True)
         if by_rounds or rounds.alike:
-            self._wait_for_all(lambda: self._rounds.advance(rounds), self._rounds.absent, rounds)
+            self._wait_for_all(lambda: self.rounds.advance(rounds), self.rounds.absent, rounds)
         return rounds
 
     def _is_repeated(self, word: int, repeated: bool) -> bool:
@@ -227,7 +218,7 @@ class NodesCheck:
         self._words.post(word ^ _READY ^ (_REPEATED if repeated else 0))
 
         def ready() -> bool:
-            self._answer_request(number)
+            self.answer_request(number)
             every = all((each ^ word) & ~_REPEATED == _READY for each in received)
             return every or self._was_completed(number)
 
@@ -266,7 +257,7 @@ class NodesCheck:
 
     def close(self) -> None:
         """Close the channels."""
-        self._rounds.close()
+        self.rounds.close()
         self._words.close()
 
 

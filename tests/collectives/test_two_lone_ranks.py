@@ -1,0 +1,118 @@
+"""Two ranks alone on their nodes: small reductions, whose only message also compares the call."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator, DeadlineExceededError, ShapeMismatchError
+from tests.collectives.test_between_nodes import path_of_last
+from tests.collectives.test_same_bits import nans
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+
+@pytest.fixture
+def pair(comm):
+    with Communicator(MPI.COMM_WORLD, node_of=[0, 1], deadline=20) as pair:
+        # From the second call on, the deadlines of both are known.
+        for _ in range(3):
+            pair.all_reduce(np.zeros(1))
+        yield pair
+
+
+def agreed(pair, monkeypatch):
+    """The calls from now on that the written-out form left to `NodesCheck.agree`."""
+    alone, calls = pair._engine.call_check.alone, []
+    agree = alone.agree
+
+    def note(word, exchange, *, swapped=False):
+        calls.append(swapped)
+        return agree(word, exchange, swapped=swapped)
+
+    monkeypatch.setattr(alone, "agree", note)
+    return calls
+
+
+def test_results_in_all_forms(pair):
+    array = np.arange(12.0).reshape(3, 4) + 100 * pair.rank
+    total = 2 * np.arange(12.0).reshape(3, 4) + 100
+    # Twice: the second call is bound.
+    for _ in range(2):
+        np.testing.assert_array_equal(pair.all_reduce(array), total)
+        assert path_of_last(pair) == "dissemination"
+        np.testing.assert_array_equal(pair.all_reduce(array, "mean"), total / 2)
+        out = np.empty_like(array)
+        assert pair.all_reduce(array[::-1], out=out) is out
+        np.testing.assert_array_equal(out, total[::-1])
+        # The input and the output overlap.
+        memory = np.zeros(7)
+        memory[:4] = array[0]
+        pair.all_reduce(memory[:4], out=memory[3:])
+        np.testing.assert_array_equal(memory[3:], total[0])
+        place = array.copy()
+        assert pair.all_reduce(place, out=place) is place
+        np.testing.assert_array_equal(place, total)
+        halves = array.astype(np.float16)
+        assert pair.all_reduce(halves).dtype == np.float16
+        np.testing.assert_array_equal(pair.all_reduce(halves), total)
+        assert pair.all_reduce(array, out=np.empty((3, 4), np.float64)).shape == (3, 4)
+        assert pair.all_reduce(np.float64(pair.rank)) == 1
+
+
+def test_both_ranks_have_the_same_nan(pair):
+    for dtype in (np.float32, np.float64, np.complex128):
+        own = nans(pair.rank, 67, np.dtype(dtype))
+        bits = pair.all_reduce(own).tobytes()
+        assert MPI.COMM_WORLD.allgather(bits) == [bits] * 2
+
+
+def test_most_calls_need_nothing_else(pair, monkeypatch):
+    calls = agreed(pair, monkeypatch)
+    for _ in range(100):
+        MPI.COMM_WORLD.Barrier()
+        assert pair.all_reduce(np.full(1, pair.rank + 1.0)) == 3
+    assert len(calls) < 50
+
+
+def test_a_process_that_was_stopped_uses_no_data_before_it_has_looked_again(pair, monkeypatch):
+    calls = agreed(pair, monkeypatch)
+    # As if half of the deadline had passed since the call began.
+    pair._engine.call_check.alone.lateness._half = 0.0
+    array = np.full(3, pair.rank + 1.0)
+    np.testing.assert_array_equal(pair.all_reduce(array), np.full(3, 3.0))
+    assert calls == [True]
+
+
+def test_messages_that_are_not_there_at_once(pair, monkeypatch):
+    calls = agreed(pair, monkeypatch)
+    monkeypatch.setattr(pair._engine.wait_policy, "spins", 1)
+    for number in range(50):
+        array = np.full(2, pair.rank + number)
+        np.testing.assert_array_equal(pair.all_reduce(array), np.full(2, 1 + 2 * number))
+    assert MPI.COMM_WORLD.allreduce(len(calls)) > 0
+    assert set(calls) <= {True}
+
+
+def test_other_calls_are_refused_on_both(pair):
+    for number in range(4):
+        array = np.full(1 + (number % 2) * pair.rank, pair.rank + 1.0)
+        if number % 2:
+            with pytest.raises(ShapeMismatchError):
+                pair.all_reduce(array)
+        else:
+            np.testing.assert_array_equal(pair.all_reduce(array), np.full(1, 3.0))
+
+
+def test_a_limited_wait_is_withdrawn(pair):
+    if pair.rank == 0:
+        with (
+            pair._engine.wait_policy.no_longer_than(0.05),
+            pytest.raises(DeadlineExceededError) as caught,
+        ):
+            pair.all_reduce(np.ones(1))
+        assert caught.value.withdrawn
+        MPI.COMM_WORLD.send(None, 1)
+    else:
+        MPI.COMM_WORLD.recv(source=0)
+    for _ in range(3):
+        assert pair.all_reduce(np.full(1, pair.rank + 1.0)) == 3
