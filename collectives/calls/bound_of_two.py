@@ -77,15 +77,15 @@ def bind_of_two(
                 if engine.broken is not None:
                     raise engine.refusal()
                 start = clock()
-                number, parity = sequence & SEQUENCE_MASK, sequence & 1
-                word, here = base | number, False
+                number, here = sequence & SEQUENCE_MASK, False
+                word = base | number
                 check.sequence = sequence
                 if swapped := on_time():
-                    rounds.outgoing = outgoing = outgoing_of(parity)
+                    rounds.outgoing = outgoing = outgoing_of()
                     own, words = views[outgoing, FIRST_BLOCK], outgoing.words
                     own[...] = array
                     words[0], words[1], words[LENGTH_AT] = word, rounds.nanoseconds, nbytes
-                    send(parity, length)
+                    send(length)
                     for _ in range(wait_policy.spins or 1):
                         if arrived():
                             here = received[0] == word

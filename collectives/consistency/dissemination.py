@@ -169,14 +169,14 @@ class Dissemination:
         Whether the other node's message is here, with the same word, as in most calls. `after_swap`
         returns the rounds otherwise.
         """
-        channel, parity, length = self.channels[0], word & 1, _HEAD_BYTES
-        self.outgoing = outgoing = channel.outgoing(parity)
+        channel, length = self.channels[0], _HEAD_BYTES
+        self.outgoing = outgoing = channel.outgoing()
         words = outgoing.words
         words[0], words[1] = word, self.nanoseconds
         if exchange is not None:
-            words[LENGTH_AT] = nbytes = exchange.pack((outgoing, FIRST_BLOCK), parity)
+            words[LENGTH_AT] = nbytes = exchange.pack((outgoing, FIRST_BLOCK), word & 1)
             length = FIRST_BLOCK + padded(nbytes)
-        channel.send(parity, length)
+        channel.send(length)
         arrived = channel.arrived
         for _ in range(spins):
             if arrived():
@@ -201,17 +201,17 @@ class Dissemination:
 
     def end_swap(self, word: int, answer: Callable[[int], object]) -> None:
         """Wait until the message is sent, as `finish`."""
-        channel, parity = self.channels[0], word & 1
+        channel = self.channels[0]
         channel.discard()
-        if not channel.sent(parity):
-            self.wait_until_sent(channel, parity, word & SEQUENCE_MASK, answer)
+        if not channel.sent():
+            self._wait_until_sent(channel, word & SEQUENCE_MASK, answer)
 
     def absent(self, rounds: Rounds) -> dict[int, str]:
         """The ranks of the node whose message is missing."""
         return self._absent([self._sources[rounds.round]])
 
     def _send(self, rounds: Rounds, channel: NeighborChannel) -> None:
-        parity, length, outgoing = rounds.parity, _HEAD_BYTES, channel.outgoing(rounds.parity)
+        length, outgoing = _HEAD_BYTES, channel.outgoing()
         words = outgoing.words
         words[0] = rounds.status
         words[1] = rounds.nanoseconds = self._nanoseconds_of(rounds.deadline)
@@ -219,7 +219,7 @@ class Dissemination:
             if not rounds.blocks:
                 own = outgoing, FIRST_BLOCK
                 rounds.blocks.append(own)
-                words[LENGTH_AT] = nbytes = rounds.exchange.pack(own, parity)
+                words[LENGTH_AT] = nbytes = rounds.exchange.pack(own, rounds.parity)
                 length = FIRST_BLOCK + padded(nbytes)
             elif rounds.alike:
                 for buffer, start in rounds.blocks[: self._counts[rounds.round]]:
@@ -227,7 +227,7 @@ class Dissemination:
                     content = buffer.content[first : start + padded(buffer.words[first >> 3])]
                     outgoing.content[length : length + len(content)] = content
                     length += len(content)
-        channel.send(parity, length)
+        channel.send(length)
         rounds.sent = True
 
     def _nanoseconds_of(self, deadline: float) -> int:
@@ -263,17 +263,15 @@ class Dissemination:
             channel.discard()
         if rounds.alike:
             for channel in self.channels:
-                if not channel.sent(rounds.parity):
-                    self.wait_until_sent(channel, rounds.parity, rounds.number, answer)
+                if not channel.sent():
+                    self._wait_until_sent(channel, rounds.number, answer)
 
-    def wait_until_sent(
-        self, channel: NeighborChannel, parity: int, number: int, answer: Callable[[int], object]
+    def _wait_until_sent(
+        self, channel: NeighborChannel, number: int, answer: Callable[[int], object]
     ) -> None:
-        """Calls `answer` with the number meanwhile."""
-
         def sent() -> bool:
             answer(number)
-            return channel.sent(parity)
+            return channel.sent()
 
         absent = partial(self._absent, self._targets)
         self._wait_policy.spin_until(sent, absent, in_transit=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpi4py import MPI
 
 from collectives.transports.mpi_messages import LAST_TAG
-from collectives.transports.neighbors import NeighborChannel
+from collectives.transports.neighbors import Buffer, NeighborChannel
 
 _TAG = LAST_TAG + 2
 _SIZES_KEPT = 16
@@ -21,27 +19,26 @@ class MpiNeighborChannel(NeighborChannel):
         self._comm, self._target = comm, target
         self._receive = comm.Recv_init([self.incoming.content, MPI.BYTE], source, _TAG)
         self._posted = self._here = False
-        self._requests: list[dict[int, MPI.Prequest]] = [{}, {}]
-        self._abandoned: list[Any] = []
+        self._abandoned: list[Buffer] = []
 
-    def send(self, parity: int, nbytes: int) -> None:
+    def send(self, nbytes: int) -> None:
         """Start the request of that size, which is made the first time."""
-        requests = self._requests[parity]
-        request = requests.get(nbytes)
+        outgoing = self._outgoing
+        request = outgoing.requests.get(nbytes)
         if request is None:
-            if len(requests) == _SIZES_KEPT:
-                _free(requests)
-            content = self._outgoing[parity].content[:nbytes]
-            request = self._comm.Send_init([content, MPI.BYTE], self._target, _TAG)
-            requests[nbytes] = request
-        self._sending[parity] = request
+            if len(outgoing.requests) == _SIZES_KEPT:
+                _free(outgoing)
+            content = [outgoing.content[:nbytes], MPI.BYTE]
+            request = self._comm.Send_init(content, self._target, _TAG)
+            outgoing.requests[nbytes] = request
+        outgoing.sending = request
         request.Start()
 
-    def sent(self, parity: int) -> bool:
+    def sent(self) -> bool:
         """By MPI_Test."""
-        sending = self._sending[parity]
-        if sending is None or sending.Test():
-            self._sending[parity] = None
+        outgoing = self._outgoing
+        if outgoing.sending is None or outgoing.sending.Test():
+            outgoing.sending = None
             return True
         return False
 
@@ -65,17 +62,16 @@ class MpiNeighborChannel(NeighborChannel):
             self._receive.Cancel()
             self._receive.Wait()
         self._receive.Free()
-        for parity, requests in enumerate(self._requests):
-            if self.sent(parity):
-                _free(requests)
+        for buffer in (self._outgoing, self._before):
+            if buffer is not None and (buffer.sending is None or buffer.sending.Test()):
+                _free(buffer)
 
-    def _abandon(self, parity: int) -> None:
-        # MPI still reads from the buffer.
-        self._abandoned.append((self._outgoing[parity], self._requests[parity]))
-        self._requests[parity] = {}
+    def _abandon(self, buffer: Buffer) -> None:
+        # MPI still reads from it.
+        self._abandoned.append(buffer)
 
 
-def _free(requests: dict[int, MPI.Prequest]) -> None:
-    for request in requests.values():
+def _free(buffer: Buffer) -> None:
+    for request in buffer.requests.values():
         request.Free()
-    requests.clear()
+    buffer.requests.clear()

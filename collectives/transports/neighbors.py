@@ -18,38 +18,43 @@ class Buffer:
         """`nbytes`: a multiple of 8."""
         self.content = np.empty(nbytes, np.uint8)
         self.words = self.content.data.cast("Q")
+        self.sending: Any = None
+        """The message that is being sent from it."""
+        self.requests: dict[int, Any] = {}
+        """What the channel keeps of its messages, by their size."""
 
 
 class NeighborChannel(ABC):
-    """One rank's end: one message at a time in each direction, of at most `nbytes` bytes.
-
-    Messages to be sent alternate between two buffers (parity), so that one may be stored while the
-    one before is still being sent.
-    """
+    """One rank's end: one message at a time in each direction, of at most `nbytes` bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.incoming = Buffer(nbytes)
-        self._outgoing = [Buffer(nbytes), Buffer(nbytes)]
-        self._sending: list[Any] = [None, None]
+        self._outgoing = Buffer(nbytes)
+        self._before: Buffer | None = None
+        """From which an earlier message may still be sent."""
 
-    def outgoing(self, parity: int) -> Buffer:
-        """The buffer for the next message of that parity, to be changed until it is sent.
+    def outgoing(self) -> Buffer:
+        """The buffer for the next message, to be changed until it is sent.
 
-        It is another one than before if that is still being sent.
+        It is another one than before if that is still being sent; else the same, which is in the
+        caches.
         """
-        if self._sending[parity] is not None and not self.sent(parity):
-            self._abandon(parity)
-            self._outgoing[parity], self._sending[parity] = Buffer(self.nbytes), None
-        return self._outgoing[parity]
+        if self._outgoing.sending is not None and not self.sent():
+            before, self._before = self._before, self._outgoing
+            self._outgoing = before or Buffer(self.nbytes)
+            if not self.sent():
+                self._abandon(self._outgoing)
+                self._outgoing = Buffer(self.nbytes)
+        return self._outgoing
 
     @abstractmethod
-    def send(self, parity: int, nbytes: int) -> None:
+    def send(self, nbytes: int) -> None:
         """Start to send the first bytes of that buffer. Does not wait."""
 
     @abstractmethod
-    def sent(self, parity: int) -> bool:
-        """Whether the last message of that parity is sent. Does not wait."""
+    def sent(self) -> bool:
+        """Whether the message from that buffer is sent. Does not wait."""
 
     @abstractmethod
     def arrived(self) -> bool:
@@ -63,8 +68,8 @@ class NeighborChannel(ABC):
     def close(self) -> None:
         """Release the channel's resources, before the transport is closed."""
 
-    def _abandon(self, parity: int) -> None:  # noqa: B027
-        """Keep what is still being sent from the buffer of that parity, which is replaced."""
+    def _abandon(self, buffer: Buffer) -> None:  # noqa: B027
+        """Keep a buffer that is replaced, though a message is still being sent from it."""
 
 
 class _Messages(Protocol):
@@ -87,14 +92,15 @@ class MessageNeighborChannel(NeighborChannel):
         self._receiving: Any = None
         self._here = False
 
-    def send(self, parity: int, nbytes: int) -> None:
+    def send(self, nbytes: int) -> None:
         """By `Transport.send`."""
-        content = self._outgoing[parity].content[:nbytes].data
-        self._sending[parity] = self._transport.send(content, self._target, _TAG, 0)
+        outgoing = self._outgoing
+        content = outgoing.content[:nbytes].data
+        outgoing.sending = self._transport.send(content, self._target, _TAG, 0)
 
-    def sent(self, parity: int) -> bool:
+    def sent(self) -> bool:
         """By `Sending.done`."""
-        sending = self._sending[parity]
+        sending = self._outgoing.sending
         return sending is None or sending.done()
 
     def arrived(self) -> bool:

@@ -144,11 +144,11 @@ class Neighbors(NeighborChannel):
         self.world, self.out, self.into = world, (rank, target, "round"), (source, rank, "round")
         self.here = False
 
-    def send(self, parity, nbytes):
+    def send(self, nbytes):
         self.world.stop(self.out[0], often=20)
-        self.world.put(self.out, self._outgoing[parity].content[:nbytes].copy())
+        self.world.put(self.out, self._outgoing.content[:nbytes].copy())
 
-    def sent(self, parity):
+    def sent(self):
         return True
 
     def arrived(self):
@@ -286,12 +286,12 @@ def test_a_leader_that_is_stopped_before_it_sends(monkeypatch):
     """Once it goes on, the data of the other one are there, which have been withdrawn."""
     stopped, send = set(), Neighbors.send
 
-    def send_late(neighbors, parity, nbytes):
-        number = int(neighbors._outgoing[parity].words[0]) & 0xFFFF
+    def send_late(neighbors, nbytes):
+        number = int(neighbors._outgoing.words[0]) & 0xFFFF
         if number == 3 and neighbors.out[0] == 0 and neighbors.world not in stopped:
             stopped.add(neighbors.world)
             neighbors.world.sleep(0, 1.7 * DEADLINE)
-        send(neighbors, parity, nbytes)
+        send(neighbors, nbytes)
 
     monkeypatch.setattr(Neighbors, "send", send_late)
     for seed in range(5):

@@ -66,12 +66,13 @@ def test_both_ranks_have_the_same_nan(pair):
         assert MPI.COMM_WORLD.allgather(bits) == [bits] * 2
 
 
-def test_most_calls_need_nothing_else(pair, monkeypatch):
+def test_calls_on_time_need_nothing_else(pair, monkeypatch):
     calls = agreed(pair, monkeypatch)
+    # Whatever else the machine does meanwhile.
+    monkeypatch.setattr(pair._engine.wait_policy, "spins", 10**8)
     for _ in range(100):
-        MPI.COMM_WORLD.Barrier()
         assert pair.all_reduce(np.full(1, pair.rank + 1.0)) == 3
-    assert len(calls) < 50
+    assert calls == []
 
 
 def test_a_process_that_was_stopped_uses_no_data_before_it_has_looked_again(pair, monkeypatch):
