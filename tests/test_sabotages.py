@@ -27,6 +27,15 @@ class Sabotage(NamedTuple):
 
 SABOTAGES = {
     # What travels with the check between nodes
+    "a message of another call is used": Sabotage(
+        "here = received[0] == word", "here = True", "test_two_lone_ranks"
+    ),
+    "a leader that may be late sends data": Sabotage(
+        "and now - self.began <= self._gap", "and True", "test_nodes_check"
+    ),
+    "a rank reads the result of the call before": Sabotage(
+        "out[...] = results[parity]", "out[...] = results[1 - parity]", "test_between_nodes"
+    ),
     "rows are joined in the order of the nodes": Sabotage(
         "places[rank] = buffer.content, buffer.words, at",
         "places[places.index(None)] = buffer.content, buffer.words, at",

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from collectives.calls import PASS
-from collectives.calls.bound_between_nodes import ReductionExchange, exchanged_reduction
-from collectives.calls.bound_of_two import bind_of_two
+from collectives.calls.bound_between_nodes import exchanged_reduction
+from collectives.calls.bound_exchanged import bind_exchanged
 from collectives.calls.bound_small import (
     DATA,
     bind_small,
@@ -181,11 +181,7 @@ def bind_all_reduce(
         return bind_small(engine, signature, small, shape)
     exchanged = exchanged_reduction(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     if exchanged is not None:
-        if engine.size == 2:
-            return bind_of_two(engine, signature, exchanged, shape)
-        exchange = ReductionExchange(engine, exchanged, count)
-        call = bind(engine, signature, exchange.deliver, exchange=exchange)
-        return of_shape(call, shape, dtype)
+        return bind_exchanged(engine, signature, exchanged, shape)
     run, publish = component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     return of_shape(bind(engine, signature, run, publish), shape, dtype)
 

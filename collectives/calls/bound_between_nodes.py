@@ -96,36 +96,36 @@ class ReductionExchange:
         self.source: Any = None
         self.target: Any = None
         self._arrays = Arrays(self._nbytes, self._dtype)
-        self._slots: list[list[Array]] = []
+        self.slots: list[list[Array]] = []
         """Of this node's ranks, by parity; the leader's comes first, and takes the result."""
         self._folded: Array | None = None
         """The result of a rank alone on its node, unless it lies in the target."""
         if engine.node is not None and engine.node.steps.size > 1:
             memory = engine.node.steps.memory
-            self._slots = [
+            self.slots = [
                 [self._arrays.view(slots[parity], 0) for slots in memory.slots]
                 for parity in range(2)
             ]
-            self._rank = memory.rank
+            self.rank = memory.rank
 
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
-        if self._slots:
+        if self.slots:
             given = self.target if self.source is None else self.source
-            self._slots[parity][self._rank][...] = given
+            self.slots[parity][self.rank][...] = given
 
     def pack(self, block: Block, parity: int) -> int:
         """Fold the slots of the node's ranks."""
-        if self._slots:
-            self._reduce(self._slots[parity], self._arrays[block])
+        if self.slots:
+            self._reduce(self.slots[parity], self._arrays[block])
         else:
             self._arrays[block][...] = self.target if self.source is None else self.source
         return self._nbytes
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
         """Fold into the leader's slot; without slots straight into the target, if it takes all."""
-        if self._slots:
-            out = self._slots[parity][0]
+        if self.slots:
+            out = self.slots[parity][0]
         elif self._part is _WHOLE and self.target is not None:
             self._folded, out = None, self.target
         else:
@@ -140,7 +140,7 @@ class ReductionExchange:
 
     def deliver(self, source: Any, target: Array | None, index: int | None) -> None:
         """Store this rank's part into the target, unless it gets none: for `bound.bind`."""
-        folded = self._slots[self._check.sequence & 1][0] if self._slots else self._folded
+        folded = self.slots[self._check.sequence & 1][0] if self.slots else self._folded
         self._folded = None
         if target is None:
             return

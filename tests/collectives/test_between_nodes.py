@@ -58,6 +58,37 @@ def check(comm, collective, rows, call, expected):
 
 
 @pytest.mark.ranks(2, 3, 4)
+def test_arrays_and_outputs_of_every_form(part):
+    rank, size = part.rank, part.size
+    array = np.arange(12.0).reshape(3, 4) + 100 * rank
+    total = size * np.arange(12.0).reshape(3, 4) + 50 * size * (size - 1)
+    # Twice: the second call is bound, and the data lie in other slots.
+    for _ in range(2):
+        np.testing.assert_array_equal(part.all_reduce(array), total)
+        assert path_of_last(part) == "dissemination"
+        np.testing.assert_array_equal(part.all_reduce(array, "mean"), total / size)
+        out = np.empty_like(array)
+        assert part.all_reduce(array[::-1], out=out) is out
+        np.testing.assert_array_equal(out, total[::-1])
+        # The input and the output overlap.
+        memory = np.zeros(7)
+        memory[:4] = array[0]
+        part.all_reduce(memory[:4], out=memory[3:])
+        np.testing.assert_array_equal(memory[3:], total[0])
+        place = array.copy()
+        assert part.all_reduce(place, out=place) is place
+        np.testing.assert_array_equal(place, total)
+        transposed = np.empty((4, 3)).T
+        assert part.all_reduce(array, out=transposed) is transposed
+        np.testing.assert_array_equal(transposed, total)
+        halves = part.all_reduce(array.astype(np.float16))
+        assert halves.dtype == np.float16
+        np.testing.assert_array_equal(halves, total)
+        single = part.all_reduce(np.asarray(rank))
+        assert (single, single.shape) == (size * (size - 1) // 2, ())
+
+
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("rows", [FEW, MANY])
 def test_reductions(part, rows):
     rank, size = part.rank, part.size

@@ -1,0 +1,176 @@
+"""all_reduce of few bytes between nodes: they travel with the check of the call.
+
+As `bound.bind`, and for two ranks alone on their nodes as `NodesCheck.agree` and
+`ReductionExchange`, written out: calls of Python functions would take as long as the messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives.calls import PASS
+from collectives.calls.bound_between_nodes import Arrays, ReductionExchange
+from collectives.consistency.call_check import CallCheck
+from collectives.consistency.dissemination import FIRST_BLOCK, LENGTH_AT, padded
+from collectives.consistency.flight_recorder import CALLS_KEPT, clock
+from collectives.consistency.signature import Signature, fingerprint
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array, Reduction
+from collectives.schedules.paths import DISSEMINATION
+from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
+
+Move = Callable[[Array, Array, int], None]
+"""A function (array, out, sequence): count the call, check it and store the result in `out`."""
+
+
+def bind_exchanged(
+    engine: Engine, signature: Signature, reduction: Reduction, shape: tuple[int, ...]
+) -> Callable[[Array, Any], Any]:
+    """The function (array, out) → result.
+
+    `array` is any NumPy array of the shape whose elements are converted to the dtype. PASS where
+    `out` can't take the result as it comes.
+    """
+    check, dtype, size = engine.call_check, reduction.dtype, engine.size
+    assert check is not None
+    base = fingerprint(signature.agreed) << SEQUENCE_BITS
+    exchange = ReductionExchange(engine, reduction, math.prod(shape))
+    if exchange.slots:
+        move = _through_slots(check, signature, base, exchange, shape)
+    else:
+        move = _between_lone_ranks(check, signature, base, exchange)
+        if size == 2:
+            move = _in_one_message(engine, check, base, reduction, shape, move)
+    acquire, release, errstate = engine.lock.acquire, engine.lock.release, engine.errstate.run
+    recorder, ring, last = engine.recorder, engine.recorder.ring, CALLS_KEPT - 1
+    divides, finish, ndarray, empty = reduction.divides, reduction.finish, np.ndarray, np.empty
+
+    def all_reduce(array: Array, out: Any) -> Any:
+        if out is None:
+            out = empty(shape, dtype)
+        elif (
+            type(out) is not ndarray
+            or not out.flags.carray
+            or (out is not array and out.shape != shape)
+            or out.dtype != dtype
+        ):
+            return PASS
+        inside = made = False
+        sequence, start = -1, 0
+        try:
+            if engine.before_call is not None:
+                engine.before_call()
+            acquire()
+            try:
+                inside, sequence = True, check.sequence + 1
+                if engine.broken is not None:
+                    raise engine.refusal()
+                start = clock()
+                move(array, out, sequence)
+                if divides:
+                    errstate(finish, out.reshape(-1), size)
+                position = recorder.position
+                ring[position & last] = (sequence, signature, DISSEMINATION, start, clock())
+                recorder.position, made = position + 1, True
+                return out
+            except BaseException as error:
+                engine.fail_bound(error, sequence, signature, start)
+                raise
+            finally:
+                release()
+        except BaseException as error:
+            engine.unlock(error, inside, made)
+            raise
+
+    return all_reduce
+
+
+def _through_slots(
+    check: CallCheck,
+    signature: Signature,
+    base: int,
+    exchange: ReductionExchange,
+    shape: tuple[int, ...],
+) -> Move:
+    """Of a rank that shares its node's memory with others."""
+    stores = [slots[exchange.rank].reshape(shape) for slots in exchange.slots]
+    results = [slots[0].reshape(shape) for slots in exchange.slots]
+    check_counted = check.check_counted
+
+    def move(array: Array, out: Array, sequence: int) -> None:
+        parity = sequence & 1
+        stores[parity][...] = array
+        check.sequence = sequence
+        check_counted(signature, base | sequence & SEQUENCE_MASK, None, exchange)
+        out[...] = results[parity]
+
+    return move
+
+
+def _between_lone_ranks(
+    check: CallCheck, signature: Signature, base: int, exchange: ReductionExchange
+) -> Callable[..., None]:
+    """Of a rank alone on its node: (array, out, sequence), or after the message of a swap."""
+
+    def move(array: Array, out: Array, sequence: int, *, swapped: bool = False) -> None:
+        exchange.source, exchange.target = array.reshape(-1), out.reshape(-1)
+        check.sequence = sequence
+        try:
+            word = base | sequence & SEQUENCE_MASK
+            check.check_counted(signature, word, None, exchange, swapped=swapped)
+        finally:
+            # The arrays are the caller's: they live no longer than it wants.
+            exchange.source = exchange.target = None
+
+    return move
+
+
+def _in_one_message(
+    engine: Engine,
+    check: CallCheck,
+    base: int,
+    reduction: Reduction,
+    shape: tuple[int, ...],
+    move_slowly: Callable[..., None],
+) -> Move:
+    """Of two ranks alone on their nodes, as `Dissemination.swap`; else slowly."""
+    alone, fold, errstate = check.alone, reduction.plain_fold, engine.errstate.run
+    assert alone is not None
+    assert fold is not None
+    rounds, wait_policy, dtype = alone.rounds, engine.wait_policy, reduction.dtype
+    on_time, complete, channel = alone.lateness.on_time, alone.complete, rounds.channels[0]
+    outgoing_of, send, arrived = channel.outgoing, channel.send, channel.arrived
+    nbytes, received = math.prod(shape) * dtype.itemsize, channel.incoming.words
+    length, views = FIRST_BLOCK + padded(nbytes), Arrays(nbytes, dtype, shape)
+    theirs, comes_first = views[channel.incoming, FIRST_BLOCK], engine.rank == 0
+
+    def move(array: Array, out: Array, sequence: int) -> None:
+        number, here = sequence & SEQUENCE_MASK, False
+        check.sequence = sequence
+        if not on_time():
+            move_slowly(array, out, sequence)
+            return
+        word, rounds.outgoing = base | number, outgoing_of()
+        outgoing = rounds.outgoing
+        own, words = views[outgoing, FIRST_BLOCK], outgoing.words
+        own[...] = array
+        words[0], words[1], words[LENGTH_AT] = word, rounds.nanoseconds, nbytes
+        send(length)
+        for _ in range(wait_policy.spins or 1):
+            if arrived():
+                here = received[0] == word
+                break
+        if not here or not complete(number):
+            move_slowly(array, out, sequence, swapped=True)
+            return
+        if comes_first:
+            errstate(fold, own, theirs, out)
+        else:
+            errstate(fold, theirs, own, out)
+        rounds.end_swap(word, alone.answer_request)
+
+    return move
