@@ -44,7 +44,7 @@ def bind_exchanged(
     else:
         move = _between_lone_ranks(check, signature, base, exchange)
         if size == 2:
-            move = _in_one_message(engine, check, base, reduction, shape, move)
+            move = _in_one_message(engine, check, signature, base, reduction, shape, move)
     acquire, release, errstate = engine.lock.acquire, engine.lock.release, engine.errstate.run
     recorder, ring, last = engine.recorder, engine.recorder.ring, CALLS_KEPT - 1
     divides, finish, ndarray, empty = reduction.divides, reduction.finish, np.ndarray, np.empty
@@ -69,7 +69,7 @@ def bind_exchanged(
                 inside, sequence = True, check.sequence + 1
                 if engine.broken is not None:
                     raise engine.refusal()
-                start = clock()
+                start, engine.path = clock(), DISSEMINATION
                 move(array, out, sequence)
                 if divides:
                     errstate(finish, out.reshape(-1), size)
@@ -132,6 +132,7 @@ def _between_lone_ranks(
 def _in_one_message(
     engine: Engine,
     check: CallCheck,
+    signature: Signature,
     base: int,
     reduction: Reduction,
     shape: tuple[int, ...],
@@ -141,7 +142,8 @@ def _in_one_message(
     alone, fold, errstate = check.alone, reduction.plain_fold, engine.errstate.run
     assert alone is not None
     assert fold is not None
-    rounds, wait_policy, dtype = alone.rounds, engine.wait_policy, reduction.dtype
+    rounds, dtype = alone.rounds, reduction.dtype
+    wait_policy, waiting = engine.wait_policy, engine.wait_policy.call
     on_time, complete, channel = alone.lateness.on_time, alone.complete, rounds.channels[0]
     outgoing_of, send, arrived = channel.outgoing, channel.send, channel.arrived
     nbytes, received = math.prod(shape) * dtype.itemsize, channel.incoming.words
@@ -171,6 +173,8 @@ def _in_one_message(
             errstate(fold, own, theirs, out)
         else:
             errstate(fold, theirs, own, out)
-        rounds.end_swap(word, alone.answer_request)
+        if not rounds.end_swap():
+            waiting.what, waiting.sequence, waiting.line = signature, sequence, None
+            rounds.wait_until_sent(channel, number, alone.answer_request)
 
     return move

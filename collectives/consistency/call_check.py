@@ -158,7 +158,7 @@ class CallCheck:
             if alike := self.node_barrier.collect(word, sequence):
                 alike = nodes_check.agree(word, exchange)
             else:
-                nodes_check.disagree(word & SEQUENCE_MASK)
+                alike = nodes_check.disagree(word & SEQUENCE_MASK)
         except DeadlineExceededError:
             self.node_barrier.release()
             raise

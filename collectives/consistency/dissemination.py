@@ -180,7 +180,7 @@ class Dissemination:
         arrived = channel.arrived
         for _ in range(spins):
             if arrived():
-                # Its deadline is no shorter: it would have voted first.
+                # The deadline of a node that sends this is no shorter than in the last call.
                 return channel.incoming.words[0] == word
         return False
 
@@ -197,14 +197,13 @@ class Dissemination:
         if exchange is not None:
             blocks = (self.outgoing, FIRST_BLOCK), (self.channels[0].incoming, FIRST_BLOCK)
             exchange.unpack(self._in_order(blocks), word & 1)
-        self.end_swap(word, answer)
+        if not self.end_swap():
+            self.wait_until_sent(self.channels[0], word & SEQUENCE_MASK, answer)
 
-    def end_swap(self, word: int, answer: Callable[[int], object]) -> None:
-        """Wait until the message is sent, as `finish`."""
-        channel = self.channels[0]
-        channel.discard()
-        if not channel.sent():
-            self._wait_until_sent(channel, word & SEQUENCE_MASK, answer)
+    def end_swap(self) -> bool:
+        """Discard the message that has arrived; whether the other one is sent."""
+        self.channels[0].discard()
+        return self.channels[0].sent()
 
     def absent(self, rounds: Rounds) -> dict[int, str]:
         """The ranks of the node whose message is missing."""
@@ -264,11 +263,13 @@ class Dissemination:
         if rounds.alike:
             for channel in self.channels:
                 if not channel.sent():
-                    self._wait_until_sent(channel, rounds.number, answer)
+                    self.wait_until_sent(channel, rounds.number, answer)
 
-    def _wait_until_sent(
+    def wait_until_sent(
         self, channel: NeighborChannel, number: int, answer: Callable[[int], object]
     ) -> None:
+        """Wait for a message of the call of that number; `answer` is called with it meanwhile."""
+
         def sent() -> bool:
             answer(number)
             return channel.sent()

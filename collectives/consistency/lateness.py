@@ -26,16 +26,20 @@ class Lateness:
         """When the last call began."""
         self._shortest = self._half = self._gap = math.inf
         """The shortest deadline of all ranks in the last call that had rounds; parts of it."""
+        self._own: float | None = None
+        """This leader's deadline in the last call."""
         self._settled: float | None = math.nan
-        """This leader's deadline, if it is the shortest too, and nothing was withdrawn since."""
+        """The same, where it was the shortest and all went well; else NaN, which equals nothing."""
 
     def own_deadline(self) -> float:
-        """Infinite where there is none."""
-        deadline = self._wait_policy.deadline
-        return math.inf if deadline is None else deadline
+        """This leader's deadline in the last call; infinite where there was none."""
+        return math.inf if self._own is None else self._own
 
     def on_time(self) -> bool:
-        """Begin a call, if all nodes' deadlines are this one's and it can't be late."""
+        """Begin a call like the last one: this leader's deadline is the shortest, it isn't late.
+
+        False, and nothing has begun, where that isn't known.
+        """
         now, wait_policy = time.monotonic(), self._wait_policy
         if (
             wait_policy.deadline == self._settled
@@ -49,6 +53,7 @@ class Lateness:
     def begin(self) -> bool:
         """Begin a call; whether this leader may be late."""
         before, self.began = self.began, time.monotonic()
+        self._own = self._wait_policy.deadline
         return (
             # A caller that limits the wait withdraws all the time.
             self._wait_policy.limit is not None
@@ -70,8 +75,8 @@ class Lateness:
         """Note the shortest deadline of all ranks, which all leaders know."""
         self._shortest, self._half = shortest, shortest / 2
         self._gap = shortest * _GAPS / self._rounds
-        self._settled = self._wait_policy.deadline if shortest == self.own_deadline() else math.nan
+        self._settled = self._own if shortest == self.own_deadline() else math.nan
 
     def unsettle(self) -> None:
-        """No call is on time before the next one has been settled."""
+        """After this `on_time` is False until `settle`."""
         self._settled = math.nan

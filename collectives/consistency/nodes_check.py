@@ -17,6 +17,9 @@ words, tell it to all leaders alike, for the next call. A leader whose deadline 
 votes at once: another one that began long after the call before would send its message, find itself
 late when it receives this one's, and wait for an answer while this leader uses the data.
 
+Between two nodes whose last call went well, and which are on time, the only round is a *swap*: the
+same message in each direction, without the state of rounds. What is unusual goes on as rounds.
+
 A leader completes the rounds in the first half of its deadline alone, though its process may have
 been stopped meanwhile. One that completes them during a vote sends COMPLETE to all. One that had
 completed them before the vote does so at its next call. If it is stopped for a deadline before
@@ -101,12 +104,17 @@ class NodesCheck:
             self._completed = number
         if rounds.alike:
             self.lateness.settle(rounds.deadline)
+        else:
+            # The deadline that was sent last may be that of this call.
+            self.lateness.unsettle()
         self.rounds.finish(rounds, self.answer_request)
         return rounds.alike
 
-    def disagree(self, number: int) -> None:
-        """As `agree`, of a node whose own ranks have made different calls."""
-        self.agree(DIFFERENT << SEQUENCE_BITS | number, None)
+    def disagree(self, number: int) -> bool:
+        """As `agree`, of a node whose own ranks have made different calls: False."""
+        # A swap would take two nodes of this kind for alike.
+        self.lateness.unsettle()
+        return self.agree(DIFFERENT << SEQUENCE_BITS | number, None)
 
     def _run(self, rounds: Rounds) -> bool:
         """Run the rounds; False if the lease has passed, or a vote is requested."""

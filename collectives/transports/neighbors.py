@@ -41,8 +41,8 @@ class NeighborChannel(ABC):
         caches.
         """
         if self._outgoing.sending is not None and not self.sent():
-            before, self._before = self._before, self._outgoing
-            self._outgoing = before or Buffer(self.nbytes)
+            other = self._before or Buffer(self.nbytes)
+            self._outgoing, self._before = other, self._outgoing
             if not self.sent():
                 self._abandon(self._outgoing)
                 self._outgoing = Buffer(self.nbytes)

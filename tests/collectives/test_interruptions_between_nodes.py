@@ -23,14 +23,16 @@ from tests.collectives.test_interruptions import (
     program,
 )
 
-SIZE, MOST = 3, 15
+MOST = 15
 # Seconds that ranks which have made the call wait in the next one for a rank that has ended.
 DEADLINE = 0.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("route", [Small, Mean, ToRoot, Broadcast, Barrier, Gathered])
-@pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 0, 1]], ids=["a rank each", "two and one"])
+@pytest.mark.parametrize(
+    "nodes", [[0, 1, 2], [0, 0, 1], [0, 1]], ids=["a rank each", "two and one", "two alone"]
+)
 def test_an_exception_in_a_call_between_nodes(route, nodes, monkeypatch, tmp_path):
     memory = share_memory(monkeypatch)
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
@@ -42,7 +44,7 @@ def test_an_exception_in_a_call_between_nodes(route, nodes, monkeypatch, tmp_pat
     def run(place):
         memory.clear()
         interruption = Interruption(place)
-        return interruption, local.run(SIZE, program(route, interruption, DEADLINE))
+        return interruption, local.run(len(nodes), program(route, interruption, DEADLINE))
 
     passed = run(None)[0].places.items()
     places = [(*place, time) for place, times in passed for time in range(1, min(times, TIMES) + 1)]
@@ -54,6 +56,6 @@ def test_an_exception_in_a_call_between_nodes(route, nodes, monkeypatch, tmp_pat
         assert all(errors) or not any(errors), f"{interruption}: {errors}"
         ends.append(any(errors))
         if not ends[-1]:
-            assert [right for right, _ in ranks] == [route.before + CALLS] * SIZE
+            assert [right for right, _ in ranks] == [route.before + CALLS] * len(nodes)
     assert any(ends)
     assert not all(ends)

@@ -205,6 +205,10 @@ class Check(NodesCheck):
         super().__init__(Leaders(world, rank), Policy(world, rank, deadline), dict.fromkeys)
         self.world, self.rank = world, rank
 
+    def deadline(self, seconds):
+        """Set this rank's."""
+        self._wait_policy.deadline = seconds
+
     def _vote(self, rounds, late):
         self.world.voting.add(self.rank)
         try:
@@ -229,19 +233,22 @@ def test_late_ranks_at_random(case, monkeypatch):
         monkeypatch.setattr(lateness, "time", world)
         world.stops = stops = world.random.choice([0, 0, 0.002])
         delay = world.random.choice([0, LATENCY, DEADLINE / 8, DEADLINE, 2 * DEADLINE])
+        changing = world.random.random() < 0.3
         wrong = {
             number: world.random.randrange(size)
             for number in range(calls)
             if world.random.random() < 0.1
         }
 
-        def program(rank, world=world, delay=delay, wrong=wrong, stops=stops):
+        def program(rank, world=world, delay=delay, wrong=wrong, stops=stops, changing=changing):
             check, results, ended = Check(world, rank, DEADLINE), [], []
             for number in range(calls):
                 if number == calls - 1:
                     # No later call could tell that it was completed.
                     world.stops = 0.0
                 own = random.Random(hash((rank, number, delay)))
+                if changing:
+                    check.deadline(own.choice([1, 1, 1.5, 3]) * DEADLINE)
                 world.sleep(rank, own.uniform(0, delay))
                 attempt = 0
                 while True:
@@ -382,3 +389,64 @@ def test_ranks_of_all_nodes_of_a_machine_share_its_cores(comm):
         cores = len(os.sched_getaffinity(0))
         assert apart._engine.layout.local_sizes == (1,) * comm.size
         assert apart._engine.layout.oversubscription == max(1.0, comm.size / cores)
+
+
+def test_two_nodes_whose_ranks_disagree(monkeypatch):
+    """Their words are equal: those of no call."""
+    monkeypatch.setattr(f"{__name__}.LATENCY", 0.0)
+    world = World(2, 1)
+    monkeypatch.setattr(lateness, "time", world)
+
+    def program(rank):
+        check = Check(world, rank, LONG)
+        for number in range(3):
+            assert check.agree(word_of(CALL, number), None)
+        return check.disagree(3), check.agree(word_of(CALL, 4), None)
+
+    assert world.run(program) == [(False, True)] * 2
+
+
+def test_times_of_a_leader(monkeypatch):
+    world = World(1, 0)
+    monkeypatch.setattr(lateness, "time", world)
+    times = lateness.Lateness(WaitPolicy(80.0), rounds=1)
+    # Nothing is known of the others.
+    assert not times.on_time()
+    assert times.begin()
+    times.settle(80.0)
+    for seconds, on_time in [(10.0, True), (10.0, True), (10.1, False)]:
+        world.clock += seconds
+        assert times.on_time() == on_time
+    assert times.begin()
+    world.clock += 9.5
+    assert not times.lease_is_over(80.0)
+    world.clock += 30.0
+    assert times.lease_is_over(80.0)
+    assert not times.stopped()
+    assert not times.stopped(80.0)
+    world.clock += 1.0
+    assert times.stopped()
+    assert times.stopped(80.0)
+    assert not times.stopped(90.0)
+
+
+@pytest.mark.parametrize(
+    "change", ["longer", "limit", "unsettled", "shorter elsewhere", "shorter meanwhile"]
+)
+def test_a_call_that_is_not_like_the_last(change, monkeypatch):
+    world, policy = World(1, 0), WaitPolicy(80.0)
+    monkeypatch.setattr(lateness, "time", world)
+    times = lateness.Lateness(policy, rounds=1)
+    times.begin()
+    if change == "shorter meanwhile":
+        # Another thread sets that of the next call.
+        policy.deadline = 40.0
+    times.settle(60.0 if change == "shorter elsewhere" else 80.0)
+    if change == "longer":
+        policy.deadline = 90.0
+    elif change == "limit":
+        policy.limit = 1.0
+    elif change == "unsettled":
+        times.unsettle()
+    assert not times.on_time()
+    assert times.begin() == (change in ("limit", "shorter meanwhile"))

@@ -77,7 +77,7 @@ def test_other_calls_are_refused_on_both(pair):
             np.testing.assert_array_equal(pair.all_reduce(array), np.full(1, 3.0))
 
 
-def test_a_limited_wait_is_withdrawn(pair):
+def test_a_limited_wait_is_withdrawn(pair, monkeypatch):
     if pair.rank == 0:
         with (
             pair._engine.wait_policy.no_longer_than(0.05),
@@ -88,5 +88,58 @@ def test_a_limited_wait_is_withdrawn(pair):
         MPI.COMM_WORLD.send(None, 1)
     else:
         MPI.COMM_WORLD.recv(source=0)
+    calls = agreed(pair, monkeypatch)
     for _ in range(3):
         assert pair.all_reduce(np.full(1, pair.rank + 1.0)) == 3
+    if pair.rank == 0:
+        # No data of the repetition before all have voted.
+        assert calls[0] is False
+
+
+def test_the_deadline_of_a_refused_call_is_not_that_of_the_next(pair):
+    pair.deadline = 0.5
+    pair.all_reduce(np.ones(1))
+    pair.deadline = 20
+    with pytest.raises(ShapeMismatchError):
+        pair.all_reduce(np.ones(1 + pair.rank))
+    pair.deadline = 0.5
+    if pair.rank == 0:
+        with pytest.raises(DeadlineExceededError) as caught:
+            pair.all_reduce(np.ones(1))
+        assert caught.value.withdrawn
+        MPI.COMM_WORLD.send(None, 1)
+    else:
+        MPI.COMM_WORLD.recv(source=0)
+    assert pair.all_reduce(np.full(1, pair.rank + 1.0)) == 3
+
+
+def test_a_wait_for_the_own_message_names_the_call(pair):
+    array = np.full(3, pair.rank + 1.0)
+    pair.all_reduce(array)
+    pair.barrier()
+    wait_policy, channel = (
+        pair._engine.wait_policy,
+        pair._engine.call_check.alone.rounds.channels[0],
+    )
+    looks, sent, spin_until, waited = iter([False] * 3), channel.sent, wait_policy.spin_until, []
+
+    def note(ready, *arguments, **options):
+        waited.append(str(wait_policy.call))
+        spin_until(ready, *arguments, **options)
+
+    wait_policy.spins, wait_policy.spin_until = 10**8, note
+    channel.sent = lambda: next(looks, True) and sent()
+    np.testing.assert_array_equal(pair.all_reduce(array), np.full(3, 3.0))
+    sequence = pair._engine.call_check.sequence
+    assert waited == [f"all_reduce(sum, float64[3]), call {sequence}"]
+    # It has waited until the message was sent.
+    assert next(looks, None) is None
+
+
+def test_an_output_that_is_read_only_is_refused_before_the_call(pair):
+    out = np.zeros(1)
+    out.flags.writeable = False
+    for _ in range(2):
+        with pytest.raises(ValueError, match="read-only"):
+            pair.all_reduce(np.ones(1), out=out)
+        assert pair.all_reduce(np.ones(1)) == 2
