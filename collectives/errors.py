@@ -60,6 +60,10 @@ class CollectiveError(RuntimeError):
     """
 
 
+ENDED = "exit()"
+"""The last call of a program that ends, as text."""
+
+
 class MismatchError(CollectiveError):
     """The ranks did not call the same thing.
 
@@ -68,7 +72,9 @@ class MismatchError(CollectiveError):
 
     def __init__(self, message: str, calls: tuple[str, ...] = ()) -> None:
         """Append every rank's call to `message`."""
-        lines = (f"  rank {rank}: {call}" for rank, call in enumerate(calls))
+        lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]
+        if ENDED in calls:
+            lines.append(f"  {ENDED}: the program has ended, after fewer calls than on other ranks")
         super().__init__("\n".join([message, *lines]))
         self.calls = calls
 

@@ -37,7 +37,8 @@ def register_algorithm(
     for size in _SIZES:
         try:
             _prove(algorithm, size)
-        except ScheduleError:
+        except ScheduleError as error:
+            error.args = (f"on {size} rank{'s' * (size > 1)}: {error.args[0]}",)
             raise
         except Exception as error:
             raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from collectives.calls import Operation
 from collectives.consistency.flight_recorder import Entry, FlightRecorder
 from collectives.consistency.signature import Signature
-from collectives.errors import CollectiveError, MismatchError, in_step
+from collectives.errors import ENDED, CollectiveError, MismatchError, in_step
 from collectives.execution.cost_model import CostParameters
 from collectives.execution.engine import Engine
 from collectives.lifecycle import nodes
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 Tuned = tuple[CostParameters, str]
 
 _CLOSE = Signature("close")
-_END = _CLOSE._replace(scope="exit()")
+_END = _CLOSE._replace(scope=ENDED)
 # How long the final call waits for ranks that may be in an asynchronous call, before it is retried.
 _RETRY_SECONDS = 0.5
 

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
         broadcast,
         reduce_scatter,
     )
+    from collectives.torch.gradients import GradientError
     from collectives.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "GradientError",
     "SyncBatchNorm",
     "all_gather",
     "all_reduce",
@@ -39,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from collectives.torch.sync_batch_norm import SyncBatchNorm
 
         return SyncBatchNorm
+    if name == "GradientError":
+        from collectives.torch.gradients import GradientError
+
+        return GradientError
     if name in __all__:
         from collectives.torch import functions
 

@@ -105,9 +105,14 @@ def by_rank(text: str, entries: Iterable[object]) -> str:
     return "\n".join([text, *(f"  rank {rank}: {each}" for rank, each in enumerate(entries))])
 
 
-def refuse_differences(communicator: Communicator, what: str, text: str) -> None:
-    """The same ValueError on every rank where the ranks' texts differ. Collective."""
-    texts = compare(communicator, f"{what}: ", text, text)
+def refuse_differences(
+    communicator: Communicator, what: str, text: str, call: str | None = None
+) -> None:
+    """The same ValueError on every rank where the ranks' texts differ. Collective.
+
+    `call` names this call where another rank makes another one, in place of `what`.
+    """
+    texts = compare(communicator, f"{call or what}: ", text, text)
     if texts is not None:
         raise raised_on_all(ValueError(by_rank(what, texts)), communicator.rank)
 

@@ -60,7 +60,7 @@ def refused(thing: Any, what: str) -> TypeError:
     inference = f"\n  A model that isn't trained is allowed: {mark}." if mark else ""
     return TypeError(
         f"the {framework.name} {framework.describe(thing)} {what}: it would train independently on"
-        " every rank, since strategies synchronize only strategies.Variable.\n"
+        " every rank.\n"
         f"  Instead: {framework.alternative}.{inference}"
     )
 

@@ -32,7 +32,8 @@ log = logging.getLogger("strategies")
 _DIFFERENT_BATCHES = (
     "each rank takes its part of every global batch, but the ranks' first global batches differ."
     " If their order differs, examples are lost or repeated: shuffle with the same seed on every"
-    " rank, for example after keras.utils.set_random_seed"
+    " rank, for example after keras.utils.set_random_seed. If the data are cut for each rank, as by"
+    " a DistributedSampler or shard, examples are left out: give all ranks all of them"
 )
 
 

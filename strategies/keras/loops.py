@@ -161,7 +161,10 @@ class Loops:
             if key not in ("callbacks", "verbose", "return_dict")
         )
         refuse_differences(
-            self._training.communicator, f"{name}: the ranks' arguments differ", text
+            self._training.communicator,
+            f"{name}: the ranks' arguments differ",
+            text,
+            call=f"{name}, a call for every rank",
         )
 
     def _build(self, pieces: Any) -> None:

@@ -13,7 +13,7 @@ from collectives.arrays.tensors import from_torch
 from collectives.torch.closures import over_ranks
 from collectives.torch.gradients import GradientReducer
 from collectives.transports.local import alone
-from strategies.core.same_error import PropagatedErrors
+from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.foreign.distributed import permit
 from strategies.foreign.registry import framework_of
 from strategies.replication.replication import Replication
@@ -51,6 +51,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         reducer = GradientReducer(communicator, model.named_parameters(), **options)
     if not strategy.trains_alone:
         try:
+            _refuse_different_optimizers(strategy, optimizers)
             _mirror(strategy, model)
         except BaseException:
             # The next call would find the parameters taken.
@@ -77,6 +78,31 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     hooks = [each.register_step_pre_hook(before_step) for each in optimizers]
     _trainings[model] = _Training(strategy, reducer, hooks)
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
+
+
+def _refuse_different_optimizers(strategy: Replication, optimizers: Sequence[Any]) -> None:
+    """ValueError on every rank where steps would differ, though gradients and parameters don't."""
+    texts = []
+    for optimizer in optimizers:
+        groups = ((len(each["params"]), _settings(each)) for each in optimizer.param_groups)
+        texts.append(f"{type(optimizer).__name__}({', '.join(f'{n}: {s}' for n, s in groups)})")
+    refuse_differences(
+        strategy.communicator,
+        "distribute: the ranks' optimizers differ",
+        ", ".join(texts),
+        call="distribute, a call for every rank",
+    )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Numbers and flags of a group, such as learning rates, which may be tensors."""
+    settings = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            settings[name] = value.item()
+        elif isinstance(value, bool | int | float | str | tuple | type(None)):
+            settings[name] = value
+    return settings
 
 
 def _close_earlier(model: Any) -> None:

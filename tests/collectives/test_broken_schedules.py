@@ -190,13 +190,13 @@ BY_HAND = {
         "all_reduce",
         [[Send(0, RANK), Reduce(0, RANK)]],
         1,
-        "round 0, rank 0, chunk 0: no such peer: 0",
+        "round 0, rank 0, chunk 0: no such peer, or the rank itself: 0",
     ),
     "a rank sends to one that does not exist": (
         "broadcast",
         [[Send(0, 2, when=RANK == 0)]],
         1,
-        "round 0, rank 0, chunk 0: no such peer: 2",
+        "round 0, rank 0, chunk 0: no such peer, or the rank itself: 2",
     ),
     "a chunk that does not exist": (
         "broadcast",

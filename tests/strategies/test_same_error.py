@@ -109,6 +109,18 @@ def test_ranks_in_other_calls_raise_the_mismatch_and_go_on():
     assert "rank 1: barrier(second: x)" in first[0]
 
 
+def test_another_call_sees_the_name_of_the_call():
+    def body(comm):
+        def compared():
+            refuse_differences(comm, "they differ", "x", call="act, a call for every rank")
+
+        made = comm.barrier if comm.rank else compared
+        return refusal(MismatchError, None, made)
+
+    for text in on_ranks(2, body):
+        assert "rank 0: barrier(act, a call for every rank: x)" in text
+
+
 def test_differing_texts_are_listed_by_rank():
     def body(comm):
         return refusal(ValueError, None, refuse_differences, comm, "they differ", f"n={comm.rank}")

@@ -259,6 +259,16 @@ def test_what_one_rank_alone_gives(torch, comm):
         more.append(torch.nn.BatchNorm1d(3, affine=False))
     with pytest.raises(collectives.MismatchError, match="6 parameters and 6 buffers"):
         strategy.distribute(more, [])
+    kinds = {True: torch.optim.Adam, False: torch.optim.SGD}
+    for wrong in (
+        torch.optim.SGD(model.parameters(), 0.2 if last else 0.1),
+        torch.optim.SGD(model.parameters(), torch.tensor(0.2 if last else 0.1)),
+        torch.optim.SGD(model.parameters(), 0.1, nesterov=last, momentum=0.9),
+        kinds[last](model.parameters(), 0.1),
+    ):
+        with pytest.raises(ValueError, match="distribute: the ranks' optimizers differ"):
+            strategy.distribute(model, wrong)
+    strategy.distribute(model, torch.optim.SGD(model.parameters(), torch.tensor(0.1)))
     strategy.distribute(model, [])
     assert len(strategy.sampler(range(10), remainder="drop")) == 10 // comm.size
 
