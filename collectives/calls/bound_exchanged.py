@@ -117,9 +117,9 @@ def _between_lone_ranks(
     """Of a rank alone on its node: (array, out, sequence), or after the message of a swap."""
 
     def move(array: Array, out: Array, sequence: int, *, swapped: bool = False) -> None:
-        exchange.source, exchange.target = array.reshape(-1), out.reshape(-1)
-        check.sequence = sequence
         try:
+            exchange.source, exchange.target = array.reshape(-1), out.reshape(-1)
+            check.sequence = sequence
             word = base | sequence & SEQUENCE_MASK
             check.check_counted(signature, word, None, exchange, swapped=swapped)
         finally:
@@ -156,8 +156,8 @@ def _in_one_message(
         if not on_time():
             move_slowly(array, out, sequence)
             return
-        word, rounds.outgoing = base | number, outgoing_of()
-        outgoing = rounds.outgoing
+        word, outgoing = base | number, outgoing_of()
+        rounds.outgoing = outgoing
         own, words = views[outgoing, FIRST_BLOCK], outgoing.words
         own[...] = array
         words[0], words[1], words[LENGTH_AT] = word, rounds.nanoseconds, nbytes

@@ -203,7 +203,8 @@ class Strategy(Replication):
 
         Raises TypeError for other objects, and for wrappers such as DistributedDataParallel;
         ValueError for an optimizer with parameters that aren't the model's, for a `wire_dtype`
-        under a strategy that compresses, and on every rank where the ranks' models differ;
+        under a strategy that compresses, and on every rank where the ranks' models, or the classes
+        or settings of their optimizers, differ (not under LocalSGDStrategy: replicas train apart);
         RuntimeError inside `run`.
         """
         contexts.require_cross_replica("Strategy.distribute", self)

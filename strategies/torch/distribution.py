@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
 
 from collectives import Communicator
@@ -44,6 +48,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     communicator = strategy.communicator if together else Communicator(alone())
     with PropagatedErrors(strategy.communicator, "distribute"):
         optimizers = checked(strategy, model, optimizer)
+        description = _description(optimizers)
     _close_earlier(model)
     options |= {"sparse": _sparse_parameters(model)}
     options |= {"compressed": strategy.compressed if together else None}
@@ -51,7 +56,13 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         reducer = GradientReducer(communicator, model.named_parameters(), **options)
     if not strategy.trains_alone:
         try:
-            _refuse_different_optimizers(strategy, optimizers)
+            if together:
+                refuse_differences(
+                    strategy.communicator,
+                    "distribute: the ranks' optimizers differ",
+                    description,
+                    call="distribute, a call for every rank",
+                )
             _mirror(strategy, model)
         except BaseException:
             # The next call would find the parameters taken.
@@ -80,29 +91,28 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 
 
-def _refuse_different_optimizers(strategy: Replication, optimizers: Sequence[Any]) -> None:
-    """ValueError on every rank where steps would differ, though gradients and parameters don't."""
+def _description(optimizers: Sequence[Any]) -> str:
+    """Classes and settings, which decide on a step of equal gradients; the same text if equal."""
     texts = []
     for optimizer in optimizers:
-        groups = ((len(each["params"]), _settings(each)) for each in optimizer.param_groups)
-        texts.append(f"{type(optimizer).__name__}({', '.join(f'{n}: {s}' for n, s in groups)})")
-    refuse_differences(
-        strategy.communicator,
-        "distribute: the ranks' optimizers differ",
-        ", ".join(texts),
-        call="distribute, a call for every rank",
-    )
+        groups = [
+            {name: _plain(group.get(name)) for name in sorted(optimizer.defaults)}
+            for group in optimizer.param_groups
+        ]
+        more = f", {len(groups)} groups, {crc32(repr(groups).encode()):08x}" * (len(groups) > 1)
+        texts.append(f"{type(optimizer).__name__}({groups[0]}{more})")
+    return ", ".join(texts)
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Numbers and flags of a group, such as learning rates, which may be tensors."""
-    settings = {}
-    for name, value in group.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            settings[name] = value.item()
-        elif isinstance(value, bool | int | float | str | tuple | type(None)):
-            settings[name] = value
-    return settings
+def _plain(setting: Any) -> Any:
+    """A setting as Python's own numbers, whatever it is kept in."""
+    if isinstance(setting, torch.Tensor | np.generic) and math.prod(setting.shape) == 1:
+        setting = setting.item()
+    if isinstance(setting, tuple | list):
+        return tuple(map(_plain, setting))
+    if setting is None or isinstance(setting, bool | str):
+        return setting
+    return float(setting) if isinstance(setting, Real) else type(setting).__name__
 
 
 def _close_earlier(model: Any) -> None:

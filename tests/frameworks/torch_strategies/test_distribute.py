@@ -268,7 +268,24 @@ def test_what_one_rank_alone_gives(torch, comm):
     ):
         with pytest.raises(ValueError, match="distribute: the ranks' optimizers differ"):
             strategy.distribute(model, wrong)
-    strategy.distribute(model, torch.optim.SGD(model.parameters(), torch.tensor(0.1)))
+    groups = [{"params": [each]} for each in model.parameters()]
+    for group in groups[1:]:
+        group["lr"] = 0.2 if last else 0.3
+    with pytest.raises(ValueError, match=f"{len(groups)} groups"):
+        strategy.distribute(model, torch.optim.SGD(groups, 0.1))
+    unreadable = torch.optim.SGD(model.parameters(), 0.1)
+    if last:
+        unreadable.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        strategy.distribute(model, unreadable)
+    # What is equal may be kept in other types, and groups may have more than settings.
+    equal = torch.optim.SGD(model.parameters(), np.float64(1.0) if last else torch.tensor(1))
+    equal.param_groups[0]["name"] = f"of rank {comm.rank}"
+    strategy.distribute(model, equal)
+    # Replicas that train apart may do so at rates of their own.
+    apart = strategies.LocalSGDStrategy(2, communicator=comm)
+    other = network(torch)
+    apart.distribute(other, torch.optim.SGD(other.parameters(), 0.1 + comm.rank))
     strategy.distribute(model, [])
     assert len(strategy.sampler(range(10), remainder="drop")) == 10 // comm.size
 
