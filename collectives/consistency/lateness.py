@@ -24,8 +24,8 @@ class Lateness:
         self._wait_policy, self._rounds = wait_policy, rounds
         self.began = -math.inf
         """When the last call began."""
-        self._shortest = self._half = self._gap = math.inf
-        """The shortest deadline of all ranks in the last call that had rounds; parts of it."""
+        self._shortest = self._gap = math.inf
+        """The shortest deadline of all ranks in the last call that had rounds; a part of it."""
         self._own: float | None = None
         """This leader's deadline in the last call."""
         self._settled: float | None = math.nan
@@ -64,8 +64,8 @@ class Lateness:
 
     def stopped(self, deadline: float | None = None) -> bool:
         """Whether this process stood still for so long that a leader may have withdrawn."""
-        half = self._half if deadline is None else deadline / 2
-        return time.monotonic() >= self.began + half
+        counts = self._shortest if deadline is None else deadline
+        return time.monotonic() >= self.began + counts / 2
 
     def lease_is_over(self, deadline: float) -> bool:
         """Whether it is time for a vote."""
@@ -73,8 +73,7 @@ class Lateness:
 
     def settle(self, shortest: float) -> None:
         """Note the shortest deadline of all ranks, which all leaders know."""
-        self._shortest, self._half = shortest, shortest / 2
-        self._gap = shortest * _GAPS / self._rounds
+        self._shortest, self._gap = shortest, shortest * _GAPS / self._rounds
         self._settled = self._own if shortest == self.own_deadline() else math.nan
 
     def unsettle(self) -> None:

@@ -51,7 +51,7 @@ def test_calls_on_time_need_nothing_else(pair, monkeypatch):
 def test_a_process_that_was_stopped_uses_no_data_before_it_has_looked_again(pair, monkeypatch):
     calls = agreed(pair, monkeypatch)
     # As if half of the deadline had passed since the call began.
-    pair._engine.call_check.alone.lateness._half = 0.0
+    pair._engine.call_check.alone.lateness._shortest = 0.0
     array = np.full(3, pair.rank + 1.0)
     np.testing.assert_array_equal(pair.all_reduce(array), np.full(3, 3.0))
     assert calls == [True]
