@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 
 from collectives.calls import PASS
-from collectives.calls.bound_between_nodes import exchanged_reduction
+from collectives.calls.bound_between_nodes import (
+    StagedExchange,
+    exchanged_reduction,
+    staged_reduction,
+)
 from collectives.calls.bound_exchanged import bind_exchanged
 from collectives.calls.bound_small import (
     DATA,
@@ -30,6 +34,7 @@ from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
+from collectives.execution.executor import Call as Schedule
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.schedules.paths import DISSEMINATION, SHARED
 from collectives.shm.addresses import Publish
@@ -153,9 +158,12 @@ def _made_on_node(
 def _made_between_nodes(
     check: CallCheck, signature: Signature, base: int, exchange: Exchange | None
 ) -> Make:
+    check_counted = check.check_counted
+
     def make(source: Any, target: Any, sequence: int) -> None:
         if exchange is None:
-            check.check_word(signature, base)
+            check.sequence = sequence
+            check_counted(signature, base | sequence & SEQUENCE_MASK, None, None)
             return
         exchange.source, exchange.target = source, target
         try:
@@ -182,6 +190,11 @@ def bind_all_reduce(
     exchanged = exchanged_reduction(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     if exchanged is not None:
         return bind_exchanged(engine, signature, exchanged, shape)
+    staged = staged_reduction(engine, op, dtype, count * dtype.itemsize)
+    if staged is not None:
+        exchange = StagedExchange(engine, staged, count)
+        call = bind(engine, signature, exchange.deliver, exchange=exchange)
+        return of_shape(call, shape, dtype)
     run, publish = component(engine, "all_reduce", op, dtype, count * dtype.itemsize)
     return of_shape(bind(engine, signature, run, publish), shape, dtype)
 
@@ -255,6 +268,9 @@ def component(
     path = paths.get(name)
 
     if path is None:
+        if name and not lengths:
+            call = Schedule(collective, name, nbytes // dtype.itemsize, dtype, op, root, False)
+            return engine.bind_schedule(call), None
 
         def run(source: Array | None, target: Array, index: int | None) -> None:
             engine.run(collective, source, target, lengths=lengths or None, op=op, root=root)

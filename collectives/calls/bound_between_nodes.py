@@ -1,4 +1,4 @@
-"""Reductions of few bytes between nodes: the data travel with the check of the call.
+"""Reductions between nodes whose data travel with the check of the call.
 
 The leader of each node folds the arrays of its ranks, and then those of all nodes, in the order of
 the nodes, so that every rank has the same bits.
@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 
 from collectives.calls.bound_small import SMALL_BYTES_OF_ALL
-from collectives.consistency.dissemination import LARGEST_EXCHANGE, LARGEST_OF_TWO, Block
+from collectives.consistency.dissemination import LARGEST_EXCHANGE, Block
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
-from collectives.shm.layout import SMALL_BYTES
+from collectives.shm.layout import SMALL_BYTES, STAGE_BYTES
+
+LARGEST_ALONE = 256 << 10
+"""Of two ranks alone on their nodes: halves of more bytes travel without a copy into a message."""
+STAGED_BYTES_OF_ALL = 8 * STAGE_BYTES
+"""What a leader folds of all ranks of its node, which wait meanwhile."""
 
 _WHOLE = slice(None)
 # Every rank gets the reduction of everything, of which it needs a part.
@@ -27,7 +32,7 @@ def exchanged_reduction(
     engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
 ) -> Reduction | None:
     """The reduction of arrays so small that they travel with the check; None for others."""
-    nodes = 1 if engine.call_check is None else engine.call_check.nodes
+    nodes = _nodes(engine)
     if nodes == 1:
         return None
     fullest = max(engine.layout.local_sizes)
@@ -36,12 +41,40 @@ def exchanged_reduction(
         most = min(most, _SCATTERED_BYTES)
     elif collective == "all_reduce" and engine.size == 2:
         # Ranks alone on their nodes need no slots.
-        most = LARGEST_OF_TWO
-    small = 0 < nbytes <= most
-    reduction = reduction_for(op, dtype)
-    if not small or not reduction.plain_fold:
+        most = LARGEST_ALONE
+    if not 0 < nbytes <= most:
         return None
-    return reduction if _pays(engine, collective, op, dtype, nbytes) else None
+    return _reduction(engine, collective, op, dtype, nbytes)
+
+
+def staged_reduction(
+    engine: Engine, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
+) -> Reduction | None:
+    """The same of larger arrays, by `all_reduce` between two nodes whose ranks share cores.
+
+    Each of the waits of a collective in two levels costs more there than folds by one rank of a
+    node alone.
+    """
+    layout = engine.layout
+    if _nodes(engine) != 2 or layout.size == 2 or layout.oversubscription == 1:
+        return None
+    if not 0 < nbytes <= min(STAGE_BYTES, STAGED_BYTES_OF_ALL // max(layout.local_sizes)):
+        return None
+    return _reduction(engine, "all_reduce", op, dtype, nbytes)
+
+
+def _nodes(engine: Engine) -> int:
+    """How many nodes compare calls: each rank counts as one where none share memory."""
+    return 1 if engine.call_check is None else engine.call_check.nodes
+
+
+def _reduction(
+    engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
+) -> Reduction | None:
+    """Unless its fold takes more than two arrays, or it pays not to send with the check."""
+    reduction = reduction_for(op, dtype)
+    pays = reduction.plain_fold is not None and _pays(engine, collective, op, dtype, nbytes)
+    return reduction if pays else None
 
 
 def _pays(engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> bool:
@@ -87,7 +120,7 @@ class ReductionExchange:
         assert engine.call_check is not None
         assert reduction.plain_fold is not None
         self._fold, self._errstate = reduction.plain_fold, engine.errstate.run
-        self._reduction, self._size, self._check = reduction, engine.size, engine.call_check
+        self._reduction, self._size = reduction, engine.size
         self._dtype, self._part, self._nbytes = (
             reduction.dtype,
             part,
@@ -98,6 +131,8 @@ class ReductionExchange:
         self._arrays = Arrays(self._nbytes, self._dtype)
         self.slots: list[list[Array]] = []
         """Of this node's ranks, by parity; the leader's comes first, and takes the result."""
+        self._stored = 0
+        """The parity of what was stored last."""
         self._folded: Array | None = None
         """The result of a rank alone on its node, unless it lies in the target."""
         if engine.node is not None and engine.node.steps.size > 1:
@@ -110,6 +145,7 @@ class ReductionExchange:
 
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
+        self._stored = parity
         if self.slots:
             given = self.target if self.source is None else self.source
             self.slots[parity][self.rank][...] = given
@@ -140,7 +176,7 @@ class ReductionExchange:
 
     def deliver(self, source: Any, target: Array | None, index: int | None) -> None:
         """Store this rank's part into the target, unless it gets none: for `bound.bind`."""
-        folded = self.slots[self._check.sequence & 1][0] if self.slots else self._folded
+        folded = self.slots[self._stored][0] if self.slots else self._folded
         self._folded = None
         if target is None:
             return
@@ -148,3 +184,35 @@ class ReductionExchange:
             target[...] = folded[self._part]
         if self._reduction.divides:
             self._errstate(self._reduction.finish, target, self._size)
+
+
+class StagedExchange(ReductionExchange):
+    """The same of more bytes than a slot holds: through the stages, as a step of `shm.progress`."""
+
+    def __init__(self, engine: Engine, reduction: Reduction, count: int) -> None:
+        super().__init__(engine, reduction, count)
+        if self.slots:
+            assert engine.node is not None
+            self._steps = engine.node.steps
+            stages = self._steps.memory.stages
+            self.slots = [
+                [self._arrays.view(each[parity], 0) for each in stages] for parity in range(2)
+            ]
+
+    def store(self, parity: int) -> None:
+        """Into this rank's stage, once all ranks have read what it held before."""
+        super().store(self._steps.await_free_stage() if self.slots else parity)
+
+    def pack(self, block: Block, parity: int) -> int:
+        """Fold the stages of the node's ranks."""
+        return super().pack(block, self._stored)
+
+    def unpack(self, blocks: Sequence[Block], parity: int) -> None:
+        """Fold into the leader's stage, or without others straight into the target."""
+        super().unpack(blocks, self._stored)
+
+    def deliver(self, source: Any, target: Array | None, index: int | None) -> None:
+        """Store the result into the target; the stages may be written from then on."""
+        super().deliver(source, target, index)
+        if self.slots:
+            self._steps.finish_step()

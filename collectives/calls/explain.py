@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from collectives.calls.bound_all_to_all import EXCHANGED_BYTES
-from collectives.calls.bound_between_nodes import exchanged_reduction
+from collectives.calls.bound_between_nodes import exchanged_reduction, staged_reduction
 from collectives.calls.bound_small import node_of_all, small_broadcast, small_reduction
 from collectives.calls.exchanged_rows import room_of_row
 from collectives.calls.rows import room_on_node
@@ -26,6 +26,8 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
         reduction_for(op, dtype)  # raises TypeError for a dtype without it
     if _takes_one_step(engine, collective, nbytes, dtype):
         return f"{SHARED} runs, in one step: so few bytes travel with the check of the call"
+    if collective == "all_reduce" and staged_reduction(engine, ReduceOp.SUM, dtype, nbytes):
+        return f"{DISSEMINATION} runs, with the comparison of the call: ranks share cores"
     if _travels_with_check(engine, collective, nbytes, dtype):
         return f"{DISSEMINATION} runs, with the comparison of the call: few bytes"
     # Movements treat elements as bytes.

@@ -87,6 +87,8 @@ class CallCheck:
         """
         sequence = self.sequence + 1
         if exchange is not None:
+            call = self._wait_policy.call
+            call.what, call.sequence, call.line = signature, sequence, line
             exchange.store(sequence & 1)
         # Set before any other rank can see the call, because errors are judged by it from here on.
         self.sequence = sequence

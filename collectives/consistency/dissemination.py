@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from collectives.consistency.signature import FINGERPRINT_BITS
+from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.transports.base import Transport
 from collectives.transports.neighbors import Buffer, NeighborChannel
@@ -26,7 +27,7 @@ Block = tuple[Buffer, int]
 
 LARGEST_EXCHANGE = 128 << 10
 """The most bytes of all nodes together that may travel with the check, equally many of each."""
-LARGEST_OF_TWO = 256 << 10
+LARGEST_OF_TWO = STAGE_BYTES
 """The most bytes of one of two nodes, where each needs all of the other's in any case."""
 DIFFERENT = (1 << FINGERPRINT_BITS) - 1
 """In place of the fingerprint: of a node whose ranks disagree, or that has found a difference."""

@@ -30,10 +30,12 @@ LARGEST_PRICED = 512
 # own, delay each other and their acknowledgements on links with long queues, which the model
 # doesn't know: between 3 and 4 hosts of 1 Gbit/s, all_reduce of 16 MiB takes 1.5 to 3 times as long
 # by them as by the ring (bench/results/README.md). Beyond these factors, as after `tune` on a link
-# that MPI's own uses better, the ring isn't taken. Two ranks have no other neighbors.
+# that MPI's own uses better, the ring isn't taken. Two ranks have no other neighbors; an array that
+# they reduce, on a core each, takes less time in halves, each folded by one of them, than by MPI.
 _RING = "ring"
 _RING_GAINS = ((512 << 10, 2.0), (256 << 10, 1.1))
 _RING_GAINS_OF_TWO = ((2 << 20, 2.0),)
+_RING_GAINS_OF_TWO_REDUCED = ((512 << 10, 2.0),)
 _CHANGING = (NATIVE, "rabenseifner", "circulant", "doubling")
 
 
@@ -142,16 +144,19 @@ def _choose(
     seconds = {name: expected(collective, name, nbytes, layout, costs) for name in (*names, *paths)}
     best = min(seconds, key=lambda name: seconds[name])
     if len(layout.local_sizes) > 1 and best in _CHANGING:
-        gain = _ring_gain(size, nbytes)
+        gain = _ring_gain(collective, nbytes, layout)
         if seconds.get(_RING, math.inf) <= gain * seconds[best]:
             return Choice(_RING, seconds, "large messages to one neighbor, from another one")
     return Choice(best, seconds)
 
 
-def _ring_gain(size: int, nbytes: int) -> float:
+def _ring_gain(collective: str, nbytes: int, layout: Layout) -> float:
     """How many times as long the ring may be expected to take, and yet be taken."""
-    gains = _RING_GAINS_OF_TWO if size == 2 else _RING_GAINS
-    return next((gain for message, gain in gains if nbytes >= message * size), 0.0)
+    gains: tuple[tuple[int, float], ...] = _RING_GAINS
+    if layout.size == 2:
+        reduced = collective == "all_reduce" and layout.oversubscription == 1
+        gains = _RING_GAINS_OF_TWO_REDUCED if reduced else _RING_GAINS_OF_TWO
+    return next((gain for message, gain in gains if nbytes >= message * layout.size), 0.0)
 
 
 def expected(

@@ -32,7 +32,7 @@ from collectives.execution.cost_model import (
     choose,
 )
 from collectives.execution.device_path import OnDevices, Request
-from collectives.execution.executor import Plans
+from collectives.execution.executor import Call, Plans
 from collectives.execution.host_memory import HostMemory
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
@@ -195,6 +195,19 @@ class Engine(CallScope):
             if op is not None:
                 reduction = reduction_for(op, target.dtype)
                 self.errstate.run(self._finish, collective, reduction, target, root)
+
+    def bind_schedule(self, call: Call) -> Callable[[Array | None, Array, object], None]:
+        """The function (source, target, _), as `run` by a schedule on buffers in host memory."""
+        move, errstate, algorithm = self._plans.bind(call), self.errstate.run, call.algorithm
+        reduction = None if call.op is None else reduction_for(call.op, call.dtype)
+
+        def run(source: Array | None, target: Array, _: object) -> None:
+            self.path = algorithm
+            errstate(move, source, target)
+            if reduction is not None and reduction.divides:
+                errstate(self._finish, call.collective, reduction, target, call.root)
+
+        return run
 
     def join(self, node: Node) -> None:
         """Use the node's memory from now on."""

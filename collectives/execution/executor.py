@@ -11,7 +11,7 @@ pass a live buffer at that address.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -249,6 +249,22 @@ class Plans:
             self.find(call).run(source, whole, overlapped)
         if whole is not target:
             target[:] = own_part(whole, lengths or (), rank)
+
+    def bind(self, in_place: Call) -> Callable[[Any, Any], None]:
+        """The function (source, target), of calls in place or out of place on whole buffers."""
+        assert isinstance(in_place.shape, int)
+        out_of_place = in_place._replace(has_source=True)
+        nbytes, find = in_place.shape * in_place.dtype.itemsize, self.find
+        segmented = self._may_be_segmented(in_place, nbytes)
+
+        def run(source: Any, target: Any) -> None:
+            call = in_place if source is None else out_of_place
+            if segmented:
+                self._run_faster(call, source, target, None)
+            else:
+                find(call).run(source, target)
+
+        return run
 
     def _may_be_segmented(self, call: Call, nbytes: int) -> bool:
         """Whether the messages are large, and go to another rank than they come from.

@@ -255,7 +255,9 @@ def _across(engine: Engine, where: Topology) -> Engine | None:
     if transport is None:
         return None
     transport.ranks = [ranks[where.local_rank] for ranks in where.members]
-    return Engine(transport, engine.wait_policy)
+    across = Engine(transport, engine.wait_policy)
+    across.layout = Layout(across.layout.local_sizes, engine.layout.oversubscription)
+    return across
 
 
 def _leaders(engine: Engine, where: Topology) -> Transport | None:

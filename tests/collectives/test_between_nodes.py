@@ -8,18 +8,30 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import CollectiveError, Communicator, OpMismatchError
+from collectives import (
+    CollectiveError,
+    Communicator,
+    DeadlineExceededError,
+    OpMismatchError,
+    ShapeMismatchError,
+)
+from collectives.calls.bound_between_nodes import (
+    LARGEST_ALONE,
+    STAGED_BYTES_OF_ALL,
+)
 from collectives.calls.exchanged_rows import room_of_row
-from collectives.consistency.dissemination import LARGEST_EXCHANGE, LARGEST_OF_TWO
+from collectives.consistency.call_check import CallCheck
+from collectives.consistency.dissemination import LARGEST_EXCHANGE
 from collectives.execution.cost_model import CostParameters, built_in
 from collectives.execution.host_memory import HostMemory
 from collectives.lifecycle import nodes
 from collectives.reductions.reduction import BFLOAT16
-from collectives.shm.layout import SMALL_BYTES
+from collectives.shm.layout import SMALL_BYTES, STAGE_BYTES
 from collectives.shm.online_tuning import PathTimes
 from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from tests.collectives.oracle import case, reduced, value, values
+from tests.collectives.waiting import wait_for_all
 
 pytestmark = pytest.mark.mpi
 
@@ -244,9 +256,10 @@ def test_sizes_around_the_most_that_travels(part):
 def test_reductions_around_the_most_that_travels(part):
     """An array of each of two ranks alone needs no slot, unless only one gets the result."""
     engine, rank, size = part._engine, part.rank, part.size
+    engine.layout = replace(engine.layout, oversubscription=1.0)
     engine.use(replace(engine.costs, schedule_bandwidth=1e12), "a link without limits")
     usual = min(SMALL_BYTES, LARGEST_EXCHANGE // len(engine.layout.local_sizes) // 8 * 8)
-    most = LARGEST_OF_TWO if size == 2 else usual
+    most = LARGEST_ALONE if size == 2 else usual
     for nbytes in (usual, usual + 8, most, most + 8):
         every = values(size, nbytes // 8)
         with case(nbytes):
@@ -258,6 +271,86 @@ def test_reductions_around_the_most_that_travels(part):
             if rank == 0:
                 np.testing.assert_array_equal(result, reduced("max", every))
             assert (path_of_last(part) == "dissemination") == (nbytes <= usual)
+
+
+@pytest.fixture
+def crowded(comm):
+    """Two nodes, whose ranks are taken to share cores."""
+    node_of = [rank % 2 for rank in range(comm.size)]
+    with Communicator(MPI.COMM_WORLD, node_of=node_of, deadline=20) as part:
+        part._engine.layout = replace(part._engine.layout, oversubscription=2.0)
+        yield part
+
+
+@pytest.mark.ranks(3, 4)
+def test_leaders_of_crowded_nodes_exchange_what_their_ranks_have_staged(crowded):
+    """Also between calls of other sizes, which use the same memory in other steps."""
+    rank, size = crowded.rank, crowded.size
+    most = min(STAGE_BYTES, STAGED_BYTES_OF_ALL // ((size + 1) // 2))
+    crowded.all_reduce(value(rank, 3))
+    for nbytes in (SMALL_BYTES + 8, most, most + 8, 3 * STAGE_BYTES):
+        every = values(size, nbytes // 8)
+        for op in ("sum", "mean", "max"):
+            with case(nbytes, op):
+                expected, array = reduced(op, every), every[rank].copy()
+                np.testing.assert_array_equal(crowded.all_reduce(array, op), expected)
+                travels = path_of_last(crowded) == "dissemination"
+                assert travels == (nbytes <= most)
+                explained = crowded.explain("all_reduce", nbytes, array.dtype)
+                assert explained.startswith("dissemination runs") == travels
+                assert crowded.all_reduce(array, op, out=array) is array
+                np.testing.assert_array_equal(array, expected)
+    rows = value(rank, 50_000)
+    np.testing.assert_array_equal(crowded.all_reduce(rows[::-1]), sum(values(size, 50_000))[::-1])
+    halves = crowded.all_reduce(np.full(100_000, rank, np.float16))
+    np.testing.assert_array_equal(halves, np.full(100_000, sum(range(size))))
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_slow_rank_reads_the_result_before_its_leader_stores_another(crowded, monkeypatch):
+    rank, size, length = crowded.rank, crowded.size, 50_000
+    check_word = CallCheck.check_word
+
+    def late(*arguments):
+        check_word(*arguments)
+        time.sleep(0.02)
+
+    if rank == 2:
+        monkeypatch.setattr(CallCheck, "check_word", late)
+    for turn in range(6):
+        result = crowded.all_reduce(np.full(length, rank + turn))
+        np.testing.assert_array_equal(result, sum(range(size)) + size * turn)
+
+
+@pytest.mark.ranks(3, 4)
+def test_crowded_nodes_without_room_for_stages(comm, monkeypatch):
+    monkeypatch.setattr("collectives.transports.mpi.has_room", lambda nbytes: False)
+    node_of = [rank % 2 for rank in range(comm.size)]
+    with Communicator(MPI.COMM_WORLD, node_of=node_of, deadline=20) as part:
+        part._engine.layout = replace(part._engine.layout, oversubscription=2.0)
+        every = values(part.size, 50_000)
+        np.testing.assert_array_equal(part.all_reduce(every[part.rank]), sum(every))
+        assert path_of_last(part) != "dissemination"
+
+
+@pytest.mark.ranks(3, 4)
+def test_staged_data_of_a_call_that_was_withdrawn_or_refused(crowded):
+    rank, size, length = crowded.rank, crowded.size, 50_000
+    for turn in range(3):
+        expected = np.full(length, sum(range(size)) + size * turn)
+        with pytest.raises(OpMismatchError):
+            crowded.all_reduce(np.ones(length), "sum" if rank else "max")
+        with pytest.raises(ShapeMismatchError):
+            crowded.all_reduce(np.ones(length if rank == size - 1 else 3))
+        np.testing.assert_array_equal(crowded.all_reduce(np.full(length, rank + turn)), expected)
+        crowded.deadline = 0.3
+        if rank != turn:
+            with pytest.raises(DeadlineExceededError) as caught:
+                crowded.all_reduce(np.full(length, -1))
+            assert turn in caught.value.absent
+        wait_for_all()
+        crowded.deadline = 20
+        np.testing.assert_array_equal(crowded.all_reduce(np.full(length, rank + turn)), expected)
 
 
 @pytest.mark.ranks(3, 4)

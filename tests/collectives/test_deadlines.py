@@ -18,6 +18,7 @@ from collectives import Communicator
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.shm import node_barrier
 from collectives.transports import local
+from tests.collectives.waiting import wait_for_all
 from tests.slow import slow
 
 NODE_OF = {2: [0, 1], 3: [0, 0, 1], 5: [0, 0, 1, 1, 1]}
@@ -45,13 +46,6 @@ def patient(request, comm):
 def record_directory(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     return tmp_path
-
-
-def wait_for_all():
-    """Without the group's own calls, and without a deadline."""
-    request = MPI.COMM_WORLD.Ibarrier()
-    while not request.Test():
-        time.sleep(0.001)
 
 
 def expected(comm, length=SMALL):

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -28,8 +29,19 @@ MOST = 15
 DEADLINE = 0.5
 
 
+class Staged(Mean):
+    """Through the stages, where two ranks of three share a node."""
+
+    length = 20_000
+
+    def __init__(self, at):
+        super().__init__(at)
+        engine = at.comm._engine
+        engine.layout = replace(engine.layout, oversubscription=2.0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("route", [Small, Mean, ToRoot, Broadcast, Barrier, Gathered])
+@pytest.mark.parametrize("route", [Small, Mean, Staged, ToRoot, Broadcast, Barrier, Gathered])
 @pytest.mark.parametrize(
     "nodes", [[0, 1, 2], [0, 0, 1], [0, 1]], ids=["a rank each", "two and one", "two alone"]
 )

@@ -17,6 +17,7 @@ from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
 from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_messages import FIRST_TAG
+from tests.collectives.waiting import wait_for_all
 
 PATIENT = 30
 SMALL, LARGE = 3, 1_000_000
@@ -29,12 +30,6 @@ def late(comm, tmp_path, monkeypatch):
     with Communicator(MPI.COMM_WORLD, deadline=PATIENT) as other:
         yield other
         other.deadline = PATIENT
-
-
-def wait_for_all():
-    request = MPI.COMM_WORLD.Ibarrier()
-    while not request.Test():
-        time.sleep(0.001)
 
 
 def until(ready):

@@ -22,6 +22,7 @@ from collectives.calls.point_to_point import Incoming
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
 from collectives.transports import local
 from tests.collectives.oracle import case, value
+from tests.collectives.waiting import wait_for_all
 from tests.worlds.programs import errors_of
 
 PATIENT = 30
@@ -37,12 +38,6 @@ def own(comm, tmp_path, monkeypatch):
     yield other
     other.deadline = PATIENT
     other.close()
-
-
-def wait_for_all():
-    request = MPI.COMM_WORLD.Ibarrier()
-    while not request.Test():
-        time.sleep(0.001)
 
 
 def others(comm):
