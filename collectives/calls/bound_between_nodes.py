@@ -147,15 +147,20 @@ class ReductionExchange:
         """Into this rank's slot."""
         self._stored = parity
         if self.slots:
-            given = self.target if self.source is None else self.source
-            self.slots[parity][self.rank][...] = given
+            self.slots[parity][self.rank][...] = self.given
+
+    @property
+    def given(self) -> Array:
+        """This rank's array."""
+        array: Array = self.target if self.source is None else self.source
+        return array
 
     def pack(self, block: Block, parity: int) -> int:
         """Fold the slots of the node's ranks."""
         if self.slots:
             self._reduce(self.slots[parity], self._arrays[block])
         else:
-            self._arrays[block][...] = self.target if self.source is None else self.source
+            self._arrays[block][...] = self.given
         return self._nbytes
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
@@ -200,12 +205,21 @@ class StagedExchange(ReductionExchange):
             ]
 
     def store(self, parity: int) -> None:
-        """Into this rank's stage, once all ranks have read what it held before."""
-        super().store(self._steps.await_free_stage() if self.slots else parity)
+        """Into this rank's stage, once all ranks have read what it held before.
+
+        The leader's is for the result alone.
+        """
+        if self.slots:
+            self._stored = self._steps.await_free_stage()
+            if self.rank:
+                self.slots[self._stored][self.rank][...] = self.given
 
     def pack(self, block: Block, parity: int) -> int:
-        """Fold the stages of the node's ranks."""
-        return super().pack(block, self._stored)
+        """Fold the leader's array and the stages of the node's other ranks."""
+        if not self.slots:
+            return super().pack(block, parity)
+        self._reduce([self.given, *self.slots[self._stored][1:]], self._arrays[block])
+        return self._nbytes
 
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
         """Fold into the leader's stage, or without others straight into the target."""

@@ -1,6 +1,7 @@
 """An exception at moments of a call between nodes: all ranks end, or all go on."""
 
 import functools
+import itertools
 import random
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ DEADLINE = 0.5
 
 
 class Staged(Mean):
-    """Through the stages, where two ranks of three share a node."""
+    """Through the stages of a node with two ranks."""
 
     length = 20_000
 
@@ -40,12 +41,15 @@ class Staged(Mean):
         engine.layout = replace(engine.layout, oversubscription=2.0)
 
 
+LAYOUTS = {"a rank each": [0, 1, 2], "two and one": [0, 0, 1], "two alone": [0, 1]}
+ROUTES = [Small, Mean, ToRoot, Broadcast, Barrier, Gathered]
+CASES = [*itertools.product(ROUTES, LAYOUTS), (Staged, "two and one")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("route", [Small, Mean, Staged, ToRoot, Broadcast, Barrier, Gathered])
-@pytest.mark.parametrize(
-    "nodes", [[0, 1, 2], [0, 0, 1], [0, 1]], ids=["a rank each", "two and one", "two alone"]
-)
-def test_an_exception_in_a_call_between_nodes(route, nodes, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("route", "layout"), CASES)
+def test_an_exception_in_a_call_between_nodes(route, layout, monkeypatch, tmp_path):
+    nodes = LAYOUTS[layout]
     memory = share_memory(monkeypatch)
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     for module in (wait_policy, local):
