@@ -119,7 +119,9 @@ class CallQueue:
         if job is None:
             return False
         with self._policy.sleeping_early():
+            self._policy.line = job.line
             failed = _failure_of(job.action)
+            self._policy.line = None
         with self._lock:
             self.pending -= 1
         job.work.finish(None if failed is None else _with_line(failed, job.line))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,8 @@ class WaitPolicy:
         self.progress: Callable[[], object] = lambda: None
         """Moves messages in transit on; a longer wait calls it from time to time."""
         self.before_raise: Callable[[BaseException], None] = lambda error: None
+        self.line: str | None = None
+        """Where the user made a call that another thread makes, and that has no line of its own."""
         self.limit: float | None = None
         """Of `no_longer_than`, until every rank has arrived; its caller then repeats the call."""
 
@@ -188,16 +191,27 @@ class WaitPolicy:
     def _text(self, waited: str, absent: dict[int, str]) -> str:
         ranks = ", ".join(f"rank {rank}{note}" for rank, note in sorted(absent.items()))
         call = self.call
-        line = call.line or calling_line()
+        line = call.line or self.line or calling_line()
         return f"{call}, {waited} {ranks or 'other ranks'} ({line})"
 
 
 def calling_line(frame: FrameType | None = None) -> str:
-    """File and line of the innermost frame outside this package, from `frame` outwards."""
+    """File and line of the innermost frame outside these packages, from `frame` outwards.
+
+    Where there is none, as in a thread of torch that runs backward, that of the main thread.
+    """
     frame = frame or sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
+    while frame.f_back and _is_inside(frame):
         frame = frame.f_back
+    if _is_inside(frame):
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        while frame.f_back and _is_inside(frame):
+            frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_inside(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES
 
 
 def check_deadline(deadline: float | None) -> float | None:

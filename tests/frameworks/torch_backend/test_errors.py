@@ -100,16 +100,19 @@ def test_a_deadline(torch, dist, comm):
     dist.destroy_process_group(group)
 
 
-def test_ddp_raises_the_error_of_a_reduction_that_it_waits_for(torch, dist, comm):
-    """DDP reduces asynchronously, and waits in C++."""
+def test_ddp_raises_the_error_of_a_reduction_that_it_waits_for(torch, dist, comm, caplog):
+    """DDP reduces asynchronously, in a thread of torch, and waits in C++."""
     group = dist.new_group(timeout=timedelta(seconds=60))
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
     loss = model(torch.ones(1, 2)).sum()
     # Not before: the first use of DDP imports for seconds, on one rank longer than on another.
     group.set_timeout(timedelta(seconds=1))
     if comm.rank == 0:
-        with pytest.raises(RuntimeError, match=r" Timed out .*rank 1"):
+        with pytest.raises(RuntimeError, match=r" Timed out .*rank 1") as caught:
             loss.backward()
+        for text in (str(caught.value), caplog.text):
+            assert f"{__file__}:" in text
+            assert "threading.py:" not in text
     comm.barrier()
     dist.destroy_process_group(group)
 
