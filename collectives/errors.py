@@ -61,7 +61,7 @@ class CollectiveError(RuntimeError):
 
 
 ENDED = "exit()"
-"""The last call of a program that ends, as text."""
+"""The last call of a program that ends, as text; also what closes its parts begins with it."""
 
 
 class MismatchError(CollectiveError):
@@ -73,7 +73,7 @@ class MismatchError(CollectiveError):
     def __init__(self, message: str, calls: tuple[str, ...] = ()) -> None:
         """Append every rank's call to `message`."""
         lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]
-        if ENDED in calls:
+        if any(call.startswith(ENDED) for call in calls):
             lines.append(f"  {ENDED}: the program has ended, after fewer calls than on other ranks")
         super().__init__("\n".join([message, *lines]))
         self.calls = calls

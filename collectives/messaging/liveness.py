@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.shm.layout import process_namespace
-from collectives.shm.node_barrier import is_alive
+from collectives.shm.processes import is_alive, process_namespace
 
 _LOOK_SECONDS = 0.1
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

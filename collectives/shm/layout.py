@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from collectives.reductions.reduction import Array
+from collectives.shm.processes import process_namespace
 
 # Indices of 8-byte words within a segment, a cache line apart (two on some processors).
 PROGRESS = 0
@@ -105,14 +106,6 @@ def clear(segment: memoryview, fence: Callable[[], None] | None) -> None:
     segment[:_STAGES_AT] = bytes(_STAGES_AT)
     if fence is not None:
         fence()
-
-
-def process_namespace() -> int:
-    """The number of the namespace in which this process's number is valid; 0 if it isn't known."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def _bytes(segment: memoryview, start: int, nbytes: int) -> Array:

@@ -17,7 +17,7 @@ import collectives
 from collectives import Communicator, Mailbox
 from collectives.messaging.liveness import Process, Processes
 from collectives.messaging.message import IncomingMessage, read, write
-from collectives.shm import node_barrier
+from collectives.shm import processes
 from collectives.transports import local
 from collectives.transports.base import MessageChannel, Sending
 from collectives.transports.envelope import LARGEST_ENVELOPE, pack, unpack
@@ -506,9 +506,9 @@ def test_a_process_that_is_reaped_while_it_is_looked_at_has_died(monkeypatch):
         child.communicate(b"\n")
         return stat
 
-    assert node_barrier.is_alive(child.pid)
-    monkeypatch.setattr(node_barrier, "open", opened, raising=False)
-    assert not node_barrier.is_alive(child.pid)
+    assert processes.is_alive(child.pid)
+    monkeypatch.setattr(processes, "open", opened, raising=False)
+    assert not processes.is_alive(child.pid)
 
 
 def test_one_array_is_no_list_of_arrays():
