@@ -34,7 +34,7 @@ from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
-from collectives.execution.executor import Call as Schedule
+from collectives.execution.executor import PlanKey
 from collectives.reductions.reduction import Array, ReduceOp
 from collectives.schedules.paths import DISSEMINATION, SHARED
 from collectives.shm.addresses import Publish
@@ -158,12 +158,9 @@ def _made_on_node(
 def _made_between_nodes(
     check: CallCheck, signature: Signature, base: int, exchange: Exchange | None
 ) -> Make:
-    check_counted = check.check_counted
-
     def make(source: Any, target: Any, sequence: int) -> None:
         if exchange is None:
-            check.sequence = sequence
-            check_counted(signature, base | sequence & SEQUENCE_MASK, None, None)
+            check.check_word(signature, base)
             return
         exchange.source, exchange.target = source, target
         try:
@@ -269,8 +266,10 @@ def component(
 
     if path is None:
         if name and not lengths:
-            call = Schedule(collective, name, nbytes // dtype.itemsize, dtype, op, root, False)
-            return engine.bind_schedule(call), None
+            key = PlanKey(collective, name, nbytes // dtype.itemsize, dtype, op, root, False)
+            bound = engine.bind_schedule(key)
+            if bound is not None:
+                return bound, None
 
         def run(source: Array | None, target: Array, index: int | None) -> None:
             engine.run(collective, source, target, lengths=lengths or None, op=op, root=root)

@@ -16,7 +16,7 @@ from collectives.calls.bound_small import SMALL_BYTES_OF_ALL
 from collectives.consistency.dissemination import LARGEST_EXCHANGE, Block
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
-from collectives.shm.layout import SMALL_BYTES, STAGE_BYTES
+from collectives.shm.layout import SMALL_BYTES, STAGE_BYTES, NodeMemory
 
 LARGEST_ALONE = 256 << 10
 """Of two ranks alone on their nodes: halves of more bytes travel without a copy into a message."""
@@ -60,7 +60,8 @@ def staged_reduction(
         return None
     if not 0 < nbytes <= min(STAGE_BYTES, STAGED_BYTES_OF_ALL // max(layout.local_sizes)):
         return None
-    return _reduction(engine, "all_reduce", op, dtype, nbytes)
+    folds = max(layout.local_sizes) + 1
+    return _reduction(engine, "all_reduce", op, dtype, nbytes, folds)
 
 
 def _nodes(engine: Engine) -> int:
@@ -69,15 +70,20 @@ def _nodes(engine: Engine) -> int:
 
 
 def _reduction(
-    engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int
+    engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int, folds: int = 0
 ) -> Reduction | None:
-    """Unless its fold takes more than two arrays, or it pays not to send with the check."""
+    """The reduction, if its fold is one of NumPy's functions, and to send with the check pays.
+
+    `folds`: of that many bytes, by the leader while all others wait, if that counts.
+    """
     reduction = reduction_for(op, dtype)
-    pays = reduction.plain_fold is not None and _pays(engine, collective, op, dtype, nbytes)
+    pays = reduction.plain_fold is not None and _pays(engine, collective, op, dtype, nbytes, folds)
     return reduction if pays else None
 
 
-def _pays(engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> bool:
+def _pays(
+    engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], nbytes: int, folds: int
+) -> bool:
     """Whether the bytes of all nodes take no longer than a reduction after the check.
 
     Every node receives those of all others, but needs no round besides those of the check.
@@ -90,7 +96,8 @@ def _pays(engine: Engine, collective: str, op: ReduceOp, dtype: np.dtype[Any], n
     if seconds <= costs.schedule_latency:
         return True
     choice = engine.price(collective, nbytes, engine.paths(collective, op, dtype))
-    return layout.oversubscription * seconds <= min(choice.seconds.values(), default=math.inf)
+    seconds = layout.oversubscription * seconds + folds * nbytes / costs.reduction
+    return seconds <= min(choice.seconds.values(), default=math.inf)
 
 
 class Arrays(dict[Block, Array]):
@@ -131,21 +138,25 @@ class ReductionExchange:
         self._arrays = Arrays(self._nbytes, self._dtype)
         self.slots: list[list[Array]] = []
         """Of this node's ranks, by parity; the leader's comes first, and takes the result."""
-        self._stored = 0
-        """The parity of what was stored last."""
+        self.parity = 0
+        """Of what was stored last."""
         self._folded: Array | None = None
         """The result of a rank alone on its node, unless it lies in the target."""
         if engine.node is not None and engine.node.steps.size > 1:
-            memory = engine.node.steps.memory
+            self._steps, memory = engine.node.steps, engine.node.steps.memory
             self.slots = [
-                [self._arrays.view(slots[parity], 0) for slots in memory.slots]
+                [self._arrays.view(places[parity], 0) for places in self._places(memory)]
                 for parity in range(2)
             ]
             self.rank = memory.rank
 
+    def _places(self, memory: NodeMemory) -> list[list[Array]]:
+        """Where the data of the node's ranks lie, by rank and parity."""
+        return memory.slots
+
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
-        self._stored = parity
+        self.parity = parity
         if self.slots:
             self.slots[parity][self.rank][...] = self.given
 
@@ -158,7 +169,7 @@ class ReductionExchange:
     def pack(self, block: Block, parity: int) -> int:
         """Fold the slots of the node's ranks."""
         if self.slots:
-            self._reduce(self.slots[parity], self._arrays[block])
+            self._reduce(self.slots[self.parity], self._arrays[block])
         else:
             self._arrays[block][...] = self.given
         return self._nbytes
@@ -166,7 +177,7 @@ class ReductionExchange:
     def unpack(self, blocks: Sequence[Block], parity: int) -> None:
         """Fold into the leader's slot; without slots straight into the target, if it takes all."""
         if self.slots:
-            out = self.slots[parity][0]
+            out = self.slots[self.parity][0]
         elif self._part is _WHOLE and self.target is not None:
             self._folded, out = None, self.target
         else:
@@ -181,7 +192,7 @@ class ReductionExchange:
 
     def deliver(self, source: Any, target: Array | None, index: int | None) -> None:
         """Store this rank's part into the target, unless it gets none: for `bound.bind`."""
-        folded = self.slots[self._stored][0] if self.slots else self._folded
+        folded = self.slots[self.parity][0] if self.slots else self._folded
         self._folded = None
         if target is None:
             return
@@ -192,17 +203,14 @@ class ReductionExchange:
 
 
 class StagedExchange(ReductionExchange):
-    """The same of more bytes than a slot holds: through the stages, as a step of `shm.progress`."""
+    """The same of more bytes than a slot holds: through the stages, between two of their steps.
 
-    def __init__(self, engine: Engine, reduction: Reduction, count: int) -> None:
-        super().__init__(engine, reduction, count)
-        if self.slots:
-            assert engine.node is not None
-            self._steps = engine.node.steps
-            stages = self._steps.memory.stages
-            self.slots = [
-                [self._arrays.view(each[parity], 0) for each in stages] for parity in range(2)
-            ]
+    The check of the call orders the writes and reads of one call, and those of the next. Others may
+    still read, in an earlier call, from the stage into which this rank stores before the check.
+    """
+
+    def _places(self, memory: NodeMemory) -> list[list[Array]]:
+        return memory.stages
 
     def store(self, parity: int) -> None:
         """Into this rank's stage, once all ranks have read what it held before.
@@ -210,23 +218,13 @@ class StagedExchange(ReductionExchange):
         The leader's is for the result alone.
         """
         if self.slots:
-            self._stored = self._steps.await_free_stage()
+            self.parity = self._steps.await_free_stage(" in an earlier call")
             if self.rank:
-                self.slots[self._stored][self.rank][...] = self.given
+                self.slots[self.parity][self.rank][...] = self.given
 
     def pack(self, block: Block, parity: int) -> int:
         """Fold the leader's array and the stages of the node's other ranks."""
         if not self.slots:
             return super().pack(block, parity)
-        self._reduce([self.given, *self.slots[self._stored][1:]], self._arrays[block])
+        self._reduce([self.given, *self.slots[self.parity][1:]], self._arrays[block])
         return self._nbytes
-
-    def unpack(self, blocks: Sequence[Block], parity: int) -> None:
-        """Fold into the leader's stage, or without others straight into the target."""
-        super().unpack(blocks, self._stored)
-
-    def deliver(self, source: Any, target: Array | None, index: int | None) -> None:
-        """Store the result into the target; the stages may be written from then on."""
-        super().deliver(source, target, index)
-        if self.slots:
-            self._steps.finish_step()

@@ -102,7 +102,7 @@ def _through_slots(
     check_counted = check.check_counted
 
     def move(array: Array, out: Array, sequence: int) -> None:
-        parity = sequence & 1
+        exchange.parity = parity = sequence & 1
         stores[parity][...] = array
         check.sequence = sequence
         check_counted(signature, base | sequence & SEQUENCE_MASK, None, exchange)

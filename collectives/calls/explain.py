@@ -26,10 +26,10 @@ def explain(engine: Engine, collective: str, nbytes: int, dtype: np.dtype[Any]) 
         reduction_for(op, dtype)  # raises TypeError for a dtype without it
     if _takes_one_step(engine, collective, nbytes, dtype):
         return f"{SHARED} runs, in one step: so few bytes travel with the check of the call"
-    if collective == "all_reduce" and staged_reduction(engine, ReduceOp.SUM, dtype, nbytes):
-        return f"{DISSEMINATION} runs, with the comparison of the call: ranks share cores"
     if _travels_with_check(engine, collective, nbytes, dtype):
         return f"{DISSEMINATION} runs, with the comparison of the call: few bytes"
+    if collective == "all_reduce" and staged_reduction(engine, ReduceOp.SUM, dtype, nbytes):
+        return f"{DISSEMINATION} runs, with the comparison of the call: ranks share cores"
     # Movements treat elements as bytes.
     equal = collective == "all_to_all" and node_of_all(engine) is not None
     name = "all_to_all_equal" if equal else collective

@@ -32,7 +32,7 @@ from collectives.execution.cost_model import (
     choose,
 )
 from collectives.execution.device_path import OnDevices, Request
-from collectives.execution.executor import Call, Plans
+from collectives.execution.executor import PlanKey, Plans
 from collectives.execution.host_memory import HostMemory
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for
 from collectives.schedules.paths import FORCED, NATIVE, QUICKEST
@@ -196,16 +196,21 @@ class Engine(CallScope):
                 reduction = reduction_for(op, target.dtype)
                 self.errstate.run(self._finish, collective, reduction, target, root)
 
-    def bind_schedule(self, call: Call) -> Callable[[Array | None, Array, object], None]:
-        """The function (source, target, _), as `run` by a schedule on buffers in host memory."""
-        move, errstate, algorithm = self._plans.bind(call), self.errstate.run, call.algorithm
-        reduction = None if call.op is None else reduction_for(call.op, call.dtype)
+    def bind_schedule(self, key: PlanKey) -> Callable[[Array | None, Array, object], None] | None:
+        """The function (source, target, _), as `run` by a schedule on buffers in host memory.
+
+        None where `run` tries several ways.
+        """
+        move, errstate, algorithm = self._plans.bind(key), self.errstate.run, key.algorithm
+        if move is None:
+            return None
+        reduction = None if key.op is None else reduction_for(key.op, key.dtype)
 
         def run(source: Array | None, target: Array, _: object) -> None:
             self.path = algorithm
             errstate(move, source, target)
             if reduction is not None and reduction.divides:
-                errstate(self._finish, call.collective, reduction, target, call.root)
+                errstate(self._finish, key.collective, reduction, target, key.root)
 
         return run
 

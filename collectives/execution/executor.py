@@ -79,7 +79,7 @@ def _part(messages: Messages, start: int, nbytes: int) -> Messages:
     return [(peer, content[start:stop]) for peer, content in messages if start < len(content)]
 
 
-class Call(NamedTuple):
+class PlanKey(NamedTuple):
     """A kind of call, the key of its plan.
 
     `shape` is the number of elements of each chunk, or of the whole buffer if the algorithm cuts it
@@ -100,7 +100,7 @@ class Call(NamedTuple):
 class Plan:
     """One rank's plan for one kind of call."""
 
-    def __init__(self, transport: PointToPoint, memory: Memory, call: Call) -> None:
+    def __init__(self, transport: PointToPoint, memory: Memory, call: PlanKey) -> None:
         rank, size = transport.rank, transport.size
         algorithm, root = algorithms.find(call.collective, call.algorithm), call.root
         lengths = call.shape
@@ -204,12 +204,12 @@ class Plans:
     def __init__(self, transport: PointToPoint, memory: Memory) -> None:
         """Plans for buffers in this memory."""
         self._transport, self._memory = transport, memory
-        self._plans: OrderedDict[Call, Plan] = OrderedDict()
+        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
         self._times: LRU[tuple[str, np.dtype[Any], int], PathTimes] = LRU()
         """Of whole and of segmented messages, by collective, dtype and about the size."""
         self._nbytes = 0
 
-    def find(self, call: Call) -> Plan:
+    def find(self, call: PlanKey) -> Plan:
         """The plan for calls of that kind, made on first use."""
         plan = self._plans.get(call)
         if plan is not None:
@@ -242,7 +242,7 @@ class Plans:
             own_part(target, lengths or (), rank)[:] = source
             source = None
         shape = whole.size if lengths is None else tuple(lengths)
-        call = Call(collective, algorithm, shape, whole.dtype, op, root, source is not None)
+        call = PlanKey(collective, algorithm, shape, whole.dtype, op, root, source is not None)
         if self._may_be_segmented(call, whole.nbytes):
             self._run_faster(call, source, whole, overlapped)
         else:
@@ -250,23 +250,22 @@ class Plans:
         if whole is not target:
             target[:] = own_part(whole, lengths or (), rank)
 
-    def bind(self, in_place: Call) -> Callable[[Any, Any], None]:
-        """The function (source, target), of calls in place or out of place on whole buffers."""
+    def bind(self, in_place: PlanKey) -> Callable[[Any, Any], None] | None:
+        """The function (source, target), of calls in place or out of place on whole buffers.
+
+        None for messages that may go in segments.
+        """
         assert isinstance(in_place.shape, int)
-        out_of_place = in_place._replace(has_source=True)
-        nbytes, find = in_place.shape * in_place.dtype.itemsize, self.find
-        segmented = self._may_be_segmented(in_place, nbytes)
+        if self._may_be_segmented(in_place, in_place.shape * in_place.dtype.itemsize):
+            return None
+        out_of_place, find = in_place._replace(has_source=True), self.find
 
         def run(source: Any, target: Any) -> None:
-            call = in_place if source is None else out_of_place
-            if segmented:
-                self._run_faster(call, source, target, None)
-            else:
-                find(call).run(source, target)
+            find(in_place if source is None else out_of_place).run(source, target)
 
         return run
 
-    def _may_be_segmented(self, call: Call, nbytes: int) -> bool:
+    def _may_be_segmented(self, call: PlanKey, nbytes: int) -> bool:
         """Whether the messages are large, and go to another rank than they come from.
 
         On links with long queues the acknowledgements of what a rank receives wait behind what it
@@ -276,7 +275,9 @@ class Plans:
         size, least = self._transport.size, self._memory.segment_bytes
         return call.algorithm == "ring" and size > 2 and 0 < least * size < nbytes
 
-    def _run_faster(self, call: Call, source: Any, target: Any, overlapped: Actions | None) -> None:
+    def _run_faster(
+        self, call: PlanKey, source: Any, target: Any, overlapped: Actions | None
+    ) -> None:
         """Run with whole or segmented messages, what was faster lately. The bits are the same."""
         # Only what all ranks agree on: whether there is a source may differ.
         key = call.collective, call.dtype, target.nbytes.bit_length()

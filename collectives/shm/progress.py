@@ -23,12 +23,15 @@ class ProgressCounters:
         self.rank, self.size = memory.rank, memory.size
         self._step = 0
 
-    def await_free_stage(self) -> int:
-        """Wait until this rank's next stage may be written; the stage's parity."""
+    def await_free_stage(self, note: str = IN_CALL) -> int:
+        """Wait until this rank's next stage may be written; the stage's parity.
+
+        Messages show the note on the ranks that still read it.
+        """
         value = 2 * self._step - 2
         for words in self._others:
             if words[PROGRESS] < value:
-                self._await(words, value)
+                self._await(words, value, note)
         if self._fence is not None:
             self._fence()
         return self._step & 1
@@ -102,15 +105,15 @@ class ProgressCounters:
         if self._fence is not None:
             self._fence()
 
-    def _await(self, words: memoryview, value: int) -> None:
+    def _await(self, words: memoryview, value: int, note: str = IN_CALL) -> None:
         for _ in range(self._wait_policy.spins):
             if words[PROGRESS] >= value:
                 return
-        self._wait_policy.until(lambda: words[PROGRESS] >= value, lambda: self._behind(value))
+        self._wait_policy.until(lambda: words[PROGRESS] >= value, lambda: self._behind(value, note))
 
-    def _behind(self, value: int) -> dict[int, str]:
+    def _behind(self, value: int, note: str) -> dict[int, str]:
         return {
-            self.ranks[peer]: IN_CALL
+            self.ranks[peer]: note
             for peer, words in enumerate(self.memory.words)
             if words[PROGRESS] < value
         }

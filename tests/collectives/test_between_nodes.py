@@ -15,17 +15,19 @@ from collectives import (
     OpMismatchError,
     ShapeMismatchError,
 )
+from collectives.calls import bound_between_nodes
 from collectives.calls.bound_between_nodes import (
     LARGEST_ALONE,
     STAGED_BYTES_OF_ALL,
+    staged_reduction,
 )
 from collectives.calls.exchanged_rows import room_of_row
-from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import LARGEST_EXCHANGE
-from collectives.execution.cost_model import CostParameters, built_in
+from collectives.execution.cost_model import CostParameters, Layout, built_in
 from collectives.execution.host_memory import HostMemory
 from collectives.lifecycle import nodes
-from collectives.reductions.reduction import BFLOAT16
+from collectives.reductions.reduction import BFLOAT16, ReduceOp
+from collectives.schedules.paths import HIERARCHICAL, NATIVE
 from collectives.shm.layout import SMALL_BYTES, STAGE_BYTES
 from collectives.shm.online_tuning import PathTimes
 from collectives.transports.mpi import MpiTransport
@@ -274,83 +276,99 @@ def test_reductions_around_the_most_that_travels(part):
 
 
 @pytest.fixture
-def crowded(comm):
-    """Two nodes, whose ranks are taken to share cores."""
-    node_of = [rank % 2 for rank in range(comm.size)]
+def oversubscribed(monkeypatch):
+    """Communicators made from here on take their ranks to share cores."""
+    layout = nodes._layout
+
+    def on_fewer_cores(engine, where):
+        return replace(layout(engine, where), oversubscription=2.0)
+
+    monkeypatch.setattr(nodes, "_layout", on_fewer_cores)
+
+
+@pytest.fixture(params=["every second", "one apart"])
+def two_nodes(comm, oversubscribed, request):
+    node_of = [LAYOUTS[request.param](rank, comm.size) for rank in range(comm.size)]
     with Communicator(MPI.COMM_WORLD, node_of=node_of, deadline=20) as part:
-        part._engine.layout = replace(part._engine.layout, oversubscription=2.0)
         yield part
 
 
 @pytest.mark.ranks(3, 4)
-def test_leaders_of_crowded_nodes_exchange_what_their_ranks_have_staged(crowded):
+def test_leaders_of_two_oversubscribed_nodes_exchange_what_is_staged(two_nodes, monkeypatch):
     """Also between calls of other sizes, which use the same memory in other steps."""
-    rank, size = crowded.rank, crowded.size
-    most = min(STAGE_BYTES, STAGED_BYTES_OF_ALL // ((size + 1) // 2))
-    crowded.all_reduce(value(rank, 3))
-    for nbytes in (SMALL_BYTES + 8, most, most + 8, 3 * STAGE_BYTES):
-        every = values(size, nbytes // 8)
-        for op in ("sum", "mean", "max"):
-            with case(nbytes, op):
-                expected, array = reduced(op, every), every[rank].copy()
-                np.testing.assert_array_equal(crowded.all_reduce(array, op), expected)
-                travels = path_of_last(crowded) == "dissemination"
-                assert travels == (nbytes <= most)
-                explained = crowded.explain("all_reduce", nbytes, array.dtype)
-                assert explained.startswith("dissemination runs") == travels
-                assert crowded.all_reduce(array, op, out=array) is array
-                np.testing.assert_array_equal(array, expected)
-    rows = value(rank, 50_000)
-    np.testing.assert_array_equal(crowded.all_reduce(rows[::-1]), sum(values(size, 50_000))[::-1])
-    halves = crowded.all_reduce(np.full(100_000, rank, np.float16))
-    np.testing.assert_array_equal(halves, np.full(100_000, sum(range(size))))
+    rank, size, engine = two_nodes.rank, two_nodes.size, two_nodes._engine
+    assert {each.layout.oversubscription for each in (engine, engine.node.across or engine)} == {2}
+    folded = max(engine.layout.local_sizes) * 200_000
+    for of_all, most in ((STAGED_BYTES_OF_ALL, STAGE_BYTES), (folded, 200_000)):
+        monkeypatch.setattr(bound_between_nodes, "STAGED_BYTES_OF_ALL", of_all)
+        two_nodes._forget_bound()
+        for nbytes in (8, SMALL_BYTES + 8, most, most + 8, 3 * STAGE_BYTES):
+            every = values(size, nbytes // 8)
+            for op in ("sum", "mean", "max"):
+                with case(nbytes, op):
+                    expected, array = reduced(op, every), every[rank].copy()
+                    np.testing.assert_array_equal(two_nodes.all_reduce(array, op), expected)
+                    travels = path_of_last(two_nodes) == "dissemination"
+                    assert travels == (nbytes <= most)
+                    explained = two_nodes.explain("all_reduce", nbytes, array.dtype)
+                    assert explained.startswith("dissemination runs") == travels
+                    assert ("share cores" in explained) == (SMALL_BYTES < nbytes <= most)
+                    assert two_nodes.all_reduce(array, op, out=array) is array
+                    np.testing.assert_array_equal(array, expected)
+    rows = value(rank, 20_000)
+    np.testing.assert_array_equal(two_nodes.all_reduce(rows[::-1]), sum(values(size, 20_000))[::-1])
+    halves = two_nodes.all_reduce(np.full(50_000, rank, np.float16))
+    np.testing.assert_array_equal(halves, np.full(50_000, sum(range(size))))
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_slow_rank_reads_the_result_before_its_leader_stores_another(crowded, monkeypatch):
-    rank, size, length = crowded.rank, crowded.size, 50_000
-    check_word = CallCheck.check_word
-
-    def late(*arguments):
-        check_word(*arguments)
-        time.sleep(0.02)
-
-    if rank == 2:
-        monkeypatch.setattr(CallCheck, "check_word", late)
-    for turn in range(6):
-        result = crowded.all_reduce(np.full(length, rank + turn))
-        np.testing.assert_array_equal(result, sum(range(size)) + size * turn)
-
-
-@pytest.mark.ranks(3, 4)
-def test_crowded_nodes_without_room_for_stages(comm, monkeypatch):
+def test_two_oversubscribed_nodes_without_room_for_stages(comm, oversubscribed, monkeypatch):
     monkeypatch.setattr("collectives.transports.mpi.has_room", lambda nbytes: False)
     node_of = [rank % 2 for rank in range(comm.size)]
     with Communicator(MPI.COMM_WORLD, node_of=node_of, deadline=20) as part:
-        part._engine.layout = replace(part._engine.layout, oversubscription=2.0)
         every = values(part.size, 50_000)
         np.testing.assert_array_equal(part.all_reduce(every[part.rank]), sum(every))
         assert path_of_last(part) != "dissemination"
 
 
+@pytest.mark.parametrize(
+    ("local_sizes", "oversubscription", "travels"),
+    [((2, 2), 2, True), ((4, 4), 4, True), ((2, 1), 1.5, True), ((9, 9), 1.125, False)],
+)
+@pytest.mark.ranks(2)
+def test_leaders_fold_where_few_cores_wait(
+    comm, local_sizes, oversubscription, travels, monkeypatch
+):
+    """By built-in figures, 900 KiB."""
+    with Communicator(MPI.COMM_WORLD, node_of=range(2), deadline=20) as part:
+        engine = part._engine
+        engine.layout = Layout(local_sizes, oversubscription)
+        engine.use(built_in(engine.layout), "built-in figures")
+        paths = dict.fromkeys([NATIVE, HIERARCHICAL])
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "paths", lambda *given: paths)
+            found = staged_reduction(engine, ReduceOp.SUM, np.dtype(float), 900 << 10)
+        assert (found is not None) == travels
+
+
 @pytest.mark.ranks(3, 4)
-def test_staged_data_of_a_call_that_was_withdrawn_or_refused(crowded):
-    rank, size, length = crowded.rank, crowded.size, 50_000
+def test_staged_data_of_a_call_that_was_withdrawn_or_refused(two_nodes):
+    rank, size, length = two_nodes.rank, two_nodes.size, 50_000
     for turn in range(3):
         expected = np.full(length, sum(range(size)) + size * turn)
         with pytest.raises(OpMismatchError):
-            crowded.all_reduce(np.ones(length), "sum" if rank else "max")
+            two_nodes.all_reduce(np.ones(length), "sum" if rank else "max")
         with pytest.raises(ShapeMismatchError):
-            crowded.all_reduce(np.ones(length if rank == size - 1 else 3))
-        np.testing.assert_array_equal(crowded.all_reduce(np.full(length, rank + turn)), expected)
-        crowded.deadline = 0.3
+            two_nodes.all_reduce(np.ones(length if rank == size - 1 else 3))
+        np.testing.assert_array_equal(two_nodes.all_reduce(np.full(length, rank + turn)), expected)
+        two_nodes.deadline = 0.3
         if rank != turn:
             with pytest.raises(DeadlineExceededError) as caught:
-                crowded.all_reduce(np.full(length, -1))
+                two_nodes.all_reduce(np.full(length, -1))
             assert turn in caught.value.absent
         wait_for_all()
-        crowded.deadline = 20
-        np.testing.assert_array_equal(crowded.all_reduce(np.full(length, rank + turn)), expected)
+        two_nodes.deadline = 20
+        np.testing.assert_array_equal(two_nodes.all_reduce(np.full(length, rank + turn)), expected)
 
 
 @pytest.mark.ranks(3, 4)

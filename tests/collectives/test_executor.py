@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from collectives import algorithms
 from collectives.communicator import Communicator
-from collectives.execution.executor import Call, Plan
+from collectives.execution.executor import Plan, PlanKey
 from collectives.execution.host_memory import HostMemory
 from collectives.reductions.reduction import ReduceOp
 from collectives.schedules.schedule import split_lengths
@@ -191,7 +191,7 @@ def test_the_executor_sends_what_the_cost_model_counts(pair, size):
         chunks = found.chunks(size)
         length = 2 * size * (2 if collective == "all_to_all" else 1)
         lengths = split_lengths(length, chunks).tolist()
-        call = Call(*pair, tuple(lengths), np.dtype(float), ReduceOp.SUM, 0, False)
+        call = PlanKey(*pair, tuple(lengths), np.dtype(float), ReduceOp.SUM, 0, False)
         plan = Plan(transport, HostMemory(), call)
         plan.run(None, np.ones(length))
         return transport.sent, transport.nbytes

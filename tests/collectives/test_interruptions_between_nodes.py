@@ -9,6 +9,7 @@ import pytest
 
 from collectives import Communicator
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
+from collectives.schedules.paths import DISSEMINATION
 from collectives.transports import local
 from collectives.waiting import wait_policy
 from tests.collectives import test_interruptions
@@ -40,15 +41,20 @@ class Staged(Mean):
         engine = at.comm._engine
         engine.layout = replace(engine.layout, oversubscription=2.0)
 
+    def looked_at(self, result, call):
+        assert self.at.comm._engine.path == DISSEMINATION
+        return result
+
 
 LAYOUTS = {"a rank each": [0, 1, 2], "two and one": [0, 0, 1], "two alone": [0, 1]}
 ROUTES = [Small, Mean, ToRoot, Broadcast, Barrier, Gathered]
-CASES = [*itertools.product(ROUTES, LAYOUTS), (Staged, "two and one")]
+CASES = [*itertools.product(ROUTES, LAYOUTS, [1]), *((Staged, "two and one", n) for n in range(3))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("route", "layout"), CASES)
-def test_an_exception_in_a_call_between_nodes(route, layout, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("route", "layout", "interrupted"), CASES)
+def test_an_exception_in_a_call_between_nodes(route, layout, interrupted, monkeypatch, tmp_path):
+    monkeypatch.setattr(test_interruptions, "INTERRUPTED_RANK", interrupted)
     nodes = LAYOUTS[layout]
     memory = share_memory(monkeypatch)
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
