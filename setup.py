@@ -15,6 +15,7 @@ test = [
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",
     "pyyaml>=6",
+    "setuptools>=77",
     *bench,
     *examples,
 ]
