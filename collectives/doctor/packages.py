@@ -20,7 +20,7 @@ EXTRAS = {
     "jax": ("jax", "optax"),
     "docs": ("mkdocs-material", "mkdocstrings-python", "ruff"),
     "torch": ("torch",),
-    "test": ("pytest", "pytest-mpi", "pytest-timeout", "hypothesis", "pyyaml"),
+    "test": ("pytest", "pytest-mpi", "pytest-timeout", "hypothesis", "pyyaml", "setuptools"),
     "dev": ("ruff", "mypy"),
 }
 """The distributions of each extra, without those that `test` and `dev` take from other extras."""
