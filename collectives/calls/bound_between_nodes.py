@@ -92,11 +92,12 @@ def _pays(
     sent = (len(layout.local_sizes) - 1) * nbytes
     # The bandwidth is that of one of a node's ranks while all of them send.
     seconds = sent / (costs.schedule_bandwidth * min(layout.local_sizes))
+    folded = folds * nbytes / costs.reduction
     # Most calls are so small that they need no price, which takes time.
-    if seconds <= costs.schedule_latency:
+    if seconds + folded <= costs.schedule_latency:
         return True
     choice = engine.price(collective, nbytes, engine.paths(collective, op, dtype))
-    seconds = layout.oversubscription * seconds + folds * nbytes / costs.reduction
+    seconds = layout.oversubscription * seconds + folded
     return seconds <= min(choice.seconds.values(), default=math.inf)
 
 

@@ -332,18 +332,25 @@ def test_two_oversubscribed_nodes_without_room_for_stages(comm, oversubscribed, 
 
 
 @pytest.mark.parametrize(
-    ("local_sizes", "oversubscription", "travels"),
-    [((2, 2), 2, True), ((4, 4), 4, True), ((2, 1), 1.5, True), ((9, 9), 1.125, False)],
+    ("local_sizes", "oversubscription", "bandwidth", "travels"),
+    [
+        ((2, 2), 2, 1.25e9, True),
+        ((4, 4), 4, 1.25e9, True),
+        ((2, 1), 1.5, 1.25e9, True),
+        ((9, 9), 1.125, 1.25e9, False),
+        ((9, 9), 1.125, 1e12, False),
+    ],
 )
 @pytest.mark.ranks(2)
 def test_leaders_fold_where_few_cores_wait(
-    comm, local_sizes, oversubscription, travels, monkeypatch
+    comm, local_sizes, oversubscription, bandwidth, travels, monkeypatch
 ):
-    """By built-in figures, 900 KiB."""
+    """By built-in figures but for the link's, 900 KiB."""
     with Communicator(MPI.COMM_WORLD, node_of=range(2), deadline=20) as part:
         engine = part._engine
         engine.layout = Layout(local_sizes, oversubscription)
-        engine.use(built_in(engine.layout), "built-in figures")
+        costs = replace(built_in(engine.layout), schedule_bandwidth=bandwidth)
+        engine.use(costs, "figures of this test")
         paths = dict.fromkeys([NATIVE, HIERARCHICAL])
         with monkeypatch.context() as patched:
             patched.setattr(engine, "paths", lambda *given: paths)
