@@ -42,8 +42,8 @@ SABOTAGES = {
         "test_between_nodes",
     ),
     "a rank reads the rows of the call before": Sabotage(
-        "return self._joined[self._check.sequence & 1]",
-        "return self._joined[self._check.sequence - 1 & 1]",
+        "return self._joined[self._parity]",
+        "return self._joined[1 - self._parity]",
         "test_between_nodes",
     ),
     "the root's node is taken for that of the first rank": Sabotage(

@@ -167,7 +167,7 @@ class ReductionExchange:
         array: Array = self.target if self.source is None else self.source
         return array
 
-    def pack(self, block: Block, parity: int) -> int:
+    def pack(self, block: Block) -> int:
         """Fold the slots of the node's ranks."""
         if self.slots:
             self._reduce(self.slots[self.parity], self._arrays[block])
@@ -175,7 +175,7 @@ class ReductionExchange:
             self._arrays[block][...] = self.given
         return self._nbytes
 
-    def unpack(self, blocks: Sequence[Block], parity: int) -> None:
+    def unpack(self, blocks: Sequence[Block]) -> None:
         """Fold into the leader's slot; without slots straight into the target, if it takes all."""
         if self.slots:
             out = self.slots[self.parity][0]
@@ -223,9 +223,9 @@ class StagedExchange(ReductionExchange):
             if self.rank:
                 self.slots[self.parity][self.rank][...] = self.given
 
-    def pack(self, block: Block, parity: int) -> int:
+    def pack(self, block: Block) -> int:
         """Fold the leader's array and the stages of the node's other ranks."""
         if not self.slots:
-            return super().pack(block, parity)
+            return super().pack(block)
         self._reduce([self.given, *self.slots[self.parity][1:]], self._arrays[block])
         return self._nbytes

@@ -68,6 +68,8 @@ class ExchangedRows:
         self._words = [[slot.data.cast("Q") for slot in slots] for slots in self._slots]
         self._at = _contents_at(self._size)
         self._joined = [slots[0][self._at :] for slots in self._slots]
+        self._parity = 0
+        """Of what was stored last."""
         self._heads = b""
         self._found: Exchanged = NOWHERE, (), ()
 
@@ -82,6 +84,7 @@ class ExchangedRows:
 
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
+        self._parity = parity
         head, content = self.row()
         nbytes = head[_NBYTES]
         _HEAD.pack_into(self._words[parity][self._rank], 0, *head)
@@ -89,9 +92,9 @@ class ExchangedRows:
             slot = self._slots[parity][self._rank]
             slot[_HEAD.size : _HEAD.size + nbytes] = content.view(_BYTES)
 
-    def pack(self, block: Block, parity: int) -> int:
+    def pack(self, block: Block) -> int:
         """The rows of this node's ranks, one behind the other."""
-        buffer, start = block
+        (buffer, start), parity = block, self._parity
         at = start
         for slot, words in zip(self._slots[parity], self._words[parity], strict=True):
             length = _HEAD.size + padded(words[_NBYTES])
@@ -99,7 +102,7 @@ class ExchangedRows:
             at += length
         return at - start
 
-    def unpack(self, blocks: Sequence[Block], parity: int) -> None:
+    def unpack(self, blocks: Sequence[Block]) -> None:
         """Into the leader's slot: the heads of all ranks, and behind them the rows, in rank order.
 
         The leader's own row has been sent.
@@ -110,7 +113,7 @@ class ExchangedRows:
             for rank in ranks:
                 places[rank] = buffer.content, buffer.words, at
                 at += _HEAD.size + padded(buffer.words[at // 8 + _NBYTES])
-        heads, joined, end = self._words[parity][0], self._joined[parity], 0
+        heads, joined, end = self._words[self._parity][0], self._joined[self._parity], 0
         for rank, (content, words, at) in enumerate(places):
             word, first = at // 8, rank * _HEAD_WORDS
             heads[first : first + _HEAD_WORDS] = words[word : word + _HEAD_WORDS]
@@ -122,7 +125,7 @@ class ExchangedRows:
 
     def numbers(self, index: Any = None) -> Exchanged:
         """From the slot of the node's leader."""
-        heads = self._slots[self._check.sequence & 1][0][: self._size * _HEAD.size].tobytes()
+        heads = self._slots[self._parity][0][: self._size * _HEAD.size].tobytes()
         if heads != self._heads:
             self._heads = heads
             firsts, seconds, _ = zip(*_HEAD.iter_unpack(heads), strict=True)
@@ -131,7 +134,7 @@ class ExchangedRows:
 
     def joined(self) -> Array:
         """The rows of all ranks that travelled with this call, one behind the other."""
-        return self._joined[self._check.sequence & 1]
+        return self._joined[self._parity]
 
     def reader(self, lengths: Sequence[int]) -> Reader | None:
         """From the slot of the node's leader."""

@@ -58,13 +58,13 @@ class Exchange(Protocol):
     def store(self, parity: int) -> None:
         """Store this rank's data where its node's leader reads them."""
 
-    def pack(self, block: Block, parity: int) -> int:
+    def pack(self, block: Block) -> int:
         """As the leader: store the data of the node's ranks; how many bytes. May be called again.
 
         A node may have `LARGEST_EXCHANGE // nodes` bytes, one of two `LARGEST_OF_TWO`.
         """
 
-    def unpack(self, blocks: Sequence[Block], parity: int) -> None:
+    def unpack(self, blocks: Sequence[Block]) -> None:
         """As the leader: use the data of all nodes, in the order of the nodes."""
 
 
@@ -72,8 +72,8 @@ class Rounds:
     """The state of one call's rounds."""
 
     __slots__ = (
-        "_only", "alike", "blocks", "deadline", "exchange", "nanoseconds", "number", "parity",
-        "round", "sent", "status", "word",
+        "_only", "alike", "blocks", "deadline", "exchange", "nanoseconds", "number", "round",
+        "sent", "status", "word",
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +81,7 @@ class Rounds:
     ) -> None:
         """`only`: take no other word of this number, which would be of rounds that were ended."""
         self.word, self.status, self.exchange, self._only = word, word, exchange, only
-        self.parity, self.number = word & 1, word & SEQUENCE_MASK
+        self.number = word & SEQUENCE_MASK
         self.deadline = deadline
         """The shortest of the nodes whose messages have arrived and of this one, in seconds."""
         self.nanoseconds = _NO_DEADLINE
@@ -175,7 +175,7 @@ class Dissemination:
         words = outgoing.words
         words[0], words[1] = word, self.nanoseconds
         if exchange is not None:
-            words[LENGTH_AT] = nbytes = exchange.pack((outgoing, FIRST_BLOCK), word & 1)
+            words[LENGTH_AT] = nbytes = exchange.pack((outgoing, FIRST_BLOCK))
             length = FIRST_BLOCK + padded(nbytes)
         channel.send(length)
         arrived = channel.arrived
@@ -197,7 +197,7 @@ class Dissemination:
         """As `finish`, of a message that has arrived during the swap."""
         if exchange is not None:
             blocks = (self.outgoing, FIRST_BLOCK), (self.channels[0].incoming, FIRST_BLOCK)
-            exchange.unpack(self._in_order(blocks), word & 1)
+            exchange.unpack(self._in_order(blocks))
         if not self.end_swap():
             self.wait_until_sent(self.channels[0], word & SEQUENCE_MASK, answer)
 
@@ -219,7 +219,7 @@ class Dissemination:
             if not rounds.blocks:
                 own = outgoing, FIRST_BLOCK
                 rounds.blocks.append(own)
-                words[LENGTH_AT] = nbytes = rounds.exchange.pack(own, rounds.parity)
+                words[LENGTH_AT] = nbytes = rounds.exchange.pack(own)
                 length = FIRST_BLOCK + padded(nbytes)
             elif rounds.alike:
                 for buffer, start in rounds.blocks[: self._counts[rounds.round]]:
@@ -258,7 +258,7 @@ class Dissemination:
         call only.
         """
         if rounds.exchange is not None and rounds.alike:
-            rounds.exchange.unpack(self._in_order(rounds.blocks), rounds.parity)
+            rounds.exchange.unpack(self._in_order(rounds.blocks))
         for channel in self.channels[: rounds.round]:
             channel.discard()
         if rounds.alike:

@@ -185,13 +185,13 @@ class Values:
     def __init__(self, value):
         self.value, self.all = value, None
 
-    def pack(self, block, parity):
+    def pack(self, block):
         (buffer, start), count = block, 1 + self.value // 1000 % 2
         for word in range(start >> 3, (start >> 3) + count):
             buffer.words[word] = self.value
         return 8 * count
 
-    def unpack(self, blocks, parity):
+    def unpack(self, blocks):
         words = [(buffer.words, start >> 3) for buffer, start in blocks]
         self.all = [words[start] for words, start in words]
         assert self.all == [
