@@ -200,14 +200,17 @@ def calling_line(frame: FrameType | None = None) -> str:
 
     Where there is none, as in a thread of torch that runs backward, that of the main thread.
     """
-    frame = frame or sys._getframe(1)
+    frame = _outside(frame or sys._getframe(1))
+    if _is_inside(frame):
+        frame = _outside(sys._current_frames()[threading.main_thread().ident or 0])
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _outside(frame: FrameType) -> FrameType:
+    """The innermost frame outside these packages; the outermost one where there is none."""
     while frame.f_back and _is_inside(frame):
         frame = frame.f_back
-    if _is_inside(frame):
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        while frame.f_back and _is_inside(frame):
-            frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame
 
 
 def _is_inside(frame: FrameType) -> bool:
