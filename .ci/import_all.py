@@ -66,6 +66,7 @@ NEEDS = {
     "CuPy": {
         "bench.gpu.cupy_device",
         "collectives.cuda.cupy_cuda",
+        "collectives.cuda.cupy_streams",
     },
 }
 

@@ -86,6 +86,8 @@ def null_cuda() -> interface.Cuda:
         "current_stream": lambda self: stream,
         "new_stream": lambda self: _NullStream(),
         "on": lambda self, stream: nullcontext(),
+        "beside": lambda self, stream: nullcontext(),
+        "captures": lambda self: False,
     }
     made: interface.Cuda = type("NullCuda", (interface.Cuda,), methods)()
     return made
@@ -147,6 +149,7 @@ def _calls(comm: Communicator) -> dict[str, Callable[[], Any]]:
         "all_reduce(array, out=array)": partial(comm.all_reduce, other, out=other),
         "all_reduce(array)": partial(comm.all_reduce, array),
         "broadcast(array)": partial(comm.broadcast, array),
+        "reduce(array, out=out)": partial(comm.reduce, array, out=out),
         "all_gather(array, out=out)": partial(comm.all_gather, array, out=out),
         "reduce_scatter(array, out=out)": partial(comm.reduce_scatter, array, out=out),
     }

@@ -49,8 +49,7 @@ _LAST = CALLS_KEPT - 1
 Run = Callable[[Any, Any, int | None], Any]
 Call = Callable[[Any, Any], Any]
 Make = Callable[[Any, Any, int], Any]
-"""A function (source, target, sequence) that announces the call, waits until all ranks have, and
-returns the index for `Run`."""
+"""A function (source, target, sequence) → the index for `Run`, once all ranks make the call."""
 
 
 def bind(
@@ -116,12 +115,19 @@ def bind(
 
 
 def _bind_alone(engine: Engine, signature: Signature, run: Run, path: str) -> Call:
-    def call(source: Any, target: Any) -> Any:
-        def act(engine: Engine) -> Any:
-            engine.path = path
-            return run(source, target, None)
+    """As `Engine.perform` of a rank alone, in half of the time."""
 
-        return engine.perform(signature, act)
+    def call(source: Any, target: Any) -> Any:
+        if engine.before_call is not None:
+            engine.before_call()
+        with engine.lock:
+            if engine.broken is not None:
+                raise engine.refusal()
+            engine.path, start = path, clock()
+            try:
+                return run(source, target, None)
+            finally:
+                engine.recorder.add((0, signature, engine.path, start, clock()))
 
     return call
 

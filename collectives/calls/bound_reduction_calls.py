@@ -91,7 +91,9 @@ class BoundReductionCalls(BoundCalls):
             self._fold(collective, views[0], op, root, views[1])
             return out
         if on_gpu(array):
-            return PASS
+            if root is None:
+                return PASS  # a scan, which no path has
+            return self._on_gpu(collective, array, out, op, root=root)
         given = ReduceInput(array, op)
         if collective != "reduce":
             refuse_mean(collective, given.op)

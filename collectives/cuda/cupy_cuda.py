@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda import kernels
-from collectives.cuda.interface import Cuda, DeviceArray, Event, Shape, Stream, is_torch
+from collectives.cuda.cupy_streams import (
+    CupyStream,
+    current_stream,
+    follow,
+    torch_on_gpus,
+    torch_stream,
+)
+from collectives.cuda.interface import Cuda, DeviceArray, Shape, Stream, is_torch
 from collectives.reductions.reduction import BFLOAT16, ReduceOp, reduction_for
 
 _runtime = cupy.cuda.runtime
-# Of the legacy and the per-thread default streams.
-_NULL_STREAMS = (0, 1)
 # Beyond the range of any GPU: CUDA clamps it to the highest priority.
 _HIGHEST_PRIORITY = -100
 _DRIVER = Path("/proc/driver/nvidia/version")
-_SUCCESS, _NOT_READY = 0, 600
 # `isbuiltin` of the dtypes of ml_dtypes.
 _REGISTERED = 2
 _HALVES = (np.dtype(np.float16), BFLOAT16)
-
-
-class _CupyStream:
-    """A CuPy stream, created here or the current one.
-
-    CUDA's functions are called with the handles, without CuPy's methods in between.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.handle = stream, stream.ptr
-
-    def record(self, event: Any = None) -> Event:
-        recorded: _CupyEvent = event or _CupyEvent()
-        _runtime.eventRecord(recorded.handle, self.handle)
-        return recorded
-
-    def wait(self, event: Any) -> None:
-        _runtime.streamWaitEvent(self.handle, event.handle)
-
-    def capturing(self) -> bool:
-        """Whether it is being captured. The null stream can't be, and must not be queried."""
-        return self.handle not in _NULL_STREAMS and bool(_runtime.streamIsCapturing(self.handle))
-
-    def synchronize(self) -> None:
-        self.stream.synchronize()
-
-
-class _Foreign:
-    """Another library's stream, in CUDA's stream protocol."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = int(handle)
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol's version, and the stream."""
-        return 0, self._handle
-
-
-class _CupyEvent:
-    """An event without timing."""
-
-    def __init__(self) -> None:
-        self._event = cupy.cuda.Event(disable_timing=True)
-        self.handle = self._event.ptr
-
-    def done(self) -> bool:
-        """By cudaEventQuery. Raises the GPU's errors, which CuPy reports as "not yet"."""
-        status = _runtime.eventQuery(self.handle)
-        if status not in (_SUCCESS, _NOT_READY):
-            raise _runtime.CUDARuntimeError(status)
-        return bool(status == _SUCCESS)
 
 
 class CupyCuda(Cuda):
@@ -88,6 +41,8 @@ class CupyCuda(Cuda):
 
     def __init__(self) -> None:
         self._kernels: dict[str, Any] = {}
+        # Never destroyed: torch records events on streams that have used a tensor when it is freed.
+        self._noted_by_torch: dict[int, Any] = {}
 
     def problem(self) -> str | None:
         """CuPy can be imported without a driver, so the devices are counted."""
@@ -140,13 +95,13 @@ class CupyCuda(Cuda):
     def _from_torch(self, tensor: Any) -> DeviceArray:
         torch = sys.modules["torch"]
         if tensor.device.index == self.current_device():
-            stream, current = _torch_stream(tensor), _current()
+            stream, current = torch_stream(tensor.device), current_stream()
             if stream.handle != current.handle and stream.capturing():
                 raise RuntimeError(
                     "torch captures a graph on a stream that is not CuPy's current one: capture"
                     " within `with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
                 )
-            _follow(current, stream)
+            follow(current, stream)
         small = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
         if small is None:
             return cupy.asarray(tensor)
@@ -174,7 +129,7 @@ class CupyCuda(Cuda):
     def hand_back(self, original: Any) -> None:
         """Only torch's arrays can be written besides CuPy's."""
         if is_torch(original):
-            _follow(_torch_stream(original), _current())
+            follow(torch_stream(original.device), current_stream())
 
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
         """From CuPy's pool, which does not support 8-bit floats."""
@@ -194,22 +149,48 @@ class CupyCuda(Cuda):
         """Without the overhead of `__cuda_array_interface__`."""
         return int(array.data.ptr)
 
+    def is_plain_on(self, array: DeviceArray, number: int) -> bool:
+        """In one function, for the calls that recur."""
+        return bool(array._c_contiguous) and bool(array.data.device_id == number)
+
     def is_contiguous(self, array: DeviceArray) -> bool:
         """As `flags.c_contiguous`, without an object for the flags."""
         return bool(array._c_contiguous)
 
     def current_stream(self) -> Stream:
         """CuPy's current stream."""
-        return _current()
+        return current_stream()
 
     def new_stream(self) -> Stream:
         """Non-blocking."""
-        return _CupyStream(cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
+        return CupyStream(cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """By CuPy's stream context."""
         context: AbstractContextManager[Any] = stream.stream
         return context
+
+    @contextmanager
+    def beside(self, stream: Any) -> Iterator[None]:
+        """By CuPy's stream context and torch's."""
+        follow(stream, current_stream())
+        torch, number = torch_on_gpus(), self.current_device()
+        if torch is None:
+            with stream.stream:
+                yield
+            return
+        follow(stream, torch_stream(number))
+        self._noted_by_torch.setdefault(stream.handle, stream)
+        external = torch.cuda.ExternalStream(stream.handle, device=number)
+        with stream.stream, torch.cuda.stream(external):
+            yield
+
+    def captures(self) -> bool:
+        """CuPy's graphs and torch's."""
+        torch = torch_on_gpus()
+        return current_stream().capturing() or (
+            torch is not None and torch.cuda.is_current_stream_capturing()
+        )
 
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
         """CuPy's ufuncs have NumPy's semantics, including NaN, bool and 16-bit floats."""
@@ -242,12 +223,12 @@ class CupyCuda(Cuda):
     def copy_to_host(self, source: DeviceArray, target: NDArray[Any]) -> None:
         """By cudaMemcpyAsync."""
         address, kind = target.ctypes.data, _runtime.memcpyDeviceToHost
-        _runtime.memcpyAsync(address, source.data.ptr, source.nbytes, kind, _current().handle)
+        _runtime.memcpyAsync(address, source.data.ptr, source.nbytes, kind, current_stream().handle)
 
     def copy_to_device(self, source: NDArray[Any], target: DeviceArray) -> None:
         """By cudaMemcpyAsync."""
         address, kind = source.ctypes.data, _runtime.memcpyHostToDevice
-        _runtime.memcpyAsync(target.data.ptr, address, target.nbytes, kind, _current().handle)
+        _runtime.memcpyAsync(target.data.ptr, address, target.nbytes, kind, current_stream().handle)
 
     def allocate_arena(self, nbytes: int) -> DeviceArray:
         """By cudaMalloc, because a pool's block shares its IPC handle with other blocks."""
@@ -270,24 +251,9 @@ class CupyCuda(Cuda):
         _runtime.free(arena.data.ptr)
 
 
-def _current() -> _CupyStream:
-    return _CupyStream(cupy.cuda.get_current_stream())
-
-
 def _to_torch(array: DeviceArray) -> Any:
     torch = sys.modules["torch"]
     if array.dtype.isbuiltin != _REGISTERED:
         return torch.from_dlpack(array)
     bits = array.view(np.int16 if array.itemsize == 2 else np.uint8)
     return torch.from_dlpack(bits).view(getattr(torch, array.dtype.name))
-
-
-def _torch_stream(tensor: Any) -> _CupyStream:
-    stream = sys.modules["torch"].cuda.current_stream(tensor.device)
-    return _CupyStream(cupy.cuda.Stream.from_external(_Foreign(stream.cuda_stream)))
-
-
-def _follow(later: _CupyStream, earlier: _CupyStream) -> None:
-    """Order later work on one stream after the present work of another."""
-    if later.handle != earlier.handle:
-        later.wait(earlier.record())

@@ -125,6 +125,10 @@ class Cuda(ABC):
     def address(self, array: DeviceArray) -> int:
         """Address of an array's first element."""
 
+    def is_plain_on(self, array: DeviceArray, number: int) -> bool:
+        """Whether a device array is contiguous, and on the GPU of that number."""
+        return self.device_of(array) == number and self.is_contiguous(array)
+
     @abstractmethod
     def is_contiguous(self, array: DeviceArray) -> bool:
         """Whether an array's elements are contiguous in C order."""
@@ -140,6 +144,17 @@ class Cuda(ABC):
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Context in which the stream is the current one."""
+
+    @abstractmethod
+    def beside(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Context in which the stream is the current one, torch's as well.
+
+        Its work waits for what was enqueued on the streams that were current.
+        """
+
+    @abstractmethod
+    def captures(self) -> bool:
+        """Whether a graph captures the current stream, or torch's."""
 
     @abstractmethod
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:

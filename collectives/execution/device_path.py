@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -80,8 +81,16 @@ class DevicePath(ABC):
     def check_capture(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> None:
         """Raise RuntimeError if a CUDA graph can't capture the collective."""
 
+    def beside(self, held: object) -> AbstractContextManager[None]:
+        """A context whose calls run beside what the caller's stream does next.
+
+        They use `held`, and leave their work on the stream that is current in the context. By
+        default it is the caller's: the host waits in these calls.
+        """
+        return nullcontext()
+
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
-        """Block the host until an event of the caller's stream after a collective is done.
+        """Block the host until an event of the current stream after a collective is done.
 
         By default it waits for this GPU's work alone: the ranks have finished theirs.
         """
@@ -117,3 +126,6 @@ class OnDevices(Protocol):
 
     def run(self, request: Request) -> str:
         """Run the collective, including the division of a MEAN; the algorithm's name."""
+
+    def beside(self, held: object) -> AbstractContextManager[None]:
+        """As `DevicePath.beside`, of calls that were checked."""

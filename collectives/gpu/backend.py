@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,12 @@ class Devices:
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         self.check_call(operation.signature)
-        return self.enqueue(operation._replace(signature=operation.signature.on_gpu()))
+        with self.beside(operation):
+            return self.enqueue(operation._replace(signature=operation.signature.on_gpu()))
+
+    def beside(self, held: object) -> AbstractContextManager[None]:
+        """As `DevicePath.beside`, of calls that were checked; of no effect in the first call."""
+        return nullcontext() if self._path is None else self._path.beside(held)
 
     def enqueue(self, operation: Operation) -> Handle[Any]:
         """Like `submit`, for an operation that was checked and is marked as one on a GPU."""
@@ -231,7 +237,7 @@ class DeviceHandle(Handle[Any]):
     def __init__(
         self, future: Future[Any], event: Event | None, wait: Callable[[Event, float | None], None]
     ) -> None:
-        """`event` follows the call on the caller's stream; None if the call failed."""
+        """`event` follows the call on its stream; None if the call failed."""
         super().__init__(future)
         self._event, self._wait = event, wait
 

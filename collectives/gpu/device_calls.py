@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, split_rows
-from collectives.calls.bound import bind
+from collectives.calls.bound import Call, bind
 from collectives.calls.counts import ANY_ROOM, check_room
 from collectives.calls.movements import broadcast_signature, signature_of
 from collectives.calls.objects import numbers_of_all
@@ -51,21 +51,27 @@ class DeviceCalls:
         if not array.nbytes:
             return None
         if op is not None:
-            return self._bind_reduction(collective, ReduceInput(array, op))
+            return self._bind_reduction(collective, ReduceInput(array, op), root)
         if collective == "broadcast":
             move = self._path.bind(Kind(collective, None, _BYTES, (array.nbytes,), root))
             signature = broadcast_signature(array, root, None)
             return self._with_output(array, array.shape, signature, move, in_place=True)
         return self._bind_all_gather(array)
 
-    def _bind_reduction(self, collective: str, given: ReduceInput) -> BoundCall | None:
-        """all_reduce or reduce_scatter; None where elements must be converted."""
+    def _bind_reduction(self, collective: str, given: ReduceInput, root: int) -> BoundCall | None:
+        """all_reduce, reduce or reduce_scatter; None where elements must be converted."""
         array, shape, rank = given.array, given.shape, self._engine.rank
         if array.dtype != given.dtype:
             return None
         if collective == "all_reduce":
             move = self._path.bind(Kind(collective, given.op, given.dtype, (array.size,)))
             signature = given.signature(collective)
+            return self._with_output(array, shape, signature, move, in_place=True)
+        if collective == "reduce":
+            move = self._path.bind(Kind(collective, given.op, given.dtype, (array.size,), root))
+            signature = given.signature(collective, root)
+            if rank != root:
+                return self._without_output(signature, move)
             return self._with_output(array, shape, signature, move, in_place=True)
         if not shape:
             return None
@@ -87,16 +93,8 @@ class DeviceCalls:
         """A call whose result has this shape. `in_place`: `out` may be the array."""
         if move is None:
             return None
-        failed, dtype, empty = self._failed, like.dtype, self._gpus.empty
+        dtype, empty, call = like.dtype, self._gpus.empty, self._call(signature, move)
         usable, fits = self._usable(), self._fits(dtype, shape.__eq__)
-
-        def run(source: DeviceArray, target: DeviceArray, index: int | None) -> None:
-            try:
-                move(source, target)
-            except NcclError as error:
-                raise failed(error) from error
-
-        call = bind(self._engine, signature.on_gpu(), run, path=self._path.name)
 
         def bound(array: DeviceArray, out: Any) -> Any:
             if not usable(array):
@@ -108,6 +106,28 @@ class DeviceCalls:
             return PASS if call(array, out) is PASS else out
 
         return bound
+
+    def _without_output(self, signature: Signature, move: Move | None) -> BoundCall | None:
+        """A call of which this rank gets no result, and of which the path uses no target."""
+        if move is None:
+            return None
+        call, usable = self._call(signature, move), self._usable()
+
+        def bound(array: DeviceArray, out: Any) -> Any:
+            return call(array, array) if usable(array) else PASS
+
+        return bound
+
+    def _call(self, signature: Signature, move: Move) -> Call:
+        failed = self._failed
+
+        def run(source: DeviceArray, target: DeviceArray, index: int | None) -> None:
+            try:
+                move(source, target)
+            except NcclError as error:
+                raise failed(error) from error
+
+        return bind(self._engine, signature.on_gpu(), run, path=self._path.name)
 
     def _bind_all_gather(self, like: DeviceArray) -> BoundCall | None:
         """The rows of each rank, whose numbers the ranks exchange in every call."""
@@ -154,12 +174,11 @@ class DeviceCalls:
 
     def _usable(self) -> Callable[[DeviceArray], bool]:
         """Whether an array lies contiguous on the communicator's GPU, the current one."""
-        device_of, current_device = self._gpus.device_of, self._gpus.current_device
-        number, is_contiguous = self._number, self._gpus.is_contiguous
+        number, current_device = self._number, self._gpus.current_device
+        is_plain_on = self._gpus.is_plain_on
 
         def usable(array: DeviceArray) -> bool:
-            here: bool = device_of(array) == number == current_device()
-            return here and is_contiguous(array)
+            return current_device() == number and is_plain_on(array, number)
 
         return usable
 
@@ -168,16 +187,14 @@ class DeviceCalls:
     ) -> Callable[[Any, DeviceArray], bool]:
         """Whether `out` can take a result of a matching shape, apart from the array's memory."""
         kind, number = self._gpus.array_type, self._number
-        device_of, address = self._gpus.device_of, self._gpus.address
-        is_contiguous = self._gpus.is_contiguous
+        is_plain_on, address = self._gpus.is_plain_on, self._gpus.address
 
         def fits(out: Any, array: DeviceArray) -> bool:
             if not (
                 type(out) is kind
                 and out.dtype == dtype
                 and matches(out.shape)
-                and is_contiguous(out)
-                and device_of(out) == number
+                and is_plain_on(out, number)
             ):
                 return False
             distance = address(out) - address(array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,6 @@ from collectives.transports.nccl_driver import NcclDriver, NcclError
 # Schedules for reductions that NCCL lacks, chosen for few messages or few bytes.
 _SCHEDULES = {"all_reduce": "ring", "reduce": "binomial", "reduce_scatter": "ring"}
 
-# Of arrays that may be kept longer than they are used.
-_SMALL_BYTES = 1 << 20
-
 # The other collectives allocate temporary memory on some ranks, which a graph can't capture.
 _CAPTURED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
@@ -40,12 +38,12 @@ class NcclPath(DevicePath):
     name = "nccl"
 
     def __init__(self, cuda: Cuda, transport: NcclTransport, launches: StreamWork) -> None:
-        """The transport enqueues its calls on the stream of `launches`."""
+        """`launches` chooses the streams of the transport's calls."""
         self._cuda, self._transport, self._launches = cuda, transport, launches
         self._plans = Plans(transport, _DeviceMemory(cuda))
 
     def run(self, request: Request) -> str:
-        """Enqueue the collective on the communicator's stream."""
+        """Enqueue the collective on the current stream, or where a graph captures that."""
         algorithm = request.algorithm
         if algorithm in FORCED and algorithm != NATIVE:
             problem = ValueError(
@@ -57,7 +55,8 @@ class NcclPath(DevicePath):
             return self.name
         if request.op is None:
             request = _as_bytes(request)
-        with self._launches.launch(request.source, request.target):
+        with self._launches.launch(request.source, request.target) as stream:
+            self._transport.stream = stream.handle
             if algorithm in (None, NATIVE):
                 used = self._run_native(request)
             else:
@@ -121,14 +120,19 @@ class NcclPath(DevicePath):
         if function is None:
             return None
         begin, end, address = self._launches.begin, self._launches.end, self._cuda.address
-        are_small = sum(kind.lengths) * kind.dtype.itemsize <= _SMALL_BYTES
+        transport = self._transport
 
         def move(source: DeviceArray, target: DeviceArray) -> None:
             begun = begin()
+            transport.stream = begun[0].handle
             function(address(source), address(target))
-            end(begun, (source, target), are_small=are_small)
+            end(begun, (source, target), source.nbytes + target.nbytes)
 
         return move
+
+    def beside(self, held: object) -> AbstractContextManager[None]:
+        """A context of calls on the communicator's own stream."""
+        return self._launches.beside(held)
 
     def wait(self, name: str, event: Event, timeout: float | None) -> None:
         """Block the host; also raises NCCL's errors."""
@@ -180,7 +184,6 @@ def start_nccl(
         engine.rank,
         engine.size,
         address=gpus.address,
-        stream=launches.stream.handle,
         float8=float8,
     )
     launches.failure = transport.failure

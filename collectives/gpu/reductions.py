@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,7 +56,8 @@ class ManyOnGpus:
             reduced: list[Any] = self._engine.perform(operation.signature, operation.run)
             return reduced
 
-        return self._engine.whole(self._start, perform, arrays, op, out, bucket_bytes, what)
+        turn = BucketMemory.turn
+        return self._engine.whole(self._start, perform, turn, arrays, op, out, bucket_bytes, what)
 
     def submit(
         self,
@@ -66,12 +68,19 @@ class ManyOnGpus:
         what: str | None,
     ) -> Handle[Any]:
         """Enqueue the reductions now; the handle waits for the GPU."""
+
+        @contextmanager
+        def turn(memory: BucketMemory) -> Iterator[None]:
+            with self._devices.beside((arrays, out)), memory.turn():
+                yield
+
         enqueue = self._devices.enqueue
-        return self._engine.whole(self._start, enqueue, arrays, op, out, bucket_bytes, what)
+        return self._engine.whole(self._start, enqueue, turn, arrays, op, out, bucket_bytes, what)
 
     def _start(
         self,
         start: Callable[[Operation], Started],
+        turn: Callable[[BucketMemory], AbstractContextManager[None]],
         arrays: Sequence[Any],
         op: ReduceOp | str,
         out: Sequence[Any] | None,
@@ -87,7 +96,7 @@ class ManyOnGpus:
         kinds = _plain_kinds(arrays, out, reduction)
         if kinds is not None:
             memory = self._memory_for(reduction, {dtype for _, dtype in kinds})
-            with memory.turn():
+            with turn(memory):
                 used = memory.set_for(kinds, limit, reduction)
                 if not used.alone:
                     signature = self._signature(kinds, reduction, limit, what)
@@ -98,7 +107,7 @@ class ManyOnGpus:
         given = _inputs(arrays, reduction)
         outputs = outputs_of(given, out)
         memory = self._memory_for(reduction, {each.dtype for each in given})
-        with memory.turn():
+        with turn(memory):
             return start(_operation(memory, given, outputs, reduction, limit, what))
 
     def _memory_for(self, op: ReduceOp, dtypes: set[np.dtype[Any]]) -> BucketMemory:
@@ -129,9 +138,8 @@ def _plain_kinds(arrays: list[Any], out: list[Any] | None, op: ReduceOp) -> Kind
     every = arrays if out is None or out is arrays else [*arrays, *out]
     if set(map(type, every)) != {gpus.array_type}:
         return None
-    if set(map(gpus.device_of, every)) != {gpus.current_device()}:
-        return None
-    if not all(map(gpus.is_contiguous, every)):
+    number = gpus.current_device()
+    if not all(gpus.is_plain_on(each, number) for each in every):
         return None
     kinds = tuple((each.shape, each.dtype) for each in arrays)
     try:

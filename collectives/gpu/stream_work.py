@@ -1,9 +1,11 @@
-"""Streams beside the caller's: for local work, and for what a communicator has enqueued.
+"""Streams of local work beside the caller's, and what a communicator has enqueued on streams.
 
-Both have high priority. They are ordered by events against the caller's current stream, in both
-directions: their work waits for the caller's earlier work, and the caller's later work waits for
-it. The host waits for neither. Arrays are kept until the work is done, because CuPy reuses memory
-in the order of the stream for which it was allocated.
+Blocking calls of NCCL are enqueued on the caller's current stream, which needs no events between
+streams, as those of torch.distributed (`ProcessGroupNCCL`, `async_op=False`). Asynchronous calls
+are enqueued on a stream of the communicator, beside what the caller enqueues until it waits. The
+streams of local work and of communicators have high priority. The host waits for none of them.
+Arrays are kept until the work is done, because CuPy reuses memory in the order of the stream for
+which it was allocated.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from collectives.cuda.interface import Cuda, DeviceArray, Event, Stream
 from collectives.errors import CollectiveError, DeadlineExceededError, RankFailedError
@@ -21,8 +23,10 @@ from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
 from collectives.waiting.watchdog import GRACE_SECONDS, watch
 
 _EVENTS_KEPT = 64
-# Launches of small arrays that are kept although they may be done, to query fewer events.
+# Launches, and bytes of their arrays, that are kept although they may be done, to query fewer
+# events.
 _LAUNCHES_KEPT = 16
+_BYTES_KEPT = 128 << 20
 
 
 class SideStream:
@@ -53,18 +57,31 @@ class SideStream:
         self._held.clear()
 
 
-@dataclass(slots=True)
-class _Launch:
-    """Work enqueued on the stream."""
+Begun: TypeAlias = tuple[Stream, Event, Stream | None]
+"""The stream for work, the event that it waits for, and the stream of the capture that it joined.
 
-    what: object
-    sequence: int | None
-    ready: Event
-    """The event that it waits for; the deadline counts from there."""
-    done: Event
-    held: tuple[DeviceArray | None, ...]
-    are_small: bool
-    began: float | None = None
+No NamedTuple, which would take a third of a microsecond of each call.
+"""
+
+
+class _Launch:
+    """Work enqueued on a stream."""
+
+    __slots__ = ("began", "done", "held", "nbytes", "ready", "sequence", "what")
+
+    def __init__(
+        self,
+        what: object,
+        sequence: int | None,
+        ready: Event,
+        done: Event,
+        held: tuple[object, ...],
+        nbytes: int,
+    ) -> None:
+        """The deadline counts from the event `ready`, for which the work waits."""
+        self.what, self.sequence, self.ready, self.done = what, sequence, ready, done
+        self.held, self.nbytes = held, nbytes
+        self.began: float | None = None
 
     def __str__(self) -> str:
         """The call and its number."""
@@ -72,7 +89,7 @@ class _Launch:
 
 
 class StreamWork:
-    """The stream of one communicator, and its work."""
+    """The work of one communicator, in one order on all streams, and a stream of its own."""
 
     def __init__(
         self,
@@ -89,11 +106,14 @@ class StreamWork:
         self._cuda, self._device, self._wait_policy = cuda, device, wait_policy
         self._give_up, self._end_job = give_up, end_job
         self.failure: Callable[[], Exception | None] = lambda: None
-        """Returns the error of the stream's work, as far as it is detected."""
-        self.stream = cuda.new_stream()
+        """Returns the error of the work, as far as it is detected."""
+        self._stream = cuda.new_stream()
+        # The stream is held: the handle of one that is destroyed may become another's.
+        self._last: Stream | None = None
+        self._last_done: Any = None
         self._launched: deque[_Launch] = deque()
-        self._large = 0
-        """How many of them hold arrays that aren't small."""
+        self._bytes = 0
+        """Of the arrays that they hold."""
         self.captured: list[object] = []
         """Objects in use by captured graphs."""
         self._events: list[Event] = []
@@ -104,50 +124,64 @@ class StreamWork:
         watch(self)
 
     @contextmanager
-    def launch(self, *held: DeviceArray | None) -> Iterator[None]:
-        """Context in which the communicator's stream is the current one; `held` is used on it."""
+    def launch(self, *held: DeviceArray | None) -> Iterator[Stream]:
+        """Context in which the stream of the work is the current one; `held` is used on it."""
         begun = self.begin()
         try:
-            with self._cuda.on(self.stream):
-                yield
+            with self._cuda.on(begun[0]):
+                yield begun[0]
         finally:
             # Also after an error, because enqueued work still uses the arrays.
-            self.end(begun, held, are_small=False)
+            self.end(begun, held, sum(each.nbytes for each in held if each is not None))
 
-    def begin(self) -> tuple[Stream, bool, Event]:
-        """Order the stream's work from now on after the caller's present work; for `end`."""
-        caller = self._cuda.current_stream()
-        capturing, events = caller.capturing(), self._events
-        ready = caller.record(events.pop() if events and not capturing else None)
-        self.stream.wait(ready)
-        return caller, capturing, ready
+    @contextmanager
+    def beside(self, held: object) -> Iterator[None]:
+        """Context whose calls are enqueued on the communicator's own stream; they use `held`.
 
-    def end(
-        self,
-        begun: tuple[Stream, bool, Event],
-        held: tuple[DeviceArray | None, ...],
-        *,
-        are_small: bool,
-    ) -> None:
-        """Order the caller's work from now on after the stream's work since `begin`.
-
-        If the arrays are small, they may be held for some calls more.
+        They follow what the caller has enqueued. What the caller enqueues from now on does not wait
+        for them. Calls that a graph captures are not moved.
         """
-        (caller, capturing, ready), events = begun, self._events
-        done = self.stream.record(events.pop() if events and not capturing else None)
-        caller.wait(done)
-        if capturing:
+        if self._cuda.captures():
+            yield
+            return
+        with self._cuda.beside(self._stream):
+            begun = self.begin()
+            try:
+                yield
+            finally:
+                self.end(begun, (held,), _BYTES_KEPT)
+
+    def begin(self) -> Begun:
+        """The current stream, ordered after all work enqueued before; for `end`.
+
+        While a graph captures that stream, it is the communicator's own, which joins the capture.
+        """
+        current, events, last = self._cuda.current_stream(), self._events, self._last
+        if current.capturing():
+            ready = current.record()
+            self._stream.wait(ready)
+            return self._stream, ready, current
+        if last is not None and last.handle != current.handle:
+            # NCCL's calls of a communicator must not overlap.
+            current.wait(self._last_done)
+        return current, current.record(events.pop() if events else None), None
+
+    def end(self, begun: Begun, held: tuple[object, ...], nbytes: int) -> None:
+        """Note the work enqueued since `begin`, which uses so many bytes of `held`."""
+        (stream, ready, joined), events = begun, self._events
+        if joined is not None:
+            joined.wait(stream.record())
             # The work runs whenever the graph does, with the same memory.
             self.captured.append(held)
             return
+        done = stream.record(events.pop() if events else None)
+        self._last, self._last_done = stream, done
         call = self._wait_policy.call
         with self._lock:
-            if self._large:
-                self._forget_done()
-            elif len(self._launched) >= _LAUNCHES_KEPT:
+            if len(self._launched) >= _LAUNCHES_KEPT or self._bytes >= _BYTES_KEPT:
                 self._forget_half()
-            self._launched.append(_Launch(call.what, call.sequence, ready, done, held, are_small))
-            self._large += not are_small
+            self._launched.append(_Launch(call.what, call.sequence, ready, done, held, nbytes))
+            self._bytes += nbytes
 
     def _forget_done(self) -> None:
         while self._launched and self._launched[0].done.done():
@@ -155,14 +189,14 @@ class StreamWork:
 
     def _forget_half(self) -> None:
         """Forget the older half if it is done: its last launch ends after the others."""
-        count = len(self._launched) // 2
+        count = (len(self._launched) + 1) // 2
         if self._launched[count - 1].done.done():
             for _ in range(count):
                 self._forget_first()
 
     def _forget_first(self) -> None:
         past = self._launched.popleft()
-        self._large -= not past.are_small
+        self._bytes -= past.nbytes
         if len(self._events) < _EVENTS_KEPT:
             # Re-recording an event does not affect the streams that already wait for it.
             self._events += past.ready, past.done
@@ -195,7 +229,7 @@ class StreamWork:
         )
 
     def wait(self, name: str, event: Event, timeout: float | None = None) -> None:
-        """Block the host until the event, which follows work of this stream.
+        """Block the host until the event, which follows work of this communicator.
 
         Raises DeadlineExceededError, RankFailedError or, for an NCCL error, CollectiveError; all
         work is then ended. Raises TimeoutError after `timeout` seconds; the work then continues.
@@ -222,7 +256,7 @@ class StreamWork:
             self._waiting -= 1
 
     def finish(self) -> None:
-        """Block the host until all work on the stream is done."""
+        """Block the host until all work is done."""
         with self._lock:
             last = self._launched[-1] if self._launched else None
         if last is not None:
@@ -234,4 +268,4 @@ class StreamWork:
         """Release everything after an abort."""
         with self._lock:
             self._launched.clear()
-            self._large = 0
+            self._bytes, self._last = 0, None

@@ -7,7 +7,8 @@ call would take several times as long, so that it runs in the caller's thread to
 soon: it then waits for no rank that may wait for this one.
 
 Calls on a GPU run in the caller's thread. They must be enqueued in the order of the program, those
-of several groups too: NCCL's kernels wait for each other.
+of several groups too: NCCL's kernels wait for each other. Over NCCL they are enqueued on a stream
+beside the program's.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Work
 
-from collectives.torch.works import PendingWork, done
+from collectives.torch.works import PendingWork, done, gpus_of
 from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
 
@@ -35,26 +37,33 @@ _BRIEF_BYTES = 1 << 20
 class CallQueue:
     """One group's pending calls, and the thread that makes them, which its first call starts."""
 
-    def __init__(self, policy: WaitPolicy, all_come: Callable[[float], bool]) -> None:
+    def __init__(
+        self,
+        policy: WaitPolicy,
+        all_come: Callable[[float], bool],
+        beside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """`policy` is how the group's calls wait.
 
-        `all_come` says whether all ranks make the next call within some seconds.
+        `all_come` says whether all ranks make the next call within some seconds. `beside` is as of
+        `DevicePath.beside`.
         """
-        self._policy, self._all_come = policy, all_come
+        self._policy, self._all_come, self._beside = policy, all_come, beside
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
-    def submit(self, outputs: list[Any], name: str, action: Action, gpus: list[Any]) -> Work:
+    def submit(self, outputs: list[Any], name: str, action: Action, arguments: Any) -> Work:
         """Make the call once those before it have ended; its work, which may have ended.
 
-        `outputs` are tensors, also in lists; `gpus` is as of `PendingWork`.
+        `outputs` are tensors, also in lists; `arguments` are the call's, with all tensors.
         """
+        gpus = gpus_of(arguments)
         if gpus:
             self._finish_pending()
-            return self._run_now(outputs, name, action, gpus)
+            return self._run_on_gpu(outputs, name, action, arguments, gpus)
         work = self._run_soon(outputs, name, action)
         if work is None:
             work = PendingWork(outputs, name)
@@ -78,6 +87,18 @@ class CallQueue:
         if not self._all_come(_HANDOVER_SECONDS):
             return None
         return self._run_now(outputs, name, action, [])
+
+    def _run_on_gpu(
+        self, outputs: list[Any], name: str, action: Action, arguments: Any, gpus: list[Any]
+    ) -> Work:
+        tensors = list(_tensors_in(arguments))
+        # A call gives a sparse tensor new memory, which must be of the program's stream.
+        dense = all(each.layout is torch.strided for each in tensors)
+        with self._beside() if dense else nullcontext():
+            work = self._run_now(outputs, name, action, gpus)
+            if dense:
+                _note_use([each for each in tensors if each.is_cuda])
+        return work
 
     def _run_now(self, outputs: list[Any], name: str, action: Action, gpus: list[Any]) -> Work:
         failed = _failure_of(action)
@@ -147,6 +168,22 @@ def _with_line(error: BaseException, line: str) -> BaseException:
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]} (an asynchronous call of {line})", *error.args[1:])
     return error
+
+
+def _note_use(tensors: list[Any]) -> None:
+    """Keep the memory of tensors, which may be freed before the current stream has used it."""
+    if tensors and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(tensors[0].device)
+        for each in tensors:
+            each.record_stream(stream)
+
+
+def _tensors_in(arguments: Any) -> Iterator[Any]:
+    if isinstance(arguments, list | tuple):
+        for each in arguments:
+            yield from _tensors_in(each)
+    elif isinstance(arguments, torch.Tensor):
+        yield arguments
 
 
 def _bytes_of(tensors: Any) -> float:

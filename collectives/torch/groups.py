@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from typing import Any
 
 from collectives.communicator import Communicator
@@ -57,7 +58,8 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
         check = engine.call_check
         return check is None or check.all_come(seconds)
 
-    queue = CallQueue(engine.wait_policy, all_come)
+    assert engine.devices is not None
+    queue = CallQueue(engine.wait_policy, all_come, partial(engine.devices.beside, None))
     messages = Messages(mpi_comm, engine.wait_policy, members)
     return CollectivesProcessGroup(backend, comm, messages, queue, members)
 

@@ -48,7 +48,6 @@ class MessageWork(PendingWork):
         gpus = gpus_of(tensor) if receives else []
         super().__init__([tensor if receives else on_host], name, gpus)
         self._on_host = on_host
-        self._stream: Any = None
         if self.gpus:
             # Of the copy, after what is enqueued now. The current stream would make it wait for
             # what the program enqueues until the message comes.

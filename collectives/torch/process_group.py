@@ -26,7 +26,7 @@ from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.names import Names
 from collectives.torch.untraced import untraced
-from collectives.torch.works import AllWorks, done, gpus_of
+from collectives.torch.works import AllWorks, done
 
 Tensors = Sequence[Any]
 
@@ -71,7 +71,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
                 self._perform(seconds, call, *arguments)
                 return done(outputs)
             action = partial(self._perform, seconds, call, *arguments)
-            work = self._queue.submit(outputs, name, action, gpus_of(arguments))
+            work = self._queue.submit(outputs, name, action, arguments)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -1,6 +1,6 @@
 """What torch calls a Work: the handle of a call.
 
-A collective on a GPU is enqueued on the program's current stream before its work is made, and a
+A collective on a GPU is enqueued on a stream beside the program's before its work is made, and a
 message to a GPU is copied on a stream of its own. `wait` orders the stream that is current then
 after either, as with torch's own groups
 (pytorch.org/docs/stable/distributed.html, "Synchronous and asynchronous collective operations").
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +76,8 @@ class PendingWork(Work):  # type: ignore[misc]
         super().__init__()
         self._tensors, self._name = tensors, name
         self.gpus, self._end = gpus, None
+        self._stream: Any = None
+        """That of its work on a GPU."""
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._finished = False
@@ -88,7 +91,8 @@ class PendingWork(Work):  # type: ignore[misc]
         """
         try:
             if self.gpus:
-                self._end = torch.cuda.current_stream(self.gpus[0]).record_event()
+                self._stream = torch.cuda.current_stream(self.gpus[0])
+                self._end = self._stream.record_event()
         except Exception as failed:
             # After an error, CUDA refuses every call.
             error = error or failed
@@ -110,13 +114,9 @@ class PendingWork(Work):  # type: ignore[misc]
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self._name}")
         if self._error is not None:
             raise self._error
-        self._order_current()
-        return True
-
-    def _order_current(self) -> None:
-        """Order the current stream after the call's work on a GPU."""
         if self._end is not None:
             torch.cuda.current_stream(self.gpus[0]).wait_event(self._end)
+        return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -157,8 +157,8 @@ class PendingWork(Work):  # type: ignore[misc]
     def _complete(self, future: Any) -> None:
         if self._error is None:
             # The future notes the current stream, after which its `wait` orders another one.
-            self._order_current()
-            future.set_result(self._tensors)
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                future.set_result(self._tensors)
         else:
             failure = _Failure(self._error)
             future._set_unwrap_func(failure.raise_error)

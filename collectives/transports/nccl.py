@@ -1,6 +1,6 @@
 """NCCL collectives and messages between the GPUs of a group of ranks.
 
-All work is enqueued on the given stream, and nothing waits for it. NCCL's reductions are not
+All work is enqueued on `NcclTransport.stream`, and nothing waits for it. NCCL's reductions are not
 offered where they differ from this package's guarantees: MIN and MAX of floating-point numbers lose
 a NaN, and there is no product of complex numbers, no reduction of 16-bit integers and none of bits.
 """
@@ -68,15 +68,16 @@ class NcclTransport(PointToPoint):
         size: int,
         *,
         address: Callable[[Array], int],
-        stream: int,
         float8: bool,
     ) -> None:
-        """`address` returns an array's address, `stream` receives all work.
+        """`address` returns an array's address.
 
         `float8` says whether all ranks' GPUs and libraries reduce 8-bit floats.
         """
         self._driver, self._comm, self.rank, self.size = driver, comm, rank, size
-        self._address, self._stream, self._float8 = address, stream, float8
+        self._address, self._float8 = address, float8
+        self.stream = 0
+        """The handle of the stream that receives the next calls."""
         self._enqueue = partial(driver.enqueue, comm)
         self.ended = False
 
@@ -89,7 +90,7 @@ class NcclTransport(PointToPoint):
             for function, peer, buffer in messages:
                 if buffer.size:
                     address = self._address(buffer)
-                    self._enqueue(function, address, buffer.size, _BYTE, peer, self._stream)
+                    self._enqueue(function, address, buffer.size, _BYTE, peer, self.stream)
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
         """NCCL's own collective, or a group of messages; None if NCCL can't reduce the dtype."""
@@ -127,10 +128,10 @@ class NcclTransport(PointToPoint):
     def _single(self, collective: str, kind: Kind, count: int, root: int) -> Enqueue:
         dtype, factor, op = kind
         last = {"reduce": (op, root), "broadcast": (root,), "all_gather": ()}.get(collective, (op,))
-        enqueue, rest = self._enqueue, (count * factor, dtype, *last, self._stream)
+        enqueue, rest = self._enqueue, (count * factor, dtype, *last)
 
         def function(source: int, target: int) -> None:
-            enqueue(collective, source, target, *rest)
+            enqueue(collective, source, target, *rest, self.stream)
 
         return function
 

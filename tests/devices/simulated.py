@@ -232,6 +232,12 @@ class SimulatedCuda(Cuda):
         finally:
             self._here.stream = previous
 
+    @contextlib.contextmanager
+    def beside(self, stream):
+        stream.wait(self.current_stream().record())
+        with self.on(stream):
+            yield
+
     def _operand(self, array):
         assert isinstance(array, OnDevice), f"{type(array).__name__}: not a device array"
         assert array.gpu == self.device, "the array lies on another GPU than the current one"

@@ -98,11 +98,12 @@ class _World:
 
 
 class _Comm:
-    """One rank's end. `last` is the stream of the last use, and the event after that use."""
+    """One rank's end. `last` is the event after the last use."""
 
     def __init__(self, world, rank, owner, device):
         self.world, self.rank, self.owner, self.device = world, rank, owner, device
         self.number, self.error, self.last, self.running = 0, None, None, False
+        self.launched = self.begun = 0  # launches outside of graphs
         self.ended = ""  # or "aborted", "destroyed"
 
     def check_alive(self):
@@ -246,7 +247,7 @@ class SimulatedNccl(NcclDriver):
 
     def destroy(self, comm):
         self._enter("destroy", comm)
-        pending = comm.running or (comm.last and not comm.last[1].reached.is_set())
+        pending = comm.running or (comm.last and not comm.last.reached.is_set())
         assert not pending, "destroyed while its work was pending"
         comm.ended = "destroyed"
 
@@ -278,14 +279,13 @@ class SimulatedNccl(NcclDriver):
         self._launch([call], stream)
 
     def _launch(self, calls, stream):
-        """Put the calls on the stream, after the communicator's work on any stream."""
+        """Put the calls on the stream, which must follow the communicator's work on any stream."""
         comm, captured = calls[0].comm, stream.capturing()
-        if comm.last is not None and comm.last[0] is not stream and not captured:
-            stream.wait(comm.last[1])
-        stream.put(partial(self._run, comm, calls))
-        comm.last = comm.last if captured else (stream, stream.record())
+        stream.put(partial(self._run, comm, calls, None if captured else comm.launched))
+        if not captured:
+            comm.launched, comm.last = comm.launched + 1, stream.record()
 
-    def _run(self, comm, calls):
+    def _run(self, comm, calls, number):
         """On the stream's thread: wait for the other ranks, or hang."""
 
         def ended():
@@ -295,7 +295,9 @@ class SimulatedNccl(NcclDriver):
             if comm.ended == "aborted":
                 return
             comm.check_alive()
-            comm.running = True
+            assert not comm.running, "calls of a communicator overlap"
+            assert number in (None, comm.begun), "calls of a communicator change their order"
+            comm.running, comm.begun = True, comm.begun + (number is not None)
             for call in calls:
                 call.done = False  # a graph runs it again
                 comm.world.post(call)

@@ -12,7 +12,8 @@ cupy = pytest.importorskip("cupy", reason="CuPy isn't installed: its real arrays
 from collectives import BackendUnavailableError, Communicator  # noqa: E402
 from collectives.arrays.kinds import flat, is_device, is_plain  # noqa: E402
 from collectives.cuda import runtime as cuda_module  # noqa: E402
-from collectives.cuda.cupy_cuda import CupyCuda, _CupyStream, _Foreign  # noqa: E402
+from collectives.cuda.cupy_cuda import CupyCuda  # noqa: E402
+from collectives.cuda.cupy_streams import CupyStream, ForeignStream  # noqa: E402
 from collectives.gpu.probe import nccl_problem  # noqa: E402
 from collectives.transports.local import alone  # noqa: E402
 from collectives.transports.nccl_driver import NcclDriver, NcclError  # noqa: E402
@@ -103,8 +104,8 @@ def test_a_status_that_cupy_has_no_name_for_is_an_error_of_nccl():
 
 
 def test_another_librarys_stream_is_taken_without_a_warning():
-    stream = cupy.cuda.Stream.from_external(_Foreign(0x1230))
-    assert _CupyStream(stream).handle == 0x1230
+    stream = cupy.cuda.Stream.from_external(ForeignStream(0x1230))
+    assert CupyStream(stream).handle == 0x1230
 
 
 def test_programs_that_use_no_gpu_import_no_cupy():

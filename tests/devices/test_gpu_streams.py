@@ -48,6 +48,50 @@ def test_the_caller_waits_on_its_stream_and_not_on_the_host():
     assert order == ["returned", "returned", 3.0, 3.0]
 
 
+def test_the_caller_computes_while_an_asynchronous_call_runs():
+    """Its stream waits for the call's ranks in no way; the next blocking call does."""
+
+    def program(comm, cuda):
+        first = cuda.from_host(np.ones(2, np.float32))
+        comm.all_reduce(first, out=first)
+        mine, order = cuda.new_stream(), []
+        with cuda.on(mine):
+            array = cuda.from_host(np.full(2, comm.rank + 1, np.float32))
+            if comm.rank:
+                cuda.slow(mine, 0.3)  # rank 0 waits for it
+            handle = comm.all_reduce_async(array)
+            cuda.put(mine, lambda: order.append("computed"))
+            if comm.rank == 0:
+                mine.synchronize()
+                assert order == ["computed"]
+                assert not handle.done()
+        result = comm.all_reduce(first)
+        same(result, np.full(2, 4, np.float32))
+        assert handle.done()
+        same(handle.wait(), np.full(2, 3, np.float32))
+
+    run(2, program, backend="nccl")
+
+
+def test_inputs_of_an_asynchronous_call_are_held_and_the_handle_may_be_dropped():
+    def program(comm, cuda):
+        comm.all_reduce(cuda.from_host(np.ones(2, np.float32)))
+        outs = [cuda.from_host(np.zeros(2, np.float32)) for _ in range(3)]
+        with comm._devices.beside(None):
+            cuda.slow(cuda.current_stream(), 0.2)
+        given = [cuda.from_host(np.full(2, comm.rank + 1, np.float32)) for _ in range(3)]
+        comm.all_reduce_many_async(given[:2], out=outs[:2])
+        comm.all_reduce_async(given[2], out=outs[2])
+        del given
+        for _ in range(8):
+            cuda.from_host(np.full(2, 7, np.float32))  # which takes the memory, if it is free
+        comm.all_reduce(cuda.from_host(np.ones(2, np.float32)))
+        for out in outs:
+            same(out, np.full(2, 3, np.float32))
+
+    run(2, program, backend="nccl")
+
+
 def test_what_is_used_is_held_until_it_is_done():
     def program(comm, cuda):
         array = cuda.from_host(np.full(2, comm.rank, np.float32))
@@ -164,11 +208,15 @@ def test_a_graph_captures_what_nccl_does_by_itself():
                 comm.all_reduce(bits, "bitwise_or", out=bits)
             with pytest.raises(RuntimeError, match="a graph can capture"):
                 comm.all_reduce(array, out=out, algorithm="ring")
-            graph = stream.end_capture()
-            for number in range(3):
-                array[...] = cuda.from_host(np.full(3, number + comm.rank, np.float32))
-                graph.launch(stream)
-                same(out, np.full(3, 2 * number + 1, np.float32))
+            graphs = [stream.end_capture()]
+            stream.begin_capture()
+            comm.all_reduce_async(array, out=out)
+            graphs.append(stream.end_capture())
+            for graph in graphs:
+                for number in range(3):
+                    array[...] = cuda.from_host(np.full(3, number + comm.rank, np.float32))
+                    graph.launch(stream)
+                    same(out, np.full(3, 2 * number + 1, np.float32))
 
     run(2, program, backend="nccl")
 

@@ -217,6 +217,15 @@ def test_the_short_ways_of_movements_and_of_reduce_scatter():
             out = cuda.empty((2, 2), np.dtype("f4"))
             assert comm.reduce_scatter(given, out=out) is out
             same(out, np.full((2, 2), 30 * number + 3, np.float32))
+            for root in (1, 2):
+                result = comm.reduce(given, root=root)
+                assert (result is None) == (rank != root)
+                if rank == root:
+                    same(result, np.full((6, 2), 30 * number + 3, np.float32))
+                    result[...] = cuda.from_host(np.zeros((6, 2), np.float32))
+                assert comm.reduce(given, "mean", root=root, out=result) is result
+                if rank == root:
+                    same(result, np.full((6, 2), 10 * number + 1, np.float32))
             rows = np.arange(size, dtype=np.float32) + 10 * number
             joined = cuda.empty((18, 2), np.dtype("f4"))
             assert comm.all_gather(given, out=joined) is joined
@@ -227,7 +236,7 @@ def test_the_short_ways_of_movements_and_of_reduce_scatter():
             with pytest.raises(ValueError, match="out has 5 rows on rank 2"):
                 comm.all_gather(given, out=joined[:5] if rank == 2 else None)
         bound = {key[1] for key in comm._bound}
-        assert bound == {"broadcast", "reduce_scatter", "all_gather"}
+        assert bound == {"broadcast", "reduce", "reduce_scatter", "all_gather"}
         whole = cuda.from_host(np.full((6, 2), rank, np.float32))
         comm.reduce_scatter(whole, out=whole[1:3])
         same(whole[1:3], np.full((2, 2), 3, np.float32))
@@ -240,5 +249,6 @@ def test_the_short_ways_of_movements_and_of_reduce_scatter():
         run(size, program, gpus=gpus, backend="nccl")
         for rank in range(size):
             names = [name for name, *_ in nccl.calls[rank]]
-            each = {"broadcast": 4, "reduce_scatter": 9, "all_gather": 4, "group_start": 4}
+            each = {"broadcast": 4, "reduce": 16, "reduce_scatter": 9}
+            each |= {"all_gather": 4, "group_start": 4}
             assert {name: names.count(name) for name in each} == each

@@ -181,6 +181,40 @@ def asynchronous(comm, gpu):
     assert all(handle.done() for handle in handles)
 
 
+def runs_beside(comm, gpu):
+    """What the caller enqueues after an asynchronous call waits for none of it; `wait` does.
+
+    The next blocking call follows it, whatever its stream.
+    """
+    ones = np.ones(1 << 12, np.float32)
+    array, one = gpu.from_host(ones * comm.rank), gpu.from_host(ones)
+    later, total = gpu.empty(ones.shape, ones.dtype), comm.size * (comm.size - 1) / 2
+    gpu.fold(ReduceOp.SUM, array, one, later)
+    comm.all_reduce_many([array, one])
+    starts = {
+        "all_reduce": lambda: [comm.all_reduce_async(array)],
+        "all_reduce_many": lambda: [comm.all_reduce_many_async([gpu.from_host(ones), array])],
+        "two calls": lambda: [comm.broadcast_async(one), comm.all_reduce_async(array)],
+    }
+    for name, start in starts.items():
+        gpu.current_stream().synchronize()
+        with comm._devices.beside(None):
+            gpu.slow(gpu.current_stream(), SLOW_SECONDS)
+        handles = start()
+        gpu.fold(ReduceOp.SUM, array, one, later)
+        gpu.current_stream().synchronize()
+        assert not handles[-1].done(), f"{name}: the caller's stream has waited for the call"
+        check(later, ones * (comm.rank + 1))
+        # In other streams, and before the handle's wait: it shares the bucket with the call.
+        with gpu.on(gpu.new_stream()):
+            results = comm.all_reduce_many([one, array])
+            check(results[0], ones * comm.size)
+            check(results[1], ones * total)
+        assert handles[-1].done()
+        result = handles[-1].wait()
+        check(result[1] if isinstance(result, list) else result, ones * total)
+
+
 def follows_the_stream(comm, gpu, host_waits=False):
     """The call is ordered after earlier work of the caller's stream, and before later work."""
     ones = np.ones(1 << 16, np.float32)

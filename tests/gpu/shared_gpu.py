@@ -20,6 +20,7 @@ def main():
             programs.other_movements(comm, gpu, np.dtype(dtype))
         programs.many(comm, gpu)
         programs.asynchronous(comm, gpu)
+        programs.runs_beside(comm, gpu)
         programs.follows_the_stream(comm, gpu)
         programs.holds_what_it_uses(comm, gpu)
         programs.captured(comm, gpu)

@@ -51,6 +51,7 @@ def test_many(alone, gpu, op):
 
 def test_asynchronous(alone, gpu):
     programs.asynchronous(alone, gpu)
+    programs.runs_beside(alone, gpu)
 
 
 def test_the_call_follows_the_callers_stream(alone, gpu):

@@ -65,6 +65,7 @@ def test_movements(size, backend):
 @pytest.mark.parametrize("size", SIZES)
 def test_streams(size):
     on_simulated(size, programs.asynchronous)
+    on_simulated(size, programs.runs_beside)
     on_simulated(size, programs.follows_the_stream)
     on_simulated(size, programs.holds_what_it_uses)
     on_simulated(size, programs.captured)

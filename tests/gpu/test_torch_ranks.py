@@ -1,5 +1,6 @@
 """torch on two ranks of one GPU: tests of the frameworks, with tensors on the GPU by default."""
 
+import gc
 import os
 from functools import partial
 
@@ -187,6 +188,7 @@ def test_what_is_read_follows_the_stream(torch, dist, comm, on_gpu, root):
     stream = torch.cuda.Stream()
     tensor, seen = torch.ones(1 << 20), torch.ones(1 << 20)
     parts = [torch.ones(1 << 20) for _ in range(comm.size)] if comm.rank == root else None
+    torch.cuda.synchronize()  # they are made on another stream
     for turn in range(3):
         with torch.cuda.stream(stream):
             tensor.fill_(turn + comm.rank)
@@ -226,3 +228,58 @@ def test_calls_follow_the_stream(torch, dist, comm, on_gpu, later):
         else:
             first.synchronize()
         assert torch.equal(found, torch.full_like(found, 2 * total))
+
+
+def test_the_program_computes_while_an_asynchronous_call_runs(torch, dist, comm, on_gpu):
+    """Over NCCL: rank 1 comes late on its GPU, and rank 0's stream does not wait for it."""
+    if dist.group.WORLD._comm._devices._path.name != "nccl":
+        pytest.skip("over CUDA IPC a call waits for the other ranks on the host")
+    tensor, other = torch.ones(1 << 16), torch.ones(1 << 16)
+    for waits in ("work", "future", "callback"):
+        tensor.fill_(comm.rank + 1)
+        if comm.rank:
+            torch.cuda._sleep(400_000_000)  # cycles: some 0.2 s
+        work = dist.all_reduce(tensor, async_op=True)
+        end = work if waits == "work" else work.get_future()
+        if waits == "callback":
+            end = end.then(lambda future: future.value()[0].mul_(2))
+        other += 1
+        computed = torch.cuda.current_stream().record_event()
+        if comm.rank == 0:
+            computed.synchronize()
+            assert not work._end.query(), waits
+        end.wait()
+        assert torch.equal(tensor, torch.full_like(tensor, 6 if waits == "callback" else 3))
+    assert torch.equal(other, torch.full_like(other, 4))
+
+
+def test_tensors_of_an_asynchronous_call_may_be_dropped(torch, dist, comm, on_gpu):
+    """Their memory is given to no other tensor while the call uses it."""
+    totals = [torch.zeros(2, 1 << 16) for _ in range(3)]
+    for total in totals:
+        if comm.rank:
+            torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+        part = torch.full((1 << 16,), comm.rank + 1.0)
+        dist.all_gather_single(total.reshape(-1), part, async_op=True)
+        del part
+        rubbish = [torch.full((1 << 16,), -1.0) for _ in range(4)]
+        del rubbish
+    torch.cuda.synchronize()
+    for total in totals:
+        for rank in range(comm.size):
+            assert torch.equal(total[rank], torch.full_like(total[rank], rank + 1))
+
+
+def test_tensors_outlive_a_group(torch, dist, comm, on_gpu):
+    """torch waits for the streams that have used a tensor, the group's too, when it is freed."""
+    group = dist.new_group()
+    tensor = torch.full((1 << 16,), comm.rank + 1.0)
+    for _ in range(3):  # all ranks choose a path in the first one
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True).wait()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert torch.equal(tensor, torch.full_like(tensor, 2))
+    del tensor
+    torch.cuda.synchronize()
+    assert torch.ones(1 << 16).sum().item() == 1 << 16
