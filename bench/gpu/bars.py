@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,12 @@ from bench.task import Task
 from bench.timing import Subject, interleave, wall_seconds
 from collectives import Communicator
 from collectives.cuda.interface import Cuda
-from collectives.cuda.runtime import filled
 from collectives.gpu.buckets import BucketMemory
 from collectives.reductions.reduction import ReduceOp
 
 MOST_OVERHEAD = 10e-6
 MOST_LAUNCHES, MOST_PACKING = 2, 60e-6
 MOST_OF_BARE = 1.1
-LEAST_HIDDEN = 0.5
 TENSORS = ELEMENTS = 1000
 COPY_BOUND = (16 << 20, 64 << 20, 256 << 20)
 _FLOAT32 = np.dtype("float32")
@@ -131,42 +128,6 @@ def copy_bound(comm: Communicator, bench: GpuBench) -> list[Bar]:
         name = f"all_reduce of {nbytes >> 20} MiB over the bare call"
         bars.append(Bar(name, found, str(MOST_OF_BARE), ratio <= MOST_OF_BARE))
     return bars
-
-
-def overlap(comm: Communicator, world: Any, cuda: Cuda, device: Device) -> Bar:
-    """How much of an asynchronous all_reduce runs beside another kernel, by the host's clock."""
-    nbytes = COPY_BOUND[-1]
-    array, out = (cuda.empty(nbytes // 4, _FLOAT32) for _ in range(2))
-    filled(array, np.ones(nbytes // 4, _FLOAT32))
-
-    def beside() -> None:
-        handle = comm.all_reduce_async(array, out=out)
-        device.compute()
-        handle.wait()
-
-    def until_done(work: Callable[[], Any]) -> float:
-        device.synchronize()
-
-        def whole() -> None:
-            work()
-            device.synchronize()
-
-        return wall_seconds(whole)
-
-    works = partial(comm.all_reduce, array, out=out), device.compute, beside
-    seconds = interleave(
-        [Subject([(work, None)]) for work in works],
-        world,
-        batch=1,
-        warmup=5,
-        repeats=_REPEATS,
-        stopwatch=until_done,
-    )
-    call, kernel, both = np.median(seconds, axis=1).tolist()
-    hidden = (call + kernel - both) / min(call, kernel)
-    found = f"{_us(call)} and {_us(kernel)}, both {_us(both)}: {hidden:.2f} of the shorter"
-    name = f"asynchronous all_reduce of {nbytes >> 20} MiB beside a kernel"
-    return Bar(name, found, str(LEAST_HIDDEN), hidden >= LEAST_HIDDEN)
 
 
 def _us(seconds: float) -> str:

@@ -6,20 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import cupy
-import numpy as np
 
 from bench.cases.base import Call
-
-_NANOSECONDS = 1_000_000
-SPIN = """
-extern "C" __global__ void spin(long long nanoseconds) {
-    long long begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    do {
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    } while (now - begin < nanoseconds);
-}
-"""
 
 
 class CupyDevice:
@@ -38,7 +26,6 @@ class CupyDevice:
         )
         self.libraries = f"CuPy {cupy.__version__}, CUDA {runtime}, driver for CUDA {driver}"
         self._begin, self._end = cupy.cuda.Event(), cupy.cuda.Event()
-        self._spin = cupy.RawKernel(SPIN, "spin")
 
     def seconds(self, work: Callable[[], Any]) -> float:
         """By the GPU's clock, between two events."""
@@ -62,10 +49,6 @@ class CupyDevice:
             graph.launch(stream)
 
         return replay
-
-    def compute(self) -> None:
-        """By one block that reads the clock."""
-        self._spin((1,), (1,), (np.int64(_NANOSECONDS),))
 
     def synchronize(self) -> None:
         """By cudaStreamSynchronize."""

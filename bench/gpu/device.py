@@ -25,8 +25,5 @@ class Device(Protocol):
     def capture(self, work: Callable[[], Any]) -> Call:
         """A graph of the work; calling it launches the graph on the stream."""
 
-    def compute(self) -> None:
-        """Enqueue a kernel of a millisecond that leaves most of the GPU free."""
-
     def synchronize(self) -> None:
         """Wait for the stream."""

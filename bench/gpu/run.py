@@ -60,7 +60,7 @@ def _bars(
 ) -> list[bars.Bar]:
     gpus = cuda()
     alone = [bars.call_overhead(comm, world, gpus, device), bars.packing(world, gpus, device)]
-    return [*alone, *bars.copy_bound(comm, bench), bars.overlap(comm, world, gpus, device)]
+    return [*alone, *bars.copy_bound(comm, bench)]
 
 
 def _named(options: argparse.Namespace, collective: str) -> argparse.Namespace:

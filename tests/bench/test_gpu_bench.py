@@ -2,7 +2,6 @@
 
 import builtins
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -157,9 +156,6 @@ class FakeDevice:
             graph = stream.end_capture()
         return lambda: graph.launch(stream)
 
-    def compute(self):
-        self.cuda.slow(self.cuda.current_stream(), 0.02)
-
     def synchronize(self):
         self.cuda.current_stream().synchronize()
 
@@ -277,46 +273,9 @@ def test_a_whole_run_on_a_simulated_gpu(monkeypatch, tmp_path, capsys):
         "all_reduce of 4 bytes",
         "pack and unpack of 20",
         "all_reduce of 1 MiB over",
-        "asynchronous all_reduce of 1 MiB beside a kernel",
     ):
         assert bar in text
         assert bar in printed
-
-
-def test_the_part_of_a_call_that_a_kernel_hides(monkeypatch):
-    monkeypatch.setattr(bars, "COPY_BOUND", (1 << 20,))
-    monkeypatch.setattr(bars, "_REPEATS", 3)
-
-    def program(comm, cuda, device, bench, asynchronous):
-        """Both take 20 ms: the call's are those of its stream."""
-        plain = type(comm).all_reduce
-
-        def slow(array, out):
-            cuda.slow(cuda.current_stream(), 0.02)
-            return plain(comm, array, out=out)
-
-        def start(array, out):
-            with comm._devices.beside(None):
-                result = slow(array, out)
-                event = cuda.current_stream().record()
-
-            def wait():
-                while not event.done():
-                    time.sleep(0.001)
-                return result
-
-            return SimpleNamespace(wait=wait)
-
-        def blocking(array, out):
-            result = slow(array, out)
-            return SimpleNamespace(wait=lambda: result)
-
-        comm.all_reduce, comm.all_reduce_async = slow, start if asynchronous else blocking
-        return bars.overlap(comm, World(), cuda, device)
-
-    for asynchronous in (True, False):
-        (bar,) = on_simulated(1, partial(program, asynchronous=asynchronous))
-        assert bar.met == asynchronous, bar
 
 
 def test_nccl_has_no_bare_call_for_what_it_can_not_reduce():

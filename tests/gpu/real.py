@@ -3,8 +3,17 @@
 import cupy
 import numpy as np
 
-from bench.gpu.cupy_device import SPIN
 from collectives.cuda.cupy_cuda import CupyCuda
+
+SPIN = """
+extern "C" __global__ void spin(long long nanoseconds) {
+    long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - begin < nanoseconds);
+}
+"""
 
 
 class RealGpu(CupyCuda):
