@@ -128,4 +128,4 @@ class OnDevices(Protocol):
         """Run the collective, including the division of a MEAN; the algorithm's name."""
 
     def beside(self, held: object) -> AbstractContextManager[None]:
-        """As `DevicePath.beside`, of calls that were checked."""
+        """As `DevicePath.beside`."""

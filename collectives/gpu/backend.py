@@ -117,8 +117,10 @@ class Devices:
             return self.enqueue(operation._replace(signature=operation.signature.on_gpu()))
 
     def beside(self, held: object) -> AbstractContextManager[None]:
-        """As `DevicePath.beside`, of calls that were checked; of no effect in the first call."""
-        return nullcontext() if self._path is None else self._path.beside(held)
+        """As `DevicePath.beside`; no effect in the first call, and in one that `check` refuses."""
+        if self._path is None or cuda().current_device() != self._device:
+            return nullcontext()
+        return self._path.beside(held)
 
     def enqueue(self, operation: Operation) -> Handle[Any]:
         """Like `submit`, for an operation that was checked and is marked as one on a GPU."""

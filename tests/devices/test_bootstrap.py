@@ -165,6 +165,9 @@ def test_all_is_done_on_the_gpu_that_is_current():
                 comm.all_reduce(array)
             with pytest.raises(TypeError, match=r"the current GPU is 5: .* uses GPU 1"):
                 comm.all_reduce(other)
+            refused = pytest.raises(TypeError, match=r"the current GPU is 5: .* uses GPU 1")
+            with comm._devices.beside(None), refused:  # as calls of torch
+                comm.all_reduce(other)
             with pytest.raises(TypeError, match=r"the current GPU is 5: .* uses GPU 1"):
                 comm.all_reduce_many([other, other])
             with pytest.raises(TypeError, match=r"the current GPU is 5: .* uses GPU 1"):
