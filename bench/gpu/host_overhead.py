@@ -53,6 +53,9 @@ class _NullStream:
     def capturing(self) -> bool:
         return False
 
+    def same_as(self, other: Any) -> bool:
+        return self is other
+
     def synchronize(self) -> None:
         pass
 
@@ -88,6 +91,7 @@ def null_cuda() -> interface.Cuda:
         "on": lambda self, stream: nullcontext(),
         "beside": lambda self, stream: nullcontext(),
         "captures": lambda self: False,
+        "as_torch": lambda self: nullcontext(),
     }
     made: interface.Cuda = type("NullCuda", (interface.Cuda,), methods)()
     return made

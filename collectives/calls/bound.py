@@ -115,7 +115,7 @@ def bind(
 
 
 def _bind_alone(engine: Engine, signature: Signature, run: Run, path: str) -> Call:
-    """As `Engine.perform` of a rank alone, in half of the time."""
+    """As `Engine.perform` of a rank alone, in one function."""
 
     def call(source: Any, target: Any) -> Any:
         if engine.before_call is not None:

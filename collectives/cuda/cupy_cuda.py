@@ -185,6 +185,11 @@ class CupyCuda(Cuda):
         with stream.stream, torch.cuda.stream(external):
             yield
 
+    def as_torch(self) -> AbstractContextManager[Any]:
+        """By CuPy's stream context."""
+        context: AbstractContextManager[Any] = torch_stream(self.current_device()).stream
+        return context
+
     def captures(self) -> bool:
         """CuPy's graphs and torch's."""
         torch = torch_on_gpus()

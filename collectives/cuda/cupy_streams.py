@@ -10,8 +10,10 @@ import cupy
 from collectives.cuda.interface import Event
 
 _runtime = cupy.cuda.runtime
-# Of the legacy and the per-thread default streams.
+# Names of the legacy default stream, which can't be captured.
 _NULL_STREAMS = (0, 1)
+# Of each thread's own default stream.
+_PER_THREAD = 2
 _SUCCESS, _NOT_READY = 0, 600
 
 
@@ -37,6 +39,10 @@ class CupyStream:
     def capturing(self) -> bool:
         """Whether it is being captured. The null stream can't be, and must not be queried."""
         return self.handle not in _NULL_STREAMS and bool(_runtime.streamIsCapturing(self.handle))
+
+    def same_as(self, other: Any) -> bool:
+        """By CuPy's objects: a handle may be that of a stream which was destroyed."""
+        return self.stream is other.stream and self.handle != _PER_THREAD
 
     def synchronize(self) -> None:
         """By cudaStreamSynchronize."""
@@ -77,7 +83,9 @@ def current_stream() -> CupyStream:
 def torch_on_gpus() -> Any:
     """The module torch where the program uses it on GPUs, else None."""
     torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
+    # Another thread may be importing it.
+    is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", bool)
+    return torch if is_initialized() else None
 
 
 def torch_stream(device: Any) -> CupyStream:

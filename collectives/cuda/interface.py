@@ -53,6 +53,9 @@ class Stream(Protocol):
     def capturing(self) -> bool:
         """Whether work is captured into a graph instead of being executed."""
 
+    def same_as(self, other: Any) -> bool:
+        """Whether it is the same stream for certain."""
+
     def synchronize(self) -> None:
         """Block the host until all work has completed."""
 
@@ -151,6 +154,10 @@ class Cuda(ABC):
 
         Its work waits for what was enqueued on the streams that were current.
         """
+
+    @abstractmethod
+    def as_torch(self) -> AbstractContextManager[Any]:
+        """Context in which torch's current stream is the current one."""
 
     @abstractmethod
     def captures(self) -> bool:

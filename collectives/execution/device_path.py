@@ -129,3 +129,6 @@ class OnDevices(Protocol):
 
     def beside(self, held: object) -> AbstractContextManager[None]:
         """As `DevicePath.beside`."""
+
+    def as_torch(self) -> AbstractContextManager[None]:
+        """A context whose calls are made on torch's current stream."""

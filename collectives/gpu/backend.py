@@ -122,6 +122,13 @@ class Devices:
             return nullcontext()
         return self._path.beside(held)
 
+    def as_torch(self) -> AbstractContextManager[None]:
+        """As `Cuda.as_torch`, where this process has CuPy."""
+        try:
+            return cuda().as_torch()
+        except BackendUnavailableError:
+            return nullcontext()  # the call refuses the array
+
     def enqueue(self, operation: Operation) -> Handle[Any]:
         """Like `submit`, for an operation that was checked and is marked as one on a GPU."""
         future: Future[Any] = Future()

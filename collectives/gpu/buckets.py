@@ -5,7 +5,7 @@ host: it is one launch that packs, a collective and one launch that unpacks.
 
 Calls are ordered on whatever streams they are made: each waits for the one before, which may have
 used the same memory. A call captured in a graph can't wait: its graph must be launched after the
-earlier calls of the communicator and before the later ones.
+earlier calls of the communicator, asynchronous ones after their `wait`, and before the later ones.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class NcclPath(DevicePath):
             begun = begin()
             transport.stream = begun[0].handle
             function(address(source), address(target))
-            end(begun, (source, target), source.nbytes + target.nbytes)
+            nbytes = target.nbytes if source is target else source.nbytes + target.nbytes
+            end(begun, (source, target), nbytes)
 
         return move
 

@@ -68,14 +68,18 @@ class ManyOnGpus:
         what: str | None,
     ) -> Handle[Any]:
         """Enqueue the reductions now; the handle waits for the GPU."""
+        held: list[Operation] = []
 
         @contextmanager
         def turn(memory: BucketMemory) -> Iterator[None]:
-            with self._devices.beside((arrays, out)), memory.turn():
+            with self._devices.beside(held), memory.turn():
                 yield
 
-        enqueue = self._devices.enqueue
-        return self._engine.whole(self._start, enqueue, turn, arrays, op, out, bucket_bytes, what)
+        def start(operation: Operation) -> Handle[Any]:
+            held.append(operation)
+            return self._devices.enqueue(operation)
+
+        return self._engine.whole(self._start, start, turn, arrays, op, out, bucket_bytes, what)
 
     def _start(
         self,

@@ -1,11 +1,11 @@
-"""Streams of local work beside the caller's, and what a communicator has enqueued on streams.
+"""A stream for local work, and the work of a communicator on any stream.
 
 Blocking calls of NCCL are enqueued on the caller's current stream, which needs no events between
-streams, as those of torch.distributed (`ProcessGroupNCCL`, `async_op=False`). Asynchronous calls
-are enqueued on a stream of the communicator, beside what the caller enqueues until it waits. The
-streams of local work and of communicators have high priority. The host waits for none of them.
-Arrays are kept until the work is done, because CuPy reuses memory in the order of the stream for
-which it was allocated.
+streams, as those of torch's `ProcessGroupNCCL` with `async_op=False`. Asynchronous calls are
+enqueued on a stream of the communicator, beside what the caller enqueues until it waits. The
+streams that are made here have high priority. The host waits for none of them. Arrays are kept
+until the work is done, or some calls longer, because CuPy reuses memory in the order of the stream
+for which it was allocated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from collectives.caching import LRU
 from collectives.cuda.interface import Cuda, DeviceArray, Event, Stream
 from collectives.errors import CollectiveError, DeadlineExceededError, RankFailedError
 from collectives.waiting.wait_policy import WaitingCall, WaitPolicy
@@ -27,6 +28,7 @@ _EVENTS_KEPT = 64
 # events.
 _LAUNCHES_KEPT = 16
 _BYTES_KEPT = 128 << 20
+_CALLERS_KEPT = 8
 
 
 class SideStream:
@@ -89,7 +91,10 @@ class _Launch:
 
 
 class StreamWork:
-    """The work of one communicator, in one order on all streams, and a stream of its own."""
+    """The work of one communicator, in one order on all streams, and a stream of its own.
+
+    What a graph does when it runs is not part of that order.
+    """
 
     def __init__(
         self,
@@ -108,9 +113,12 @@ class StreamWork:
         self.failure: Callable[[], Exception | None] = lambda: None
         """Returns the error of the work, as far as it is detected."""
         self._stream = cuda.new_stream()
-        # The stream is held: the handle of one that is destroyed may become another's.
+        self._callers: LRU[int, Stream] = LRU(_CALLERS_KEPT)
+        """Streams that were current where asynchronous calls were made, by handle."""
         self._last: Stream | None = None
+        """The stream of the last work, held so that no other one gets its handle."""
         self._last_done: Any = None
+        self._ended = False
         self._launched: deque[_Launch] = deque()
         self._bytes = 0
         """Of the arrays that they hold."""
@@ -144,6 +152,13 @@ class StreamWork:
         if self._cuda.captures():
             yield
             return
+        current = self._cuda.current_stream()
+        for caller in self._callers.values():
+            # It may still use memory of results, which this stream may use again.
+            if not caller.same_as(current):
+                self._stream.wait(caller.record())
+        self._callers.pop(current.handle, None)
+        self._callers.put(current.handle, current)
         with self._cuda.beside(self._stream):
             begun = self.begin()
             try:
@@ -161,7 +176,7 @@ class StreamWork:
             ready = current.record()
             self._stream.wait(ready)
             return self._stream, ready, current
-        if last is not None and last.handle != current.handle:
+        if last is not None and not last.same_as(current):
             # NCCL's calls of a communicator must not overlap.
             current.wait(self._last_done)
         return current, current.record(events.pop() if events else None), None
@@ -174,11 +189,15 @@ class StreamWork:
             # The work runs whenever the graph does, with the same memory.
             self.captured.append(held)
             return
+        if self._ended:
+            return
         done = stream.record(events.pop() if events else None)
         self._last, self._last_done = stream, done
         call = self._wait_policy.call
         with self._lock:
-            if len(self._launched) >= _LAUNCHES_KEPT or self._bytes >= _BYTES_KEPT:
+            if self._bytes >= _BYTES_KEPT:
+                self._forget_done()
+            elif len(self._launched) >= _LAUNCHES_KEPT:
                 self._forget_half()
             self._launched.append(_Launch(call.what, call.sequence, ready, done, held, nbytes))
             self._bytes += nbytes
@@ -189,7 +208,7 @@ class StreamWork:
 
     def _forget_half(self) -> None:
         """Forget the older half if it is done: its last launch ends after the others."""
-        count = (len(self._launched) + 1) // 2
+        count = len(self._launched) // 2
         if self._launched[count - 1].done.done():
             for _ in range(count):
                 self._forget_first()
@@ -266,6 +285,7 @@ class StreamWork:
 
     def forget(self) -> None:
         """Release everything after an abort."""
+        self._ended = True
         with self._lock:
             self._launched.clear()
             self._bytes, self._last = 0, None

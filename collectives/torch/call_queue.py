@@ -17,7 +17,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -41,29 +41,35 @@ class CallQueue:
         self,
         policy: WaitPolicy,
         all_come: Callable[[float], bool],
-        beside: Callable[[], AbstractContextManager[None]],
+        on_gpus: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
         """`policy` is how the group's calls wait.
 
-        `all_come` says whether all ranks make the next call within some seconds. `beside` is as of
-        `DevicePath.beside`.
+        `all_come` says whether all ranks make the next call within some seconds. `on_gpus` is a
+        context for a call on a GPU, which says whether it is asynchronous.
         """
-        self._policy, self._all_come, self._beside = policy, all_come, beside
+        self._policy, self._all_come, self._on_gpus = policy, all_come, on_gpus
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
-    def submit(self, outputs: list[Any], name: str, action: Action, arguments: Any) -> Work:
+    def submit(
+        self, outputs: list[Any], name: str, action: Action, arguments: Any, *, asynchronous: bool
+    ) -> Work:
         """Make the call once those before it have ended; its work, which may have ended.
 
         `outputs` are tensors, also in lists; `arguments` are the call's, with all tensors.
+        `asynchronous`: on a GPU the call runs beside what the program enqueues next.
         """
-        gpus = gpus_of(arguments)
-        if gpus:
+        if gpus := gpus_of(arguments):
             self._finish_pending()
-            return self._run_on_gpu(outputs, name, action, arguments, gpus)
+            if asynchronous:
+                return self._run_on_gpu(outputs, name, action, arguments, gpus)
+            with self._on_gpus(False):
+                action()
+            return done(outputs)
         work = self._run_soon(outputs, name, action)
         if work is None:
             work = PendingWork(outputs, name)
@@ -93,12 +99,11 @@ class CallQueue:
     ) -> Work:
         tensors = list(_tensors_in(arguments))
         # A call gives a sparse tensor new memory, which must be of the program's stream.
-        dense = all(each.layout is torch.strided for each in tensors)
-        with self._beside() if dense else nullcontext():
-            work = self._run_now(outputs, name, action, gpus)
-            if dense:
+        beside = all(each.layout is torch.strided for each in tensors)
+        with self._on_gpus(beside):
+            if beside:
                 _note_use([each for each in tensors if each.is_cuda])
-        return work
+            return self._run_now(outputs, name, action, gpus)
 
     def _run_now(self, outputs: list[Any], name: str, action: Action, gpus: list[Any]) -> Work:
         failed = _failure_of(action)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from collectives.communicator import Communicator
@@ -58,8 +59,17 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
         check = engine.call_check
         return check is None or check.all_come(seconds)
 
-    assert engine.devices is not None
-    queue = CallQueue(engine.wait_policy, all_come, partial(engine.devices.beside, None))
+    @contextmanager
+    def on_gpus(asynchronous: bool) -> Iterator[None]:
+        assert engine.devices is not None
+        # Calls of other threads must not come between the streams.
+        with (
+            engine.lock,
+            engine.devices.beside(None) if asynchronous else engine.devices.as_torch(),
+        ):
+            yield
+
+    queue = CallQueue(engine.wait_policy, all_come, on_gpus)
     messages = Messages(mpi_comm, engine.wait_policy, members)
     return CollectivesProcessGroup(backend, comm, messages, queue, members)
 

@@ -64,7 +64,7 @@ class MessageWork(PendingWork):
 
     def is_completed(self) -> bool:
         """Whether the tensor may be used, or `wait` would raise; makes progress."""
-        return self.has_moved() and (self._end is None or self._end.query())
+        return self.has_moved() and super().is_completed()
 
     def has_moved(self) -> bool:
         """Whether `wait` would return or raise at once; makes progress."""

@@ -26,7 +26,7 @@ from collectives.torch.members import Members
 from collectives.torch.messages import Messages
 from collectives.torch.names import Names
 from collectives.torch.untraced import untraced
-from collectives.torch.works import AllWorks, done
+from collectives.torch.works import AllWorks, done, gpus_of
 
 Tensors = Sequence[Any]
 
@@ -58,7 +58,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         self._messages, self._queue = messages, queue
         self._calls = CollectiveCalls(comm)
         self._coalesced: list[Any] | None = None
-        self._backend = backend
+        self._backend, self._has_gpus = backend, torch.cuda.is_available()
         comm.at_end(self.complete)
 
     def _run(
@@ -67,11 +67,14 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         """Make a call now, or in the order of those that are pending."""
         seconds = options.timeout.total_seconds()
         with record_function(f"collectives:{name}") if _is_profiled() else _UNSHOWN:
-            if not options.asyncOp and not self._queue.pending:
+            later = options.asyncOp
+            # The look for GPUs takes a microsecond.
+            on_gpu = self._has_gpus and gpus_of(arguments)
+            if not (later or self._queue.pending or on_gpu):
                 self._perform(seconds, call, *arguments)
                 return done(outputs)
             action = partial(self._perform, seconds, call, *arguments)
-            work = self._queue.submit(outputs, name, action, arguments)
+            work = self._queue.submit(outputs, name, action, arguments, asynchronous=later)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

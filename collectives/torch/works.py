@@ -118,9 +118,13 @@ class PendingWork(Work):  # type: ignore[misc]
             torch.cuda.current_stream(self.gpus[0]).wait_event(self._end)
         return True
 
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
     def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        return self._finished
+        """Whether the tensors may be used on any stream, or `wait` would raise at once."""
+        return self._finished and (self._end is None or bool(self._end.query()))
 
     def is_success(self) -> bool:
         """Whether the call has ended without an error."""

@@ -239,6 +239,9 @@ class SimulatedCuda(Cuda):
         with self.on(stream):
             yield
 
+    def as_torch(self):
+        return contextlib.nullcontext()
+
     def _operand(self, array):
         assert isinstance(array, OnDevice), f"{type(array).__name__}: not a device array"
         assert array.gpu == self.device, "the array lies on another GPU than the current one"

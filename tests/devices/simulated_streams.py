@@ -115,6 +115,9 @@ class SimulatedStream:
     def capturing(self):
         return self.graph is not None
 
+    def same_as(self, other):
+        return self is other
+
     def synchronize(self):
         if self.graph is not None:
             self.graph.invalid = True

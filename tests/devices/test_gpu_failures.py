@@ -80,8 +80,10 @@ def test_a_call_that_fails_ends_the_communicator(name):
             if comm.rank == 0:
                 nccl.fail_next(0, name, 1)
             problem = "failure" if comm.rank == 0 else "waited the deadline"
+            launches = comm._devices._path._launches
             with pytest.raises(CollectiveError, match=problem):
                 call(comm, array).wait()
+            assert not launches._launched, "an abandoned path holds arrays"
             with pytest.raises(RuntimeError, match="can't go on"):
                 comm.all_reduce(array)
             comm.close_at_exit(0.1)

@@ -1,13 +1,16 @@
 """The order of streams, handles, and arrays on different devices than the others'."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from collectives import MismatchError, OpMismatchError
+from collectives.arrays.kinds import copied
+from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, same
-from tests.devices.simulated_arrays import Foreign, plain
+from tests.devices.simulated_arrays import Foreign, memory_at, plain
 
 
 def test_arrays_of_other_libraries_keep_their_order():
@@ -88,6 +91,59 @@ def test_inputs_of_an_asynchronous_call_are_held_and_the_handle_may_be_dropped()
         comm.all_reduce(cuda.from_host(np.ones(2, np.float32)))
         for out in outs:
             same(out, np.full(2, 3, np.float32))
+
+    run(2, program, backend="nccl")
+
+
+def busy(comm, cuda):
+    """Keep the stream of asynchronous calls busy for a while."""
+    comm.all_reduce(cuda.from_host(np.ones(2, np.float32)))
+    with comm._devices.beside(None):
+        cuda.slow(cuda.current_stream(), 0.3)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_lists_may_change_before_an_asynchronous_call_is_done(strided):
+    """Also the caller's own results may be dropped: their memory isn't used again before."""
+
+    def program(comm, cuda):
+        wide = [cuda.from_host(np.full((2, 2), comm.rank + 1, np.float32)) for _ in range(4)]
+        given = [each[:, 0] if strided else each for each in wide[:2]]
+        outs = [each[:, 1] if strided else cuda.from_host(np.zeros((2, 2), "f4")) for each in wide]
+        kept, expected = list(outs[2:]), np.full(given[0].shape, 3, np.float32)
+        busy(comm, cuda)
+        comm.all_reduce_many_async(given)
+        handle = comm.all_reduce_many_async(given, out=outs[2:])
+        given.clear()
+        outs.clear()
+        del wide
+        others = [cuda.empty(2, np.dtype(np.float32)) for _ in range(16)]
+        for other in others:
+            cuda.put(cuda.current_stream(), partial(plain(other).fill, 9))
+        handle.wait()
+        for each in kept:
+            same(copied(each), expected)
+        for other in others:
+            same(other, np.full(2, 9, np.float32))
+
+    run(2, program, backend="nccl")
+
+
+def test_memory_of_a_result_is_used_again_after_the_stream_that_used_it():
+    def program(comm, cuda):
+        busy(comm, cuda)
+        first, second = cuda.new_stream(), cuda.new_stream()
+        with cuda.on(first):
+            result = comm.all_gather_async(cuda.from_host(np.full(2, comm.rank, "f4"))).wait()
+            seen = np.zeros(4, np.float32)
+            read = memory_at(cuda.address(result), 4, np.float32)
+            cuda.slow(first, 0.3)
+            cuda.put(first, partial(np.copyto, seen, read))
+            del result
+        with cuda.on(second):
+            comm.all_gather_async(cuda.from_host(np.full(2, 9, np.float32))).wait()
+        first.synchronize()
+        np.testing.assert_array_equal(seen, [0, 0, 1, 1])
 
     run(2, program, backend="nccl")
 

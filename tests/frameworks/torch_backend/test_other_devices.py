@@ -22,6 +22,9 @@ class Stream:
         Stream.recorded += 1
         return self
 
+    def query(self):
+        return True
+
     def wait_event(self, event):
         Stream.waited += 1
 
