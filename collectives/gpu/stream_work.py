@@ -155,7 +155,7 @@ class StreamWork:
         current = self._cuda.current_stream()
         for caller in self._callers.values():
             # It may still use memory of results, which this stream may use again.
-            if not caller.same_as(current):
+            if not (caller.same_as(current) or caller.capturing()):
                 self._stream.wait(caller.record())
         self._callers.pop(current.handle, None)
         self._callers.put(current.handle, current)

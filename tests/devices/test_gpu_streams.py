@@ -277,6 +277,26 @@ def test_a_graph_captures_what_nccl_does_by_itself():
     run(2, program, backend="nccl")
 
 
+def test_an_asynchronous_call_beside_a_capture_is_no_part_of_it():
+    """Though the stream that is captured made such calls before."""
+
+    def program(comm, cuda):
+        first, second = cuda.new_stream(), cuda.new_stream()
+        array = cuda.from_host(np.full(3, comm.rank + 1, np.float32))
+        out = cuda.from_host(np.zeros(3, np.float32))
+        comm.all_reduce(array, out=out)
+        with cuda.on(first):
+            comm.all_reduce_async(array, out=out).wait()
+            first.begin_capture()
+        with cuda.on(second):
+            handle = comm.all_reduce_async(array, "mean", out=out)
+        first.end_capture()
+        handle.wait()
+        same(out, np.full(3, 1.5, np.float32))
+
+    run(2, program, backend="nccl")
+
+
 def test_what_a_graph_uses_is_held():
     def program(comm, cuda):
         stream = cuda.new_stream()
