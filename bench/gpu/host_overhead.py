@@ -87,6 +87,7 @@ def null_cuda() -> interface.Cuda:
         "pinned": lambda self, nbytes: np.empty(nbytes, np.uint8),
         "address": lambda self, array: id(array.base),
         "current_stream": lambda self: stream,
+        "current_streams": lambda self: [stream],
         "new_stream": lambda self: _NullStream(),
         "on": lambda self, stream: nullcontext(),
         "beside": lambda self, stream: nullcontext(),

@@ -21,6 +21,7 @@ from collectives.cuda.cupy_streams import (
     follow,
     torch_on_gpus,
     torch_stream,
+    using,
 )
 from collectives.cuda.interface import Cuda, DeviceArray, Shape, Stream, is_torch
 from collectives.reductions.reduction import BFLOAT16, ReduceOp, reduction_for
@@ -161,34 +162,37 @@ class CupyCuda(Cuda):
         """CuPy's current stream."""
         return current_stream()
 
+    def current_streams(self) -> Sequence[Stream]:
+        """CuPy's, and torch's."""
+        torch = [] if torch_on_gpus() is None else [torch_stream(self.current_device())]
+        return [current_stream(), *torch]
+
     def new_stream(self) -> Stream:
         """Non-blocking."""
         return CupyStream(cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """By CuPy's stream context."""
-        context: AbstractContextManager[Any] = stream.stream
-        return context
+        """By `use`."""
+        return using(stream.stream)
 
     @contextmanager
     def beside(self, stream: Any) -> Iterator[None]:
-        """By CuPy's stream context and torch's."""
+        """By `use`, and torch's stream context."""
         follow(stream, current_stream())
         torch, number = torch_on_gpus(), self.current_device()
         if torch is None:
-            with stream.stream:
+            with using(stream.stream):
                 yield
             return
         follow(stream, torch_stream(number))
         self._noted_by_torch.setdefault(stream.handle, stream)
         external = torch.cuda.ExternalStream(stream.handle, device=number)
-        with stream.stream, torch.cuda.stream(external):
+        with using(stream.stream), torch.cuda.stream(external):
             yield
 
     def as_torch(self) -> AbstractContextManager[Any]:
-        """By CuPy's stream context."""
-        context: AbstractContextManager[Any] = torch_stream(self.current_device()).stream
-        return context
+        """By `use`."""
+        return using(torch_stream(self.current_device()).stream)
 
     def captures(self) -> bool:
         """CuPy's graphs and torch's."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -78,6 +80,20 @@ class CupyEvent:
 def current_stream() -> CupyStream:
     """CuPy's."""
     return CupyStream(cupy.cuda.get_current_stream())
+
+
+@contextmanager
+def using(stream: Any) -> Iterator[None]:
+    """Context in which a stream of CuPy is the current one.
+
+    CuPy's own context forgets a stream that was made the current one by `use`.
+    """
+    before = cupy.cuda.get_current_stream()
+    stream.use()
+    try:
+        yield
+    finally:
+        before.use()
 
 
 def torch_on_gpus() -> Any:

@@ -141,6 +141,10 @@ class Cuda(ABC):
         """The stream that receives the calling thread's work."""
 
     @abstractmethod
+    def current_streams(self) -> Sequence[Stream]:
+        """The current stream, and torch's where the program uses torch on GPUs."""
+
+    @abstractmethod
     def new_stream(self) -> Stream:
         """A stream of the highest priority, not synchronized with the null stream."""
 

@@ -152,13 +152,14 @@ class StreamWork:
         if self._cuda.captures():
             yield
             return
-        current = self._cuda.current_stream()
-        for caller in self._callers.values():
+        current = {stream.handle: stream for stream in self._cuda.current_streams()}
+        for handle, caller in self._callers.items():
             # It may still use memory of results, which this stream may use again.
-            if not (caller.same_as(current) or caller.capturing()):
+            if handle not in current and not caller.capturing():
                 self._stream.wait(caller.record())
-        self._callers.pop(current.handle, None)
-        self._callers.put(current.handle, current)
+        for handle, stream in current.items():
+            self._callers.pop(handle, None)
+            self._callers.put(handle, stream)
         with self._cuda.beside(self._stream):
             begun = self.begin()
             try:

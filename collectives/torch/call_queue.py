@@ -69,7 +69,9 @@ class CallQueue:
                 return self._run_on_gpu(outputs, name, action, arguments, gpus)
             with self._on_gpus(False):
                 action()
-            return done(outputs)
+                enqueued = PendingWork(outputs, name, gpus)
+                enqueued.finish(None)
+            return enqueued
         work = self._run_soon(outputs, name, action)
         if work is None:
             work = PendingWork(outputs, name)

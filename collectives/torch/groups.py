@@ -62,11 +62,10 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     @contextmanager
     def on_gpus(asynchronous: bool) -> Iterator[None]:
         assert engine.devices is not None
+        if engine.before_call is not None:
+            engine.before_call()
         # Calls of other threads must not come between the streams.
-        with (
-            engine.lock,
-            engine.devices.beside(None) if asynchronous else engine.devices.as_torch(),
-        ):
+        with engine.lock, engine.devices.as_torch(beside=asynchronous):
             yield
 
     queue = CallQueue(engine.wait_policy, all_come, on_gpus)

@@ -58,7 +58,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         self._messages, self._queue = messages, queue
         self._calls = CollectiveCalls(comm)
         self._coalesced: list[Any] | None = None
-        self._backend, self._has_gpus = backend, torch.cuda.is_available()
+        self._backend = backend
         comm.at_end(self.complete)
 
     def _run(
@@ -69,7 +69,7 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         with record_function(f"collectives:{name}") if _is_profiled() else _UNSHOWN:
             later = options.asyncOp
             # The look for GPUs takes a microsecond.
-            on_gpu = self._has_gpus and gpus_of(arguments)
+            on_gpu = torch.cuda.is_initialized() and gpus_of(arguments)
             if not (later or self._queue.pending or on_gpu):
                 self._perform(seconds, call, *arguments)
                 return done(outputs)

@@ -36,6 +36,11 @@ class DoneWork(Work):  # type: ignore[misc]
         """True."""
         return True
 
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    block_current_stream = synchronize
+
     def exception(self) -> BaseException | None:
         """None."""
         return None
@@ -122,9 +127,17 @@ class PendingWork(Work):  # type: ignore[misc]
         """As `wait`."""
         self.wait()
 
+    block_current_stream = synchronize
+
     def is_completed(self) -> bool:
         """Whether the tensors may be used on any stream, or `wait` would raise at once."""
-        return self._finished and (self._end is None or bool(self._end.query()))
+        if not self._finished or self._end is None:
+            return self._finished
+        try:
+            # A look at an event would end a capture.
+            return bool(torch.cuda.is_current_stream_capturing() or self._end.query())
+        except RuntimeError:  # of the GPU, which raises it at every call from now on
+            return True
 
     def is_success(self) -> bool:
         """Whether the call has ended without an error."""
@@ -234,6 +247,12 @@ class AllWorks(Work):  # type: ignore[misc]
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Whether all have ended."""

@@ -213,6 +213,9 @@ class SimulatedCuda(Cuda):
             here.null_streams[here.device] = self.new_stream()
         return here.null_streams[here.device]
 
+    def current_streams(self):
+        return [self.current_stream()]
+
     def captures(self):
         """Whether the current stream does. Creates none for a thread without one (a watchdog)."""
         here = self._here

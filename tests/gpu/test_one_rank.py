@@ -58,6 +58,21 @@ def test_the_call_follows_the_callers_stream(alone, gpu):
     programs.follows_the_stream(alone, gpu)
 
 
+def test_the_stream_that_the_program_uses_stays_current(alone, gpu):
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    array = gpu.from_host(np.ones(3, np.int16))
+    alone.all_reduce(array)
+    stream.use()
+    try:
+        alone.all_reduce(array)
+        alone.all_reduce_async(array).wait()
+        assert cupy.cuda.get_current_stream() == stream
+    finally:
+        cupy.cuda.Stream.null.use()
+
+
 def test_memory_is_kept_as_long_as_it_is_used(alone, gpu):
     programs.holds_what_it_uses(alone, gpu)
 

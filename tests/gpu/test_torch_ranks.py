@@ -253,6 +253,30 @@ def test_the_program_computes_while_an_asynchronous_call_runs(torch, dist, comm,
     assert torch.equal(other, torch.full_like(other, 4))
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_a_graph_of_torch(torch, dist, comm, on_gpu, later):
+    if dist.group.WORLD._comm._devices._path.name != "nccl":
+        pytest.skip("over CUDA IPC no call can be captured")
+    given, total = torch.zeros(1000), torch.zeros(1000)
+
+    def call():
+        total.copy_(given)
+        work = dist.all_reduce(total, async_op=later)
+        if later:
+            work.wait()
+        total.add_(1)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    for number in range(3):
+        given.fill_(number + comm.rank)
+        graph.replay()
+        assert torch.equal(total, torch.full_like(total, 2 * number + 2))
+
+
 def test_tensors_of_an_asynchronous_call_may_be_dropped(torch, dist, comm, on_gpu):
     """Their memory is given to no other tensor while the call uses it."""
     totals = [torch.zeros(2, 1 << 16) for _ in range(3)]
