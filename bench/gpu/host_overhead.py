@@ -91,7 +91,6 @@ def null_cuda() -> interface.Cuda:
         "new_stream": lambda self: _NullStream(),
         "on": lambda self, stream: nullcontext(),
         "beside": lambda self, stream: nullcontext(),
-        "captures": lambda self: False,
         "as_torch": lambda self: nullcontext(),
     }
     made: interface.Cuda = type("NullCuda", (interface.Cuda,), methods)()

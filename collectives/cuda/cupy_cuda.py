@@ -178,13 +178,11 @@ class CupyCuda(Cuda):
     @contextmanager
     def beside(self, stream: Any) -> Iterator[None]:
         """By `use`, and torch's stream context."""
-        follow(stream, current_stream())
         torch, number = torch_on_gpus(), self.current_device()
         if torch is None:
             with using(stream.stream):
                 yield
             return
-        follow(stream, torch_stream(number))
         self._noted_by_torch.setdefault(stream.handle, stream)
         external = torch.cuda.ExternalStream(stream.handle, device=number)
         with using(stream.stream), torch.cuda.stream(external):
@@ -193,13 +191,6 @@ class CupyCuda(Cuda):
     def as_torch(self) -> AbstractContextManager[Any]:
         """By `use`."""
         return using(torch_stream(self.current_device()).stream)
-
-    def captures(self) -> bool:
-        """CuPy's graphs and torch's."""
-        torch = torch_on_gpus()
-        return current_stream().capturing() or (
-            torch is not None and torch.cuda.is_current_stream_capturing()
-        )
 
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
         """CuPy's ufuncs have NumPy's semantics, including NaN, bool and 16-bit floats."""

@@ -154,18 +154,11 @@ class Cuda(ABC):
 
     @abstractmethod
     def beside(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Context in which the stream is the current one, torch's as well.
-
-        Its work waits for what was enqueued on the streams that were current.
-        """
+        """Context in which the stream is the current one, torch's as well."""
 
     @abstractmethod
     def as_torch(self) -> AbstractContextManager[Any]:
         """Context in which torch's current stream is the current one."""
-
-    @abstractmethod
-    def captures(self) -> bool:
-        """Whether a graph captures the current stream, or torch's."""
 
     @abstractmethod
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:

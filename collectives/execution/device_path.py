@@ -69,9 +69,6 @@ class DevicePath(ABC):
     name: str
     """Name in errors and in the flight recorder."""
 
-    has_stream = False
-    """Whether `beside` moves calls to a stream of the path."""
-
     @abstractmethod
     def run(self, request: Request) -> str:
         """Run the collective; the name of the algorithm, for the flight recorder."""
@@ -133,5 +130,5 @@ class OnDevices(Protocol):
     def beside(self, held: object) -> AbstractContextManager[None]:
         """As `DevicePath.beside`."""
 
-    def as_torch(self, *, beside: bool) -> AbstractContextManager[None]:
-        """A context of calls on torch's current stream, or beside it where the path can."""
+    def as_torch(self) -> AbstractContextManager[None]:
+        """A context whose calls are made on torch's current stream."""

@@ -122,16 +122,12 @@ class Devices:
             return nullcontext()
         return self._path.beside(held)
 
-    def as_torch(self, *, beside: bool) -> AbstractContextManager[None]:
-        """A context of calls on torch's current stream, or beside it where the path can."""
+    def as_torch(self) -> AbstractContextManager[None]:
+        """As `Cuda.as_torch`, where this process has CuPy."""
         try:
-            gpus = cuda()
+            return cuda().as_torch()
         except BackendUnavailableError:
             return nullcontext()  # the call refuses the array
-        path, here = self._path, gpus.current_device() == self._device
-        if not beside or path is None or not path.has_stream or not here or gpus.captures():
-            return gpus.as_torch()
-        return path.beside(None)
 
     def enqueue(self, operation: Operation) -> Handle[Any]:
         """Like `submit`, for an operation that was checked and is marked as one on a GPU."""

@@ -36,7 +36,6 @@ class NcclPath(DevicePath):
     """NCCL's own collectives by default; a named schedule runs over NCCL's messages."""
 
     name = "nccl"
-    has_stream = True
 
     def __init__(self, cuda: Cuda, transport: NcclTransport, launches: StreamWork) -> None:
         """`launches` chooses the streams of the transport's calls."""

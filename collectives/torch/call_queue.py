@@ -195,6 +195,6 @@ def _tensors_in(arguments: Any) -> Iterator[Any]:
 
 def _bytes_of(tensors: Any) -> float:
     """The bytes of dense tensors in lists; infinity if there are other tensors."""
-    if isinstance(tensors, list | tuple):
-        return sum(map(_bytes_of, tensors))
-    return tensors.nbytes if tensors.layout is torch.strided else math.inf
+    return sum(
+        each.nbytes if each.layout is torch.strided else math.inf for each in _tensors_in(tensors)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from collectives.communicator import Communicator
@@ -65,7 +65,11 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
         if engine.before_call is not None:
             engine.before_call()
         # Calls of other threads must not come between the streams.
-        with engine.lock, engine.devices.as_torch(beside=asynchronous):
+        with (
+            engine.lock,
+            engine.devices.beside(None) if asynchronous else nullcontext(),
+            engine.devices.as_torch(),
+        ):
             yield
 
     queue = CallQueue(engine.wait_policy, all_come, on_gpus)

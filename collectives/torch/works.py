@@ -19,7 +19,17 @@ from torch.distributed import Work
 from torch.futures import Future
 
 
-class DoneWork(Work):  # type: ignore[misc]
+class _OrderedWork(Work):  # type: ignore[misc]
+    """What `wait` orders, the other methods order too; torch's own would order nothing."""
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+
+class DoneWork(_OrderedWork):
     """A call that has ended well; `done` makes one, as a constructor in Python takes longer."""
 
     _tensors: list[Any]
@@ -35,11 +45,6 @@ class DoneWork(Work):  # type: ignore[misc]
     def is_success(self) -> bool:
         """True."""
         return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    block_current_stream = synchronize
 
     def exception(self) -> BaseException | None:
         """None."""
@@ -73,7 +78,7 @@ def gpus_of(tensors: Any) -> list[Any]:
     return [tensors.device] if getattr(tensors, "is_cuda", False) else []
 
 
-class PendingWork(Work):  # type: ignore[misc]
+class PendingWork(_OrderedWork):
     """A call that may not have ended; `finish` is called by the thread that makes it."""
 
     def __init__(self, tensors: list[Any], name: str, gpus: Sequence[Any] = ()) -> None:
@@ -122,12 +127,6 @@ class PendingWork(Work):  # type: ignore[misc]
         if self._end is not None:
             torch.cuda.current_stream(self.gpus[0]).wait_event(self._end)
         return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Whether the tensors may be used on any stream, or `wait` would raise at once."""
@@ -235,7 +234,7 @@ class _Failure:
     __reduce_ex__ = raise_error  # type: ignore[assignment]
 
 
-class AllWorks(Work):  # type: ignore[misc]
+class AllWorks(_OrderedWork):
     """Several calls as one."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -247,12 +246,6 @@ class AllWorks(Work):  # type: ignore[misc]
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Whether all have ended."""
