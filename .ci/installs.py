@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 IMPORT_ALL = Path(__file__).with_name("import_all.py")
+UV = os.environ.get("UV", "uv")
 PACKAGES = ("collectives", "strategies")
 # The extra, whether it brings an MPI, and what of the repository is run with it.
 INSTALLS = (
@@ -42,7 +43,7 @@ def build(folder: Path) -> Path:
     """The wheel, built from a copy, since building leaves files beside the sources."""
     hidden = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests")
     shutil.copytree(ROOT, folder / "source", ignore=hidden)
-    run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, folder / "source"])
+    run([UV, "build", "-q", "--wheel", "-o", folder, folder / "source"])
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -54,21 +55,9 @@ def attempt(folder: Path, wheel: Path, extra: str, mpi: bool, packages: tuple[st
     python = environment / "bin" / "python"
     problem = ""
     try:
-        run([sys.executable, "-m", "venv", "--without-pip", environment])
+        run([UV, "venv", "-q", "--python", sys.executable, environment])
         named = f"{wheel}[{extra}]" if extra else str(wheel)
-        run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "--python",
-                python,
-                "install",
-                "-q",
-                "--no-compile",
-                named,
-            ]
-        )
+        run([UV, "pip", "install", "-q", "--python", python, named])
         # Where the extra brings no MPI, the system's must not be found either.
         without = {} if mpi else {"MPI4PY_LIBMPI": str(folder / "no MPI")}
         run([python, IMPORT_ALL, *(["--has", "MPI"] if mpi else []), *packages], **without)
