@@ -240,6 +240,7 @@ def test_world_that_ends_badly_fails_its_last_test(tmp_path):
     assert "every rank finished its tests, but mpirun ended with code" in text
 
 
+@pytest.mark.slow
 def test_a_second_process_runs_ordinary_tests_from_the_end(tmp_path):
     suite = Suite(tmp_path, FIRST_OF_SEVERAL)
     for number in range(SEVERAL_FILES):

@@ -34,6 +34,7 @@ from collectives.transports.mpi import MpiTransport
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from tests.collectives.oracle import case, reduced, value, values
 from tests.collectives.waiting import wait_for_all
+from tests.slow import slow
 
 pytestmark = pytest.mark.mpi
 
@@ -553,7 +554,7 @@ def test_large_arrays_are_pipelined(comm, collective):
 
 
 @pytest.mark.ranks(6, 8)
-@pytest.mark.parametrize("of_a_node", ["half", "two"])
+@pytest.mark.parametrize("of_a_node", ["half", *slow("two")])
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather"])
 def test_large_blocks_are_pipelined(comm, collective, of_a_node):
     """One node's block after the other. Parts may differ in length, and be empty."""

@@ -7,8 +7,9 @@ import pytest
 from collectives import algorithms
 from tests.collectives import oracle
 from tests.devices.gpu_worlds import run, same, simulated
+from tests.slow import slow
 
-SIZES = [1, 2, 3, 5]
+SIZES = [1, 3, *slow(2, 5)]
 
 
 # An id that is "mpi" would be a mark to pytest-mpi.

@@ -21,10 +21,11 @@ from strategies.core.options import CommunicationOptions
 from strategies.cross_device_ops import NcclAllReduce
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, simulated
+from tests.slow import slow
 from tests.strategies import support
 from tests.strategies.support import lone_strategy
 
-SIZES = [2, 3]
+SIZES = [3, *slow(2)]
 
 
 def strategy_of(comm, *options):

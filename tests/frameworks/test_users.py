@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.told import refusals_of
-from tests.slow import slow
 
 
 def run(launch, program, modules, environment=()):
@@ -72,7 +71,8 @@ def test_a_tensorflow_user(launch):
     assert said == {}
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", *slow("jax", "torch")])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_a_keras_user(launch, backend):
     said = run(launch, "keras_user.py", ["keras", backend], [f"KERAS_BACKEND={backend}"])
     scope, running = "scope of MirroredStrategy", "run of MirroredStrategy"

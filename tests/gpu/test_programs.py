@@ -8,8 +8,9 @@ from tests.collectives import oracle
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, simulated
 from tests.gpu import programs
+from tests.slow import slow
 
-SIZES = [1, 2, 3]
+SIZES = [1, 2, *slow(3)]
 
 
 def on_simulated(size, program, *arguments, backend="nccl", device=None):

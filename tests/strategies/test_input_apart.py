@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from strategies import AutoShardPolicy, InputOptions
+from tests.slow import slow
 from tests.strategies.support import on_ranks
 
 WARNING = "the ranks' first global batches differ"
@@ -32,7 +33,7 @@ def rows_seen(strategy, seed, policy=None):
     return [float(each) for _ in range(2) for batch in data for each in batch["x"]]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 @pytest.mark.parametrize("policy", [None, "DATA"])
 def test_ranks_that_shuffle_each_by_itself_are_warned_once(size, policy, caplog):
     def body(strategy):
@@ -44,7 +45,7 @@ def test_ranks_that_shuffle_each_by_itself_are_warned_once(size, policy, caplog)
     assert [WARNING in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_ranks_that_read_the_same_are_not_warned(size, caplog):
     with caplog.at_level(logging.WARNING, "strategies"):
         seen = np.concatenate(on_ranks(size, lambda strategy: rows_seen(strategy, 5))).tolist()
@@ -52,7 +53,7 @@ def test_ranks_that_read_the_same_are_not_warned(size, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 @pytest.mark.parametrize("policy", [AutoShardPolicy.OFF, AutoShardPolicy.HINT])
 def test_ranks_that_read_each_for_itself_are_not_warned(size, policy, caplog):
     def body(strategy):
@@ -64,7 +65,7 @@ def test_ranks_that_read_each_for_itself_are_not_warned(size, policy, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_the_end_as_an_optional_is_at_the_same_step_on_all_ranks(size):
     def body(strategy):
         rank = strategy.communicator.rank

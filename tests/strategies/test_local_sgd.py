@@ -26,6 +26,7 @@ from strategies import (
 )
 from strategies.core.indexed_slices import IndexedSlices
 from strategies.synchronous.local_sgd import rounds as rounds_of_steps
+from tests.slow import slow
 from tests.strategies.support import limited, refusal, same_refusal
 
 SHAPES = [(3, 2), (), (4,)]
@@ -119,7 +120,7 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3, *slow(2, 5)])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("outer", OUTER)
@@ -144,7 +145,7 @@ def test_every_rank_has_the_simulations_values_after_every_step(size, every, inn
                 assert alike == ((step + 1) % every == 0 or rank == 0)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_averaging_after_each_step_of_descent_is_training_in_step_by_the_mean(size):
     def in_step(transport):
         with limited(transport):
@@ -174,7 +175,7 @@ def test_between_mpi_ranks(comm):
 # --- what is averaged ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_variables_without_updates_are_not_averaged(size):
     """The mean of equal numbers may be another number, and integers have none."""
 
@@ -229,7 +230,7 @@ def test_a_variable_without_an_update_on_one_rank_is_averaged_by_the_others():
 
 
 @pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_an_assignment_for_all_moves_what_was_agreed_on_too(size, outer):
     """A checkpoint that is restored in the middle of a round isn't an outer gradient."""
 
@@ -264,7 +265,7 @@ def test_sparse_gradients_are_steps_of_a_replica(outer):
     assert local.run(2, body) == [pytest.approx([step, step])] * 2
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_the_callers_gradients_are_not_changed(size):
     def body(strategy):
         with strategy.scope():
@@ -279,7 +280,7 @@ def test_the_callers_gradients_are_not_changed(size):
 # --- when ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, *slow(2)])
 def test_synchronize_averages_at_once_and_begins_a_new_round(size):
     def body(strategy):
         rank = strategy.communicator.rank
@@ -318,7 +319,7 @@ def test_ranks_with_unequal_steps_agree_again_after_synchronize():
     assert on_ranks(3, body, 5) == [[-2.0, -7.0]] * 3
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_about_every_so_many_seconds_all_ranks_average_at_the_same_steps(size, monkeypatch):
     """Follows the slowest rank's rate, on simulated clocks; rounds at most double."""
     clock = threading.local()
@@ -390,7 +391,7 @@ def batches(count, length):
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, *slow(2)])
 def test_a_script_for_another_strategy_gets_the_mean_over_its_own_batch(size):
     """As in the tutorial on custom training loops: by batch size times replicas in sync."""
 
@@ -474,7 +475,7 @@ def test_what_can_be_iterated_only_once_is_refused():
         assert result
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, *slow(2)])
 @pytest.mark.parametrize("policy", ["AUTO", "DATA", "OFF"])
 def test_a_shuffled_dataset_is_split_by_its_policy(size, policy):
     """The same order on all ranks where they share batches; under OFF each rank reads all."""
@@ -493,7 +494,7 @@ def test_a_shuffled_dataset_is_split_by_its_policy(size, policy):
     assert {tuple(lengths) for lengths, _ in results} == {(4,) * 3 * copies}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *slow(2)])
 def test_reductions_and_metrics_are_over_all_ranks(size):
     def body(strategy):
         rank = strategy.communicator.rank

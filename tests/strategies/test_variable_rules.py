@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from strategies import Variable, VariableAggregation, VariableSynchronization, get_replica_context
+from tests.slow import slow
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 METHODS = {"assign": lambda old, new: new, "assign_add": np.add, "assign_sub": np.subtract}
@@ -45,7 +46,7 @@ CROSS_REPLICA = {
     "no context": lambda strategy, function: function(),
 }
 for_all_replicas = pytest.mark.parametrize("where", CROSS_REPLICA.values(), ids=CROSS_REPLICA)
-on_sizes = pytest.mark.parametrize("size", [1, 2, 3])
+on_sizes = pytest.mark.parametrize("size", [1, 3, *slow(2)])
 with_methods = pytest.mark.parametrize("method", METHODS)
 aggregated = pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 all_aggregations = pytest.mark.parametrize("aggregation", VariableAggregation.__members__)

@@ -12,6 +12,7 @@ import pytest
 from strategies import Variable, VariableAggregation, VariableSynchronization
 from strategies.core.indexed_slices import IndexedSlices
 from strategies.variables import scatter
+from tests.slow import slow
 from tests.strategies.support import lone_strategy, on_ranks, refusal
 
 START = np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
@@ -26,7 +27,7 @@ FOLDS = {
 }
 SUMMED = ["scatter_add", "scatter_sub", "scatter_mul", "scatter_div"]
 UNSUMMED = ["scatter_min", "scatter_max", "scatter_update"]
-on_sizes = pytest.mark.parametrize("size", [1, 2, 3])
+on_sizes = pytest.mark.parametrize("size", [1, 3, *slow(2)])
 with_methods = pytest.mark.parametrize("method", FOLDS)
 all_aggregations = pytest.mark.parametrize("aggregation", VariableAggregation.__members__)
 

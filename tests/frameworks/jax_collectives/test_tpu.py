@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 PROGRAM = str(Path(__file__).with_name("tpu_program.py"))
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "jax.md"
 
@@ -28,7 +30,7 @@ def run(jax, launch, monkeypatch):
     return on_ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *slow(1)])
 def test_replicas_on_all_devices(run, ranks):
     said = run(ranks, PROGRAM)
     for rank in range(ranks):

@@ -51,6 +51,7 @@ def torchrun(python):
     return run
 
 
+@pytest.mark.slow
 def test_a_script_needs_nothing_but_torchrun(torchrun):
     ended = torchrun(2, USER, "collectives")
     assert ended.returncode == 0, ended.stderr

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import slow
-
 torch = pytest.importorskip("torch", reason="torch isn't installed: it can't be tested with")
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +35,8 @@ def trained(library, ranks):
     return [float(weight) for weight in weights]
 
 
-@pytest.mark.parametrize("library", ["accelerate", *slow("transformers", "lightning")])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["accelerate", "transformers", "lightning"])
 def test_two_ranks_train_as_one_does(library):
     if find_spec(library) is None:
         pytest.skip(f"{library} isn't installed")
