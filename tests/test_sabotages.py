@@ -34,7 +34,9 @@ SABOTAGES = {
         "and now - self.began <= self._gap", "and True", "test_nodes_check"
     ),
     "a rank reads the result of the call before": Sabotage(
-        "out[...] = results[parity]", "out[...] = results[1 - parity]", "test_between_nodes"
+        "            fence()\n        out[...] = results[parity]",
+        "            fence()\n        out[...] = results[1 - parity]",
+        "test_between_nodes",
     ),
     "rows are joined in the order of the nodes": Sabotage(
         "places[rank] = buffer.content, buffer.words, at",
@@ -93,9 +95,12 @@ SABOTAGES = {
         "if waited >= 15 + grace and not ready():",
         "test_deadlines",
     ),
+    "a leader does not commit the ranks that it has collected": Sabotage(
+        "memory.publish(COLLECTED, word)\n        for", "for", "test_verdict_barrier"
+    ),
     "a meeting ends without a fence": Sabotage(
-        "            self.memory.fence()\n        return alike",
-        "            pass\n        return alike",
+        "        self.memory.order_loads()\n        return alike",
+        "        return alike",
         "test_fences",
     ),
     # Compression

@@ -1,7 +1,7 @@
 """all_reduce of few bytes between nodes: they travel with the check of the call.
 
-As `bound.bind`, and for two ranks alone on their nodes as `NodesCheck.agree` and
-`ReductionExchange`, written out: calls of Python functions would take as long as the messages.
+As `bound.bind`, and as `CallCheck.check_counted` in most calls, written out: calls of Python
+functions would take as long as the messages. Where anything is unusual, `check_counted` goes on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from collectives.calls.bound_between_nodes import Arrays, ReductionExchange
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import FIRST_BLOCK, LENGTH_AT, padded
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
+from collectives.consistency.nodes_check import NodesCheck
 from collectives.consistency.signature import Signature, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, Reduction
 from collectives.schedules.paths import DISSEMINATION
+from collectives.shm.layout import ARRIVALS, VERDICTS
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
+from collectives.shm.verdict_barrier import ALIKE
+
+_ALIKE = ALIKE << SEQUENCE_BITS
 
 Move = Callable[[Array, Array, int], None]
 """A function (array, out, sequence): count the call, check it and store the result in `out`."""
@@ -37,14 +42,19 @@ def bind_exchanged(
     """
     check, dtype, size = engine.call_check, reduction.dtype, engine.size
     assert check is not None
+    nodes_check = check.nodes_check
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     exchange = ReductionExchange(engine, reduction, math.prod(shape))
-    if exchange.slots:
-        move = _through_slots(check, signature, base, exchange, shape)
+    if nodes_check is None:
+        move = _of_a_follower(check, signature, base, exchange, shape)
+    elif exchange.slots:
+        move = _of_a_leader(check, nodes_check, signature, base, exchange, shape)
     else:
         move = _between_lone_ranks(check, signature, base, exchange)
         if size == 2:
-            move = _in_one_message(engine, check, signature, base, reduction, shape, move)
+            move = _in_one_message(
+                engine, check, nodes_check, signature, base, reduction, shape, move
+            )
     acquire, release, errstate = engine.lock.acquire, engine.lock.release, engine.errstate.run
     recorder, ring, last = engine.recorder, engine.recorder.ring, CALLS_KEPT - 1
     divides, finish, ndarray, empty = reduction.divides, reduction.finish, np.ndarray, np.empty
@@ -89,26 +99,78 @@ def bind_exchanged(
     return all_reduce
 
 
-def _through_slots(
+def _of_a_follower(
     check: CallCheck,
     signature: Signature,
     base: int,
     exchange: ReductionExchange,
     shape: tuple[int, ...],
 ) -> Move:
-    """Of a rank that shares its node's memory with others."""
-    stores = [slots[exchange.rank].reshape(shape) for slots in exchange.slots]
-    results = [slots[0].reshape(shape) for slots in exchange.slots]
-    check_counted = check.check_counted
+    """Of a rank that shares its node's memory with others, and doesn't lead it."""
+    assert check.verdicts is not None
+    memory, poll, check_counted = check.verdicts.memory, check.verdicts.poll, check.check_counted
+    own, leader, fence = memory.own, memory.words[0], memory.fence
+    stores, results = _slots_of(exchange, shape)
 
     def move(array: Array, out: Array, sequence: int) -> None:
-        exchange.parity = parity = sequence & 1
+        parity, number = sequence & 1, sequence & SEQUENCE_MASK
         stores[parity][...] = array
-        check.sequence = sequence
-        check_counted(signature, base | sequence & SEQUENCE_MASK, None, exchange)
+        check.sequence, word = sequence, base | number
+        if fence is not None:
+            fence()
+        own[ARRIVALS[parity]] = word
+        if not poll(leader, VERDICTS[parity], _ALIKE | number):
+            check_counted(signature, word, None, exchange)
+        elif fence is not None:
+            fence()
         out[...] = results[parity]
 
     return move
+
+
+def _of_a_leader(
+    check: CallCheck,
+    nodes_check: NodesCheck,
+    signature: Signature,
+    base: int,
+    exchange: ReductionExchange,
+    shape: tuple[int, ...],
+) -> Move:
+    """Of a rank that leads its node."""
+    assert check.verdicts is not None
+    verdicts, rounds, check_counted = check.verdicts, nodes_check.rounds, check.check_counted
+    own, fence = verdicts.memory.own, verdicts.memory.fence
+    collect_soon, publish_verdict = verdicts.collect_soon, verdicts.publish_verdict
+    on_time, complete = nodes_check.lateness.on_time, nodes_check.complete
+    swap, take, answer_request = rounds.swap, rounds.take, nodes_check.answer_request
+    swaps, (stores, results) = rounds.count == 1, _slots_of(exchange, shape)
+
+    def move(array: Array, out: Array, sequence: int) -> None:
+        exchange.parity = parity = sequence & 1
+        number = sequence & SEQUENCE_MASK
+        stores[parity][...] = array
+        check.sequence, word = sequence, base | number
+        if fence is not None:
+            fence()
+        own[ARRIVALS[parity]] = word
+        if not (swaps and collect_soon(word, sequence) and on_time()):
+            check_counted(signature, word, None, exchange)
+        elif not (swap(word, exchange) and complete(number)):
+            check_counted(signature, word, None, exchange, swapped=True)
+        else:
+            take(word, exchange, answer_request)
+            publish_verdict(ALIKE, sequence)
+        out[...] = results[parity]
+
+    return move
+
+
+def _slots_of(
+    exchange: ReductionExchange, shape: tuple[int, ...]
+) -> tuple[list[Array], list[Array]]:
+    """Where this rank stores its array, and where it reads the result, by parity of the call."""
+    stores = [slots[exchange.rank].reshape(shape) for slots in exchange.slots]
+    return stores, [slots[0].reshape(shape) for slots in exchange.slots]
 
 
 def _between_lone_ranks(
@@ -132,6 +194,7 @@ def _between_lone_ranks(
 def _in_one_message(
     engine: Engine,
     check: CallCheck,
+    nodes_check: NodesCheck,
     signature: Signature,
     base: int,
     reduction: Reduction,
@@ -139,12 +202,12 @@ def _in_one_message(
     move_slowly: Callable[..., None],
 ) -> Move:
     """Of two ranks alone on their nodes, as `Dissemination.swap`; else slowly."""
-    alone, fold, errstate = check.alone, reduction.plain_fold, engine.errstate.run
-    assert alone is not None
+    fold, errstate = reduction.plain_fold, engine.errstate.run
     assert fold is not None
-    rounds, dtype = alone.rounds, reduction.dtype
+    rounds, dtype = nodes_check.rounds, reduction.dtype
     wait_policy, waiting = engine.wait_policy, engine.wait_policy.call
-    on_time, complete, channel = alone.lateness.on_time, alone.complete, rounds.channels[0]
+    on_time, complete = nodes_check.lateness.on_time, nodes_check.complete
+    channel = rounds.channels[0]
     outgoing_of, send, arrived = channel.outgoing, channel.send, channel.arrived
     nbytes, received = math.prod(shape) * dtype.itemsize, channel.incoming.words
     length, views = FIRST_BLOCK + padded(nbytes), Arrays(nbytes, dtype, shape)
@@ -175,6 +238,6 @@ def _in_one_message(
             errstate(fold, theirs, own, out)
         if not rounds.end_swap():
             waiting.what, waiting.sequence, waiting.line = signature, sequence, None
-            rounds.wait_until_sent(channel, number, alone.answer_request)
+            rounds.wait_until_sent(channel, number, nodes_check.answer_request)
 
     return move

@@ -18,13 +18,8 @@ from collectives.consistency.signature import Signature, fingerprint
 from collectives.errors import DeadlineExceededError, MismatchError
 from collectives.shm import intents
 from collectives.shm.layout import ROW_BYTES, SMALL_BYTES
-from collectives.shm.node_barrier import (
-    ALIKE,
-    DIFFERENT,
-    SEQUENCE_BITS,
-    SEQUENCE_MASK,
-    NodeBarrier,
-)
+from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK, NodeBarrier
+from collectives.shm.verdict_barrier import ALIKE, DIFFERENT, VerdictBarrier
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import WaitPolicy
 
@@ -42,16 +37,19 @@ class CallCheck:
     ) -> None:
         """`node_barrier` is None for a rank alone on its node, `leaders` connects the nodes.
 
-        `leaders` is None with one node, and on ranks that do not lead theirs. `nodes` holds the
-        ranks of each node. `describe` exchanges every rank's call after a mismatch.
+        With several nodes it is a VerdictBarrier. `leaders` is None with one node, and on ranks
+        that do not lead theirs. `nodes` holds the ranks of each node. `describe` exchanges every
+        rank's call after a mismatch.
         """
         self._wait_policy, self.node_barrier, self._leaders = wait_policy, node_barrier, leaders
         self.members, self.nodes, self._describe = nodes, len(nodes), describe
-        self._nodes_check = (
+        self.verdicts = node_barrier if isinstance(node_barrier, VerdictBarrier) else None
+        """The node's barrier, of a rank that shares one of several nodes; None on others."""
+        self.nodes_check = (
             None if leaders is None else NodesCheck(leaders, wait_policy, self._absent)
         )
-        self.alone = self._nodes_check if node_barrier is None else None
-        """The comparison of a rank alone on its node; None on others."""
+        """The comparison between nodes, of the rank that leads one of several; None on others."""
+        self._alone = self.nodes_check if node_barrier is None else None
         self.slots = _slots(node_barrier) if self.nodes > 1 else []
         """The memory of this node's ranks, by parity of the call, for data that travel with it."""
         self.sequence = 0
@@ -105,16 +103,16 @@ class CallCheck:
     ) -> None:
         """Like `check_word`, for a caller that has counted the call and stored its data.
 
-        `swapped`: as for `NodesCheck.agree`, on a rank alone on its node.
+        `swapped`: as for `NodesCheck.agree`.
         """
         sequence, wait_policy = self.sequence, self._wait_policy
         call = wait_policy.call
         call.what, call.sequence, call.line = signature, sequence, line
         try:
-            if self.alone is None:
-                alike = self._check(word, sequence, exchange)
+            if self._alone is None:
+                alike = self._check(word, sequence, exchange, swapped)
             else:
-                alike = self.alone.agree(word, exchange, swapped=swapped)
+                alike = self._alone.agree(word, exchange, swapped=swapped)
         except DeadlineExceededError as error:
             self._uncount(error, sequence)
             raise
@@ -147,36 +145,36 @@ class CallCheck:
         if self.node_barrier is not None:
             self.node_barrier.end()
 
-    def _check(self, word: int, sequence: int, exchange: Exchange | None) -> bool:
+    def _check(self, word: int, sequence: int, exchange: Exchange | None, swapped: bool) -> bool:
         if self.node_barrier is None:
             return True
         self.node_barrier.arrive(word, sequence)
-        if self.nodes == 1:
+        verdicts = self.verdicts
+        if verdicts is None:
             return self.node_barrier.wait_for_all(word, sequence)
-        nodes_check = self._nodes_check
-        if nodes_check is None:
-            return self.node_barrier.wait_for_verdict(word, sequence) == ALIKE
+        if self.nodes_check is None:
+            return verdicts.wait_for_verdict(word, sequence) == ALIKE
         try:
-            if alike := self.node_barrier.collect(word, sequence):
-                alike = nodes_check.agree(word, exchange)
+            if alike := verdicts.collect(word, sequence):
+                alike = self.nodes_check.agree(word, exchange, swapped=swapped)
             else:
-                alike = nodes_check.disagree(word & SEQUENCE_MASK)
+                alike = self.nodes_check.disagree(word & SEQUENCE_MASK)
         except DeadlineExceededError:
-            self.node_barrier.release()
+            verdicts.release()
             raise
-        self.node_barrier.publish_verdict(ALIKE if alike else DIFFERENT, sequence)
+        verdicts.publish_verdict(ALIKE if alike else DIFFERENT, sequence)
         return alike
 
     def _absent(self, nodes: list[int]) -> dict[int, str]:
         """The ranks of the nodes that are waited for, which the node's other ranks read too."""
-        if self.node_barrier is not None:
-            self.node_barrier.publish_missing(nodes)
+        if self.verdicts is not None:
+            self.verdicts.publish_missing(nodes)
         return ranks_of(self.members, nodes)
 
     def close(self) -> None:
         """Close the channel to the other nodes."""
-        if self._nodes_check is not None:
-            self._nodes_check.close()
+        if self.nodes_check is not None:
+            self.nodes_check.close()
         if self._leaders is not None and self.node_barrier is not None:
             self._leaders.close()
 

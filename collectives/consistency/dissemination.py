@@ -10,6 +10,7 @@ for: after the last round every leader holds those of all (the all-gather of Bru
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -20,7 +21,7 @@ from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.transports.base import Transport
 from collectives.transports.neighbors import Buffer, NeighborChannel
-from collectives.waiting.wait_policy import WaitPolicy
+from collectives.waiting.wait_policy import YIELDS, WaitPolicy
 
 Block = tuple[Buffer, int]
 """A buffer of messages, and the byte, a multiple of 8, where a node's data begin in it."""
@@ -164,7 +165,7 @@ class Dissemination:
                 return False
         return True
 
-    def swap(self, word: int, exchange: Exchange | None, spins: int) -> bool:
+    def swap(self, word: int, exchange: Exchange | None) -> bool:
         """The only round between two nodes, as `advance`, in half of the time.
 
         Whether the other node's message is here, with the same word, as in most calls. `after_swap`
@@ -179,9 +180,13 @@ class Dissemination:
             length = FIRST_BLOCK + padded(nbytes)
         channel.send(length)
         arrived = channel.arrived
-        for _ in range(spins):
+        for _ in range(self._wait_policy.spins or 1):
             if arrived():
                 # The deadline of a node that sends this is no shorter than in the last call.
+                return channel.incoming.words[0] == word
+        for _ in range(YIELDS):
+            os.sched_yield()
+            if arrived():
                 return channel.incoming.words[0] == word
         return False
 

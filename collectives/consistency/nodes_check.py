@@ -38,9 +38,7 @@ from collectives.consistency.signature import FINGERPRINT_BITS
 from collectives.errors import DeadlineExceededError, UnusableError
 from collectives.shm.node_barrier import GRACE_SECONDS, SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.transports.base import Transport
-from collectives.waiting.wait_policy import WaitPolicy
-
-_YIELDS = 20
+from collectives.waiting.wait_policy import YIELDS, WaitPolicy
 
 # In place of a fingerprint, in messages to all leaders.
 _WITHDRAWN, _COMPLETE = 1, 2
@@ -83,7 +81,7 @@ class NodesCheck:
         """
         number, wait_policy, late = word & SEQUENCE_MASK, self._wait_policy, False
         if not swapped and self.rounds.count == 1 and self.lateness.on_time():
-            if self.rounds.swap(word, exchange, wait_policy.spins or 1) and self.complete(number):
+            if self.rounds.swap(word, exchange) and self.complete(number):
                 self.rounds.take(word, exchange, self.answer_request)
                 return True
             swapped = True
@@ -120,7 +118,7 @@ class NodesCheck:
         """Run the rounds; False if the lease has passed, or a vote is requested."""
         advance = self.rounds.advance
         # Most messages are here after a few yields: a look for requests takes longer than they do.
-        for _ in range(_YIELDS):
+        for _ in range(YIELDS):
             if advance(rounds):
                 return True
             os.sched_yield()

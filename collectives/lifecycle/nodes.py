@@ -27,6 +27,7 @@ from collectives.shm.levels import Levels
 from collectives.shm.node import Node
 from collectives.shm.node_barrier import NodeBarrier
 from collectives.shm.progress import ProgressCounters
+from collectives.shm.verdict_barrier import VerdictBarrier
 from collectives.transports.base import Transport
 from collectives.waiting.wait_policy import check_deadline, warn_once
 
@@ -154,7 +155,10 @@ def settle(engine: Engine, where: Topology) -> None:
     members = where.members
     memory = NodeMemory(segments, part.rank, part.fence)
     own = members[where.node]
-    node_barrier = NodeBarrier(memory, engine.wait_policy, own, partial(ranks_of, members))
+    node_barrier = NodeBarrier(memory, engine.wait_policy, own)
+    if len(members) > 1:
+        others = partial(ranks_of, members)
+        node_barrier = VerdictBarrier(memory, engine.wait_policy, own, others)
     engine.join(
         _join(engine, node, where, ProgressCounters(memory, engine.wait_policy, own), segments)
     )

@@ -100,6 +100,11 @@ class NodeMemory:
             self.fence()
         self.own[index] = value
 
+    def order_loads(self) -> None:
+        """Order the loads that follow after those of the words that were read."""
+        if self.fence is not None:
+            self.fence()
+
 
 def clear(segment: memoryview, fence: Callable[[], None] | None) -> None:
     """Zero the parts of an own segment that other ranks read before they are written."""

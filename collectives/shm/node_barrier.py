@@ -25,13 +25,10 @@ from collections.abc import Callable
 from collectives.errors import DeadlineExceededError, RankFailedError
 from collectives.shm.layout import (
     ARRIVALS,
-    COLLECTED,
     COMMITTED,
     ENDED,
-    MISSING_NODES,
     NAMESPACE,
     PROCESS,
-    VERDICTS,
     WITHDRAWN_AT,
     NodeMemory,
     order_all_threads,
@@ -42,11 +39,7 @@ from collectives.waiting.wait_policy import WaitPolicy
 SEQUENCE_BITS = 16
 SEQUENCE_MASK = (1 << SEQUENCE_BITS) - 1
 
-ALIKE, DIFFERENT = 1, 2
-"""Verdict of the node's leader after its exchange with the other nodes."""
-
 GRACE_SECONDS = 2.0
-_NODES_NOTED = 64  # the bits of a word
 
 
 def word_of(fingerprint: int, sequence: int) -> int:
@@ -57,19 +50,10 @@ def word_of(fingerprint: int, sequence: int) -> int:
 class NodeBarrier:
     """One rank's side of the barrier."""
 
-    def __init__(
-        self,
-        memory: NodeMemory,
-        wait_policy: WaitPolicy,
-        ranks: list[int],
-        ranks_of: Callable[[list[int]], dict[int, str]],
-    ) -> None:
-        """`ranks` are the numbers of the node's ranks in the whole group, for messages.
-
-        `ranks_of` returns those of several nodes.
-        """
+    def __init__(self, memory: NodeMemory, wait_policy: WaitPolicy, ranks: list[int]) -> None:
+        """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
         self.memory, self._wait_policy, self._ranks = memory, wait_policy, ranks
-        self._ranks_of = ranks_of
+        self.poll = wait_policy.poll_word
         self._waits_since = 0
         wait_policy.check_alive = self._check_alive
 
@@ -82,23 +66,20 @@ class NodeBarrier:
 
         At the deadline the word is withdrawn before the error is raised.
         """
-        index = ARRIVALS[sequence & 1]
-        others, spins = self.memory.others, self._wait_policy.spins
-        self._waits_since = 0
+        index, only = ARRIVALS[sequence & 1], len(self.memory.others) == 1
         while True:
-            alike = True
-            for words in others:
-                if words[index] == word:
-                    continue
-                for _ in range(spins):
-                    if words[index] == word:
-                        break
-                else:
-                    alike &= self._await(words, index, word)
-            if len(others) == 1 or self._commit(word, index):
+            alike = self._wait_for_each(word, index)
+            if only or self._commit(word, index):
                 break
-        if self.memory.fence is not None:
-            self.memory.fence()
+        self.memory.order_loads()
+        return alike
+
+    def _wait_for_each(self, word: int, index: int) -> bool:
+        """Wait until each rank was seen; whether all words were equal."""
+        self._waits_since, alike = 0, True
+        for words in self.memory.others:
+            if words[index] != word and not self.poll(words, index, word):
+                alike &= self._await(words, index, word)
         return alike
 
     def _commit(self, word: int, index: int) -> bool:
@@ -127,6 +108,18 @@ class NodeBarrier:
                 # A rank continues, or all ranks have arrived at this moment.
                 self._await_bound(lambda: arrived() or not self._any_committed(word), dict)
         return words[index] == word
+
+    def _await_bound(self, ready: Callable[[], bool], absent: Callable[[], dict[int, str]]) -> None:
+        """Continue to wait, because a rank relies on this one and will continue or abandon soon.
+
+        After another deadline plus the grace period, the error leaves the call undecided.
+        """
+        try:
+            self._wait_policy.until(ready, absent, GRACE_SECONDS)
+        except DeadlineExceededError as error:
+            # The caller that limits the wait repeats the same call.
+            error.withdrawn = self._wait_policy.limit is not None
+            raise
 
     def _withdraw(self, index: int, word: int) -> bool:
         """Withdraw the word; False if it stays because a rank continues."""
@@ -196,89 +189,6 @@ class NodeBarrier:
             )
             self._wait_policy.before_raise(error)
             raise error
-
-    # Between the node's leader, which exchanges words with the other nodes, and its other ranks.
-
-    def collect(self, word: int, sequence: int) -> bool:
-        """As the leader: wait for all, and commit them to the call; whether their words agree."""
-        index = ARRIVALS[sequence & 1]
-        while True:
-            alike = self.wait_for_all(word, sequence)
-            self.memory.publish(COLLECTED, word)
-            if not self.absent(word, index):
-                return alike
-            self.memory.publish(COLLECTED, 0)
-
-    def release(self) -> None:
-        """As the leader: abandon the call, so that the other ranks may withdraw as well."""
-        self.memory.publish(COLLECTED, 0)
-
-    def publish_missing(self, nodes: list[int]) -> None:
-        """As the leader: publish the nodes that are waited for."""
-        self.memory.publish(MISSING_NODES, sum(1 << node for node in nodes if node < _NODES_NOTED))
-
-    def _missing(self, word: int) -> dict[int, str]:
-        """As another rank: the ranks that the leader waits for, if it published them."""
-        noted = self.memory.words[0][MISSING_NODES]
-        nodes = [node for node in range(_NODES_NOTED) if noted >> node & 1]
-        absent = self.absent(word, ARRIVALS[word & 1])
-        return self._ranks_of(nodes) or absent or {self._ranks[0]: ", which waits for other nodes"}
-
-    def publish_verdict(self, verdict: int, sequence: int) -> None:
-        """As the leader: publish the result of the exchange between nodes."""
-        if self.memory.own[MISSING_NODES]:
-            self.memory.publish(MISSING_NODES, 0)
-        self.memory.publish(VERDICTS[sequence & 1], word_of(verdict, sequence))
-
-    def wait_for_verdict(self, word: int, sequence: int) -> int:
-        """As another rank: wait for the leader's verdict."""
-        leader, index = self.memory.words[0], VERDICTS[sequence & 1]
-        number = sequence & SEQUENCE_MASK
-        self._waits_since = time.monotonic_ns()
-
-        def published() -> bool:
-            return leader[index] & SEQUENCE_MASK == number and leader[index] > 0
-
-        def absent() -> dict[int, str]:
-            return self._never_arrived(word, ARRIVALS[sequence & 1]) or self._missing(word)
-
-        try:
-            self._wait_policy.until(published, absent)
-        except DeadlineExceededError as error:
-            while not published():
-                if self._withdraw_leader(word, sequence):
-                    error = self._wait_policy.renewed(error, absent)
-                    error.withdrawn = True
-                    raise error from None
-                # The leader is committed to the call until the other nodes arrive, or it abandons.
-                self._await_bound(lambda: published() or not self._committed(sequence), absent)
-        if self.memory.fence is not None:
-            self.memory.fence()
-        return int(leader[index]) >> SEQUENCE_BITS
-
-    def _await_bound(self, ready: Callable[[], bool], absent: Callable[[], dict[int, str]]) -> None:
-        """Continue to wait, because a rank relies on this one and will continue or abandon soon.
-
-        After another deadline plus the grace period, the error leaves the call undecided.
-        """
-        try:
-            self._wait_policy.until(ready, absent, GRACE_SECONDS)
-        except DeadlineExceededError as error:
-            # The caller that limits the wait repeats the same call.
-            error.withdrawn = self._wait_policy.limit is not None
-            raise
-
-    def _committed(self, sequence: int) -> bool:
-        return has_arrived(self.memory.words[0][COLLECTED], sequence & SEQUENCE_MASK)
-
-    def _withdraw_leader(self, word: int, sequence: int) -> bool:
-        """Withdraw the word; whether that happened before the leader had counted this rank."""
-        index = ARRIVALS[sequence & 1]
-        self._take_back(index, word)
-        if order_all_threads() and not self._committed(sequence):
-            return True
-        self.memory.publish(index, word)
-        return False
 
 
 def has_arrived(word: int, number: int) -> bool:

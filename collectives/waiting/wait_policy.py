@@ -38,6 +38,9 @@ IN_CALL = " in the middle of the call"
 CHECK_SECONDS = 0.1
 """Seconds between two checks whether the other ranks are still alive."""
 
+YIELDS = 20
+"""Polls before the first look at the time, each after the core was yielded to others."""
+
 _SPINS = 1000
 _YIELD_SECONDS = 2e-3
 _EARLY_SLEEP_YIELD_SECONDS = 20e-6
@@ -115,6 +118,17 @@ class WaitPolicy:
         other.spins, other._yield_seconds = self.spins, self._yield_seconds
         other.call = WaitingCall(what, None)
         return other
+
+    def poll_word(self, words: memoryview, index: int, word: int) -> bool:
+        """Whether `words[index]` becomes `word` within polls that take less than a timed wait."""
+        for _ in range(self.spins):
+            if words[index] == word:
+                return True
+        for _ in range(YIELDS):
+            os.sched_yield()
+            if words[index] == word:
+                return True
+        return False
 
     def spin_until(
         self,

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import collectives
 from collectives import Communicator
 from collectives.consistency.flight_recorder import DIRECTORY_VARIABLE
-from collectives.shm import node_barrier
+from collectives.shm import node_barrier, verdict_barrier
 from collectives.transports import local
 from tests.collectives.waiting import wait_for_all
 from tests.slow import slow
@@ -256,7 +256,8 @@ def test_all_come_and_leave_at_random(patient, record_directory):
 def test_without_a_way_to_order_stores_the_same_call_goes_on(
     patient, record_directory, monkeypatch
 ):
-    monkeypatch.setattr(node_barrier, "order_all_threads", lambda: False)
+    for module in (node_barrier, verdict_barrier):
+        monkeypatch.setattr(module, "order_all_threads", lambda: False)
     patient.deadline = 0.1
     if patient.rank != 0:
         with pytest.raises(collectives.DeadlineExceededError):

@@ -87,7 +87,7 @@ def test_a_collective_between_threads_publishes_and_sees_with_fences(size):
 
 def test_a_meeting_ends_with_a_fence():
     def one_rank(memory, wait_policy):
-        node_barrier = NodeBarrier(memory, wait_policy, [0, 1], lambda nodes: {})
+        node_barrier = NodeBarrier(memory, wait_policy, [0, 1])
         for sequence in range(1, 50):
             word = word_of(77, sequence)
             node_barrier.arrive(word, sequence)
@@ -102,7 +102,7 @@ def test_ranks_that_differ_see_it():
     seen = {}
 
     def one_rank(memory, wait_policy):
-        node_barrier = NodeBarrier(memory, wait_policy, [0, 1, 2], lambda nodes: {})
+        node_barrier = NodeBarrier(memory, wait_policy, [0, 1, 2])
         word = word_of(5 if memory.rank == 1 else 6, 1)
         node_barrier.arrive(word, 1)
         seen[memory.rank] = node_barrier.wait_for_all(word, 1)

@@ -21,7 +21,7 @@ def pair(comm):
 
 def agreed(pair, monkeypatch):
     """The calls from now on that the written-out form left to `NodesCheck.agree`."""
-    alone, calls = pair._engine.call_check.alone, []
+    alone, calls = pair._engine.call_check.nodes_check, []
     agree = alone.agree
 
     def note(word, exchange, *, swapped=False):
@@ -51,7 +51,7 @@ def test_calls_on_time_need_nothing_else(pair, monkeypatch):
 def test_a_process_that_was_stopped_uses_no_data_before_it_has_looked_again(pair, monkeypatch):
     calls = agreed(pair, monkeypatch)
     # As if half of the deadline had passed since the call began.
-    pair._engine.call_check.alone.lateness._shortest = 0.0
+    pair._engine.call_check.nodes_check.lateness._shortest = 0.0
     array = np.full(3, pair.rank + 1.0)
     np.testing.assert_array_equal(pair.all_reduce(array), np.full(3, 3.0))
     assert calls == [True]
@@ -119,7 +119,7 @@ def test_a_wait_for_the_own_message_names_the_call(pair):
     pair.barrier()
     wait_policy, channel = (
         pair._engine.wait_policy,
-        pair._engine.call_check.alone.rounds.channels[0],
+        pair._engine.call_check.nodes_check.rounds.channels[0],
     )
     looks, sent, spin_until, waited = iter([False] * 3), channel.sent, wait_policy.spin_until, []
 

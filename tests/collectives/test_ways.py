@@ -501,7 +501,7 @@ def test_memory_that_is_not_there_and_a_process_that_died_are_told():
 
 def test_only_a_rank_of_the_same_process_namespace_is_seen_to_have_died():
     memory = NodeMemory([memoryview(bytearray(SEGMENT_BYTES)) for _ in range(2)], 0, None)
-    barrier, theirs = NodeBarrier(memory, WaitPolicy(), [7, 8], dict), memory.words[1]
+    barrier, theirs = NodeBarrier(memory, WaitPolicy(), [7, 8]), memory.words[1]
     memory.publish_process()
     child = subprocess.Popen(["true"])
     child.wait()

@@ -1,0 +1,133 @@
+"""Two nodes of two ranks: small reductions, whose check is written out where all goes as usual."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from collectives import Communicator, DeadlineExceededError, ShapeMismatchError
+from collectives.waiting.wait_policy import WaitPolicy
+from tests.collectives.waiting import wait_for_all
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(4)]
+
+NODE_OF = [0, 0, 1, 1]
+WAITED = "waited for the verdict"
+
+
+@pytest.fixture
+def four(comm):
+    with Communicator(MPI.COMM_WORLD, node_of=NODE_OF, deadline=20) as four:
+        # From the second call on, the deadlines of both leaders are known.
+        for _ in range(3):
+            four.all_reduce(np.zeros(1))
+        yield four
+
+
+def unusual(four, monkeypatch, seen=lambda: None):
+    """What was left to the functions of `check_counted` from now on; `seen` is called each time."""
+    check, calls = four._engine.call_check, []
+    agree = check.nodes_check and check.nodes_check.agree
+    wait_for_verdict = check.verdicts.wait_for_verdict
+
+    def note_agree(word, exchange, *, swapped=False):
+        calls.append(swapped)
+        seen()
+        return agree(word, exchange, swapped=swapped)
+
+    def note_wait(word, sequence):
+        calls.append(WAITED)
+        seen()
+        return wait_for_verdict(word, sequence)
+
+    if agree is not None:
+        monkeypatch.setattr(check.nodes_check, "agree", note_agree)
+    monkeypatch.setattr(check.verdicts, "wait_for_verdict", note_wait)
+    return calls
+
+
+def summed(four, number=0):
+    """The result of a call, which is checked."""
+    out = four.all_reduce(np.full(3, four.rank + 1.0 + number))
+    np.testing.assert_array_equal(out, np.full(3, 10.0 + 4 * number))
+
+
+def test_calls_on_time_need_nothing_else(four, monkeypatch):
+    calls = unusual(four, monkeypatch)
+    # Whatever else the machine does meanwhile.
+    monkeypatch.setattr(four._engine.wait_policy, "spins", 10**8)
+    for number in range(20):
+        summed(four, number)
+    assert calls == []
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_rank_that_comes_after_the_polls(four, monkeypatch, late):
+    summed(four)
+    # The leader of the late rank's node doesn't compare before that has arrived.
+    ahead = [rank for rank in range(4) if rank not in (late, late & 2)]
+    calls = unusual(four, monkeypatch, lambda: MPI.COMM_WORLD.send(None, late))
+    verdicts = four._engine.call_check.verdicts
+    if four.rank == late:
+        monkeypatch.undo()
+        for rank in ahead:
+            MPI.COMM_WORLD.recv(source=rank)
+    elif four.rank not in ahead:
+        monkeypatch.undo()
+    elif four.local_rank == 0:
+        # Its own node's rank is on time, whatever else the machine does meanwhile.
+        patient = partial(WaitPolicy.poll_word, SimpleNamespace(spins=10**8))
+        monkeypatch.setattr(verdicts, "poll", patient)
+    summed(four, 1)
+    if four.rank in ahead:
+        assert calls == [WAITED if four.local_rank else True]
+    monkeypatch.undo()
+    summed(four, 2)
+
+
+def test_a_leader_that_was_stopped_uses_no_data_before_it_has_looked_again(four, monkeypatch):
+    summed(four)
+    calls = unusual(four, monkeypatch)
+    monkeypatch.setattr(four._engine.wait_policy, "spins", 10**8)
+    if four.rank == 0:
+        # As if half of the deadline had passed since the call began.
+        four._engine.call_check.nodes_check.lateness._shortest = 0.0
+    summed(four, 1)
+    # The other leader has all that it needs.
+    assert calls == ([True] if four.rank == 0 else [])
+
+
+def test_a_leader_that_may_be_late_votes(four, monkeypatch):
+    summed(four)
+    calls = unusual(four, monkeypatch)
+    if four.rank == 0:
+        four._engine.call_check.nodes_check.lateness.unsettle()
+    summed(four, 1)
+    if four.rank == 0:
+        assert calls == [False]
+
+
+@pytest.mark.parametrize("other", range(4))
+def test_other_calls_are_refused_on_all(four, other):
+    for number in range(4):
+        if number % 2:
+            with pytest.raises(ShapeMismatchError):
+                four.all_reduce(np.ones(3 + (four.rank == other)))
+        else:
+            summed(four, number)
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_call_is_withdrawn_at_the_deadline_and_repeated(four, late):
+    summed(four)
+    four.deadline = 0.2
+    if four.rank != late:
+        with pytest.raises(DeadlineExceededError) as caught:
+            summed(four, 1)
+        assert caught.value.withdrawn
+    wait_for_all()
+    four.deadline = 20
+    for number in range(3):
+        summed(four, number)
