@@ -19,12 +19,14 @@ from collectives.consistency.dissemination import FIRST_BLOCK, LENGTH_AT, padded
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.nodes_check import NodesCheck
 from collectives.consistency.signature import Signature, fingerprint
+from collectives.errors import DeadlineExceededError
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, Reduction
 from collectives.schedules.paths import DISSEMINATION
 from collectives.shm.layout import ARRIVALS, VERDICTS
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.verdict_barrier import ALIKE
+from collectives.waiting.wait_policy import WaitingCall
 
 _ALIKE = ALIKE << SEQUENCE_BITS
 
@@ -48,7 +50,8 @@ def bind_exchanged(
     if nodes_check is None:
         move = _of_a_follower(check, signature, base, exchange, shape)
     elif exchange.slots:
-        move = _of_a_leader(check, nodes_check, signature, base, exchange, shape)
+        waiting = engine.wait_policy.call
+        move = _of_a_leader(check, nodes_check, waiting, signature, base, exchange, shape)
     else:
         move = _between_lone_ranks(check, signature, base, exchange)
         if size == 2:
@@ -131,6 +134,7 @@ def _of_a_follower(
 def _of_a_leader(
     check: CallCheck,
     nodes_check: NodesCheck,
+    waiting: WaitingCall,
     signature: Signature,
     base: int,
     exchange: ReductionExchange,
@@ -158,7 +162,12 @@ def _of_a_leader(
         elif not (swap(word, exchange) and complete(number)):
             check_counted(signature, word, None, exchange, swapped=True)
         else:
-            take(word, exchange, answer_request)
+            waiting.what, waiting.sequence, waiting.line = signature, sequence, None
+            try:
+                take(word, exchange, answer_request)
+            except DeadlineExceededError:
+                verdicts.release()
+                raise
             publish_verdict(ALIKE, sequence)
         out[...] = results[parity]
 

@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator, DeadlineExceededError, ShapeMismatchError
+from collectives.shm.layout import COLLECTED
 from collectives.waiting.wait_policy import WaitPolicy
 from tests.collectives.waiting import wait_for_all
 
@@ -107,6 +108,45 @@ def test_a_leader_that_may_be_late_votes(four, monkeypatch):
     summed(four, 1)
     if four.rank == 0:
         assert calls == [False]
+
+
+def test_a_wait_for_the_leaders_own_message_names_the_call(four, monkeypatch):
+    summed(four)
+    check, wait_policy, waited = four._engine.call_check, four._engine.wait_policy, []
+    if four.local_rank == 0:
+        channel = check.nodes_check.rounds.channels[0]
+        looks, sent, spin_until = iter([False] * 3), channel.sent, wait_policy.spin_until
+
+        def note(ready, *arguments, **options):
+            waited.append(str(wait_policy.call))
+            spin_until(ready, *arguments, **options)
+
+        monkeypatch.setattr(wait_policy, "spin_until", note)
+        channel.sent = lambda: next(looks, True) and sent()
+    monkeypatch.setattr(wait_policy, "spins", 10**8)
+    summed(four, 1)
+    named = [f"all_reduce(sum, float64[3]), call {check.sequence}"]
+    assert waited == ([] if four.local_rank else named)
+
+
+def test_a_leader_whose_own_message_stays_lets_its_node_go(four, monkeypatch):
+    summed(four)
+    four.deadline = 1.0
+    # The next call has the deadline that this one tells the other leader.
+    summed(four)
+    check = four._engine.call_check
+    if four.rank == 0:
+        channel = check.nodes_check.rounds.channels[0]
+        monkeypatch.setattr(channel, "sent", lambda: False)
+    if four.node == 1:
+        summed(four, 1)
+    else:
+        with pytest.raises(DeadlineExceededError, match=f"call {check.sequence + 1}") as caught:
+            summed(four, 1)
+        assert caught.value.withdrawn == (four.rank == 1)
+        assert four._engine.call_check.verdicts.memory.words[0][COLLECTED] == 0
+    # Rank 0 can't make the call that closes the group, for which the others would wait.
+    four._engine.broken = four._engine.broken or RuntimeError("one rank's call is undecided")
 
 
 @pytest.mark.parametrize("other", range(4))
