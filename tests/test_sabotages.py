@@ -34,8 +34,8 @@ SABOTAGES = {
         "and now - self.began <= self._gap", "and True", "test_nodes_check"
     ),
     "a rank reads the result of the call before": Sabotage(
-        "            fence()\n        out[...] = results[parity]",
-        "            fence()\n        out[...] = results[1 - parity]",
+        "None, None)\n        out[...] = results[parity]",
+        "None, None)\n        out[...] = results[1 - parity]",
         "test_between_nodes",
     ),
     "rows are joined in the order of the nodes": Sabotage(
@@ -97,6 +97,12 @@ SABOTAGES = {
     ),
     "a leader does not commit the ranks that it has collected": Sabotage(
         "memory.publish(COLLECTED, word)\n        for", "for", "test_verdict_barrier"
+    ),
+    "a node that has sent its message is collected again": Sabotage(
+        "swapped or verdicts.collect(word, sequence)",
+        "verdicts.collect(word, sequence)",
+        "test_two_shared_nodes",
+        worlds="4",
     ),
     "a meeting ends without a fence": Sabotage(
         "        self.memory.order_loads()\n        return alike",

@@ -19,14 +19,12 @@ from collectives.consistency.dissemination import FIRST_BLOCK, LENGTH_AT, padded
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
 from collectives.consistency.nodes_check import NodesCheck
 from collectives.consistency.signature import Signature, fingerprint
-from collectives.errors import DeadlineExceededError
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, Reduction
 from collectives.schedules.paths import DISSEMINATION
 from collectives.shm.layout import ARRIVALS, VERDICTS
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.shm.verdict_barrier import ALIKE
-from collectives.waiting.wait_policy import WaitingCall
 
 _ALIKE = ALIKE << SEQUENCE_BITS
 
@@ -48,10 +46,9 @@ def bind_exchanged(
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     exchange = ReductionExchange(engine, reduction, math.prod(shape))
     if nodes_check is None:
-        move = _of_a_follower(check, signature, base, exchange, shape)
+        move = _of_a_follower(engine, check, signature, base, exchange, shape)
     elif exchange.slots:
-        waiting = engine.wait_policy.call
-        move = _of_a_leader(check, nodes_check, waiting, signature, base, exchange, shape)
+        move = _of_a_leader(engine, check, nodes_check, signature, base, exchange, shape)
     else:
         move = _between_lone_ranks(check, signature, base, exchange)
         if size == 2:
@@ -103,6 +100,7 @@ def bind_exchanged(
 
 
 def _of_a_follower(
+    engine: Engine,
     check: CallCheck,
     signature: Signature,
     base: int,
@@ -112,7 +110,7 @@ def _of_a_follower(
     """Of a rank that shares its node's memory with others, and doesn't lead it."""
     assert check.verdicts is not None
     memory, poll, check_counted = check.verdicts.memory, check.verdicts.poll, check.check_counted
-    own, leader, fence = memory.own, memory.words[0], memory.fence
+    own, leader, fence, wait_policy = memory.own, memory.words[0], memory.fence, engine.wait_policy
     stores, results = _slots_of(exchange, shape)
 
     def move(array: Array, out: Array, sequence: int) -> None:
@@ -122,19 +120,21 @@ def _of_a_follower(
         if fence is not None:
             fence()
         own[ARRIVALS[parity]] = word
-        if not poll(leader, VERDICTS[parity], _ALIKE | number):
-            check_counted(signature, word, None, exchange)
-        elif fence is not None:
-            fence()
+        if poll(leader, VERDICTS[parity], _ALIKE | number):
+            wait_policy.limit = None
+            if fence is not None:
+                fence()
+        else:
+            check_counted(signature, word, None, None)
         out[...] = results[parity]
 
     return move
 
 
 def _of_a_leader(
+    engine: Engine,
     check: CallCheck,
     nodes_check: NodesCheck,
-    waiting: WaitingCall,
     signature: Signature,
     base: int,
     exchange: ReductionExchange,
@@ -146,7 +146,8 @@ def _of_a_leader(
     own, fence = verdicts.memory.own, verdicts.memory.fence
     collect_soon, publish_verdict = verdicts.collect_soon, verdicts.publish_verdict
     on_time, complete = nodes_check.lateness.on_time, nodes_check.complete
-    swap, take, answer_request = rounds.swap, rounds.take, nodes_check.answer_request
+    swap, take, end_swap = rounds.swap, rounds.take, rounds.end_swap
+    waiting = engine.wait_policy.call
     swaps, (stores, results) = rounds.count == 1, _slots_of(exchange, shape)
 
     def move(array: Array, out: Array, sequence: int) -> None:
@@ -162,13 +163,11 @@ def _of_a_leader(
         elif not (swap(word, exchange) and complete(number)):
             check_counted(signature, word, None, exchange, swapped=True)
         else:
-            waiting.what, waiting.sequence, waiting.line = signature, sequence, None
-            try:
-                take(word, exchange, answer_request)
-            except DeadlineExceededError:
-                verdicts.release()
-                raise
+            take(exchange)
             publish_verdict(ALIKE, sequence)
+            if not end_swap():
+                waiting.what, waiting.sequence, waiting.line = signature, sequence, None
+                rounds.wait_until_sent(rounds.channels[0], number, nodes_check.answer_request)
         out[...] = results[parity]
 
     return move
@@ -210,7 +209,7 @@ def _in_one_message(
     shape: tuple[int, ...],
     move_slowly: Callable[..., None],
 ) -> Move:
-    """Of two ranks alone on their nodes, as `Dissemination.swap`; else slowly."""
+    """Of two ranks alone on their nodes, as `Dissemination.swap` without yields; else slowly."""
     fold, errstate = reduction.plain_fold, engine.errstate.run
     assert fold is not None
     rounds, dtype = nodes_check.rounds, reduction.dtype

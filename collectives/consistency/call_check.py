@@ -103,7 +103,7 @@ class CallCheck:
     ) -> None:
         """Like `check_word`, for a caller that has counted the call and stored its data.
 
-        `swapped`: as for `NodesCheck.agree`.
+        `swapped`: as for `NodesCheck.agree`; the ranks of the node are collected then.
         """
         sequence, wait_policy = self.sequence, self._wait_policy
         call = wait_policy.call
@@ -155,7 +155,8 @@ class CallCheck:
         if self.nodes_check is None:
             return verdicts.wait_for_verdict(word, sequence) == ALIKE
         try:
-            if alike := verdicts.collect(word, sequence):
+            # Once its message is sent, the node stays committed.
+            if alike := swapped or verdicts.collect(word, sequence):
                 alike = self.nodes_check.agree(word, exchange, swapped=swapped)
             else:
                 alike = self.nodes_check.disagree(word & SEQUENCE_MASK)

@@ -21,7 +21,7 @@ from collectives.shm.layout import STAGE_BYTES
 from collectives.shm.node_barrier import SEQUENCE_BITS, SEQUENCE_MASK
 from collectives.transports.base import Transport
 from collectives.transports.neighbors import Buffer, NeighborChannel
-from collectives.waiting.wait_policy import YIELDS, WaitPolicy
+from collectives.waiting.wait_policy import WaitPolicy
 
 Block = tuple[Buffer, int]
 """A buffer of messages, and the byte, a multiple of 8, where a node's data begin in it."""
@@ -180,11 +180,12 @@ class Dissemination:
             length = FIRST_BLOCK + padded(nbytes)
         channel.send(length)
         arrived = channel.arrived
-        for _ in range(self._wait_policy.spins or 1):
+        wait_policy = self._wait_policy
+        for _ in range(wait_policy.spins or 1):
             if arrived():
                 # The deadline of a node that sends this is no shorter than in the last call.
                 return channel.incoming.words[0] == word
-        for _ in range(YIELDS):
+        for _ in range(wait_policy.yields):
             os.sched_yield()
             if arrived():
                 return channel.incoming.words[0] == word
@@ -198,13 +199,10 @@ class Dissemination:
             rounds.blocks.append((self.outgoing, FIRST_BLOCK))
         return rounds
 
-    def take(self, word: int, exchange: Exchange | None, answer: Callable[[int], object]) -> None:
-        """As `finish`, of a message that has arrived during the swap."""
-        if exchange is not None:
-            blocks = (self.outgoing, FIRST_BLOCK), (self.channels[0].incoming, FIRST_BLOCK)
-            exchange.unpack(self._in_order(blocks))
-        if not self.end_swap():
-            self.wait_until_sent(self.channels[0], word & SEQUENCE_MASK, answer)
+    def take(self, exchange: Exchange) -> None:
+        """Pass on the data of a message that has arrived during the swap."""
+        blocks = (self.outgoing, FIRST_BLOCK), (self.channels[0].incoming, FIRST_BLOCK)
+        exchange.unpack(self._in_order(blocks))
 
     def end_swap(self) -> bool:
         """Discard the message that has arrived; whether the other one is sent."""

@@ -82,7 +82,11 @@ class NodesCheck:
         number, wait_policy, late = word & SEQUENCE_MASK, self._wait_policy, False
         if not swapped and self.rounds.count == 1 and self.lateness.on_time():
             if self.rounds.swap(word, exchange) and self.complete(number):
-                self.rounds.take(word, exchange, self.answer_request)
+                if exchange is not None:
+                    self.rounds.take(exchange)
+                if not self.rounds.end_swap():
+                    channel = self.rounds.channels[0]
+                    self.rounds.wait_until_sent(channel, number, self.answer_request)
                 return True
             swapped = True
         if swapped:

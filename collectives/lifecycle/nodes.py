@@ -155,8 +155,9 @@ def settle(engine: Engine, where: Topology) -> None:
     members = where.members
     memory = NodeMemory(segments, part.rank, part.fence)
     own = members[where.node]
-    node_barrier = NodeBarrier(memory, engine.wait_policy, own)
-    if len(members) > 1:
+    if len(members) == 1:
+        node_barrier = NodeBarrier(memory, engine.wait_policy, own)
+    else:
         others = partial(ranks_of, members)
         node_barrier = VerdictBarrier(memory, engine.wait_policy, own, others)
     engine.join(

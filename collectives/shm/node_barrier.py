@@ -54,6 +54,7 @@ class NodeBarrier:
         """`ranks` are the numbers of the node's ranks in the whole group, for messages."""
         self.memory, self._wait_policy, self._ranks = memory, wait_policy, ranks
         self.poll = wait_policy.poll_word
+        """(words, index, word): whether the word is there after a few polls."""
         self._waits_since = 0
         wait_policy.check_alive = self._check_alive
 
@@ -67,6 +68,7 @@ class NodeBarrier:
         At the deadline the word is withdrawn before the error is raised.
         """
         index, only = ARRIVALS[sequence & 1], len(self.memory.others) == 1
+        self._waits_since = 0
         while True:
             alike = self._wait_for_each(word, index)
             if only or self._commit(word, index):
@@ -76,7 +78,7 @@ class NodeBarrier:
 
     def _wait_for_each(self, word: int, index: int) -> bool:
         """Wait until each rank was seen; whether all words were equal."""
-        self._waits_since, alike = 0, True
+        alike = True
         for words in self.memory.others:
             if words[index] != word and not self.poll(words, index, word):
                 alike &= self._await(words, index, word)

@@ -36,7 +36,7 @@ _NODES_NOTED = 64  # the bits of a word
 
 
 class VerdictBarrier(NodeBarrier):
-    """One rank's side of the barrier."""
+    """One rank's side of the barrier, with the leader's verdict."""
 
     def __init__(
         self,
@@ -51,9 +51,7 @@ class VerdictBarrier(NodeBarrier):
 
     def collect(self, word: int, sequence: int) -> bool:
         """As the leader: wait for all, and commit them to the call; whether their words agree."""
-        if self.collect_soon(word, sequence):
-            return True
-        index = ARRIVALS[sequence & 1]
+        index, self._waits_since = ARRIVALS[sequence & 1], 0
         while True:
             alike = self._wait_for_each(word, index)
             self.memory.publish(COLLECTED, word)
@@ -63,7 +61,7 @@ class VerdictBarrier(NodeBarrier):
             self.memory.publish(COLLECTED, 0)
 
     def collect_soon(self, word: int, sequence: int) -> bool:
-        """As `collect`, if all soon arrive with that word; else False, and none is committed."""
+        """As `collect`, if all soon arrive with that word; else False, and `collect` goes on."""
         memory, poll, index = self.memory, self.poll, ARRIVALS[sequence & 1]
         for words in memory.others:
             if words[index] != word and not poll(words, index, word):

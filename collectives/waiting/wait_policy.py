@@ -39,7 +39,7 @@ CHECK_SECONDS = 0.1
 """Seconds between two checks whether the other ranks are still alive."""
 
 YIELDS = 20
-"""Polls before the first look at the time, each after the core was yielded to others."""
+"""Polls without a look at the clock, between which the core is yielded to others."""
 
 _SPINS = 1000
 _YIELD_SECONDS = 2e-3
@@ -78,7 +78,7 @@ class WaitPolicy:
     def __init__(self, deadline: float | None = DEFAULT_DEADLINE) -> None:
         self.deadline = deadline
         self.call = WaitingCall()
-        self.spins = _SPINS
+        self.spins, self.yields = _SPINS, YIELDS
         self._yield_seconds = _YIELD_SECONDS
         self.check_alive: Callable[[], None] = lambda: None
         self.progress: Callable[[], object] = lambda: None
@@ -100,31 +100,33 @@ class WaitPolicy:
 
     def sleep_early(self) -> None:
         """Leave the core and Python's lock to a computing thread."""
-        self.spins, self._yield_seconds = 0, _EARLY_SLEEP_YIELD_SECONDS
+        self.spins = self.yields = 0
+        self._yield_seconds = _EARLY_SLEEP_YIELD_SECONDS
 
     @contextmanager
     def sleeping_early(self) -> Iterator[None]:
         """Within the context, wait as after `sleep_early`: another thread computes meanwhile."""
-        usual = self.spins, self._yield_seconds
+        usual = self.spins, self.yields, self._yield_seconds
         self.sleep_early()
         try:
             yield
         finally:
-            self.spins, self._yield_seconds = usual
+            self.spins, self.yields, self._yield_seconds = usual
 
     def for_single_wait(self, what: str, deadline: float | None) -> WaitPolicy:
         """A policy with the same spin and yield times for a single, possibly concurrent wait."""
         other = WaitPolicy(deadline)
-        other.spins, other._yield_seconds = self.spins, self._yield_seconds
+        other.spins, other.yields = self.spins, self.yields
+        other._yield_seconds = self._yield_seconds
         other.call = WaitingCall(what, None)
         return other
 
     def poll_word(self, words: memoryview, index: int, word: int) -> bool:
-        """Whether `words[index]` becomes `word` within polls that take less than a timed wait."""
+        """Poll a fixed number of times, without the clock; whether `words[index]` became `word`."""
         for _ in range(self.spins):
             if words[index] == word:
                 return True
-        for _ in range(YIELDS):
+        for _ in range(self.yields):
             os.sched_yield()
             if words[index] == word:
                 return True

@@ -3,6 +3,7 @@
 import pytest
 
 from collectives.errors import DeadlineExceededError
+from collectives.shm import verdict_barrier
 from collectives.shm.layout import ARRIVALS, COLLECTED, SEGMENT_BYTES, NodeMemory
 from collectives.shm.node_barrier import word_of
 from collectives.shm.verdict_barrier import ALIKE, DIFFERENT, VerdictBarrier
@@ -14,8 +15,10 @@ INDEX = ARRIVALS[SEQUENCE & 1]
 
 
 @pytest.fixture
-def pair():
+def pair(monkeypatch):
     """The leader's barrier and the other rank's, of one memory; both count fences."""
+    # Of one thread, which the system need not order.
+    monkeypatch.setattr(verdict_barrier, "order_all_threads", lambda: True)
     segments = [memoryview(bytearray(SEGMENT_BYTES)) for _ in range(2)]
     barriers = []
     for rank in range(2):
@@ -59,7 +62,22 @@ def test_a_rank_that_withdraws_while_it_is_collected_is_not(pair):
     assert withdrawn == [True]
     assert leader.memory.own[COLLECTED] == 0
     other.arrive(WORD, SEQUENCE)
+    withdrawn.clear()
+    waited = []
+
+    def arrive_again(words, index, word):
+        waited.append(leader.memory.own[COLLECTED])
+        other.arrive(WORD, SEQUENCE)
+        return True
+
+    leader._await, leader.poll = arrive_again, lambda *arguments: False
+    fences = len(leader.fences)
     assert leader.collect(WORD, SEQUENCE)
+    # It waited until the rank was there again, and committed it then alone.
+    assert (withdrawn, waited) == ([True], [0])
+    assert leader.memory.own[COLLECTED] == WORD
+    # Before three publications, and after the last word was read.
+    assert len(leader.fences) == fences + 4
 
 
 def test_the_verdict_of_this_call_is_read_with_a_fence(pair):
