@@ -168,6 +168,7 @@ def _of_a_leader(
             if not end_swap():
                 waiting.what, waiting.sequence, waiting.line = signature, sequence, None
                 rounds.wait_until_sent(rounds.channels[0], number, nodes_check.answer_request)
+                verdicts.publish_missing([])
         out[...] = results[parity]
 
     return move

@@ -35,7 +35,7 @@ class CallCheck:
         nodes: list[list[int]],
         describe: Callable[[Signature], MismatchError],
     ) -> None:
-        """`node_barrier` is None for a rank alone on its node, `leaders` connects the nodes.
+        """`node_barrier` is None where no ranks share a node, `leaders` connects the nodes.
 
         With several nodes it is a VerdictBarrier. `leaders` is None with one node, and on ranks
         that do not lead theirs. `nodes` holds the ranks of each node. `describe` exchanges every
@@ -44,7 +44,7 @@ class CallCheck:
         self._wait_policy, self.node_barrier, self._leaders = wait_policy, node_barrier, leaders
         self.members, self.nodes, self._describe = nodes, len(nodes), describe
         self.verdicts = node_barrier if isinstance(node_barrier, VerdictBarrier) else None
-        """The node's barrier, of a rank that shares one of several nodes; None on others."""
+        """The barrier of one of several nodes; None with one, and where no ranks share a node."""
         self.nodes_check = (
             None if leaders is None else NodesCheck(leaders, wait_policy, self._absent)
         )
@@ -155,13 +155,14 @@ class CallCheck:
         if self.nodes_check is None:
             return verdicts.wait_for_verdict(word, sequence) == ALIKE
         try:
-            # Once its message is sent, the node stays committed.
+            # Once the node's message is sent, it stays committed, unless a vote withdraws it.
             if alike := swapped or verdicts.collect(word, sequence):
                 alike = self.nodes_check.agree(word, exchange, swapped=swapped)
             else:
                 alike = self.nodes_check.disagree(word & SEQUENCE_MASK)
-        except DeadlineExceededError:
-            verdicts.release()
+        except DeadlineExceededError as error:
+            if error.withdrawn:
+                verdicts.release()
             raise
         verdicts.publish_verdict(ALIKE if alike else DIFFERENT, sequence)
         return alike

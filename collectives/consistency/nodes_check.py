@@ -77,7 +77,8 @@ class NodesCheck:
         """Return when every node has sent a word of this number; whether all are the same.
 
         The data are exchanged if they are. At the deadline the word is withdrawn before the error
-        is raised. `swapped`: after `on_time`, the message of the swap has been sent.
+        is raised, unless its `withdrawn` is False. `swapped`: after `on_time`, the message of the
+        swap has been sent.
         """
         number, wait_policy, late = word & SEQUENCE_MASK, self._wait_policy, False
         if not swapped and self.rounds.count == 1 and self.lateness.on_time():

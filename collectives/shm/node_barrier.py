@@ -70,30 +70,41 @@ class NodeBarrier:
         index, only = ARRIVALS[sequence & 1], len(self.memory.others) == 1
         self._waits_since = 0
         while True:
-            alike = self._wait_for_each(word, index)
-            if only or self._commit(word, index):
+            self._wait_for_each(word, index)
+            if not only:
+                self.memory.publish(COMMITTED, word)
+            alike = self._compare(word, index)
+            if alike is not None:
                 break
+            if not only:
+                self.memory.publish(COMMITTED, 0)
         self.memory.order_loads()
         return alike
 
-    def _wait_for_each(self, word: int, index: int) -> bool:
-        """Wait until each rank was seen; whether all words were equal."""
-        alike = True
+    def _wait_for_each(self, word: int, index: int) -> None:
+        """Wait until each rank was seen."""
         for words in self.memory.others:
             if words[index] != word and not self.poll(words, index, word):
-                alike &= self._await(words, index, word)
-        return alike
+                self._await(words, index, word)
 
-    def _commit(self, word: int, index: int) -> bool:
-        """Whether all ranks are still present: one that was seen may have withdrawn since."""
-        self.memory.publish(COMMITTED, word)
-        if not self.absent(word, index):
+    def _compare(self, word: int, index: int) -> bool | None:
+        """Whether all words are equal; None if a rank that was seen has withdrawn since.
+
+        A rank that has withdrawn may have arrived again, at another call of the same number.
+        """
+        # In most calls all words are equal, which is quicker to see.
+        for words in self.memory.others:
+            if words[index] != word:
+                break
+        else:
             return True
-        self.memory.publish(COMMITTED, 0)
-        return False
+        seen, number = [words[index] for words in self.memory.others], word & SEQUENCE_MASK
+        if not all(has_arrived(each, number) for each in seen):
+            return None
+        return all(each == word for each in seen)
 
-    def _await(self, words: memoryview, index: int, word: int) -> bool:
-        """Wait until one rank has arrived; whether its word equals `word`."""
+    def _await(self, words: memoryview, index: int, word: int) -> None:
+        """Wait until one rank has arrived."""
         number = word & SEQUENCE_MASK
         self._waits_since = self._waits_since or time.monotonic_ns()
 
@@ -109,7 +120,6 @@ class NodeBarrier:
                     raise
                 # A rank continues, or all ranks have arrived at this moment.
                 self._await_bound(lambda: arrived() or not self._any_committed(word), dict)
-        return words[index] == word
 
     def _await_bound(self, ready: Callable[[], bool], absent: Callable[[], dict[int, str]]) -> None:
         """Continue to wait, because a rank relies on this one and will continue or abandon soon.
@@ -145,12 +155,6 @@ class NodeBarrier:
 
     def absent(self, word: int, index: int) -> dict[int, str]:
         """The ranks that have not arrived, or have withdrawn."""
-        # In most calls all words are equal, which is quicker to see.
-        for words in self.memory.others:
-            if words[index] != word:
-                break
-        else:
-            return {}
         number = word & SEQUENCE_MASK
         return {
             self._ranks[peer]: ""

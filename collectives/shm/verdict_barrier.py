@@ -53,9 +53,10 @@ class VerdictBarrier(NodeBarrier):
         """As the leader: wait for all, and commit them to the call; whether their words agree."""
         index, self._waits_since = ARRIVALS[sequence & 1], 0
         while True:
-            alike = self._wait_for_each(word, index)
+            self._wait_for_each(word, index)
             self.memory.publish(COLLECTED, word)
-            if not self.absent(word, index):
+            alike = self._compare(word, index)
+            if alike is not None:
                 self.memory.order_loads()
                 return alike
             self.memory.publish(COLLECTED, 0)
@@ -118,6 +119,9 @@ class VerdictBarrier(NodeBarrier):
                     error = self._wait_policy.renewed(error, absent)
                     error.withdrawn = True
                     raise error from None
+                if not order_all_threads():
+                    # The leader may have counted this rank: the call is undecided.
+                    raise
                 # The leader is committed to the call until the other nodes arrive, or it abandons.
                 self._await_bound(lambda: published() or not self._committed(sequence), absent)
         self.memory.order_loads()

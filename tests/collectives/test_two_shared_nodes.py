@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import Communicator, DeadlineExceededError, ShapeMismatchError
+from collectives.shm.layout import MISSING_NODES
 from collectives.waiting.wait_policy import WaitPolicy
 from tests.collectives.waiting import wait_for_all
 
@@ -124,6 +125,8 @@ def test_a_wait_for_the_leaders_own_message_names_the_call(four, monkeypatch):
 
         def note(ready, *arguments, **options):
             waited.append(str(wait_policy.call))
+            # As after a tenth of the deadline.
+            arguments[0]()
             spin_until(ready, *arguments, **options)
 
         monkeypatch.setattr(wait_policy, "spin_until", note)
@@ -132,6 +135,8 @@ def test_a_wait_for_the_leaders_own_message_names_the_call(four, monkeypatch):
     summed(four, 1)
     named = [f"all_reduce(sum, float64[3]), call {check.sequence}"]
     assert waited == ([] if four.local_rank else named)
+    # The next call's messages name no node that this one has waited for.
+    assert check.verdicts.memory.own[MISSING_NODES] == 0
 
 
 def test_a_leader_whose_own_message_stays_has_given_its_node_the_result(four, monkeypatch):
