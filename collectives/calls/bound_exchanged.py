@@ -46,7 +46,7 @@ def bind_exchanged(
     base = fingerprint(signature.agreed) << SEQUENCE_BITS
     exchange = ReductionExchange(engine, reduction, math.prod(shape))
     if nodes_check is None:
-        move = _of_a_follower(engine, check, signature, base, exchange, shape)
+        move = _of_a_follower(engine, check, signature, base, *_slots_of(exchange, shape))
     elif exchange.slots:
         move = _of_a_leader(engine, check, nodes_check, signature, base, exchange, shape)
     else:
@@ -104,14 +104,13 @@ def _of_a_follower(
     check: CallCheck,
     signature: Signature,
     base: int,
-    exchange: ReductionExchange,
-    shape: tuple[int, ...],
+    stores: list[Array],
+    results: list[Array],
 ) -> Move:
     """Of a rank that shares its node's memory with others, and doesn't lead it."""
     assert check.verdicts is not None
     memory, poll, check_counted = check.verdicts.memory, check.verdicts.poll, check.check_counted
     own, leader, fence, wait_policy = memory.own, memory.words[0], memory.fence, engine.wait_policy
-    stores, results = _slots_of(exchange, shape)
 
     def move(array: Array, out: Array, sequence: int) -> None:
         parity, number = sequence & 1, sequence & SEQUENCE_MASK
@@ -167,7 +166,7 @@ def _of_a_leader(
             publish_verdict(ALIKE, sequence)
             if not end_swap():
                 waiting.what, waiting.sequence, waiting.line = signature, sequence, None
-                rounds.wait_until_sent(rounds.channels[0], number, nodes_check.answer_request)
+                nodes_check.wait_until_sent(number)
                 verdicts.publish_missing([])
         out[...] = results[parity]
 
@@ -247,6 +246,6 @@ def _in_one_message(
             errstate(fold, theirs, own, out)
         if not rounds.end_swap():
             waiting.what, waiting.sequence, waiting.line = signature, sequence, None
-            rounds.wait_until_sent(channel, number, nodes_check.answer_request)
+            nodes_check.wait_until_sent(number)
 
     return move

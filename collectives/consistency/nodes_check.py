@@ -73,6 +73,10 @@ class NodesCheck:
         self._completed = number
         return True
 
+    def wait_until_sent(self, number: int) -> None:
+        """Wait until the message of a swap is sent."""
+        self.rounds.wait_until_sent(self.rounds.channels[0], number, self.answer_request)
+
     def agree(self, word: int, exchange: Exchange | None, *, swapped: bool = False) -> bool:
         """Return when every node has sent a word of this number; whether all are the same.
 
@@ -86,8 +90,7 @@ class NodesCheck:
                 if exchange is not None:
                     self.rounds.take(exchange)
                 if not self.rounds.end_swap():
-                    channel = self.rounds.channels[0]
-                    self.rounds.wait_until_sent(channel, number, self.answer_request)
+                    self.wait_until_sent(number)
                 return True
             swapped = True
         if swapped:

@@ -67,19 +67,22 @@ class NodeBarrier:
 
         At the deadline the word is withdrawn before the error is raised.
         """
-        index, only = ARRIVALS[sequence & 1], len(self.memory.others) == 1
-        self._waits_since = 0
+        # Of two ranks, the one that withdraws sees itself whether the other one has arrived.
+        return self._gather(word, sequence, COMMITTED if len(self.memory.others) > 1 else None)
+
+    def _gather(self, word: int, sequence: int, committed: int | None) -> bool:
+        """Wait for all ranks, and publish in that place that this one continues."""
+        index, self._waits_since = ARRIVALS[sequence & 1], 0
         while True:
             self._wait_for_each(word, index)
-            if not only:
-                self.memory.publish(COMMITTED, word)
+            if committed is not None:
+                self.memory.publish(committed, word)
             alike = self._compare(word, index)
             if alike is not None:
-                break
-            if not only:
-                self.memory.publish(COMMITTED, 0)
-        self.memory.order_loads()
-        return alike
+                self.memory.order_loads()
+                return alike
+            if committed is not None:
+                self.memory.publish(committed, 0)
 
     def _wait_for_each(self, word: int, index: int) -> None:
         """Wait until each rank was seen."""

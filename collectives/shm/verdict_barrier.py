@@ -51,15 +51,7 @@ class VerdictBarrier(NodeBarrier):
 
     def collect(self, word: int, sequence: int) -> bool:
         """As the leader: wait for all, and commit them to the call; whether their words agree."""
-        index, self._waits_since = ARRIVALS[sequence & 1], 0
-        while True:
-            self._wait_for_each(word, index)
-            self.memory.publish(COLLECTED, word)
-            alike = self._compare(word, index)
-            if alike is not None:
-                self.memory.order_loads()
-                return alike
-            self.memory.publish(COLLECTED, 0)
+        return self._gather(word, sequence, COLLECTED)
 
     def collect_soon(self, word: int, sequence: int) -> bool:
         """As `collect`, if all soon arrive with that word; else False, and `collect` goes on."""
