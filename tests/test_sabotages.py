@@ -105,8 +105,8 @@ SABOTAGES = {
         worlds="4",
     ),
     "a meeting ends without a fence": Sabotage(
-        "                self.memory.order_loads()\n                return alike",
-        "                return alike",
+        "                    self.memory.fence()\n                return alike",
+        "                    pass\n                return alike",
         "test_fences",
     ),
     # Compression

@@ -79,7 +79,9 @@ class NodeBarrier:
                 self.memory.publish(committed, word)
             alike = self._compare(word, index)
             if alike is not None:
-                self.memory.order_loads()
+                # Every call comes here: a function of its own would take longer.
+                if self.memory.fence is not None:
+                    self.memory.fence()
                 return alike
             if committed is not None:
                 self.memory.publish(committed, 0)
