@@ -67,6 +67,7 @@ NEEDS = {
         "bench.gpu.cupy_device",
         "collectives.cuda.cupy_cuda",
         "collectives.cuda.cupy_streams",
+        "collectives.cuda.cupy_tensors",
     },
 }
 

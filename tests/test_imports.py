@@ -131,6 +131,7 @@ LAZY = {
     "cupy": {
         "collectives/cuda/cupy_cuda.py",
         "collectives/cuda/cupy_streams.py",
+        "collectives/cuda/cupy_tensors.py",
         "collectives/doctor/gpu.py",
         "collectives/transports/nccl_driver.py",
     },

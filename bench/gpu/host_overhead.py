@@ -92,6 +92,7 @@ def null_cuda() -> interface.Cuda:
         "on": lambda self, stream: nullcontext(),
         "beside": lambda self, stream: nullcontext(),
         "as_torch": lambda self: nullcontext(),
+        "of_tensor": lambda self, tensor: None,
     }
     made: interface.Cuda = type("NullCuda", (interface.Cuda,), methods)()
     return made

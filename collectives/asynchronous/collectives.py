@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec
 
-from collectives.calls import Operation, movements, reductions, scans
+from collectives.calls import PASS, Operation, movements, reductions, scans
 from collectives.calls.all_to_all import all_to_all
+from collectives.calls.call_cache import CallCache
 from collectives.calls.many import Many
 from collectives.execution.engine import Engine
+from collectives.gpu.backend import Devices
 from collectives.gpu.reductions import ManyOnGpus, begins_on_gpu
 from collectives.lifecycle.futures import Handle
 from collectives.reductions.reduction import ReduceOp
@@ -18,12 +21,20 @@ Arguments = ParamSpec("Arguments")
 Form = Callable[Concatenate["AsynchronousCollectives", Arguments], Handle[Any]]
 
 
-def _asynchronous(make: Callable[Concatenate[Engine, Arguments], Operation]) -> Form[Arguments]:
+def _asynchronous(
+    make: Callable[Concatenate[Engine, Arguments], Operation], *, bound_on_gpus: bool = False
+) -> Form[Arguments]:
     """The method that starts the operation which the blocking call of the same arguments runs."""
+    collective = make.__name__
 
     def start(
         self: AsynchronousCollectives, /, *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Handle[Any]:
+        # An array, and perhaps the op: more is refused below.
+        if bound_on_gpus and len(arguments) in (1, 2) and self._devices.serve(arguments[0]):
+            call = partial(self._cached.on_gpu, collective, *arguments, **named)
+            if (started := self._devices.start_bound(call)) is not PASS:
+                return started  # type: ignore[no-any-return]
         return self._submit(make(self._engine, *arguments, **named))
 
     _, *given = signature(make).parameters.values()
@@ -31,10 +42,10 @@ def _asynchronous(make: Callable[Concatenate[Engine, Arguments], Operation]) -> 
     start.__signature__ = Signature(  # type: ignore[attr-defined]
         [itself, *given], return_annotation="Handle[Any]"
     )
-    start.__name__ = f"{make.__name__}_async"
+    start.__name__ = f"{collective}_async"
     start.__qualname__ = f"AsynchronousCollectives.{start.__name__}"
     start.__module__ = __name__
-    start.__doc__ = f"""Start the call `{make.__name__}` of these arguments.
+    start.__doc__ = f"""Start the call `{collective}` of these arguments.
 
     Wrong arguments of this rank raise ValueError or TypeError at once. All other errors of the
     call are raised by the handle's `wait`, which otherwise returns the result.
@@ -57,6 +68,8 @@ class AsynchronousCollectives:
     _engine: Engine
     _plans: Many
     _many_on_gpus: ManyOnGpus
+    _devices: Devices
+    _cached: CallCache
 
     def _check_open(self) -> None:
         raise NotImplementedError
@@ -64,15 +77,15 @@ class AsynchronousCollectives:
     def _submit(self, operation: Operation) -> Handle[Any]:
         raise NotImplementedError
 
-    all_reduce_async = _asynchronous(reductions.all_reduce)
+    all_reduce_async = _asynchronous(reductions.all_reduce, bound_on_gpus=True)
     """Start an `all_reduce`."""
-    reduce_async = _asynchronous(reductions.reduce)
+    reduce_async = _asynchronous(reductions.reduce, bound_on_gpus=True)
     """Start a `reduce`."""
-    reduce_scatter_async = _asynchronous(reductions.reduce_scatter)
+    reduce_scatter_async = _asynchronous(reductions.reduce_scatter, bound_on_gpus=True)
     """Start a `reduce_scatter`."""
-    broadcast_async = _asynchronous(movements.broadcast)
+    broadcast_async = _asynchronous(movements.broadcast, bound_on_gpus=True)
     """Start a `broadcast`."""
-    all_gather_async = _asynchronous(movements.all_gather)
+    all_gather_async = _asynchronous(movements.all_gather, bound_on_gpus=True)
     """Start an `all_gather`."""
     gather_async = _asynchronous(movements.gather)
     """Start a `gather`."""

@@ -14,11 +14,14 @@ from collectives.arrays.tensor_memory import TensorMemory
 from collectives.arrays.tensors import to_torch
 from collectives.caching import LRU
 from collectives.calls import PASS
+from collectives.cuda.interface import DeviceArray, is_torch
 from collectives.cuda.runtime import cuda
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp
 
 Bound = Callable[..., Any]
+
+_REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 
 class BoundCalls:
@@ -48,22 +51,63 @@ class BoundCalls:
             self.known.pop(key, None)
         raise AssertionError(f"{key}: no call was made")
 
-    def _on_gpu(
-        self, collective: str, array: Any, out: Any, op: Any = None, axis: Any = 0, root: int = 0
+    def on_gpu(
+        self,
+        collective: str,
+        array: Any,
+        op: Any = None,
+        *,
+        out: Any = None,
+        axis: Any = 0,
+        root: Any = 0,
+        **others: Any,
     ) -> Any:
-        """A call of an array on a GPU; PASS where it isn't bound.
+        """A call of an array on a GPU, with the arguments of a communicator's; PASS if not bound.
 
-        The first call of a kind isn't: in it all ranks choose a path.
+        The first call of a kind isn't: in it all ranks choose a path. Nor is one with `others`.
         """
-        devices, known_op = self._engine.devices, op is None or isinstance(op, str | ReduceOp)
-        along_rows = type(axis) is int and axis == 0
-        if not (type(array) is cuda().array_type and known_op and along_rows) or devices is None:
+        engine = self._engine
+        if any(each is not None for each in others.values()):
             return PASS
-        key = ("on a GPU", collective, op, array.dtype, array.shape, root)
+        along_rows, known_root = type(axis) is int and axis == 0, type(root) is int
+        if not (along_rows and known_root and 0 <= root < engine.size):
+            return PASS
+        if collective in _REDUCTIONS:
+            op = "sum" if op is None else op
+            if not isinstance(op, str | ReduceOp):
+                return PASS
+        elif op is not None:
+            return PASS
+        if collective == "broadcast":
+            out = array
+        elif collective == "reduce" and root != engine.rank:
+            out = None
+        gpus, kind = cuda(), ("on a GPU", collective, op, root)
+        if type(array) is gpus.array_type:
+            return self._call_on_gpu(kind, array, out)
+        if not is_torch(array) or (source := gpus.of_tensor(array)) is None:
+            return PASS
+        if out is None:
+            return engine.whole(self._tensor_on_gpu, kind, source, array)
+        if out is array:
+            target = source
+        elif not is_torch(out) or (target := gpus.of_tensor(out)) is None:
+            return PASS
+        return PASS if self._call_on_gpu(kind, source, target) is PASS else out
+
+    def _tensor_on_gpu(self, kind: Any, source: DeviceArray, tensor: Any) -> Any:
+        """A call whose result is a tensor like the given one, or None."""
+        result = self._call_on_gpu(kind, source, None)
+        return result if result is None or result is PASS else cuda().export(result, tensor)
+
+    def _call_on_gpu(self, kind: Any, array: DeviceArray, out: Any) -> Any:
+        key = *kind, array.dtype, array.shape
         bound = self.known.get(key)
         if bound is not None:
             return bound(array, out)
-        bound = devices.bind(collective, array, op, root)
+        _, collective, op, root = kind
+        devices = self._engine.devices
+        bound = None if devices is None else devices.bind(collective, array, op, root)
         if bound is not None:
             self.known.put(key, bound)
         return PASS

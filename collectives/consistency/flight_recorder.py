@@ -34,6 +34,11 @@ class FlightRecorder:
         self.ring[self.position & (CALLS_KEPT - 1)] = entry
         self.position += 1
 
+    def last(self) -> Signature | None:
+        """The last call."""
+        entry = self.ring[(self.position - 1) & (CALLS_KEPT - 1)]
+        return None if entry is None else entry[1]
+
     def entries(self) -> list[Entry]:
         """The calls, the oldest first."""
         start = self.position & (CALLS_KEPT - 1)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import cupy
 import cupyx
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,10 +17,12 @@ from collectives.cuda.cupy_streams import (
     CupyStream,
     current_stream,
     follow,
+    is_torchs,
     torch_on_gpus,
     torch_stream,
     using,
 )
+from collectives.cuda.cupy_tensors import TensorArrays, is_registered, to_tensor
 from collectives.cuda.interface import Cuda, DeviceArray, Shape, Stream, is_torch
 from collectives.reductions.reduction import BFLOAT16, ReduceOp, reduction_for
 
@@ -30,8 +30,6 @@ _runtime = cupy.cuda.runtime
 # Beyond the range of any GPU: CUDA clamps it to the highest priority.
 _HIGHEST_PRIORITY = -100
 _DRIVER = Path("/proc/driver/nvidia/version")
-# `isbuiltin` of the dtypes of ml_dtypes.
-_REGISTERED = 2
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 
 
@@ -43,7 +41,8 @@ class CupyCuda(Cuda):
     def __init__(self) -> None:
         self._kernels: dict[str, Any] = {}
         # Never destroyed: torch records events on streams that have used a tensor when it is freed.
-        self._noted_by_torch: dict[int, Any] = {}
+        self._noted_by_torch: dict[int, tuple[Any, Any]] = {}
+        self._tensors = TensorArrays()
 
     def problem(self) -> str | None:
         """CuPy can be imported without a driver, so the devices are counted."""
@@ -94,20 +93,25 @@ class CupyCuda(Cuda):
         return cupy.from_dlpack(given)
 
     def _from_torch(self, tensor: Any) -> DeviceArray:
-        torch = sys.modules["torch"]
-        if tensor.device.index == self.current_device():
-            stream, current = torch_stream(tensor.device), current_stream()
-            if stream.handle != current.handle and stream.capturing():
+        number, current = tensor.get_device(), current_stream()
+        if number == self.current_device() and not is_torchs(current, number):
+            stream = torch_stream(number)
+            if stream.capturing():
                 raise RuntimeError(
                     "torch captures a graph on a stream that is not CuPy's current one: capture"
                     " within `with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
                 )
             follow(current, stream)
-        small = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
-        if small is None:
-            return cupy.asarray(tensor)
-        bits = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.uint8)
-        return cupy.asarray(bits).view(small)
+        return self._tensors.array(tensor)
+
+    def of_tensor(self, tensor: Any) -> DeviceArray | None:
+        """As memory that holds the tensor."""
+        number = self.current_device()
+        if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+            return None
+        if tensor.get_device() != number or not is_torchs(current_stream(), number):
+            return None
+        return self._tensors.plain(tensor)
 
     def export(self, array: DeviceArray, original: Any) -> Any:
         """By DLPack, except for CuPy's own arrays."""
@@ -115,7 +119,7 @@ class CupyCuda(Cuda):
             return array
         if is_torch(original):
             self.hand_back(original)
-            return _to_torch(array)
+            return to_tensor(array)
         if hasattr(original, "__array_namespace__"):
             return original.__array_namespace__().from_dlpack(array)
         return array
@@ -129,12 +133,12 @@ class CupyCuda(Cuda):
 
     def hand_back(self, original: Any) -> None:
         """Only torch's arrays can be written besides CuPy's."""
-        if is_torch(original):
-            follow(torch_stream(original.device), current_stream())
+        if is_torch(original) and not is_torchs(current_stream(), original.get_device()):
+            follow(torch_stream(original.get_device()), current_stream())
 
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:
         """From CuPy's pool, which does not support 8-bit floats."""
-        if dtype.isbuiltin == _REGISTERED and dtype != BFLOAT16:
+        if is_registered(dtype) and dtype != BFLOAT16:
             return cupy.empty(shape, f"u{dtype.itemsize}").view(dtype)
         return cupy.empty(shape, dtype)
 
@@ -164,8 +168,10 @@ class CupyCuda(Cuda):
 
     def current_streams(self) -> Sequence[Stream]:
         """CuPy's, and torch's."""
-        torch = [] if torch_on_gpus() is None else [torch_stream(self.current_device())]
-        return [current_stream(), *torch]
+        current, number = current_stream(), self.current_device()
+        if torch_on_gpus() is None or is_torchs(current, number):
+            return [current]
+        return [current, torch_stream(number)]
 
     def new_stream(self) -> Stream:
         """Non-blocking."""
@@ -183,14 +189,18 @@ class CupyCuda(Cuda):
             with using(stream.stream):
                 yield
             return
-        self._noted_by_torch.setdefault(stream.handle, stream)
-        external = torch.cuda.ExternalStream(stream.handle, device=number)
-        with using(stream.stream), torch.cuda.stream(external):
+        if stream.handle not in self._noted_by_torch:
+            external = torch.cuda.ExternalStream(stream.handle, device=number)
+            self._noted_by_torch[stream.handle] = stream, external
+        with using(stream.stream), torch.cuda.stream(self._noted_by_torch[stream.handle][1]):
             yield
 
     def as_torch(self) -> AbstractContextManager[Any]:
         """By `use`."""
-        return using(torch_stream(self.current_device()).stream)
+        number = self.current_device()
+        if is_torchs(current_stream(), number):
+            return nullcontext()
+        return using(torch_stream(number).stream)
 
     def fold(self, op: ReduceOp, first: DeviceArray, second: DeviceArray, out: DeviceArray) -> None:
         """CuPy's ufuncs have NumPy's semantics, including NaN, bool and 16-bit floats."""
@@ -249,11 +259,3 @@ class CupyCuda(Cuda):
     def free_arena(self, arena: DeviceArray) -> None:
         """By cudaFree, which waits for pending work."""
         _runtime.free(arena.data.ptr)
-
-
-def _to_torch(array: DeviceArray) -> Any:
-    torch = sys.modules["torch"]
-    if array.dtype.isbuiltin != _REGISTERED:
-        return torch.from_dlpack(array)
-    bits = array.view(np.int16 if array.itemsize == 2 else np.uint8)
-    return torch.from_dlpack(bits).view(getattr(torch, array.dtype.name))

@@ -102,6 +102,14 @@ class Cuda(ABC):
         """
 
     @abstractmethod
+    def of_tensor(self, tensor: Any) -> DeviceArray | None:
+        """The memory of a torch tensor on the current GPU as a device array, without a conversion.
+
+        None where its elements are not its memory in C order, a gradient of it is recorded, or the
+        current stream is not torch's.
+        """
+
+    @abstractmethod
     def export(self, array: DeviceArray, original: Any) -> Any:
         """The device array as an array of the kind of `original`, sharing memory.
 

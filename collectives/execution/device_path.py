@@ -84,8 +84,8 @@ class DevicePath(ABC):
     def beside(self, held: object) -> AbstractContextManager[None]:
         """A context whose calls run beside what the caller's stream does next.
 
-        They use `held`, and leave their work on the stream that is current in the context. By
-        default it is the caller's: the host waits in these calls.
+        They use `held` besides their own arrays, and leave their work on the stream that is current
+        in the context. By default it is the caller's: the host waits in these calls.
         """
         return nullcontext()
 

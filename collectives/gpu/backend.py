@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import assign
-from collectives.calls import Operation
+from collectives.calls import PASS, Operation
 from collectives.calls.objects import gather_pickles, numbers_of_all
 from collectives.consistency.signature import Signature
 from collectives.cuda.interface import Cuda, DeviceArray, Event
-from collectives.cuda.runtime import cuda, wait_for
+from collectives.cuda.runtime import cuda, on_gpu, wait_for
 from collectives.errors import BackendUnavailableError, CollectiveError, in_step, is_in_step
 from collectives.execution.device_path import BoundCall, DevicePath, Request
 from collectives.execution.engine import Engine
@@ -116,6 +116,29 @@ class Devices:
         with self.beside(operation):
             return self.enqueue(operation._replace(signature=operation.signature.on_gpu()))
 
+    def serve(self, array: Any) -> bool:
+        """Whether it lies on a GPU, and a path was chosen."""
+        return self._path is not None and on_gpu(array)
+
+    def start_bound(self, call: Callable[[], Any]) -> Any:
+        """Enqueue a bound call now, as `submit`; PASS where it returns that."""
+        return self._engine.whole(self._start_bound, call)
+
+    def _start_bound(self, call: Callable[[], Any]) -> Any:
+        future: Future[Any] = Future()
+        event: Event | None = None
+        with self.beside(None):
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                if result is PASS:
+                    return PASS
+                future.set_result(result)
+                event = cuda().current_stream().record()
+        return DeviceHandle(future, event, partial(self._wait, self._engine.recorder.last()))
+
     def beside(self, held: object) -> AbstractContextManager[None]:
         """As `DevicePath.beside`; no effect in the first call, and in one that `check` refuses."""
         if self._path is None or cuda().current_device() != self._device:
@@ -134,13 +157,13 @@ class Devices:
         future: Future[Any] = Future()
         run_into(future, self._engine, operation)
         event = cuda().current_stream().record() if future.exception() is None else None
-        return DeviceHandle(future, event, partial(self._wait, str(operation.signature)))
+        return DeviceHandle(future, event, partial(self._wait, operation.signature))
 
-    def _wait(self, name: str, event: Event, timeout: float | None) -> None:
+    def _wait(self, call: object, event: Event, timeout: float | None) -> None:
         if self._path is None:
             wait_for(event, timeout)
         else:
-            self._path.wait(name, event, timeout)
+            self._path.wait(str(call), event, timeout)
 
     def check(self, collective: str, op: str | None, dtypes: Iterable[np.dtype[Any]]) -> None:
         """Check a call of these dtypes on this rank, before the ranks synchronize.

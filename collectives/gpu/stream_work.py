@@ -119,6 +119,8 @@ class StreamWork:
         """Of the arrays that they hold."""
         self.captured: list[object] = []
         """Objects in use by captured graphs."""
+        self._caller_at: Event | None = None
+        """An event that callers' streams record in turn."""
         self._events: list[Event] = []
         """Events for reuse, because creating one takes longer than recording it."""
         self._waiting = 0
@@ -139,7 +141,9 @@ class StreamWork:
 
     @contextmanager
     def beside(self, held: object) -> Iterator[None]:
-        """Context whose calls are enqueued on the communicator's own stream; they use `held`.
+        """Context whose calls are enqueued on the communicator's own stream.
+
+        They use `held` besides their own arrays.
 
         They follow what the caller has enqueued. What the caller enqueues from now on does not wait
         for them. Calls that a graph captures are not moved.
@@ -154,8 +158,12 @@ class StreamWork:
         for caller in self._callers.values():
             # An earlier one may still use memory of results, which this stream may use again.
             if not caller.capturing():
-                self._stream.wait(caller.record())
+                self._caller_at = caller.record(self._caller_at)
+                self._stream.wait(self._caller_at)
         with self._cuda.beside(self._stream):
+            if held is None:
+                yield
+                return
             begun = self.begin()
             try:
                 yield

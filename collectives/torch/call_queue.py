@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Work
 
-from collectives.torch.works import PendingWork, done, gpus_of
+from collectives.torch.works import PendingWork, done
 from collectives.waiting.timer_slack import end_sleeps_in_time
 from collectives.waiting.wait_policy import WaitPolicy, calling_line
 
@@ -55,28 +55,40 @@ class CallQueue:
         self.pending = 0
         """The number of calls that were submitted and have not ended."""
 
-    def submit(
-        self, outputs: list[Any], name: str, action: Action, arguments: Any, *, asynchronous: bool
-    ) -> Work:
+    def submit(self, outputs: list[Any], name: str, action: Action) -> Work:
         """Make the call once those before it have ended; its work, which may have ended.
 
-        `outputs` are tensors, also in lists; `arguments` are the call's, with all tensors.
-        `asynchronous`: on a GPU the call runs beside what the program enqueues next.
+        `outputs` are tensors, also in lists.
         """
-        if gpus := gpus_of(arguments):
-            self._finish_pending()
-            if asynchronous:
-                return self._run_on_gpu(outputs, name, action, arguments, gpus)
-            with self._on_gpus(False):
-                action()
-                enqueued = PendingWork(outputs, name, gpus)
-                enqueued.finish(None)
-            return enqueued
         work = self._run_soon(outputs, name, action)
         if work is None:
             work = PendingWork(outputs, name)
             self._enqueue(work, action)
         return work
+
+    def submit_on_gpu(
+        self,
+        outputs: list[Any],
+        name: str,
+        action: Action,
+        arguments: Any,
+        gpus: list[Any],
+        asynchronous: bool,
+    ) -> Work:
+        """As `submit`, of tensors on one of these GPUs.
+
+        `arguments` are the call's, with all tensors. `asynchronous`: the call runs beside what the
+        program enqueues next.
+        """
+        if self.pending:
+            self._finish_pending()
+        if asynchronous:
+            return self._run_beside(outputs, name, action, arguments, gpus)
+        with self._on_gpus(False):
+            action()
+            enqueued = PendingWork(outputs, name, gpus)
+            enqueued.finish(None)
+        return enqueued
 
     def _finish_pending(self) -> None:
         if threading.current_thread() is self._thread:
@@ -96,7 +108,7 @@ class CallQueue:
             return None
         return self._run_now(outputs, name, action, [])
 
-    def _run_on_gpu(
+    def _run_beside(
         self, outputs: list[Any], name: str, action: Action, arguments: Any, gpus: list[Any]
     ) -> Work:
         tensors = list(_tensors_in(arguments))

@@ -69,12 +69,15 @@ class CollectivesProcessGroup(Names, dist.ProcessGroup):  # type: ignore[misc]
         with record_function(f"collectives:{name}") if _is_profiled() else _UNSHOWN:
             later = options.asyncOp
             # The look for GPUs takes a microsecond.
-            on_gpu = torch.cuda.is_initialized() and gpus_of(arguments)
-            if not (later or self._queue.pending or on_gpu):
+            gpus = gpus_of(arguments) if torch.cuda.is_initialized() else []
+            if not (later or self._queue.pending or gpus):
                 self._perform(seconds, call, *arguments)
                 return done(outputs)
             action = partial(self._perform, seconds, call, *arguments)
-            work = self._queue.submit(outputs, name, action, arguments, asynchronous=later)
+            if gpus:
+                work = self._queue.submit_on_gpu(outputs, name, action, arguments, gpus, later)
+            else:
+                work = self._queue.submit(outputs, name, action)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -244,6 +244,9 @@ class SimulatedCuda(Cuda):
     def as_torch(self):
         return contextlib.nullcontext()
 
+    def of_tensor(self, tensor):
+        return None
+
     def _operand(self, array):
         assert isinstance(array, OnDevice), f"{type(array).__name__}: not a device array"
         assert array.gpu == self.device, "the array lies on another GPU than the current one"

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import sys
 from datetime import timedelta
 
 import pytest
@@ -34,6 +35,10 @@ def call(function, *arguments, later, **options):
     work = function(*arguments, async_op=later, **options)
     if later:
         work.wait()
+        cuda = sys.modules["torch"].cuda
+        if cuda.is_available():
+            # The host does not wait for the GPU until here.
+            cuda.synchronize()
         assert work.is_completed()
         assert work.is_success()
 

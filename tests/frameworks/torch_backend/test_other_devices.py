@@ -32,9 +32,10 @@ class Stream:
 @pytest.fixture
 def as_on_gpu(torch, monkeypatch):
     """Give tensors to the communicator as they are, which finds the path of their memory."""
-    from collectives.torch import call_queue, collective_calls, messages
+    from collectives.torch import collective_calls, messages, process_group
 
-    monkeypatch.setattr(call_queue, "gpus_of", lambda tensors: ["cuda:0"])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(process_group, "gpus_of", lambda tensors: ["cuda:0"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream())
     begin = torch.futures.Future.__init__
     monkeypatch.setattr(torch.futures.Future, "__init__", lambda self, devices=None: begin(self))
