@@ -29,6 +29,7 @@ NEEDS = {
     },
     # What is for torch alone.
     "torch": {
+        "bench.gpu.torch_calls",
         "bench.torch.operations",
         "bench.torch.training",
         "collectives.torch*",

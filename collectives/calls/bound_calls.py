@@ -87,18 +87,25 @@ class BoundCalls:
             return self._call_on_gpu(kind, array, out)
         if not is_torch(array) or (source := gpus.of_tensor(array)) is None:
             return PASS
-        if out is None:
-            return engine.whole(self._tensor_on_gpu, kind, source, array)
-        if out is array:
-            target = source
-        elif not is_torch(out) or (target := gpus.of_tensor(out)) is None:
-            return PASS
-        return PASS if self._call_on_gpu(kind, source, target) is PASS else out
+        target = None
+        if out is not None:
+            target = source if out is array else gpus.of_tensor(out) if is_torch(out) else None
+            if target is None:
+                return PASS
+        return engine.whole(self._tensors_on_gpu, kind, source, target, array, out)
 
-    def _tensor_on_gpu(self, kind: Any, source: DeviceArray, tensor: Any) -> Any:
-        """A call whose result is a tensor like the given one, or None."""
-        result = self._call_on_gpu(kind, source, None)
-        return result if result is None or result is PASS else cuda().export(result, tensor)
+    def _tensors_on_gpu(
+        self, kind: Any, source: DeviceArray, target: DeviceArray | None, tensor: Any, out: Any
+    ) -> Any:
+        """A call on the memory of a tensor, and of `out` or None."""
+        result = self._call_on_gpu(kind, source, target)
+        if result is PASS:
+            return PASS
+        if result is not None and out is None:
+            return cuda().export(result, tensor)
+        # What it has read may be overwritten from now on, too.
+        cuda().hand_back(tensor)
+        return out
 
     def _call_on_gpu(self, kind: Any, array: DeviceArray, out: Any) -> Any:
         key = *kind, array.dtype, array.shape

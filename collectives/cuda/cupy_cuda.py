@@ -93,24 +93,28 @@ class CupyCuda(Cuda):
         return cupy.from_dlpack(given)
 
     def _from_torch(self, tensor: Any) -> DeviceArray:
-        number, current = tensor.get_device(), current_stream()
-        if number == self.current_device() and not is_torchs(current, number):
-            stream = torch_stream(number)
-            if stream.capturing():
-                raise RuntimeError(
-                    "torch captures a graph on a stream that is not CuPy's current one: capture"
-                    " within `with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
-                )
-            follow(current, stream)
+        self._follow_torch(tensor)
         return self._tensors.array(tensor)
+
+    def _follow_torch(self, tensor: Any) -> None:
+        number, current = tensor.get_device(), current_stream()
+        if number != self.current_device() or is_torchs(current, number):
+            return
+        stream = torch_stream(number)
+        if stream.capturing():
+            raise RuntimeError(
+                "torch captures a graph on a stream that is not CuPy's current one: capture"
+                " within `with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
+            )
+        follow(current, stream)
 
     def of_tensor(self, tensor: Any) -> DeviceArray | None:
         """As memory that holds the tensor."""
-        number = self.current_device()
         if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             return None
-        if tensor.get_device() != number or not is_torchs(current_stream(), number):
+        if tensor.get_device() != self.current_device():
             return None
+        self._follow_torch(tensor)
         return self._tensors.plain(tensor)
 
     def export(self, array: DeviceArray, original: Any) -> Any:
@@ -192,8 +196,14 @@ class CupyCuda(Cuda):
         if stream.handle not in self._noted_by_torch:
             external = torch.cuda.ExternalStream(stream.handle, device=number)
             self._noted_by_torch[stream.handle] = stream, external
-        with using(stream.stream), torch.cuda.stream(self._noted_by_torch[stream.handle][1]):
-            yield
+        # torch's own context takes four times as long.
+        before = torch.cuda.current_stream(number)
+        try:
+            torch.cuda.set_stream(self._noted_by_torch[stream.handle][1])
+            with using(stream.stream):
+                yield
+        finally:
+            torch.cuda.set_stream(before)
 
     def as_torch(self) -> AbstractContextManager[Any]:
         """By `use`."""

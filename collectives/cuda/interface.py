@@ -103,10 +103,9 @@ class Cuda(ABC):
 
     @abstractmethod
     def of_tensor(self, tensor: Any) -> DeviceArray | None:
-        """The memory of a torch tensor on the current GPU as a device array, without a conversion.
+        """As `array`, of a torch tensor whose elements are its memory in C order.
 
-        None where its elements are not its memory in C order, a gradient of it is recorded, or the
-        current stream is not torch's.
+        None for others, for those of which a gradient is recorded, and those on another GPU.
         """
 
     @abstractmethod
@@ -122,7 +121,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def hand_back(self, original: Any) -> None:
-        """Like `export`, for the caller's own array after writing into it."""
+        """Like `export`, for the caller's own array after it was read or written."""
 
     @abstractmethod
     def empty(self, shape: int | Shape, dtype: np.dtype[Any]) -> DeviceArray:

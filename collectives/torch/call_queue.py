@@ -192,7 +192,7 @@ def _with_line(error: BaseException, line: str) -> BaseException:
 def _note_use(tensors: list[Any]) -> None:
     """Keep the memory of tensors, which may be freed before the current stream has used it."""
     if tensors and not torch.cuda.is_current_stream_capturing():
-        stream = torch.cuda.current_stream(tensors[0].device)
+        stream = torch.cuda.current_stream(tensors[0].get_device())
         for each in tensors:
             each.record_stream(stream)
 

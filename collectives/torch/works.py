@@ -101,7 +101,7 @@ class PendingWork(_OrderedWork):
         """
         try:
             if self.gpus:
-                self._stream = torch.cuda.current_stream(self.gpus[0])
+                self._stream = torch.cuda.current_stream(self.gpus[0].index)
                 self._end = self._stream.record_event()
         except Exception as failed:
             # After an error, CUDA refuses every call.
@@ -125,7 +125,7 @@ class PendingWork(_OrderedWork):
         if self._error is not None:
             raise self._error
         if self._end is not None:
-            torch.cuda.current_stream(self.gpus[0]).wait_event(self._end)
+            torch.cuda.current_stream(self.gpus[0].index).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:

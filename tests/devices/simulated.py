@@ -245,7 +245,9 @@ class SimulatedCuda(Cuda):
         return contextlib.nullcontext()
 
     def of_tensor(self, tensor):
-        return None
+        if tensor.read_only or not tensor.memory.flags.c_contiguous:
+            return None
+        return self.array(tensor)
 
     def _operand(self, array):
         assert isinstance(array, OnDevice), f"{type(array).__name__}: not a device array"

@@ -8,6 +8,7 @@ import pytest
 
 from collectives import MismatchError, OpMismatchError
 from collectives.arrays.kinds import copied
+from collectives.calls import PASS, bound_calls
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, same
 from tests.devices.simulated_arrays import Foreign, memory_at, plain
@@ -28,6 +29,74 @@ def test_arrays_of_other_libraries_keep_their_order():
         frozen = cuda.foreign(np.zeros(4, np.float32), stream, read_only=True)
         with pytest.raises(ValueError, match="read-only"):
             comm.all_reduce(given, out=frozen)
+
+    run(2, program, backend="nccl")
+
+
+CALLS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+
+
+def test_tensors_take_bound_calls(monkeypatch):
+    """Other libraries' arrays stand for torch's: a call follows their stream, and it the call."""
+    monkeypatch.setattr(bound_calls, "is_torch", lambda array: isinstance(array, Foreign))
+    expected = {
+        "all_reduce": [3, 3],
+        "reduce": [3, 3],
+        "broadcast": [2, 2],
+        "all_gather": [1, 1, 2, 2],
+        "reduce_scatter": [3],
+    }
+
+    def program(comm, cuda):
+        stream, made_calls, make_call = cuda.new_stream(), [], comm._cached._call_on_gpu
+
+        def noted(kind, array, out):
+            result = make_call(kind, array, out)
+            made_calls.append((kind[1], result is not PASS))
+            return result
+
+        comm._cached._call_on_gpu = noted
+
+        def made(shape, value):
+            array = cuda.foreign(np.zeros(shape, np.float32), stream)
+            cuda.slow(stream, 0.02)
+            memory = array.memory
+            cuda.put(stream, lambda: plain(memory).fill(value))
+            return array
+
+        def check(collective, result):
+            assert type(result) is Foreign
+            assert result.stream is stream
+            # Before the host waits for any stream.
+            found, memory = [], result.memory
+            cuda.put(stream, lambda: found.append(plain(memory).tolist()))
+            stream.synchronize()
+            assert found == [expected[collective]], collective
+
+        for turn in range(3):
+            for collective in CALLS:
+                rooted = {"root": 1} if collective in ("reduce", "broadcast") else {}
+                call = getattr(comm, collective)
+                start = getattr(comm, f"{collective}_async")
+                results = [call(made(2, comm.rank + 1), **rooted)]
+                results.append(start(made(2, comm.rank + 1), **rooted).wait())
+                if collective != "broadcast":
+                    out = made(len(expected[collective]), -1)
+                    results.append(call(made(2, comm.rank + 1), out=out, **rooted))
+                    assert results[-1] is (None if results[0] is None else out)
+                for result in results:
+                    if collective != "reduce" or comm.rank == 1:
+                        check(collective, result)
+                    else:
+                        assert result is None
+                array = made(2, comm.rank + 1)
+                call(array, **rooted)
+                # What was read is overwritten by the next work of its stream.
+                memory = array.memory
+                cuda.put(stream, lambda memory=memory: plain(memory).fill(-9))
+            if turn == 0:
+                made_calls.clear()
+        assert set(made_calls) == {(collective, True) for collective in CALLS}
 
     run(2, program, backend="nccl")
 

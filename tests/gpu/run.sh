@@ -139,6 +139,10 @@ if [ "${ONLY:-bench}" = bench ]; then
         bench 60 mpirun -n 2 "$python" -m bench.gpu all_reduce --backend $backend \
             --sizes 8,64K,1M,16M --markdown "$results/gpu-2-ranks-$backend.md"
     done
+    if "$python" -c "import torch" 2>/dev/null; then
+        echo "== torch's calls"
+        bench 60 "$python" -m bench.gpu.torch_calls
+    fi
     echo "== where a call's Python time goes"
     bench 60 "$python" -m bench.gpu.host_overhead --profile
 fi

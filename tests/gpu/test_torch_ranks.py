@@ -307,3 +307,32 @@ def test_tensors_outlive_a_group(torch, dist, comm, on_gpu):
     del tensor
     torch.cuda.synchronize()
     assert torch.ones(1 << 16).sum().item() == 1 << 16
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_recurring_calls(torch, dist, comm, on_gpu, later):
+    """Of new tensors at every turn, of which some lie where others were before."""
+    rank, size = comm.rank, comm.size
+    ranks = [float(each) for each in range(size)]
+
+    def call(function, *arguments):
+        work = function(*arguments, async_op=later)
+        if later:
+            work.wait()
+
+    for turn in range(5):
+        own = torch.full((4 * size,), turn + rank + 1.0)
+        total = size * (turn + 1.0) + sum(ranks)
+        tensor, everything, part = own.clone(), torch.zeros(4 * size * size), torch.zeros(4)
+        call(dist.all_gather_into_tensor, everything, own)
+        call(dist.reduce_scatter_tensor, part, own)
+        call(dist.all_reduce, own)
+        call(dist.broadcast, tensor, turn % size)
+        assert own.tolist() == [total] * 4 * size
+        assert part.tolist() == [total] * 4
+        assert tensor.tolist() == [turn + turn % size + 1.0] * 4 * size
+        assert everything.reshape(size, -1)[:, 0].tolist() == [turn + each + 1 for each in ranks]
+        total = sum(ranks) + size * turn
+        assert comm.all_reduce(torch.full((5,), rank + turn)).tolist() == [total] * 5
+        started = comm.all_reduce_async(torch.full((5,), rank + turn))
+        assert started.wait().tolist() == [total] * 5

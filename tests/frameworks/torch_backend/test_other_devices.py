@@ -35,7 +35,7 @@ def as_on_gpu(torch, monkeypatch):
     from collectives.torch import collective_calls, messages, process_group
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(process_group, "gpus_of", lambda tensors: ["cuda:0"])
+    monkeypatch.setattr(process_group, "gpus_of", lambda tensors: [torch.device("cuda:0")])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream())
     begin = torch.futures.Future.__init__
     monkeypatch.setattr(torch.futures.Future, "__init__", lambda self, devices=None: begin(self))
@@ -61,7 +61,7 @@ def test_an_error_of_cuda_ends_a_call(torch):
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, whose streams work")
-    work = PendingWork([], "a call", ["cuda:0"])
+    work = PendingWork([], "a call", [torch.device("cuda:0")])
     work.finish(None)
     with pytest.raises(AssertionError, match="CUDA"):
         work.wait()
