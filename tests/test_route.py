@@ -5,6 +5,7 @@ least of many repetitions: a rank that has to wait for the other one polls.
 """
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,6 +136,9 @@ def test_few_functions_lie_between_a_call_and_the_memory(comm, one_path):
         for name, counts in found.items()
         if any(count > SLACK * most for count, most in zip(counts, TARGETS[name], strict=True))
     }
+    for name in beyond:
+        functions = [f"{Path(code.co_filename).name}:{code.co_name}" for code in table[name]]
+        lines.append(f"{name}: {', '.join(functions)}")
     assert not beyond, "\n".join(lines)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec
 
@@ -20,27 +19,30 @@ from collectives.reductions.reduction import ReduceOp
 Arguments = ParamSpec("Arguments")
 Form = Callable[Concatenate["AsynchronousCollectives", Arguments], Handle[Any]]
 
+_BOUND = frozenset({"op", "out", "axis", "root"})
+"""The arguments, besides the array, of calls that are bound on GPUs."""
+
 
 def _asynchronous(
     make: Callable[Concatenate[Engine, Arguments], Operation], *, bound_on_gpus: bool = False
 ) -> Form[Arguments]:
     """The method that starts the operation which the blocking call of the same arguments runs."""
     collective = make.__name__
+    _, *parameters = signature(make).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.name in _BOUND}
 
     def start(
         self: AsynchronousCollectives, /, *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Handle[Any]:
-        # An array, and perhaps the op: more is refused below.
-        if bound_on_gpus and len(arguments) in (1, 2) and self._devices.serve(arguments[0]):
-            call = partial(self._cached.on_gpu, collective, *arguments, **named)
-            if (started := self._devices.start_bound(call)) is not PASS:
+        if bound_on_gpus and arguments and self._devices.serve(arguments[0]):
+            started = self._start_bound(collective, defaults, arguments, named)
+            if started is not PASS:
                 return started  # type: ignore[no-any-return]
         return self._submit(make(self._engine, *arguments, **named))
 
-    _, *given = signature(make).parameters.values()
     itself = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
     start.__signature__ = Signature(  # type: ignore[attr-defined]
-        [itself, *given], return_annotation="Handle[Any]"
+        [itself, *parameters], return_annotation="Handle[Any]"
     )
     start.__name__ = f"{collective}_async"
     start.__qualname__ = f"AsynchronousCollectives.{start.__name__}"
@@ -73,6 +75,22 @@ class AsynchronousCollectives:
 
     def _check_open(self) -> None:
         raise NotImplementedError
+
+    def _start_bound(
+        self,
+        collective: str,
+        defaults: dict[str, Any],
+        arguments: Sequence[Any],
+        named: dict[str, Any],
+    ) -> Any:
+        """Start a call of an array on a GPU that is bound; PASS for others, and wrong arguments."""
+        array, *op = arguments
+        given = {"op": op[0], **named} if op else named
+        if len(given) != len(op) + len(named) or not given.keys() <= defaults.keys():
+            return PASS
+        self._check_open()
+        found = self._cached.find_on_gpu(collective, array, **{**defaults, **given})
+        return PASS if found is None else self._devices.start_bound(found.run)
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         raise NotImplementedError

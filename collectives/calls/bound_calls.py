@@ -8,7 +8,7 @@ same bound call: all ranks take the same path, whatever they give.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from collectives.arrays.tensor_memory import TensorMemory
 from collectives.arrays.tensors import to_torch
@@ -22,6 +22,8 @@ from collectives.reductions.reduction import ReduceOp
 Bound = Callable[..., Any]
 
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+_ROOTED = frozenset({"broadcast", "reduce"})
+_OPS = str, ReduceOp
 
 
 class BoundCalls:
@@ -51,73 +53,92 @@ class BoundCalls:
             self.known.pop(key, None)
         raise AssertionError(f"{key}: no call was made")
 
-    def on_gpu(
+    def _on_gpu(
+        self, collective: str, array: Any, out: Any, op: Any = None, axis: Any = 0, root: int = 0
+    ) -> Any:
+        """A call of an array on a GPU; PASS where it isn't bound."""
+        if not (type(axis) is int and axis == 0 and (op is None or isinstance(op, _OPS))):
+            return PASS
+        if type(array) is cuda().array_type:
+            kind = "on a GPU", collective, op, array.dtype, array.shape, root
+            if (bound := self.known.get(kind)) is not None:
+                return bound(array, out)
+            self._bind_on_gpu(kind, array)
+            return PASS
+        found = self.find_on_gpu(collective, array, out=out, op=op, root=root)
+        return PASS if found is None else self._engine.whole(found.run)
+
+    def find_on_gpu(
         self,
         collective: str,
         array: Any,
-        op: Any = None,
         *,
         out: Any = None,
+        op: Any = None,
         axis: Any = 0,
         root: Any = 0,
-        **others: Any,
-    ) -> Any:
-        """A call of an array on a GPU, with the arguments of a communicator's; PASS if not bound.
+    ) -> CallOnGpu | None:
+        """The bound call of an array or a tensor on a GPU; None where there is none.
 
-        The first call of a kind isn't: in it all ranks choose a path. Nor is one with `others`.
+        The first call of a kind has none: in it all ranks choose a path. Nothing is sent.
         """
-        engine = self._engine
-        if any(each is not None for each in others.values()):
-            return PASS
-        along_rows, known_root = type(axis) is int and axis == 0, type(root) is int
-        if not (along_rows and known_root and 0 <= root < engine.size):
-            return PASS
-        if collective in _REDUCTIONS:
-            op = "sum" if op is None else op
-            if not isinstance(op, str | ReduceOp):
-                return PASS
-        elif op is not None:
-            return PASS
+        rooted, reduces = collective in _ROOTED, collective in _REDUCTIONS
+        if not (type(axis) is int and axis == 0 and type(root) is int):
+            return None
+        if not (0 <= root < self._engine.size and (isinstance(op, _OPS) if reduces else not op)):
+            return None
         if collective == "broadcast":
             out = array
-        elif collective == "reduce" and root != engine.rank:
+        elif rooted and root != self._engine.rank:
             out = None
-        gpus, kind = cuda(), ("on a GPU", collective, op, root)
-        if type(array) is gpus.array_type:
-            return self._call_on_gpu(kind, array, out)
-        if not is_torch(array) or (source := gpus.of_tensor(array)) is None:
-            return PASS
-        target = None
-        if out is not None:
-            target = source if out is array else gpus.of_tensor(out) if is_torch(out) else None
-            if target is None:
-                return PASS
-        return engine.whole(self._tensors_on_gpu, kind, source, target, array, out)
+        source, target, tensor = array, out, None
+        gpus = cuda()
+        if type(array) is not gpus.array_type:
+            if not is_torch(array) or (source := gpus.of_tensor(array)) is None:
+                return None
+            tensor = array
+            if out is array:
+                target = source
+            elif out is not None and (not is_torch(out) or (target := gpus.of_tensor(out)) is None):
+                return None
+        kind = "on a GPU", collective, op, source.dtype, source.shape, root
+        if (bound := self.known.get(kind)) is not None:
+            return CallOnGpu(bound, source, target, tensor, out)
+        self._bind_on_gpu(kind, source)
+        return None
 
-    def _tensors_on_gpu(
-        self, kind: Any, source: DeviceArray, target: DeviceArray | None, tensor: Any, out: Any
-    ) -> Any:
-        """A call on the memory of a tensor, and of `out` or None."""
-        result = self._call_on_gpu(kind, source, target)
-        if result is PASS:
-            return PASS
-        if result is not None and out is None:
-            return cuda().export(result, tensor)
-        # What it has read may be overwritten from now on, too.
-        cuda().hand_back(tensor)
-        return out
-
-    def _call_on_gpu(self, kind: Any, array: DeviceArray, out: Any) -> Any:
-        key = *kind, array.dtype, array.shape
-        bound = self.known.get(key)
-        if bound is not None:
-            return bound(array, out)
-        _, collective, op, root = kind
+    def _bind_on_gpu(self, kind: Any, array: DeviceArray) -> None:
+        """Bind the calls of a kind from the next one on."""
         devices = self._engine.devices
-        bound = None if devices is None else devices.bind(collective, array, op, root)
+        if devices is None:
+            return
+        self._check_open()
+        _, collective, op, _, _, root = kind
+        bound = devices.bind(collective, array, op, root)
         if bound is not None:
-            self.known.put(key, bound)
-        return PASS
+            self.known.put(kind, bound)
+
+
+class CallOnGpu(NamedTuple):
+    """A bound call on the memory of arrays or tensors on a GPU."""
+
+    bound: Bound
+    source: DeviceArray
+    target: DeviceArray | None
+    tensor: Any
+    """The tensor whose memory the source is, or None."""
+    out: Any
+
+    def run(self) -> Any:
+        """Make the call; its result, or PASS where the arrays are not what was bound."""
+        result = self.bound(self.source, self.target)
+        if self.tensor is None or result is PASS:
+            return result
+        if result is not None and self.out is None:
+            return cuda().export(result, self.tensor)
+        # What was read may be overwritten from now on, too.
+        cuda().hand_back(self.tensor)
+        return self.out
 
 
 def as_tensor(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -53,7 +53,7 @@ class BoundMovementCalls(BoundCalls):
             self.broadcast(views[0], root)
             return array
         if on_gpu(array):
-            return self.on_gpu("broadcast", array, root=root)
+            return self._on_gpu("broadcast", array, array, root=root)
         given = to_array(array)
         output = broadcast_output(given, array, on_root=self._engine.rank == root)
 
@@ -85,7 +85,7 @@ class BoundMovementCalls(BoundCalls):
             self.all_gather(views[0], axis, views[1])
             return out
         if on_gpu(array):
-            return self.on_gpu("all_gather", array, out=out, axis=axis)
+            return self._on_gpu("all_gather", array, out, axis=axis)
         rows = Rows(to_array(array), axis)
         if out is None:
             refuse_lost_gradient(array, "array")

@@ -39,7 +39,7 @@ class BoundReductionCalls(BoundCalls):
             self._all_reduce_memory(source, target, op, what)
             return out
         if on_gpu(array):
-            return self.on_gpu("all_reduce", array, op, out=out, what=what)
+            return PASS if what is not None else self._on_gpu("all_reduce", array, out, op)
         given = ReduceInput(array, op)
         return self._engine.whole(self._all_reduce, given, op, given.output(out), what)
 
@@ -93,7 +93,7 @@ class BoundReductionCalls(BoundCalls):
         if on_gpu(array):
             if root is None:
                 return PASS  # a scan, which no path has
-            return self.on_gpu(collective, array, op, out=out, root=root)
+            return self._on_gpu(collective, array, out, op, root=root)
         given = ReduceInput(array, op)
         if collective != "reduce":
             refuse_mean(collective, given.op)
@@ -129,7 +129,7 @@ class BoundReductionCalls(BoundCalls):
             self.reduce_scatter(views[0], op, axis, views[1])
             return out
         if on_gpu(array):
-            return self.on_gpu("reduce_scatter", array, op, out=out, axis=axis)
+            return self._on_gpu("reduce_scatter", array, out, op, axis)
         rank, size = self._engine.rank, self._engine.size
         zero = type(axis) is int and axis == 0
         plain = type(array) is np.ndarray and array.ndim and zero and array.dtype.isnative

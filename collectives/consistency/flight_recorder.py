@@ -35,7 +35,7 @@ class FlightRecorder:
         self.position += 1
 
     def last(self) -> Signature | None:
-        """The last call."""
+        """The signature of the last call on record."""
         entry = self.ring[(self.position - 1) & (CALLS_KEPT - 1)]
         return None if entry is None else entry[1]
 

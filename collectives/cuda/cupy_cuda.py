@@ -109,7 +109,7 @@ class CupyCuda(Cuda):
         follow(current, stream)
 
     def of_tensor(self, tensor: Any) -> DeviceArray | None:
-        """As memory that holds the tensor."""
+        """The array holds the tensor."""
         if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.get_device() != self.current_device():

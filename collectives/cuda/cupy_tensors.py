@@ -21,7 +21,7 @@ class TensorArrays:
 
     def __init__(self) -> None:
         self._dtypes: dict[Any, np.dtype[Any] | None] = {}
-        """Of the arrays by torch's; None for those that CuPy doesn't have."""
+        """NumPy's dtype for each of torch's; None where CuPy has none."""
         self._kinds: tuple[type, ...] = ()
 
     def array(self, tensor: Any) -> DeviceArray:
@@ -44,11 +44,12 @@ class TensorArrays:
             return None
         if tensor.dtype not in self._dtypes:
             self._dtypes[tensor.dtype] = _dtype_of(tensor.dtype)
-        dtype, nbytes = self._dtypes[tensor.dtype], tensor.nbytes
-        if dtype is None or not nbytes or not tensor.is_contiguous():
+        dtype, address = self._dtypes[tensor.dtype], tensor.data_ptr()
+        # A storage that was freed has no address.
+        if dtype is None or not address or not tensor.is_contiguous():
             return None
-        # The memory holds the tensor.
-        memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), nbytes, tensor, tensor.get_device())
+        # It holds the tensor.
+        memory = cupy.cuda.UnownedMemory(address, tensor.nbytes, tensor, tensor.get_device())
         return cupy.ndarray(tuple(tensor.shape), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 

@@ -103,9 +103,9 @@ class Cuda(ABC):
 
     @abstractmethod
     def of_tensor(self, tensor: Any) -> DeviceArray | None:
-        """As `array`, of a torch tensor whose elements are its memory in C order.
+        """As `array`, for a torch tensor whose memory holds its elements in C order.
 
-        None for others, for those of which a gradient is recorded, and those on another GPU.
+        None for other tensors, those that require a gradient, and those on another GPU.
         """
 
     @abstractmethod

@@ -121,7 +121,10 @@ class Devices:
         return self._path is not None and on_gpu(array)
 
     def start_bound(self, call: Callable[[], Any]) -> Any:
-        """Enqueue a bound call now, as `submit`; PASS where it returns that."""
+        """Enqueue a bound call now, as `submit`; PASS where it returns that.
+
+        Its errors are those of the call: the handle raises them.
+        """
         return self._engine.whole(self._start_bound, call)
 
     def _start_bound(self, call: Callable[[], Any]) -> Any:

@@ -71,8 +71,9 @@ class DeviceCalls:
             move = self._path.bind(Kind(collective, given.op, given.dtype, (array.size,), root))
             signature = given.signature(collective, root)
             if rank != root:
-                return self._without_output(signature, move)
-            return self._with_output(array, shape, signature, move, in_place=True)
+                return self._refusing_capture(self._without_output(signature, move))
+            bound = self._with_output(array, shape, signature, move, in_place=True)
+            return self._refusing_capture(bound)
         if not shape:
             return None
         counts, rest = split_rows(shape[0], self._engine.size), shape[1:]
@@ -117,6 +118,17 @@ class DeviceCalls:
             return call(array, array) if usable(array) else PASS
 
         return bound
+
+    def _refusing_capture(self, bound: BoundCall | None) -> BoundCall | None:
+        """PASS for a call that a graph captures: the general path refuses it on every rank."""
+        if bound is None:
+            return None
+        current_stream = self._gpus.current_stream
+
+        def checked(array: DeviceArray, out: Any) -> Any:
+            return PASS if current_stream().capturing() else bound(array, out)
+
+        return checked
 
     def _call(self, signature: Signature, move: Move) -> Call:
         failed = self._failed

@@ -120,7 +120,7 @@ class StreamWork:
         self.captured: list[object] = []
         """Objects in use by captured graphs."""
         self._caller_at: Event | None = None
-        """An event that callers' streams record in turn."""
+        """Recorded on one caller's stream after the other."""
         self._events: list[Event] = []
         """Events for reuse, because creating one takes longer than recording it."""
         self._waiting = 0

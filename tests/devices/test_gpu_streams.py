@@ -1,6 +1,7 @@
 """The order of streams, handles, and arrays on different devices than the others'."""
 
 import time
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from collectives import MismatchError, OpMismatchError
 from collectives.arrays.kinds import copied
-from collectives.calls import PASS, bound_calls
+from collectives.calls import bound_calls
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, same
 from tests.devices.simulated_arrays import Foreign, memory_at, plain
@@ -48,18 +49,18 @@ def test_tensors_take_bound_calls(monkeypatch):
     }
 
     def program(comm, cuda):
-        stream, made_calls, make_call = cuda.new_stream(), [], comm._cached._call_on_gpu
+        stream, made_calls, find = cuda.new_stream(), [], comm._cached.find_on_gpu
 
-        def noted(kind, array, out):
-            result = make_call(kind, array, out)
-            made_calls.append((kind[1], result is not PASS))
-            return result
+        def noted(collective, array, **options):
+            found = find(collective, array, **options)
+            made_calls.append((collective, found is not None))
+            return found
 
-        comm._cached._call_on_gpu = noted
+        comm._cached.find_on_gpu = noted
 
         def made(shape, value):
             array = cuda.foreign(np.zeros(shape, np.float32), stream)
-            cuda.slow(stream, 0.02)
+            cuda.slow(stream, 0.01 + 0.02 * comm.rank)
             memory = array.memory
             cuda.put(stream, lambda: plain(memory).fill(value))
             return array
@@ -89,14 +90,76 @@ def test_tensors_take_bound_calls(monkeypatch):
                         check(collective, result)
                     else:
                         assert result is None
-                array = made(2, comm.rank + 1)
-                call(array, **rooted)
-                # What was read is overwritten by the next work of its stream.
-                memory = array.memory
-                cuda.put(stream, lambda memory=memory: plain(memory).fill(-9))
+                if collective != "broadcast":
+                    array = made(2, comm.rank + 1)
+                    result = call(array, **rooted)
+                    # What was read is overwritten by the next work of its stream.
+                    memory = array.memory
+                    cuda.put(stream, lambda memory=memory: plain(memory).fill(-9))
+                    if result is not None:
+                        check(collective, result)
             if turn == 0:
                 made_calls.clear()
         assert set(made_calls) == {(collective, True) for collective in CALLS}
+
+    run(2, program, backend="nccl")
+
+
+def test_wrong_arguments_are_refused_at_once_where_calls_are_bound():
+    def program(comm, cuda):
+        array = cuda.from_host(np.ones(2, np.float32))
+        starts = [getattr(comm, f"{collective}_async") for collective in CALLS]
+        for _ in range(2):
+            for start in starts:
+                start(array).wait()
+        for start in starts:
+            for wrong in ({"foo": None}, {"array": array}, {"collective": 1}):
+                with pytest.raises(TypeError):
+                    start(array, **wrong)
+            with pytest.raises((TypeError, ValueError)):
+                start(array, None)
+            with pytest.raises((TypeError, ValueError)):
+                start(array, "nonsense")
+            with pytest.raises(TypeError):
+                start(array, "sum", array)
+        refused = [
+            (comm.all_reduce, {"op": None}),
+            (comm.all_reduce_async, {"root": 0}),
+            (comm.all_reduce_async, {"axis": 0}),
+            (comm.reduce_async, {"root": 2}),
+            (comm.reduce_async, {"root": "0"}),
+            (comm.broadcast_async, {"out": array}),
+            (comm.all_gather_async, {"root": 0}),
+            (comm.all_reduce_async, {"out": cuda.from_host(np.ones(3, np.float32))}),
+        ]
+        for call, wrong in refused:
+            with pytest.raises((TypeError, ValueError)):
+                call(array, **wrong)
+        with pytest.raises(TypeError, match="multiple values"):
+            comm.all_reduce_async(array, "sum", op="sum")
+        comm.close()
+        for start in starts:
+            with pytest.raises(RuntimeError, match="closed"):
+                start(array)
+
+    run(2, program, backend="nccl")
+
+
+def test_a_reduction_to_one_rank_is_not_captured():
+    def program(comm, cuda):
+        stream = cuda.new_stream()
+        with cuda.on(stream):
+            array = cuda.from_host(np.ones(2, np.float32))
+            for call in (comm.reduce, comm.reduce_async):
+                for _ in range(2):
+                    call(array, out=array)
+                stream.synchronize()
+                stream.begin_capture()
+                with pytest.raises(RuntimeError, match="captur"):
+                    call(array, out=array)
+                # The other rank may have allocated memory, which has ended it.
+                with suppress(RuntimeError):
+                    stream.end_capture()
 
     run(2, program, backend="nccl")
 
