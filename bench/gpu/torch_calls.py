@@ -30,7 +30,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench.gpu.torch_calls: torch finds no GPU", file=sys.stderr)
         return 1
-    dist.init_process_group("collectives", rank=0, world_size=1)
+    dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
     torch.cuda.set_device(0)
     theirs = dist.new_group([0], backend="nccl")
     # Alone, a rank needs no NCCL, and copies.
