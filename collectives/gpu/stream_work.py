@@ -143,10 +143,9 @@ class StreamWork:
     def beside(self, held: object) -> Iterator[None]:
         """Context whose calls are enqueued on the communicator's own stream.
 
-        They use `held` besides their own arrays.
-
-        They follow what the caller has enqueued. What the caller enqueues from now on does not wait
-        for them. Calls that a graph captures are not moved.
+        They use `held` besides their own arrays, and follow what the caller has enqueued. What the
+        caller enqueues from now on does not wait for them. Calls that a graph captures are not
+        moved.
         """
         current = self._cuda.current_streams()
         if any(stream.capturing() for stream in current):
