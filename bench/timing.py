@@ -74,6 +74,19 @@ def wall_seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def enqueue_seconds(synchronize: Callable[[], object]) -> Stopwatch:
+    """Stopwatch of the host's time for calls that a GPU executes; `synchronize` waits for it."""
+
+    def seconds(work: Callable[[], Any]) -> float:
+        synchronize()
+        taken = wall_seconds(work)
+        # Queued work must not slow down the next call.
+        synchronize()
+        return taken
+
+    return seconds
+
+
 def interleave(
     subjects: Sequence[Subject],
     world: Any,
@@ -100,13 +113,20 @@ def interleave(
 
 
 def medians(
-    calls: Sequence[Call], world: Any, *, batch: int, repeats: int, warmup: int = WARMUP_CALLS
+    calls: Sequence[Call],
+    world: Any,
+    *,
+    batch: int,
+    repeats: int,
+    warmup: int = WARMUP_CALLS,
+    stopwatch: Stopwatch = wall_seconds,
 ) -> Array:
     """Median seconds of each of the calls, which take turns and return their results."""
     subjects = [Subject([(call, None)]) for call in calls]
-    return np.median(
-        interleave(subjects, world, batch=batch, warmup=warmup, repeats=repeats), axis=1
+    seconds = interleave(
+        subjects, world, batch=batch, warmup=warmup, repeats=repeats, stopwatch=stopwatch
     )
+    return np.median(seconds, axis=1)
 
 
 def _slowest(seconds: Array, world: Any) -> Array:

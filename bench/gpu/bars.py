@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from bench.gpu.measure import GpuBench
 from bench.gpu.memory import buffer_sets
 from bench.problem import Problem
 from bench.task import Task
-from bench.timing import Subject, interleave, wall_seconds
+from bench.timing import Subject, enqueue_seconds, interleave, medians
 from collectives import Communicator
 from collectives.cuda.interface import Cuda
 from collectives.gpu.buckets import BucketMemory
@@ -55,24 +54,14 @@ def call_overhead(comm: Communicator, world: Any, cuda: Cuda, device: Device) ->
     task = Task(problem, comm.rank, buffers, in_place=False)
     bare = Bare(transport, cuda).call(case.name, task)
     assert bare is not None
-    subjects = [Subject([(call, None)]) for call in (case.call(comm, task, None), bare)]
-
-    def host_seconds(work: Callable[[], Any]) -> float:
-        device.synchronize()
-        seconds = wall_seconds(work)
-        # Queued work must not slow down the next call.
-        device.synchronize()
-        return seconds
-
-    seconds = interleave(
-        subjects,
+    ours, theirs = medians(
+        [case.call(comm, task, None), bare],
         world,
         batch=_BATCH,
-        warmup=5 * _BATCH,
         repeats=_REPEATS,
-        stopwatch=host_seconds,
-    )
-    ours, theirs = np.median(seconds, axis=1).tolist()
+        warmup=5 * _BATCH,
+        stopwatch=enqueue_seconds(device.synchronize),
+    ).tolist()
     found = f"{_us(ours)} − {_us(theirs)} = {_us(ours - theirs)}"
     return Bar(name, found, _us(MOST_OVERHEAD), ours - theirs <= MOST_OVERHEAD)
 

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 import collectives.torch  # noqa: F401  registers the backend
-from bench.timing import Subject, interleave, wall_seconds
+from bench.timing import enqueue_seconds, medians
 
 _ELEMENTS = 1 << 18
 _BATCH, _REPEATS = 50, 40
@@ -38,25 +36,17 @@ def main() -> int:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     print(f"{_WHAT:40} {'torch':>8} {'ours':>8}")
 
-    def host_seconds(work: Callable[[], Any]) -> float:
-        torch.cuda.synchronize()
-        seconds = wall_seconds(work)
-        # Queued work must not slow down the next call.
-        torch.cuda.synchronize()
-        return seconds
-
     pairs = zip(_calls(torch, dist, theirs), _calls(torch, dist, ours), strict=True)
     for (name, their_call), (_, our_call) in pairs:
-        seconds = interleave(
-            [Subject([(call, None)]) for call in (their_call, our_call)],
+        seconds = medians(
+            [their_call, our_call],
             MPI.COMM_WORLD,
             batch=_BATCH,
-            warmup=2 * _BATCH,
             repeats=_REPEATS,
-            stopwatch=host_seconds,
+            warmup=2 * _BATCH,
+            stopwatch=enqueue_seconds(torch.cuda.synchronize),
         )
-        medians = (np.median(seconds, axis=1) * 1e6).tolist()
-        print(f"{name:40} {medians[0]:8.1f} {medians[1]:8.1f}", flush=True)
+        print(f"{name:40} {seconds[0] * 1e6:8.1f} {seconds[1] * 1e6:8.1f}", flush=True)
     dist.destroy_process_group()
     return 0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec
 
-from collectives.calls import PASS, Operation, movements, reductions, scans
+from collectives.calls import Operation, movements, reductions, scans
 from collectives.calls.all_to_all import all_to_all
 from collectives.calls.call_cache import CallCache
 from collectives.calls.many import Many
@@ -36,8 +36,8 @@ def _asynchronous(
     ) -> Handle[Any]:
         if bound_on_gpus and arguments and self._devices.serve(arguments[0]):
             started = self._start_bound(collective, defaults, arguments, named)
-            if started is not PASS:
-                return started  # type: ignore[no-any-return]
+            if started is not None:
+                return started
         return self._submit(make(self._engine, *arguments, **named))
 
     itself = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
@@ -82,15 +82,15 @@ class AsynchronousCollectives:
         defaults: dict[str, Any],
         arguments: Sequence[Any],
         named: dict[str, Any],
-    ) -> Any:
-        """Start a call of an array on a GPU that is bound; PASS for others, and wrong arguments."""
+    ) -> Handle[Any] | None:
+        """Start a call of an array on a GPU that is bound; None for others, and wrong arguments."""
         array, *op = arguments
         given = {"op": op[0], **named} if op else named
         if len(given) != len(op) + len(named) or not given.keys() <= defaults.keys():
-            return PASS
+            return None
         self._check_open()
         found = self._cached.find_on_gpu(collective, array, **{**defaults, **given})
-        return PASS if found is None else self._devices.start_bound(found.run)
+        return None if found is None else self._devices.start_bound(found.run)
 
     def _submit(self, operation: Operation) -> Handle[Any]:
         raise NotImplementedError

@@ -22,7 +22,6 @@ from collectives.reductions.reduction import ReduceOp
 Bound = Callable[..., Any]
 
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-_ROOTED = frozenset({"broadcast", "reduce"})
 _OPS = str, ReduceOp
 
 
@@ -57,15 +56,10 @@ class BoundCalls:
         self, collective: str, array: Any, out: Any, op: Any = None, axis: Any = 0, root: int = 0
     ) -> Any:
         """A call of an array on a GPU; PASS where it isn't bound."""
-        if not (type(axis) is int and axis == 0 and (op is None or isinstance(op, _OPS))):
-            return PASS
         if type(array) is cuda().array_type:
-            kind = "on a GPU", collective, op, array.dtype, array.shape, root
-            if (bound := self.known.get(kind)) is not None:
-                return bound(array, out)
-            self._bind_on_gpu(kind, array)
-            return PASS
-        found = self.find_on_gpu(collective, array, out=out, op=op, root=root)
+            bound = self._bound_on_gpu(collective, array, op, axis, root)
+            return PASS if bound is None else bound(array, out)
+        found = self.find_on_gpu(collective, array, out=out, op=op, axis=axis, root=root)
         return PASS if found is None else self._engine.whole(found.run)
 
     def find_on_gpu(
@@ -80,16 +74,13 @@ class BoundCalls:
     ) -> CallOnGpu | None:
         """The bound call of an array or a tensor on a GPU; None where there is none.
 
-        The first call of a kind has none: in it all ranks choose a path. Nothing is sent.
+        Nothing is sent.
         """
-        rooted, reduces = collective in _ROOTED, collective in _REDUCTIONS
-        if not (type(axis) is int and axis == 0 and type(root) is int):
-            return None
-        if not (0 <= root < self._engine.size and (isinstance(op, _OPS) if reduces else not op)):
+        if not (type(root) is int and 0 <= root < self._engine.size):
             return None
         if collective == "broadcast":
             out = array
-        elif rooted and root != self._engine.rank:
+        elif collective == "reduce" and root != self._engine.rank:
             out = None
         source, target, tensor = array, out, None
         gpus = cuda()
@@ -101,22 +92,27 @@ class BoundCalls:
                 target = source
             elif out is not None and (not is_torch(out) or (target := gpus.of_tensor(out)) is None):
                 return None
-        kind = "on a GPU", collective, op, source.dtype, source.shape, root
-        if (bound := self.known.get(kind)) is not None:
-            return CallOnGpu(bound, source, target, tensor, out)
-        self._bind_on_gpu(kind, source)
-        return None
+        bound = self._bound_on_gpu(collective, source, op, axis, root)
+        return None if bound is None else CallOnGpu(bound, source, target, tensor, out)
 
-    def _bind_on_gpu(self, kind: Any, array: DeviceArray) -> None:
-        """Bind the calls of a kind from the next one on."""
-        devices = self._engine.devices
-        if devices is None:
-            return
-        self._check_open()
-        _, collective, op, _, _, root = kind
-        bound = devices.bind(collective, array, op, root)
-        if bound is not None:
-            self.known.put(kind, bound)
+    def _bound_on_gpu(
+        self, collective: str, array: DeviceArray, op: Any, axis: Any, root: int
+    ) -> Bound | None:
+        """The bound call for arrays like this one; None where there is none.
+
+        It is bound in the first call, in which all ranks choose a path, for the next one.
+        """
+        known_op = isinstance(op, _OPS) if collective in _REDUCTIONS else op is None
+        if not (known_op and type(axis) is int and axis == 0):
+            return None
+        kind = "on a GPU", collective, op, array.dtype, array.shape, root
+        bound, devices = self.known.get(kind), self._engine.devices
+        if bound is None and devices is not None:
+            self._check_open()
+            made = devices.bind(collective, array, op, root)
+            if made is not None:
+                self.known.put(kind, made)
+        return bound
 
 
 class CallOnGpu(NamedTuple):

@@ -120,16 +120,15 @@ class Devices:
         """Whether it lies on a GPU, and a path was chosen."""
         return self._path is not None and on_gpu(array)
 
-    def start_bound(self, call: Callable[[], Any]) -> Any:
-        """Enqueue a bound call now, as `submit`; PASS where it returns that.
+    def start_bound(self, call: Callable[[], Any]) -> Handle[Any] | None:
+        """Enqueue a bound call now, as `submit`; None where it returns PASS.
 
         Its errors are those of the call: the handle raises them.
         """
         return self._engine.whole(self._start_bound, call)
 
-    def _start_bound(self, call: Callable[[], Any]) -> Any:
+    def _start_bound(self, call: Callable[[], Any]) -> Handle[Any] | None:
         future: Future[Any] = Future()
-        event: Event | None = None
         with self.beside(None):
             try:
                 result = call()
@@ -137,10 +136,9 @@ class Devices:
                 future.set_exception(error)
             else:
                 if result is PASS:
-                    return PASS
+                    return None
                 future.set_result(result)
-                event = cuda().current_stream().record()
-        return DeviceHandle(future, event, partial(self._wait, self._engine.recorder.last()))
+            return self._handle(future, self._engine.recorder.last())
 
     def beside(self, held: object) -> AbstractContextManager[None]:
         """As `DevicePath.beside`; no effect in the first call, and in one that `check` refuses."""
@@ -159,10 +157,14 @@ class Devices:
         """Like `submit`, for an operation that was checked and is marked as one on a GPU."""
         future: Future[Any] = Future()
         run_into(future, self._engine, operation)
-        event = cuda().current_stream().record() if future.exception() is None else None
-        return DeviceHandle(future, event, partial(self._wait, operation.signature))
+        return self._handle(future, operation.signature)
 
-    def _wait(self, call: object, event: Event, timeout: float | None) -> None:
+    def _handle(self, future: Future[Any], call: Signature | None) -> Handle[Any]:
+        """The handle of a call that was enqueued on the current stream, or has failed."""
+        event = cuda().current_stream().record() if future.exception() is None else None
+        return DeviceHandle(future, event, partial(self._wait, call))
+
+    def _wait(self, call: Signature | None, event: Event, timeout: float | None) -> None:
         if self._path is None:
             wait_for(event, timeout)
         else:

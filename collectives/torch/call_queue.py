@@ -80,8 +80,7 @@ class CallQueue:
         `arguments` are the call's, with all tensors. `asynchronous`: the call runs beside what the
         program enqueues next.
         """
-        if self.pending:
-            self._finish_pending()
+        self._finish_pending()
         if asynchronous:
             return self._run_beside(outputs, name, action, arguments, gpus)
         with self._on_gpus(False):
