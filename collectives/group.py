@@ -234,7 +234,7 @@ class Group(Deferred):
 
     def _split(self: Entered, color: int | None, key: int) -> Entered | None:
         if color is not None:
-            color = check_index("color", color, 1 << 31)
+            color = check_index("color", color, 1 << 31, also=", or None")
         key = check_index("key", key, 1 << 31, least=-(1 << 31))
         part = self._run(nodes.split(color, key))
         if part is None:
@@ -278,7 +278,16 @@ class Group(Deferred):
 
     def forbid(self) -> None:
         """In a forked child: MPI knows nothing of this process."""
-        self._forget_bound()
         self._engine.forbid()
+        self._refuse(str(self._engine.broken))
+
+    def end_with_mpi(self) -> None:
+        """The program has called MPI.Finalize."""
+        reason = "MPI.Finalize was called"
+        self._engine.broken = self._engine.broken or UnusableError(reason)
+        self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        self._forget_bound()
         for mailbox in self._mailboxes:
-            mailbox.forbid(str(self._engine.broken))
+            mailbox.forbid(reason)

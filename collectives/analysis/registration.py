@@ -42,10 +42,10 @@ def register_algorithm(
             raise
         except Exception as error:
             raise ValueError(
-                f"algorithm {name!r} of {collective} on {size} ranks:"
-                f" {type(error).__name__}: {error}. A schedule is made of arithmetic alone, with"
-                " `when=` in place of `if`: it runs for one rank (an int), and for all ranks at"
-                " once (numpy.arange)"
+                f"algorithm {name!r} of {collective} on {size} rank{'s' * (size > 1)}:"
+                f" {type(error).__name__}: {error}. A schedule is a function (rank, size) that"
+                " yields lists of steps. It is made of arithmetic alone, with `when=` in place of"
+                " `if`: it runs for one rank (an int), and for all ranks at once (numpy.arange)"
             ) from error
     algorithms.add(algorithm)
 

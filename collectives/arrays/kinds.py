@@ -74,15 +74,18 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
         )
     elif array is None:
         raise TypeError(
-            f"{argument} is None: must be an array. Where it is the gradient of a parameter that"
-            " was not used, pass zeros, or omit it on every rank"
+            f"{argument} is None: must be an array on every rank. Where it is the gradient of a"
+            " parameter that was not used, pass zeros, or omit it on every rank"
             " (`torch.zeros_like(p) if p.grad is None else p.grad`)"
         )
     elif hasattr(array, "__dlpack_device__"):
         _check_on_cpu(array.__dlpack_device__()[0], array, argument)
         converted = _from_dlpack(array)
     else:
-        converted = _from_buffer(array)
+        try:
+            converted = _from_buffer(array)
+        except ValueError as error:
+            raise ValueError(f"{argument} is no array: {error}") from error
     _check_dtype(converted.dtype, argument)
     return converted
 

@@ -18,7 +18,7 @@ from collectives.errors import DeadlineExceededError, MismatchError, UnusableErr
 from collectives.execution.engine import Engine
 from collectives.lifecycle.futures import Handle
 from collectives.transports.base import Receiving
-from collectives.waiting.wait_policy import WaitPolicy, calling_line, check_timeout
+from collectives.waiting.wait_policy import WaitPolicy, calling_line, check_timeout, log
 
 Result = TypeVar("Result")
 Key = tuple[int, int]
@@ -154,6 +154,10 @@ class Messages:
             thread.join()
         for queue in self._unmatched.values():
             for incoming in queue:
+                if self._engine.broken is None:
+                    log.warning(
+                        "%s: closed before a message came (%s)", incoming.call, incoming.line
+                    )
                 incoming.refuse(UnusableError(f"{incoming.call}: the communicator is closed"))
         self._unmatched.clear()
 
@@ -255,8 +259,16 @@ class Messages:
                 raise self._engine.refusal()
             return self._poll(transfer) or (end is not None and time.monotonic() >= end)
 
-        self._wait_policy(transfer).until(ready, lambda: {transfer.peer: ""})
+        self._wait_policy(transfer).until(ready, lambda: {transfer.peer: self._note(transfer)})
         return transfer.moved
+
+    def _note(self, transfer: Transfer) -> str:
+        """On the rank that is waited for: whether it has sent with another tag."""
+        if isinstance(transfer, Outgoing) or transfer.arrived:
+            return ""
+        with self._lock:
+            tag = self._transport.other_tag(transfer.peer)
+        return "" if tag in (None, transfer.tag) else f", which has sent a message with tag={tag}"
 
     def _wait_policy(self, transfer: Transfer) -> WaitPolicy:
         """One of its own, because several threads may wait at once."""

@@ -73,18 +73,23 @@ def empty_shared(shape: int | Sequence[int], dtype: Any) -> Operation:
 
 def _checked(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     """Lengths, dtype and bytes; ValueError or TypeError if the array is not possible."""
-    dimensions = _dimensions(shape)
-    try:
-        kind = np.dtype(dtype)
-    except TypeError as error:
-        raise TypeError(
-            f"dtype={dtype!r}: must be a dtype of NumPy, or its name ({error})"
-        ) from None
+    dimensions, kind = _dimensions(shape), dtype_of(dtype)
     if kind.hasobject or not kind.itemsize:
         raise TypeError(f"dtype={kind}: a registered array holds fixed-size numbers")
     # Raises MemoryError for impossible sizes before the ranks synchronize.
     np.empty(dimensions, kind)
     return dimensions, kind, math.prod(dimensions) * kind.itemsize
+
+
+def dtype_of(given: Any) -> np.dtype[Any]:
+    """The dtype that is meant; TypeError for anything else."""
+    try:
+        found: np.dtype[Any] = np.dtype(given)
+    except TypeError as error:
+        raise TypeError(
+            f"dtype={given!r}: must be a dtype of NumPy, or its name ({error})"
+        ) from None
+    return found
 
 
 def _dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -100,8 +100,12 @@ def all_gather(
 
 def rows_of(out: Any, rows: Rows) -> int:
     """How many rows `out` holds; ValueError or TypeError where it can't hold any such."""
-    shape = to_array(out, "out").shape
-    count = shape[rows.axis] if len(shape) > rows.axis else 0
+    shape, needed = to_array(out, "out").shape, rows.shape(ANY_LENGTH)
+    count = shape[rows.axis] if len(shape) == len(needed) else 0
+    if shape != tuple(rows.shape(count)):
+        given = ", ".join("n" if each == ANY_LENGTH else str(each) for each in needed)
+        text = f"({given}{',' * (len(needed) == 1)}) for n rows of all ranks together"
+        raise ValueError(f"out has shape {shape}: must have the result's, {text}")
     rows.output(out, count, rows.dtype, out)
     return count
 

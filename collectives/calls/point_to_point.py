@@ -121,12 +121,15 @@ class Incoming(Transfer):
         assert self.receiving is not None
         content = self.receiving.content
         if self.receiving.kind != _kind(self._dtype):
-            held = dtype_name(self._dtype)
-            raise DtypeMismatchError(f"{self.call}: it sent another dtype than out holds, {held}")
+            sent, held = _KNOWN_KINDS.get(self.receiving.kind, "another"), dtype_name(self._dtype)
+            raise DtypeMismatchError(f"{self.call}: it sent dtype {sent}: out holds {held}")
         if len(content) != len(self.buffer):
+            sent_count, count = (
+                len(each) // self._dtype.itemsize for each in (content, self.buffer)
+            )
             raise ShapeMismatchError(
-                f"rank {self.peer} sent {len(content)} bytes with tag {self.tag}:"
-                f" out holds {len(self.buffer)}"
+                f"{self.call}: it sent {sent_count} elements of {dtype_name(self._dtype)}:"
+                f" out holds {count}"
             )
         if content.obj is not self.buffer.obj:
             self.buffer[:] = content
@@ -138,3 +141,9 @@ class Incoming(Transfer):
 
 def _kind(dtype: np.dtype[Any]) -> int:
     return fingerprint((dtype_name(dtype),))
+
+
+_KNOWN_KINDS = {
+    _kind(np.dtype(each)): dtype_name(np.dtype(each)) for each in np.sctypeDict.values()
+}
+"""Names of dtypes, for messages: a receiver gets the kind of what was sent alone."""

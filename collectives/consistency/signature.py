@@ -98,18 +98,21 @@ def fingerprint(agreed: tuple[object, ...]) -> int:
     return max(int.from_bytes(digest, "little"), 3)
 
 
-def mismatch(signatures: Sequence[Signature]) -> MismatchError:
-    """The error that all ranks raise, from every rank's signature, in rank order."""
+def mismatch(signatures: Sequence[Signature], lines: Sequence[str]) -> MismatchError:
+    """The error that all ranks raise, from every rank's signature and line, in rank order."""
     calls = tuple(map(str, signatures))
     for field, error, difference in _ERRORS:
         if len({getattr(each, field) for each in signatures}) > 1:
-            return error(f"the ranks called {difference}", calls)
-    return MismatchError("the ranks made different numbers of calls", calls)
+            return error(f"the ranks called {difference}", calls, lines)
+    return MismatchError("the ranks made different numbers of calls", calls, lines)
 
 
-def check_index(name: str, value: Any, limit: int, least: int = 0) -> int:
-    """`value` as an integer from `least` to limit − 1; TypeError or ValueError otherwise."""
-    problem = f"{name}={value!r}: must be an integer from {least} to {limit - 1}"
+def check_index(name: str, value: Any, limit: int, least: int = 0, also: str = "") -> int:
+    """`value` as an integer from `least` to limit − 1; TypeError or ValueError otherwise.
+
+    `also` is what else the error says to be allowed.
+    """
+    problem = f"{name}={value!r}: must be an integer from {least} to {limit - 1}{also}"
     try:
         index = operator.index(value)
     except TypeError:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from collectives.errors import LaunchError
+from collectives.errors import LaunchError, UnusableError
 from collectives.launching.children import leave_job_of_parent, mark_rank, no_rank
 from collectives.launching.ending import end_with_world, killed_with_world
 from collectives.launching.exchange import Exchange, Listening
@@ -53,6 +53,8 @@ def start_mpi(seconds: float = DEFAULT_DEADLINE) -> Any:
         if not is_initialized():
             leave_job_of_parent()
         mpi = load()
+        if mpi.Is_finalized():
+            raise UnusableError("MPI.Finalize was called: MPI can't start again in this process")
         mark_rank()
         return mpi
     if os.environ.get(_STARTED) == str(launch):

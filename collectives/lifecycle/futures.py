@@ -30,10 +30,41 @@ _END = _CLOSE._replace(scope=ENDED)
 _RETRY_SECONDS = 0.5
 
 
+class Outcome(Future[Any]):
+    """The future of a call. It logs an exception that the program has not looked at by its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As of any future."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._seen = self._seen or self.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call has raised."""
+        return self.done() and self.exception() is not None
+
+    def report(self) -> None:
+        """Log the exception, once, unless `result` has raised it."""
+        if not self._seen and self.failed:
+            self._seen, error = True, self.exception()
+            what = "an asynchronous call failed, and nothing has waited for it"
+            log.error("%s: %s: %s", what, type(error).__name__, error)
+
+    def __del__(self) -> None:
+        self.report()
+
+
 class Handle(Generic[Result]):
     """The future result of an asynchronous call.
 
     The handle may be dropped: the call is completed anyway, at the latest before the program exits.
+    An exception of the call is logged then.
     """
 
     def __init__(self, future: Future[Result]) -> None:
@@ -73,6 +104,7 @@ class ProgressThread:
         self._closed = self._settled = False
         self._final_call: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._outcomes: weakref.WeakSet[Outcome] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
         _running.add(self)
@@ -82,11 +114,15 @@ class ProgressThread:
 
         `line` is the user's source line, `tuned` the cost parameters to use, and their source.
         """
+        outcome = Outcome()
+        self._outcomes.add(outcome)
+        return self._queue(_Job(operation, line, outcome, tuned))
+
+    def _queue(self, job: _Job) -> Handle[Any]:
         if self._closed:
             raise in_step(RuntimeError("asynchronous calls have ended: the program is exiting"))
-        future: Future[Any] = Future()
-        self._jobs.put(_Job(operation, line, future, tuned))
-        return Handle(future)
+        self._jobs.put(job)
+        return Handle(job.future)
 
     def entries(self) -> list[Entry]:
         """The recorded calls."""
@@ -101,7 +137,8 @@ class ProgressThread:
         a rank that arrived meanwhile.
         """
         if not self._closed and (self._final_call is None or self._final_call.done()):
-            self._final_call = self.submit(Operation(_END, Engine.close), calling_line(), None)
+            end = Operation(_END, Engine.close)
+            self._final_call = self._queue(_Job(end, calling_line(), Future(), None))
 
     def begin_close(self) -> None:
         """Make the thread end once the submitted calls are complete. Returns at once."""
@@ -112,6 +149,8 @@ class ProgressThread:
         """Complete the submitted calls, then end the thread. A second call does nothing."""
         self.begin_close()
         self._thread.join()
+        for outcome in list(self._outcomes):
+            outcome.report()
 
     def _work(self) -> None:
         end_sleeps_in_time()
@@ -160,7 +199,7 @@ class ProgressThread:
             return True
         try:
             engine.perform(
-                Signature("asynchronous calls"),
+                Signature("start of asynchronous calls", scope=str(job.operation.signature)),
                 lambda engine: nodes.settle(engine, self._topology),
                 job.line,
             )
@@ -191,9 +230,9 @@ def run_into(
 
 def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:
     """Run the operation now, for transports whose progress no thread may make."""
-    future: Future[Any] = Future()
-    engine.whole(run_into, future, engine, operation)
-    return Handle(future)
+    outcome = Outcome()
+    engine.whole(run_into, outcome, engine, operation)
+    return Handle(outcome)
 
 
 _running: weakref.WeakSet[ProgressThread] = weakref.WeakSet()

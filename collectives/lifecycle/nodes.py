@@ -277,7 +277,8 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
     named = signature._replace(scope=signature.scope or engine.wait_policy.call.scope)
-    called = gather_pickles(engine, pickle.dumps(named))
+    line = engine.wait_policy.current_line()
+    called, lines = zip(*gather_pickles(engine, pickle.dumps((named, line))), strict=True)
     # A rank that closes at its program's end may have no caller to show the error.
     running = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)
-    return raised_on_all(mismatch(called), engine.rank, next(running, 0))
+    return raised_on_all(mismatch(called, lines), engine.rank, next(running, 0))

@@ -42,13 +42,17 @@ class Closable(Protocol):
         """Close it; False if the other ranks did not do so within that time."""
 
     def forbid(self) -> None:
-        """Refuse every call from now on."""
+        """Refuse every call from now on, in a forked child."""
+
+    def end_with_mpi(self) -> None:
+        """Refuse every call from now on, because MPI ends."""
 
 
 _lock = threading.Lock()
 _open: dict[int, Closable] = {}
 _before: list[Callable[[], None]] = []
 """What runs at the program's end, before every attempt to close, and before MPI ends."""
+_ends_with_mpi = False
 
 
 def keep(group: Closable) -> None:
@@ -56,6 +60,7 @@ def keep(group: Closable) -> None:
     with _lock:
         if not _open:
             _close_in_forked_rank()
+        _refuse_calls_after_mpi()
         _open[id(group)] = group
 
 
@@ -63,6 +68,23 @@ def forget(group: Closable) -> None:
     """Remove a communicator that was closed."""
     with _lock:
         _open.pop(id(group), None)
+
+
+def _refuse_calls_after_mpi() -> None:
+    """Refuse calls where the program itself ends MPI: they would end the process.
+
+    MPI_Finalize first deletes the attributes of MPI_COMM_SELF (MPI 4.1, section 11.2.4).
+    """
+    global _ends_with_mpi
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and not _ends_with_mpi:
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_end_with_mpi), None)
+        _ends_with_mpi = True
+
+
+def _end_with_mpi(*_: object) -> None:
+    for group in list(_open.values()):
+        group.end_with_mpi()
 
 
 class ExitCode:

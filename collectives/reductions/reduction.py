@@ -9,6 +9,7 @@ other folds are NumPy ufuncs.
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
@@ -79,7 +80,9 @@ def as_op(op: ReduceOp | str) -> ReduceOp:
         found = _OPS.get(op.lower())
     if not isinstance(found, ReduceOp):
         allowed = ", ".join(map(repr, _OPS))
-        raise ValueError(f"op={op!r}: must be a ReduceOp or one of {allowed}")
+        raise ValueError(
+            f"op={reprlib.repr(op)}: must be a collectives.ReduceOp or one of {allowed}"
+        )
     return found
 
 

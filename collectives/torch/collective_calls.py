@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -169,9 +169,21 @@ class CollectiveCalls:
         """Copy inputs[i][r] of the root into outputs[i] of rank r."""
         on_root = self.comm.rank == root
         for index, output in enumerate(outputs):
-            stacked = torch.stack([part.detach() for part in inputs[index]]) if on_root else None
-            whole = None if stacked is None else self._array(stacked)
+            # Kept, as its array does not hold it.
+            stacked = self._stacked(inputs[index]) if on_root else None
+            whole = self._array(stacked) if isinstance(stacked, torch.Tensor) else stacked
             self._receive(output, self.comm.scatter(whole, root=root), root)
+
+    def _stacked(self, parts: Tensors) -> Any:
+        """One tensor of the parts for the ranks; or what raises the error on every rank."""
+        if len(parts) != self.comm.size:
+            return _Refused(
+                f"scatter: the list has {len(parts)} tensors: must have {self.comm.size}, one for"
+                " each rank of the group"
+            )
+        if len({(part.shape, part.dtype, part.device) for part in parts}) > 1:
+            return _Refused("scatter: the tensors of the list differ in shape, dtype or device")
+        return torch.stack([part.detach() for part in parts])
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> None:
         """Send inputs[r] to rank r, and receive outputs[r] from it."""
@@ -204,6 +216,16 @@ class CollectiveCalls:
             # CuPy reuses the block's memory in the order of its own stream, which follows torch's
             # from this conversion on.
             to_array(output.detach())
+
+
+class _Refused:
+    """A wrong argument of the root: its conversion to an array fails, which all ranks raise."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        raise ValueError(self._problem)
 
 
 def stays_tensor(tensor: Any) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from collectives.arrays.tensor_memory import TensorMemory
+from collectives.consistency.signature import check_index
 from collectives.errors import RankFailedError, ShapeMismatchError
 from collectives.launching.start import start_mpi
 from collectives.torch.collective_calls import stays_tensor
@@ -197,7 +198,7 @@ class Messages:
     def send(self, tensor: Any, peer: int, tag: int) -> MessageWork:
         """Start to send the contiguous tensor."""
         on_host = tensor.detach().cpu() if stays_tensor(tensor) else tensor
-        name = f"send to rank {peer} with tag {tag}"
+        name = f"send to rank {check_index('dst', peer, self._comm.size)} with tag {tag}"
         work = MessageWork(self, name, tensor, on_host, peer, receives=False)
         work.request = self._comm.Isend(self._bytes_of(on_host), peer, tag)
         return self._begun(work)
@@ -208,7 +209,8 @@ class Messages:
         if stays_tensor(tensor):
             # Pinned, so that no copy waits for the GPU.
             on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        source = "any rank" if peer is None else f"rank {peer}"
+        size = self._comm.size
+        source = "any rank" if peer is None else f"rank {check_index('src', peer, size)}"
         name = f"recv from {source} with tag {tag}"
         work = MessageWork(self, name, tensor, on_host, peer, receives=True)
         number = self.mpi.ANY_SOURCE if peer is None else peer

@@ -38,6 +38,8 @@ def check_options(
         )
     if weighted and op != "mean":
         raise ValueError(f"op={op!r}: only a mean is weighted")
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        raise TypeError(f"wire_dtype={wire_dtype!r}: must be a torch.dtype, or None")
     if compression is not None and wire_dtype is not None:
         raise ValueError(f"wire_dtype={wire_dtype}, compression={compression!r}: only one of them")
 

@@ -31,6 +31,7 @@ Actions: TypeAlias = Iterator[Callable[[], Any]]
 """What else there is to do. An action that is taken runs once."""
 
 LARGEST_TAG = 32_000
+_NOTHING = memoryview(b"")
 
 ORDERED_MACHINES = ("x86_64", "AMD64", "i686", "i386")
 """Processors that make a thread's loads and stores visible in program order (TSO)."""
@@ -82,9 +83,6 @@ class Sending(ABC):
 
         Raises RankFailedError if the transport detects that the message can't be delivered.
         """
-
-
-_NOTHING = memoryview(b"")
 
 
 class Receiving(ABC):
@@ -155,10 +153,7 @@ class PointToPoint(ABC):
         """
 
     def exchange_beside(self, sends: Messages, receives: Messages, overlapped: Actions) -> None:
-        """Like `exchange`; takes and runs actions while the messages are in transit.
-
-        The transport may leave actions for its caller to run.
-        """
+        """Like `exchange`; takes and runs some actions, or none, while messages are in transit."""
         self.exchange(sends, receives)
 
     def native(self, collective: str, op: str | None, dtype: np.dtype[Any]) -> Native | None:
@@ -247,6 +242,10 @@ class Transport(PointToPoint):
 
     def open_message_channel(self) -> MessageChannel | None:
         """Open a channel for unsolicited messages, or None if unsupported. Collective."""
+        return None
+
+    def other_tag(self, peer: int) -> int | None:
+        """The tag of a message from the rank that nothing has received; None where unknown."""
         return None
 
     def node_leader(self) -> int:

@@ -25,7 +25,7 @@ from collectives.transports.base import (
     Transport,
 )
 from collectives.transports.mpi_mailbox import MpiMessageChannel, abandoned, parts_of
-from collectives.transports.mpi_messages import LAST_TAG, receive, send
+from collectives.transports.mpi_messages import LAST_TAG, other_tag, receive, send
 from collectives.transports.mpi_native import native
 from collectives.transports.mpi_neighbors import MpiNeighborChannel
 from collectives.transports.neighbors import NeighborChannel
@@ -110,6 +110,10 @@ class MpiTransport(Transport):
     def receive(self, buffer: Bytes, peer: int, tag: int) -> Receiving | None:
         """Receive the length, then all parts, into own memory if the buffer is too short."""
         return receive(self.comm, buffer, peer, tag)
+
+    def other_tag(self, peer: int) -> int | None:
+        """Of the first message that has arrived."""
+        return other_tag(self.comm, peer)
 
     def open_control_channel(self) -> ControlChannel:
         """One message to every rank for each word."""

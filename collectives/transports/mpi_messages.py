@@ -53,3 +53,14 @@ def receive(comm: MPI.Intracomm, buffer: Bytes, peer: int, tag: int) -> Receivin
     except MPI.Exception as error:
         raise failure(peer, error) from error
     return _InTransit(requests, peer, whole, kind)
+
+
+def other_tag(comm: MPI.Intracomm, peer: int) -> int | None:
+    """The tag of the first message from the rank that has arrived, if it is one of these."""
+    status = MPI.Status()
+    try:
+        arrived = comm.Iprobe(peer, MPI.ANY_TAG, status)
+    except MPI.Exception as error:
+        raise failure(peer, error) from error
+    tag = status.Get_tag() - FIRST_TAG
+    return tag if arrived and 0 <= tag <= LARGEST_TAG else None

@@ -207,8 +207,11 @@ class WaitPolicy:
     def _text(self, waited: str, absent: dict[int, str]) -> str:
         ranks = ", ".join(f"rank {rank}{note}" for rank, note in sorted(absent.items()))
         call = self.call
-        line = call.line or self.line or calling_line()
-        return f"{call}, {waited} {ranks or 'other ranks'} ({line})"
+        return f"{call}, {waited} {ranks or 'other ranks'} ({self.current_line()})"
+
+    def current_line(self) -> str:
+        """File and line of the user's call that waits."""
+        return self.call.line or self.line or calling_line()
 
 
 def calling_line(frame: FrameType | None = None) -> str:

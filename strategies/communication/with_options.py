@@ -133,7 +133,7 @@ def agreed_options(
     Raises the same ValueError on every rank where they differ or aren't `CommunicationOptions`.
     """
     given = CommunicationOptions() if options is None else options
-    what = "communication_options must be equal CommunicationOptions"
+    what = "communication_options must be CommunicationOptions, equal on all ranks"
     refuse_differences(communicator, what, repr(given))
     if not isinstance(given, CommunicationOptions):
         text = by_rank(what, [repr(given)] * communicator.size)

@@ -176,7 +176,8 @@ def unknown_parameter(parameter: Any) -> ValueError:
     """The error for an optimizer's parameter that the model does not have."""
     return ValueError(
         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model did not"
-        " have in distribute: call distribute after the model is complete, or again"
+        " have in distribute: give the optimizer of this model, and call distribute once the model"
+        " is complete, or again"
     )
 
 

@@ -272,6 +272,33 @@ def test_handles_do_not_break_exit(program, launch):
     assert "MPI" not in ended.stderr
 
 
+FAILED = {
+    "dropped": "comm.all_reduce_async(array)",
+    "kept, closed": "handle = comm.all_reduce_async(array); comm.close()",
+    "timed out": "handle = comm.all_reduce_async(array)\n"
+    "try: handle.wait(0)\n"
+    "except (TimeoutError, collectives.MismatchError): pass",
+    "waited for": "handle = comm.all_reduce_async(array)\n"
+    "try: handle.wait()\n"
+    "except collectives.ShapeMismatchError: pass\n"
+    "handle.done()",
+}
+
+
+@pytest.mark.parametrize("program", FAILED)
+def test_an_error_that_nothing_has_waited_for_is_logged(program, launch):
+    lines = ["import collectives, numpy", "comm = collectives.world()"]
+    lines += ["array = numpy.ones(3 + comm.rank)", FAILED[program]]
+    ended = launch(2, [sys.executable, "-c", "\n".join(lines)], timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    logged = ended.stderr.count("nothing has waited for it: ShapeMismatchError: the ranks called")
+    assert logged == ended.stderr.count("rank 1: all_reduce(sum, float64[4]) (<string>:4)")
+    if program == "timed out":  # or not, if the call failed before
+        assert logged <= 2
+    else:
+        assert logged == (0 if program == "waited for" else 2)
+
+
 FIRST_CALLS = """
 import numpy as np
 import collectives

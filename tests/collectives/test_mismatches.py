@@ -159,7 +159,7 @@ def check_case(comm, case, odd):
     assert len(set(error.calls)) == 2
     assert all((text == error.calls[odd]) == (rank == odd) for rank, text in enumerate(error.calls))
     for rank, text in enumerate(error.calls):
-        assert f"rank {rank}: {text}" in str(error)
+        assert f"rank {rank}: {text} ({__file__}:" in str(error)
     return str(error)
 
 

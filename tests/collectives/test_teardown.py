@@ -120,6 +120,34 @@ def test_a_program_that_ends_says_nothing(end, launch):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+def test_calls_after_the_end_of_mpi(launch):
+    body = """
+    from mpi4py import MPI
+
+    comm.all_reduce(np.ones(2))
+    comm.all_reduce_async(np.ones(2)).wait()
+    box = comm.mailbox()
+    MPI.Finalize()
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(np.ones(2)),
+        "all_reduce_async": lambda: comm.all_reduce_async(np.ones(2)),
+        "send": lambda: comm.send(np.ones(2), 1 - rank),
+        "split": lambda: comm.split(0),
+        "mailbox": lambda: box.send(1 - rank, {}),
+        "world": lambda: comm.close() or collectives.world(),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            assert "MPI.Finalize was called" in str(error), (name, error)
+        else:
+            raise AssertionError(name)
+    """
+    ended = launch(2, program(body), timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+
+
 def test_an_end_after_a_deadline(launch):
     body = """
 import logging
@@ -231,5 +259,10 @@ def test_every_method_is_tried():
     methods = {name for name in dir(Communicator) if not name.startswith("_")}
     # For what is to be done later.
     later = {"before_next_call", "at_end", "run_deferred", "finish"}
-    rest = methods - waits - later - {"backend", "closed", "deadline", "close_at_exit", "forbid"}
+    rest = (
+        methods
+        - waits
+        - later
+        - {"backend", "closed", "deadline", "close_at_exit", "forbid", "end_with_mpi"}
+    )
     assert rest == {name for name in CALLS if " " not in name}

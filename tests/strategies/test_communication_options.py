@@ -327,7 +327,7 @@ def test_options_that_differ_are_refused_on_every_rank(comm, case):
     given = DIFFERENT[case](comm.rank)
     arguments = (MultiWorkerMirroredStrategy, None, given)
     text = same_refusal(
-        comm, ValueError, "must be equal CommunicationOptions", *arguments, communicator=comm
+        comm, ValueError, "must be CommunicationOptions, equal", *arguments, communicator=comm
     )
     for rank in range(comm.size):
         told = DIFFERENT[case](rank)

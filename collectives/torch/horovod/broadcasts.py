@@ -30,6 +30,8 @@ def broadcast_parameters(
 
     """
     comm, root = ranks_of(process_set), root_of(process_set, root_rank)
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("params is a Module: must be `model.state_dict()`, or named parameters")
     given = params.values() if isinstance(params, Mapping) else params
     every = [each[1] if isinstance(each, tuple) else each for each in given]
     tensors = [each for each in every if isinstance(each, torch.Tensor)]

@@ -195,6 +195,8 @@ def DistributedOptimizer(  # noqa: N802
             occur twice; on every rank, parameters that differ between ranks.
 
     """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("optimizer is a DistributedOptimizer: must be the one that it was made of")
     op = as_op(op)
     if op not in (ReduceOp.MEAN, ReduceOp.SUM):
         raise ValueError(f"op={op.value}: must be Average or Sum")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from collectives.communicator import Communicator
+from collectives.consistency.signature import check_index
 from collectives.world import world
 
 _comm: Communicator | None = None
@@ -206,4 +207,6 @@ def ranks_of(process_set: ProcessSet | None) -> Communicator:
 
 def root_of(process_set: ProcessSet | None, root_rank: int) -> int:
     """The number within the set of a rank among all."""
-    return root_rank if process_set is None else process_set.index(root_rank)
+    if process_set is None:
+        return check_index("root_rank", root_rank, ranks().size)
+    return process_set.index(root_rank)

@@ -31,6 +31,8 @@ def check_axes(tensor: Any) -> None:
 
 def scaled(tensor: Any, factor: float, dtype: Any = None) -> Any:
     """The tensor times a factor, in the dtype, or its own. Integers are multiplied as float64."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}: must be a torch.Tensor")
     kept = tensor.dtype if dtype is None else dtype
     if factor != 1.0:
         tensor = (tensor.double() if _is_integer(tensor) else tensor) * factor

@@ -136,6 +136,27 @@ def test_messages_of_another_length(torch, dist, comm):
         dist.isend(torch.ones(2, 2).t(), 0)
 
 
+def test_ranks_that_do_not_exist(torch, dist, comm):
+    with pytest.raises(ValueError, match=f"dst=9: must be an integer from 0 to {comm.size - 1}"):
+        dist.isend(torch.ones(2), 9)
+    with pytest.raises(ValueError, match="src=9: must be"):
+        dist.irecv(torch.ones(2), 9)
+
+
+def test_a_wrong_list_of_the_root_is_refused_on_every_rank(torch, dist, comm):
+    lists = {
+        f"has {comm.size + 1} tensors: must have {comm.size}": [torch.ones(2)] * (comm.size + 1),
+        "differ in shape, dtype or device": [torch.ones(2 + rank) for rank in range(comm.size)],
+    }
+    for text, given in lists.items():
+        with pytest.raises(ValueError, match=text):
+            dist.scatter(torch.zeros(2), given if comm.rank == 0 else None)
+    output = torch.zeros(1)
+    inputs = [torch.full((1,), rank + 1.5) for rank in range(comm.size)]
+    dist.scatter(output, inputs if comm.rank == 0 else None)
+    assert output.item() == comm.rank + 1.5
+
+
 def test_a_receive_that_exceeded_its_deadline_has_failed(torch, dist, comm):
     if comm.rank == 0:
         work = dist.irecv(torch.zeros(1), 1, tag=5)

@@ -63,7 +63,8 @@ def test_an_error_of_cuda_ends_a_call(torch):
         pytest.skip("there is a GPU, whose streams work")
     work = PendingWork([], "a call", [torch.device("cuda:0")])
     work.finish(None)
-    with pytest.raises(AssertionError, match="CUDA"):
+    # The first without CUDA in torch, the second without a driver.
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA driver"):
         work.wait()
 
 
