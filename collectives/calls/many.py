@@ -196,7 +196,7 @@ def describe_many(
     runs = [(name, len(list(run))) for name, run in groupby(dtype.name for _, dtype in kinds)]
     dtypes = "+".join(name if count == 1 else f"{count}×{name}" for name, count in runs)
     shapes = tuple(shape for shape, _ in kinds)
-    detail = f"{len(kinds)} arrays, bucket_bytes={bucket_bytes}"
+    detail = f"{len(kinds)} array{'s' * (len(kinds) != 1)}, bucket_bytes={bucket_bytes}"
     if what is not None:
         detail = f"{detail}, {what}"
     return Signature(collective, op.value, dtypes, shapes, None, detail, nbytes)

@@ -126,7 +126,7 @@ def test_wrong_results_end_with_status_1(comm, monkeypatch, capsys):
 @pytest.mark.ranks(2)
 def test_rank_0_prints_a_table_and_writes_the_files(comm, tmp_path, capsys):
     json_path, markdown_path = tmp_path / "rows.json", tmp_path / "rows.md"
-    line = "all_reduce --sizes 8,1K --algorithm ring,native --repeats 3 --peer mpi4py"
+    line = "all_reduce --sizes 8,1K --algorithm ring,native --repeats 3 --calls 5 --peer mpi4py"
     assert main(line, "--json", str(json_path), "--markdown", str(markdown_path)) == 0
     out = capsys.readouterr().out
     assert json_path.exists() == markdown_path.exists() == bool(out) == (comm.rank == 0)

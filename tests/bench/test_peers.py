@@ -43,7 +43,7 @@ def test_mpi_moves_16_bit_floats_as_they_are(comm, world):
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_the_header_names_the_peers_reduction(comm, capsys):
-    line = "{} --sizes 16 --repeats 1 --peer mpi4py --dtype {}"
+    line = "{} --sizes 16 --repeats 1 --calls 5 --peer mpi4py --dtype {}"
     told = "peer's type: float32 of the same element count"
     for collective, dtype in (("all_reduce", "bfloat16"), ("broadcast", "bfloat16")):
         assert main(line.format(collective, dtype).split()) == 0

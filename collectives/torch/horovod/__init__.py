@@ -61,6 +61,7 @@ from collectives.torch.horovod.process_sets import (
     cross_size,
     global_process_set,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -133,6 +134,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
@@ -155,6 +157,7 @@ __all__ = [
 
 _ADVICE = {
     "Adasum": "use op=Average or op=Sum",
+    "run": "`mpirun -n 2 python train.py` starts the ranks",
     "elastic": "restart from a checkpoint with any number of ranks",
     "start_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",
     "stop_timeline": "`collectives.world().trace(path)` writes the last calls of every rank",

@@ -55,6 +55,11 @@ def cross_size() -> int:
     return ranks().nodes
 
 
+def is_homogeneous() -> bool:
+    """Whether all nodes have as many processes."""
+    return len(set(ranks()._engine.layout.local_sizes)) == 1
+
+
 class ProcessSet:
     """Some of the ranks; usable once it was given to `init` or `add_process_set`."""
 

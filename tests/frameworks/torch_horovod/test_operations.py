@@ -12,6 +12,7 @@ def test_ranks(hvd, comm):
     assert (hvd.local_rank(), hvd.local_size()) == (comm.local_rank, comm.local_size)
     assert (hvd.cross_rank(), hvd.cross_size()) == (comm.node, comm.nodes)
     assert hvd.is_initialized()
+    assert hvd.is_homogeneous() == (len(set(comm.all_gather_object(comm.local_size))) == 1)
     assert all([hvd.mpi_threads_supported(), hvd.mpi_built(), hvd.mpi_enabled()])
     assert not any(
         [hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built(), hvd.rocm_built()]
