@@ -13,8 +13,15 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-from collectives.errors import DeadlineExceededError, Error, RankFailedError, in_step
+from collectives.errors import (
+    CollectiveError,
+    DeadlineExceededError,
+    Error,
+    RankFailedError,
+    in_step,
+)
 from collectives.waiting.last_resort import abort
+from collectives.waiting.wait_policy import is_inside
 
 # How long a rank waits for another rank to print the traceback and end the job. That rank may have
 # caught the error.
@@ -24,6 +31,9 @@ _FURTHER_HOP = 0.2
 
 # Whatever the program has put in place of sys.stderr.
 _STANDARD_ERROR = 2
+
+# Packages whose functions lie between those of this package.
+_PASSED_THROUGH = ("concurrent", "contextlib", "threading")
 
 _SHOWN_BY = "_collectives_shown_by"
 
@@ -122,9 +132,20 @@ def _has_cause_of_its_own(error: BaseException) -> bool:
     return error.__context__ is not None and not error.__suppress_context__
 
 
-def _show_in_one_piece(*error: Any) -> None:
-    """Print the traceback in a single write, because launchers mix the writes of several ranks."""
-    sys.stderr.write("".join(traceback.format_exception(*error)))
+def _show_in_one_piece(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the traceback in a single write, because launchers mix the writes of several ranks.
+
+    That of a CollectiveError, whose text says what happened, ends at the program's line.
+    """
+    report = traceback.TracebackException(kind, error, trace)
+    if isinstance(error, CollectiveError):
+        inside = [is_inside(frame, _PASSED_THROUGH) for frame, _ in traceback.walk_tb(trace)]
+        while report.stack and inside[-1] and not all(inside):
+            inside.pop()
+            report.stack.pop()
+    sys.stderr.write("".join(report.format()))
 
 
 def drain_output() -> None:

@@ -220,20 +220,21 @@ def calling_line(frame: FrameType | None = None) -> str:
     Where there is none, as in a thread of torch that runs backward, that of the main thread.
     """
     frame = _outside(frame or sys._getframe(1))
-    if _is_inside(frame):
+    if is_inside(frame):
         frame = _outside(sys._current_frames()[threading.main_thread().ident or 0])
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _outside(frame: FrameType) -> FrameType:
     """The innermost frame outside these packages; the outermost one where there is none."""
-    while frame.f_back and _is_inside(frame):
+    while frame.f_back and is_inside(frame):
         frame = frame.f_back
     return frame
 
 
-def _is_inside(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES
+def is_inside(frame: FrameType, others: tuple[str, ...] = ()) -> bool:
+    """Whether it runs code of these packages, of torch or of `others`, and not the program's."""
+    return frame.f_globals.get("__name__", "").split(".")[0] in (*_PACKAGES, *others)
 
 
 def check_deadline(deadline: float | None) -> float | None:
