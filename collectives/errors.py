@@ -75,7 +75,7 @@ class MismatchError(CollectiveError):
         self, message: str, calls: tuple[str, ...] = (), lines: Sequence[str] = ()
     ) -> None:
         """Append every rank's call to `message`, and the source lines that made them."""
-        places = [f" ({line})" for line in lines] or [""] * len(calls)
+        places = [f" ({line})" if line else "" for line in lines or [""] * len(calls)]
         listed = zip(calls, places, strict=True)
         shown = [f"  rank {rank}: {call}{place}" for rank, (call, place) in enumerate(listed)]
         if any(call.startswith(ENDED) for call in calls):

@@ -86,6 +86,7 @@ class Group(Deferred):
         self._many_on_gpus = ManyOnGpus(self._engine, self._devices)
         if not self._engine.transport.one_process:
             shutdown.keep(self)
+            self._engine.transport.before_end(self._end_with_mpi)
 
     @property
     def rank(self) -> int:
@@ -281,8 +282,7 @@ class Group(Deferred):
         self._engine.forbid()
         self._refuse(str(self._engine.broken))
 
-    def end_with_mpi(self) -> None:
-        """The program has called MPI.Finalize."""
+    def _end_with_mpi(self) -> None:
         reason = "MPI.Finalize was called"
         self._engine.broken = self._engine.broken or UnusableError(reason)
         self._refuse(reason)

@@ -85,6 +85,8 @@ def to_numpy(array: Any, argument: str = "array") -> Array:
         try:
             converted = _from_buffer(array)
         except ValueError as error:
+            if not isinstance(array, list | tuple):
+                raise
             raise ValueError(f"{argument} is no array: {error}") from error
     _check_dtype(converted.dtype, argument)
     return converted

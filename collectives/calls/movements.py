@@ -100,7 +100,9 @@ def all_gather(
 
 def rows_of(out: Any, rows: Rows) -> int:
     """How many rows `out` holds; ValueError or TypeError where it can't hold any such."""
-    shape, needed = to_array(out, "out").shape, rows.shape(ANY_LENGTH)
+    view = to_array(out, "out")
+    given_output(out, view.shape, view.dtype)
+    shape, needed = view.shape, rows.shape(ANY_LENGTH)
     count = shape[rows.axis] if len(shape) == len(needed) else 0
     if shape != tuple(rows.shape(count)):
         given = ", ".join("n" if each == ANY_LENGTH else str(each) for each in needed)

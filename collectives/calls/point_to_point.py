@@ -121,7 +121,8 @@ class Incoming(Transfer):
         assert self.receiving is not None
         content = self.receiving.content
         if self.receiving.kind != _kind(self._dtype):
-            sent, held = _KNOWN_KINDS.get(self.receiving.kind, "another"), dtype_name(self._dtype)
+            sent = _KNOWN_KINDS.get(self.receiving.kind, "another one than out")
+            held = dtype_name(self._dtype)
             raise DtypeMismatchError(f"{self.call}: it sent dtype {sent}: out holds {held}")
         if len(content) != len(self.buffer):
             sent_count, count = (

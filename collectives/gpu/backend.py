@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from collectives.gpu.host_path import HostPath
 from collectives.gpu.ipc_path import IpcPath
 from collectives.gpu.nccl_path import NcclPath, start_nccl
 from collectives.gpu.probe import Verdict, judge
-from collectives.lifecycle.futures import Handle, Outcome, run_into
+from collectives.lifecycle.futures import Handle, failures, run_into
 from collectives.reductions.reduction import ReduceOp, as_op, reduction_for
 from collectives.transports.nccl_driver import NcclError
 from collectives.waiting.wait_policy import log
@@ -127,12 +128,13 @@ class Devices:
         return self._engine.whole(self._start_bound, call)
 
     def _start_bound(self, call: Callable[[], Any]) -> Handle[Any] | None:
-        future = Outcome()
+        future: Future[Any] = Future()
+        number = failures.begin()
         with self.beside(None):
             try:
                 result = call()
             except BaseException as error:
-                future.set_exception(error)
+                failures.fail(future, error, number)
             else:
                 if result is PASS:
                     return None
@@ -154,13 +156,13 @@ class Devices:
 
     def enqueue(self, operation: Operation) -> Handle[Any]:
         """Like `submit`, for an operation that was checked and is marked as one on a GPU."""
-        future = Outcome()
-        run_into(future, self._engine, operation)
+        future: Future[Any] = Future()
+        run_into(future, self._engine, operation, failures.begin())
         return self._handle(future, operation.signature)
 
-    def _handle(self, future: Outcome, call: Signature | None) -> Handle[Any]:
+    def _handle(self, future: Future[Any], call: Signature | None) -> Handle[Any]:
         """The handle of a call that was enqueued on the current stream, or has failed."""
-        event = cuda().current_stream().record() if not future.failed else None
+        event = cuda().current_stream().record() if future.exception() is None else None
         return DeviceHandle(future, event, partial(self._wait, call))
 
     def _wait(self, call: Signature | None, event: Event, timeout: float | None) -> None:
@@ -271,7 +273,7 @@ class DeviceHandle(Handle[Any]):
     """
 
     def __init__(
-        self, future: Outcome, event: Event | None, wait: Callable[[Event, float | None], None]
+        self, future: Future[Any], event: Event | None, wait: Callable[[Event, float | None], None]
     ) -> None:
         """`event` follows the call on its stream; None if the call failed."""
         super().__init__(future)

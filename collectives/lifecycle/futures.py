@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import weakref
@@ -28,43 +29,66 @@ _CLOSE = Signature("close")
 _END = _CLOSE._replace(scope=ENDED)
 # How long the final call waits for ranks that may be in an asynchronous call, before it is retried.
 _RETRY_SECONDS = 0.5
+# The number of a call that is not the program's.
+_OWN = -1
 
 
-class Outcome(Future[Any]):
-    """The future of a call. It logs an exception that the program has not looked at by its end."""
+class Failures:
+    """Errors of asynchronous calls that no `wait` has raised, to be logged.
+
+    A program that has got the error of one call knows of those that it had started by then.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._seen = False
+        self._numbers = itertools.count()
+        self._known = -1
+        self._unseen: list[tuple[weakref.ref[Future[Any]], str]] = []
+        # No finalizer takes it.
+        self._lock = threading.Lock()
 
-    def result(self, timeout: float | None = None) -> Any:
-        """As of any future."""
-        try:
-            return super().result(timeout)
-        finally:
-            self._seen = self._seen or self.done()
+    def begin(self) -> int:
+        """The number of a call that is started."""
+        return next(self._numbers)
 
-    @property
-    def failed(self) -> bool:
-        """Whether the call has raised."""
-        return self.done() and self.exception() is not None
+    def fail(self, future: Future[Any], error: BaseException, number: int) -> None:
+        """Store a call's error."""
+        with self._lock:
+            if number > self._known:
+                text = f"{type(error).__name__}: {error}"
+                self._unseen.append((weakref.ref(future), text))
+        future.set_exception(error)
 
-    def report(self) -> None:
-        """Log the exception, once, unless `result` has raised it."""
-        if not self._seen and self.failed:
-            self._seen, error = True, self.exception()
-            what = "an asynchronous call failed, and nothing has waited for it"
-            log.error("%s: %s: %s", what, type(error).__name__, error)
+    def saw(self) -> None:
+        """Note that a `wait` raises an error."""
+        with self._lock:
+            self._known = next(self._numbers)
+            self._unseen.clear()
 
-    def __del__(self) -> None:
-        self.report()
+    def report(self, *, ended: bool = False) -> None:
+        """Log those of calls whose handles were dropped; at the program's end all of them."""
+        if not self._unseen:
+            return
+        with self._lock:
+            found = [(ended or future() is None, future, text) for future, text in self._unseen]
+            self._unseen = [(future, text) for dropped, future, text in found if not dropped]
+        for dropped, _, text in found:
+            if dropped:
+                log.error("an asynchronous call failed, and nothing has waited for it: %s", text)
+
+    def forget(self) -> None:
+        """In a forked child: the calls are the parent's."""
+        self._lock = threading.Lock()
+        self._unseen.clear()
+
+
+failures = Failures()
 
 
 class Handle(Generic[Result]):
     """The future result of an asynchronous call.
 
     The handle may be dropped: the call is completed anyway, at the latest before the program exits.
-    An exception of the call is logged then.
+    Its exception is logged by the next asynchronous call then, or at the program's end.
     """
 
     def __init__(self, future: Future[Result]) -> None:
@@ -83,8 +107,10 @@ class Handle(Generic[Result]):
         timeout = check_timeout(timeout)
         try:
             return self._future.result(timeout)
-        except FutureTimeoutError as error:
-            if self._future.done():
+        except BaseException as error:
+            if self._future.done() and error is self._future.exception():
+                failures.saw()
+            if not isinstance(error, FutureTimeoutError) or self._future.done():
                 raise
             # Python 3.10's futures raise a different TimeoutError.
             raise TimeoutError(f"not done after {timeout} s") from error
@@ -104,7 +130,6 @@ class ProgressThread:
         self._closed = self._settled = False
         self._final_call: Handle[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._outcomes: weakref.WeakSet[Outcome] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._work, name="collectives-progress", daemon=True)
         self._thread.start()
         _running.add(self)
@@ -114,9 +139,8 @@ class ProgressThread:
 
         `line` is the user's source line, `tuned` the cost parameters to use, and their source.
         """
-        outcome = Outcome()
-        self._outcomes.add(outcome)
-        return self._queue(_Job(operation, line, outcome, tuned))
+        failures.report()
+        return self._queue(_Job(operation, line, Future(), tuned, failures.begin()))
 
     def _queue(self, job: _Job) -> Handle[Any]:
         if self._closed:
@@ -138,7 +162,7 @@ class ProgressThread:
         """
         if not self._closed and (self._final_call is None or self._final_call.done()):
             end = Operation(_END, Engine.close)
-            self._final_call = self._queue(_Job(end, calling_line(), Future(), None))
+            self._final_call = self._queue(_Job(end, calling_line(), Future(), None, _OWN))
 
     def begin_close(self) -> None:
         """Make the thread end once the submitted calls are complete. Returns at once."""
@@ -149,8 +173,7 @@ class ProgressThread:
         """Complete the submitted calls, then end the thread. A second call does nothing."""
         self.begin_close()
         self._thread.join()
-        for outcome in list(self._outcomes):
-            outcome.report()
+        failures.report()
 
     def _work(self) -> None:
         end_sleeps_in_time()
@@ -190,7 +213,7 @@ class ProgressThread:
             with engine.wait_policy.no_longer_than(_RETRY_SECONDS if ends else None):
                 # The final call needs no shared memory, which is not created at this time.
                 if ends or self._settle(engine, job):
-                    run_into(job.future, engine, job.operation, job.line)
+                    run_into(job.future, engine, job.operation, job.number, job.line)
         return job is not None
 
     def _settle(self, engine: Engine, job: _Job) -> bool:
@@ -204,7 +227,7 @@ class ProgressThread:
                 job.line,
             )
         except BaseException as error:
-            job.future.set_exception(error)
+            failures.fail(job.future, error, job.number)
             return False
         self._settled = True
         return True
@@ -216,23 +239,32 @@ class _Job(NamedTuple):
     future: Future[Any]
     tuned: Tuned | None
     """The cost parameters at submission, so that all ranks change them at the same job."""
+    number: int
+    """Of `Failures.begin`."""
 
 
 def run_into(
-    future: Future[Any], engine: Engine, operation: Operation, line: str | None = None
+    future: Future[Any],
+    engine: Engine,
+    operation: Operation,
+    number: int,
+    line: str | None = None,
 ) -> None:
-    """Run the operation and store its result or exception in the future."""
+    """Run the operation of that number and store its result or exception in the future."""
     try:
-        future.set_result(engine.perform(operation.signature, operation.run, line))
+        result = engine.perform(operation.signature, operation.run, line)
     except BaseException as error:
-        future.set_exception(error)
+        failures.fail(future, error, number)
+    else:
+        future.set_result(result)
 
 
 def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:
     """Run the operation now, for transports whose progress no thread may make."""
-    outcome = Outcome()
-    engine.whole(run_into, outcome, engine, operation)
-    return Handle(outcome)
+    failures.report()
+    future: Future[Any] = Future()
+    engine.whole(run_into, future, engine, operation, failures.begin())
+    return Handle(future)
 
 
 _running: weakref.WeakSet[ProgressThread] = weakref.WeakSet()
@@ -246,3 +278,4 @@ def complete_all() -> None:
         progress.begin_close()
     for progress in running:
         progress.close()
+    failures.report(ended=True)

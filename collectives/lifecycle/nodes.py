@@ -18,7 +18,7 @@ from collectives.calls.objects import gather_pickles, make_on_all, numbers_of_al
 from collectives.consistency.call_check import CallCheck, ranks_of
 from collectives.consistency.signature import Signature, mismatch
 from collectives.consistency.uncaught import raised_on_all
-from collectives.errors import MismatchError
+from collectives.errors import ENDED, MismatchError
 from collectives.execution.cost_model import Layout
 from collectives.execution.engine import Engine
 from collectives.lifecycle.setup import check_backend
@@ -277,7 +277,9 @@ def _leaders(engine: Engine, where: Topology) -> Transport | None:
 
 def _describe(engine: Engine, signature: Signature) -> MismatchError:
     named = signature._replace(scope=signature.scope or engine.wait_policy.call.scope)
-    line = engine.wait_policy.current_line()
+    # The end of a program has no line of its own.
+    ended = str(named).startswith(ENDED)
+    line = "" if ended else engine.wait_policy.current_line()
     called, lines = zip(*gather_pickles(engine, pickle.dumps((named, line))), strict=True)
     # A rank that closes at its program's end may have no caller to show the error.
     running = (rank for rank, each in enumerate(called) if each.collective not in _ENDS)

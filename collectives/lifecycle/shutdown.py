@@ -16,7 +16,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NoReturn, Protocol
 
 from collectives.consistency.uncaught import end_alone
-from collectives.lifecycle.futures import complete_all
+from collectives.lifecycle.futures import complete_all, failures
 
 # A rank that ends in step with the others synchronizes with them at once. A rank that ends alone
 # cycles through its communicators, because it can't know in which one the others wait for it.
@@ -42,17 +42,13 @@ class Closable(Protocol):
         """Close it; False if the other ranks did not do so within that time."""
 
     def forbid(self) -> None:
-        """Refuse every call from now on, in a forked child."""
-
-    def end_with_mpi(self) -> None:
-        """Refuse every call from now on, because MPI ends."""
+        """Refuse every call from now on."""
 
 
 _lock = threading.Lock()
 _open: dict[int, Closable] = {}
 _before: list[Callable[[], None]] = []
 """What runs at the program's end, before every attempt to close, and before MPI ends."""
-_ends_with_mpi = False
 
 
 def keep(group: Closable) -> None:
@@ -60,7 +56,6 @@ def keep(group: Closable) -> None:
     with _lock:
         if not _open:
             _close_in_forked_rank()
-        _refuse_calls_after_mpi()
         _open[id(group)] = group
 
 
@@ -68,23 +63,6 @@ def forget(group: Closable) -> None:
     """Remove a communicator that was closed."""
     with _lock:
         _open.pop(id(group), None)
-
-
-def _refuse_calls_after_mpi() -> None:
-    """Refuse calls where the program itself ends MPI: they would end the process.
-
-    MPI_Finalize first deletes the attributes of MPI_COMM_SELF (MPI 4.1, section 11.2.4).
-    """
-    global _ends_with_mpi
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and not _ends_with_mpi:
-        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_end_with_mpi), None)
-        _ends_with_mpi = True
-
-
-def _end_with_mpi(*_: object) -> None:
-    for group in list(_open.values()):
-        group.end_with_mpi()
 
 
 class ExitCode:
@@ -205,6 +183,7 @@ def _begin_child() -> None:
     """A child process is no rank, and must not finalize MPI, as mpi4py would at exit."""
     global _lock
     _lock = threading.Lock()
+    failures.forget()
     if not _open:
         return
     for group in list(_open.values()):

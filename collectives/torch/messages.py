@@ -17,7 +17,7 @@ import torch
 
 from collectives.arrays.tensor_memory import TensorMemory
 from collectives.consistency.signature import check_index
-from collectives.errors import RankFailedError, ShapeMismatchError
+from collectives.errors import RankFailedError, ShapeMismatchError, UnusableError
 from collectives.launching.start import start_mpi
 from collectives.torch.collective_calls import stays_tensor
 from collectives.torch.members import Members
@@ -189,6 +189,7 @@ class Messages:
     def __init__(self, mpi_comm: Any, policy: WaitPolicy, members: Members) -> None:
         """`policy` has the group's deadline, and finds dead ranks."""
         self._comm, self.mpi, self.policy = mpi_comm, start_mpi(), policy
+        self._size = mpi_comm.size
         self.members = members
         self._memory = TensorMemory()
         self._changed = threading.Condition()
@@ -198,7 +199,7 @@ class Messages:
     def send(self, tensor: Any, peer: int, tag: int) -> MessageWork:
         """Start to send the contiguous tensor."""
         on_host = tensor.detach().cpu() if stays_tensor(tensor) else tensor
-        name = f"send to rank {check_index('dst', peer, self._comm.size)} with tag {tag}"
+        name = f"send to rank {check_index('dst', peer, self._size)} with tag {tag}"
         work = MessageWork(self, name, tensor, on_host, peer, receives=False)
         work.request = self._comm.Isend(self._bytes_of(on_host), peer, tag)
         return self._begun(work)
@@ -209,7 +210,7 @@ class Messages:
         if stays_tensor(tensor):
             # Pinned, so that no copy waits for the GPU.
             on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        size = self._comm.size
+        size = self._size
         source = "any rank" if peer is None else f"rank {check_index('src', peer, size)}"
         name = f"recv from {source} with tag {tag}"
         work = MessageWork(self, name, tensor, on_host, peer, receives=True)
@@ -218,6 +219,8 @@ class Messages:
         return self._begun(work)
 
     def _bytes_of(self, on_host: Any) -> list[Any]:
+        if self.mpi.Is_finalized():
+            raise UnusableError("MPI.Finalize was called")
         return [self._memory.flat(on_host).view(np.uint8), self.mpi.BYTE]
 
     def _begun(self, work: MessageWork) -> MessageWork:

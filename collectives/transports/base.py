@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,13 +224,13 @@ class Transport(PointToPoint):
 
         Returns at once with a function that completes it. Collective, in order with exchanges.
         """
+        return lambda: cast(Transport, self.split(0, self.rank))
 
-        def complete() -> Transport:
-            twin = self.split(0, self.rank)
-            assert twin is not None
-            return twin
+    def before_end(self, action: Callable[[], None]) -> None:
+        """Run a bound method before the program ends the underlying library; never without one.
 
-        return complete
+        It is dropped with its object.
+        """
 
     def open_neighbor_channel(self, target: int, source: int, nbytes: int) -> NeighborChannel:
         """Open a channel for short messages to `target` and from `source`.

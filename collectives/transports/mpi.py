@@ -24,6 +24,7 @@ from collectives.transports.base import (
     Sending,
     Transport,
 )
+from collectives.transports.mpi_end import before_end
 from collectives.transports.mpi_mailbox import MpiMessageChannel, abandoned, parts_of
 from collectives.transports.mpi_messages import LAST_TAG, other_tag, receive, send
 from collectives.transports.mpi_native import native
@@ -114,6 +115,10 @@ class MpiTransport(Transport):
     def other_tag(self, peer: int) -> int | None:
         """Of the first message that has arrived."""
         return other_tag(self.comm, peer)
+
+    def before_end(self, action: Callable[[], None]) -> None:
+        """In MPI_Finalize."""
+        before_end(action)
 
     def open_control_channel(self) -> ControlChannel:
         """One message to every rank for each word."""

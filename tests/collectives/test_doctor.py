@@ -248,7 +248,7 @@ def test_every_method_that_communicates_is_tried():
     public = {name for name in methods if not name.startswith("_")}
     # For what is to be done later.
     later = {"before_next_call", "at_end", "run_deferred", "finish"}
-    assert tried == public - later - {"explain", "close", "close_at_exit", "forbid", "end_with_mpi"}
+    assert tried == public - later - {"explain", "close", "close_at_exit", "forbid"}
 
 
 def wrong(result):

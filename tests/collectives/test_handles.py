@@ -272,31 +272,50 @@ def test_handles_do_not_break_exit(program, launch):
     assert "MPI" not in ended.stderr
 
 
+# The program, and on how many of its two ranks an error is logged.
 FAILED = {
-    "dropped": "comm.all_reduce_async(array)",
-    "kept, closed": "handle = comm.all_reduce_async(array); comm.close()",
-    "timed out": "handle = comm.all_reduce_async(array)\n"
-    "try: handle.wait(0)\n"
-    "except (TimeoutError, collectives.MismatchError): pass",
-    "waited for": "handle = comm.all_reduce_async(array)\n"
-    "try: handle.wait()\n"
-    "except collectives.ShapeMismatchError: pass\n"
-    "handle.done()",
+    "dropped": ("comm.all_reduce_async(array)", 2),
+    "kept": ("handle = comm.all_reduce_async(array)", 2),
+    "kept, closed": ("handle = comm.all_reduce_async(array); comm.close()", 2),
+    "closed, waited for": (
+        "handle = comm.all_reduce_async(array); comm.close(); fails(handle)",
+        0,
+    ),
+    "several": ("handles = [comm.all_reduce_async(array) for _ in range(3)]; fails(handles[1])", 0),
+    "one after another was waited for": (
+        "fails(comm.all_reduce_async(array)); comm.all_reduce_async(array)",
+        2,
+    ),
+    "in a forked child": (
+        "handle = comm.all_reduce_async(array)\n"
+        "while not handle.done(): pass\n"
+        "if child := os.fork(): os.waitpid(child, 0)\n"
+        "else: handle = None; sys.exit()\n"
+        "fails(handle)",
+        0,
+    ),
+    "without threads": ("handle = comm.all_reduce_async(array)", 2),
 }
 
 
 @pytest.mark.parametrize("program", FAILED)
 def test_an_error_that_nothing_has_waited_for_is_logged(program, launch):
-    lines = ["import collectives, numpy", "comm = collectives.world()"]
-    lines += ["array = numpy.ones(3 + comm.rank)", FAILED[program]]
-    ended = launch(2, [sys.executable, "-c", "\n".join(lines)], timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "")
-    logged = ended.stderr.count("nothing has waited for it: ShapeMismatchError: the ranks called")
-    assert logged == ended.stderr.count("rank 1: all_reduce(sum, float64[4]) (<string>:4)")
-    if program == "timed out":  # or not, if the call failed before
-        assert logged <= 2
-    else:
-        assert logged == (0 if program == "waited for" else 2)
+    lines, ranks = FAILED[program]
+    head = """
+import collectives, mpi4py, numpy, os, sys
+mpi4py.rc.thread_level = "{}"
+comm = collectives.world()
+array = numpy.ones(3 + comm.rank)
+def fails(handle):
+    try: handle.wait()
+    except collectives.ShapeMismatchError: return
+    raise AssertionError
+"""
+    level = "serialized" if program == "without threads" else "multiple"
+    ended = launch(2, [sys.executable, "-c", head.format(level) + lines], timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    text = "nothing has waited for it: ShapeMismatchError: the ranks called"
+    assert ended.stderr.count(text) == ranks, ended.stderr
 
 
 FIRST_CALLS = """

@@ -123,10 +123,19 @@ def test_a_program_that_ends_says_nothing(end, launch):
 def test_calls_after_the_end_of_mpi(launch):
     body = """
     from mpi4py import MPI
+    from collectives.transports import local
 
     comm.all_reduce(np.ones(2))
     comm.all_reduce_async(np.ones(2)).wait()
     box = comm.mailbox()
+
+    class Alone(local.LocalTransport):
+        one_process = threads = False
+
+    def without_mpi():
+        return collectives.Communicator(Alone(local._Switchboard(), "alone", 0, 1))
+
+    before = without_mpi()
     MPI.Finalize()
     calls = {
         "all_reduce": lambda: comm.all_reduce(np.ones(2)),
@@ -136,6 +145,8 @@ def test_calls_after_the_end_of_mpi(launch):
         "mailbox": lambda: box.send(1 - rank, {}),
         "world": lambda: comm.close() or collectives.world(),
     }
+    for each in (before, without_mpi()):
+        assert each.all_reduce(np.ones(2)).sum() == 2
     for name, call in calls.items():
         try:
             call()
@@ -259,10 +270,5 @@ def test_every_method_is_tried():
     methods = {name for name in dir(Communicator) if not name.startswith("_")}
     # For what is to be done later.
     later = {"before_next_call", "at_end", "run_deferred", "finish"}
-    rest = (
-        methods
-        - waits
-        - later
-        - {"backend", "closed", "deadline", "close_at_exit", "forbid", "end_with_mpi"}
-    )
+    rest = methods - waits - later - {"backend", "closed", "deadline", "close_at_exit", "forbid"}
     assert rest == {name for name in CALLS if " " not in name}
