@@ -22,6 +22,7 @@ NEEDS = {
     "MPI": {
         "bench.peers.mpi",
         "collectives.transports.mpi",
+        "collectives.transports.mpi_end",
         "collectives.transports.mpi_mailbox",
         "collectives.transports.mpi_messages",
         "collectives.transports.mpi_native",

@@ -123,6 +123,7 @@ LAZY = {
     "mpi4py": {
         "collectives/launching/library.py",
         "collectives/transports/mpi.py",
+        "collectives/transports/mpi_end.py",
         "collectives/transports/mpi_mailbox.py",
         "collectives/transports/mpi_messages.py",
         "collectives/transports/mpi_native.py",
