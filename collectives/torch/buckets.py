@@ -34,6 +34,27 @@ class Member(NamedTuple):
     parameter: Any
 
 
+class Accumulated:
+    """What backwards have brought that no round has reduced yet."""
+
+    def __init__(self) -> None:
+        self.keys: set[int] = set()
+        """The ids of parameters with such gradients."""
+        self.weights: set[float] = set()
+        """The weights that were set for these backwards."""
+
+    def add(self, key: int, weight: float | None) -> None:
+        """Note the gradient of a parameter."""
+        self.keys.add(key)
+        if weight is not None:
+            self.weights.add(weight)
+
+    def clear(self) -> None:
+        """Note that all are reduced, or none will be."""
+        self.keys.clear()
+        self.weights.clear()
+
+
 class Bucket(Protocol):
     """Parameters whose gradients are reduced together."""
 

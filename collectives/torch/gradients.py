@@ -14,7 +14,7 @@ from collectives.communicator import Communicator
 from collectives.compression import CompressedReducer
 from collectives.errors import CollectiveError
 from collectives.torch.bucket_layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, make_buckets
-from collectives.torch.buckets import Bucket, Member, UnusableGradientError
+from collectives.torch.buckets import Accumulated, Bucket, Member, UnusableGradientError
 from collectives.torch.closures import fold_number
 from collectives.torch.parameters import (
     check_options,
@@ -53,8 +53,8 @@ class GradientReducer:
 
     weight: float | None = None
     """With `weighted`: how much this rank's gradients count in the next reduction, for example the
-    number of samples of its batch. To be set before each backward that reduces. A rank with weight
-    0 may call `wait` instead of backward. NaN and infinity raise ValueError."""
+    number of samples of its batch. To be set before each backward that reduces; those within
+    `no_sync` count as much. A rank with weight 0 may call `wait` instead of backward."""
 
     renewal = "make a new reducer"
     """What a program does where other parameters are to be trained, for messages."""
@@ -105,7 +105,7 @@ class GradientReducer:
         self._buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         self._round: Round | None = None
-        self._accumulated: set[int] = set()
+        self._accumulated = Accumulated()
         self._synchronizes, self._stepped = True, True
         self._rounds, self._failed, self._weighed = 0, False, 0.0
         self.closed = False
@@ -165,7 +165,7 @@ class GradientReducer:
                 raise self._refuse(Reason.INTERRUPTED if self._round.interrupted else Reason.WITHIN)
             # Backwards within a backward that brought no gradient of its own.
             self._end()
-        elif self._accumulated or (self._weighted and self.weight == 0):
+        elif self._accumulated.keys or (self._weighted and self.weight == 0):
             self._begin()
             self._end()
         elif optimizer is not None and self._steps.get(optimizer, 0) != self._rounds:
@@ -214,7 +214,7 @@ class GradientReducer:
     def _enter(self, key: int) -> Round | None:
         """The round of the present backward, or None if its gradients are only accumulated."""
         if not self._synchronizes:
-            self._accumulated.add(key)
+            self._accumulated.add(key, self.weight)
             return None
         number = _number_of_backward()
         current = self._round
@@ -246,13 +246,13 @@ class GradientReducer:
         self._round = Round(self._comm, self._buckets, self._op, overlap=self._overlap)
         if self._weighted:
             try:
-                self._round.weigh(weight)
+                self._round.weigh(weight, self._accumulated.weights)
             except BaseException:
                 self._reset()
                 raise
             self._weighed = weight or 0.0
             if weight == 0:
-                self._accumulated.update(self._reduced)
+                self._accumulated.keys.update(self._reduced)
         return self._round
 
     def _end_backward(self, number: int) -> None:
@@ -284,7 +284,7 @@ class GradientReducer:
         assert self._round is not None
         if len(self._round.arrived) == len(self._trained):
             return []
-        known = self._round.arrived | self._accumulated
+        known = self._round.arrived | self._accumulated.keys
         return [each for each in self._trained if id(each.parameter) not in known]
 
     def _refuse(self, reason: str) -> CollectiveError:

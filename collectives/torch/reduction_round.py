@@ -76,13 +76,20 @@ class Round:
         """Whether an exception has ended a backward that brought gradients."""
         return any(callback() is None for callback in self.backwards.values())
 
-    def weigh(self, weight: float | None) -> None:
+    def weigh(self, weight: float | None, earlier: set[float]) -> None:
         """Sum the ranks' weights. Collective, as are all methods from here on.
 
-        Raises GradientError, on every rank, for a weight that is None, negative or not finite.
+        Raises GradientError, on every rank, for a weight that is None, negative or not finite, and
+        for another one than in `earlier` backwards, whose gradients were added to the last one's.
         """
         wrong = weight is None or not 0 <= weight < np.inf
         reason = f"weight={weight}: must be set before each backward that reduces, and ≥ 0"
+        if not wrong and earlier - {weight}:
+            wrong, set_before = True, ", ".join(map(str, sorted(earlier)))
+            reason = (
+                f"weight={weight}, and {set_before} within no_sync(): must be the same in all"
+                " backwards that one reduction adds up. Reduce batches of other lengths apart"
+            )
         total = np.array([0 if wrong else weight], np.float64)
         try:
             if wrong:

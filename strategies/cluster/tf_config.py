@@ -7,6 +7,7 @@ rules are those of `tf.distribute.cluster_resolver.TFConfigClusterResolver` and 
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 
@@ -41,10 +42,11 @@ class TFConfig:
 def parse_tf_config(text: str | None) -> TFConfig:
     """Read the text of `TF_CONFIG`, as `TFConfigClusterResolver` does; None: it is unset.
 
-    Other keys are ignored. A task type that the cluster lacks is refused only by the validations
-    below and by `assign_ranks`. Raises json.JSONDecodeError for what isn't JSON, TypeError for a
-    part of the wrong type (such as null, or an index 1.7 or true), ValueError for an index that
-    isn't one of the job's, and for a second chief or evaluator.
+    Other keys are ignored, unless one resembles a missing key (ValueError). A task type that the
+    cluster lacks is refused only by the validations below and by `assign_ranks`. Raises
+    json.JSONDecodeError for what isn't JSON, TypeError for a part of the wrong type (such as null,
+    or an index 1.7 or true), ValueError for an index that isn't one of the job's, and for a second
+    chief or evaluator.
     """
     try:
         return _read_config({} if text is None else _load(text))
@@ -137,6 +139,11 @@ def _load(text: str) -> object:
 
 def _read_config(parts: object) -> TFConfig:
     parts = as_object(parts, "TF_CONFIG", 'with the keys "cluster" and "task"')
+    for name in ("cluster", "task"):
+        # Other keys are ignored, as in TensorFlow, but for those that are probably misspelt.
+        near = [] if name in parts else difflib.get_close_matches(name, parts, n=1, cutoff=0.75)
+        if near:
+            raise ValueError(f"TF_CONFIG has the key {near[0]!r} and no {name!r}")
     cluster = ClusterSpec(parts.get("cluster", {}), name='TF_CONFIG["cluster"]')
     validate_cluster(cluster)
     config = TFConfig(cluster or None, *_read_task(parts.get("task", {})))

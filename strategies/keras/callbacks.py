@@ -46,7 +46,9 @@ def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any)
     own = callbacks_of_rank(training, callbacks)
     acts = any(_acts_on_batches(each) for each in own)
     saves = training.reduces or any(isinstance(each, _SAVERS) for each in own)
-    acts, saves = training.communicator.all_reduce(np.array([acts, saves], np.uint8), "max")
+    acts, saves = training.communicator.all_reduce(
+        np.array([acts, saves], np.uint8), "max", what="fit: the kinds of its callbacks"
+    )
     agreement = _BatchAgreement if acts else _EpochAgreement
     return [_Average(training, statistics, saves), *own, agreement(training, statistics)]
 
@@ -146,7 +148,9 @@ class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]
         # Not by the property, which copies the whole state in JAX.
         model = self._model
         stops = np.array([bool(model.stop_training)], np.uint8)
-        model.stop_training = bool(self._training.communicator.all_reduce(stops, "max")[0])
+        what = "fit: whether a callback has set stop_training"
+        stops = self._training.communicator.all_reduce(stops, "max", what=what)
+        model.stop_training = bool(stops[0])
 
 
 class _BatchAgreement(_EpochAgreement):

@@ -37,6 +37,12 @@ def prepare(model: Any, training: Training) -> None:
     TensorFlow backend that was made outside of the strategy's scope.
     """
     check_losses(model, training)
+    if not training.reduces and keras.backend.backend() != "tensorflow":
+        raise TypeError(
+            f"model {model.name!r} is of Keras's backend {keras.backend.backend()!r}: must be of"
+            f" 'tensorflow' in the scope of {type(training.owner).__name__} of"
+            " strategies.tensorflow; the strategies of `strategies` train those of torch and jax"
+        )
     if not training.reduces and model._distribute_strategy is not training.owner:
         raise ValueError(
             f"model {model.name!r} was made outside of the scope of"

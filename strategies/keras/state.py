@@ -26,7 +26,10 @@ def broadcast_state(training: Training, model: Any) -> None:
     seeds = {id(generator.state) for generator in _seed_generators(model)}
     found = {id(each): each for each in [*model.variables, *inner] if id(each) not in seeds}
     variables = list(found.values())
-    kinds = ", ".join(f"{each.dtype}{list(each.shape)}" for each in variables)
+    trained = {id(each) for each in model.trainable_variables}
+    kinds = ", ".join(
+        f"{each.dtype}{list(each.shape)}{' trained' * (id(each) in trained)}" for each in variables
+    )
     what = "fit: the ranks' models differ"
     refuse_differences(training.communicator, what, kinds)
     for variable in variables:

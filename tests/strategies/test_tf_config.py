@@ -38,6 +38,16 @@ def test_nothing_set_is_a_single_worker(text):
     assert parse_tf_config(text) == TFConfig()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "missing"), [("clusters", "cluster"), ("Cluster", "cluster"), ("tasks", "task")]
+)
+def test_a_misspelt_key(wrong, missing):
+    parts = {"cluster": TWO, "task": {"type": "worker", "index": 1}, "environment": "cloud"}
+    parts[wrong] = parts.pop(missing)
+    with pytest.raises(ValueError, match=f"the key '{wrong}' and no '{missing}'"):
+        parse_tf_config(json.dumps(parts))
+
+
 def test_a_task_without_a_cluster():
     config = parse_tf_config(text_of(task={"type": "worker", "index": 7}))
     assert config == TFConfig(None, "worker", 7)

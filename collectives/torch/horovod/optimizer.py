@@ -41,7 +41,7 @@ class _Gradients(GradientReducer):
     def add_zeros(self) -> None:
         """Take part in the reduction that the other ranks make; gradients are lost."""
         self._clear()
-        self._accumulated.update(self._reduced)
+        self._accumulated.keys.update(self._reduced)
         super()._begin()
         self._end()
         self._clear()
@@ -65,7 +65,7 @@ class _Gradients(GradientReducer):
             return
         if self._op == "sum" and not self._stepped and self._buckets[bucket].holds(parameter):
             raise RuntimeError(self._names[key] + Reason.SECOND_SUM)
-        self._accumulated.add(key)
+        self._accumulated.keys.add(key)
 
     def _begin(self) -> Any:
         comm = self._comm

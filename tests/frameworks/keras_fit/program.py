@@ -10,6 +10,7 @@ import math
 import sys
 import tempfile
 import traceback
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -647,7 +648,13 @@ def errors_are_those_of_every_rank():
     with STRATEGY.scope():
         differs = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1 + RANK)])
         differs.compile("sgd", "mse")
-    raised_everywhere(ValueError, "the ranks' models differ", lambda: differs.fit(X, Y, verbose=0))
+        frozen = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        frozen.layers[0].trainable = RANK > 0
+        frozen.compile("sgd", "mse")
+    for each in (differs, frozen):
+        raised_everywhere(
+            ValueError, "the ranks' models differ", partial(each.fit, X, Y, verbose=0)
+        )
     raised_everywhere(
         ValueError,
         "reduction='sum'",

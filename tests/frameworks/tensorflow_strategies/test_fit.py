@@ -251,6 +251,15 @@ def test_a_model_of_no_scope_is_refused(tf, strategy):
         model.compile("sgd", "mse")
 
 
+def test_a_model_of_another_backend_is_refused(tf, strategy, monkeypatch):
+    import keras
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with strategy.scope(), pytest.raises(TypeError, match="of Keras's backend 'torch': must be"):
+        model.compile("sgd", "mse")
+
+
 # Keras's, at the end of a generator.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")

@@ -265,10 +265,20 @@ def test_weights(torch, comm, overlap):
         reducer.weight = None if comm.rank == 1 else 1
         with pytest.raises(GradientError, match="rank 1: weight=None"):
             loss_of(model, whole).backward()
+        # Rank 0 adds up batches of other lengths, whose weights one reduction can't tell apart.
+        reducer.weight = 4.0
+        with reducer.no_sync():
+            loss_of(model, whole).backward()
+        reducer.weight = 3.0 if comm.rank == 0 else 4.0
+        with pytest.raises(GradientError, match=r"rank 0: weight=3.0, and 4.0 within no_sync"):
+            loss_of(model, whole).backward()
         model.zero_grad()
         reducer.weight = 2.0
+        with reducer.no_sync():
+            loss_of(model, whole).backward()
+        reducer.weight = 2.0
         loss_of(model, whole).backward()
-        check(torch, model, wanted)
+        check(torch, model, [2 * each for each in wanted])
 
 
 class Branches:
