@@ -47,7 +47,7 @@ class Accumulated:
         """Note the gradient of a parameter."""
         self.keys.add(key)
         if weight is not None:
-            self.weights.add(weight)
+            self.weights.add(float(weight))
 
     def clear(self) -> None:
         """Note that all are reduced, or none will be."""

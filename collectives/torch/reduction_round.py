@@ -84,7 +84,7 @@ class Round:
         """
         wrong = weight is None or not 0 <= weight < np.inf
         reason = f"weight={weight}: must be set before each backward that reduces, and ≥ 0"
-        if not wrong and earlier - {weight}:
+        if weight is not None and not wrong and earlier - {float(weight)}:
             wrong, set_before = True, ", ".join(map(str, sorted(earlier)))
             reason = (
                 f"weight={weight}, and {set_before} within no_sync(): must be the same in all"

@@ -273,7 +273,7 @@ def test_weights(torch, comm, overlap):
         with pytest.raises(GradientError, match=r"rank 0: weight=3.0, and 4.0 within no_sync"):
             loss_of(model, whole).backward()
         model.zero_grad()
-        reducer.weight = 2.0
+        reducer.weight = torch.tensor(2)
         with reducer.no_sync():
             loss_of(model, whole).backward()
         reducer.weight = 2.0
