@@ -29,8 +29,6 @@ class Algorithm:
     name: str
     schedule: Schedule
     chunks: Callable[[int], int]
-    prove: Callable[[int], object] = lambda size: None
-    """Raises where the schedule is wrong for so many ranks. Tests verify those of this package."""
 
 
 _DEFAULT = "auto"

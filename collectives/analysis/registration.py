@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache, partial
 
 import numpy as np
 
 from collectives import algorithms
 from collectives.analysis.verify import verify_schedule
-from collectives.errors import ScheduleError, in_step
+from collectives.errors import ScheduleError
 from collectives.schedules.schedule import Schedule, chunk_per_rank
 from collectives.schedules.spec import spec_of
 
-# Odd and even, powers of two and others.
-_SIZES = range(1, 6)
-# Beyond, a proof may take more than a second and 50 MB.
-_LARGEST_PROVED = 1024
+# Below a second for the schedules of this package. `verify` proves any other size.
+_SIZES = range(1, 33)
 
 
 def register_algorithm(
@@ -29,11 +25,10 @@ def register_algorithm(
 ) -> None:
     """Register a schedule, so that it can be verified, priced, selected, forced and benchmarked.
 
-    It is verified for 1 to 5 ranks now, and for any other number up to 1,024 in the first call that
-    runs it on as many, which raises the error on every rank. `chunks` maps the number of ranks to
-    the number of chunks of the buffer. It applies where the collective leaves that open
-    (all_reduce, reduce, broadcast). Every rank must register the same schedules, before the first
-    call that could use them.
+    It is verified for 1 to 32 ranks first. `chunks` maps the number of ranks to the number of
+    chunks of the buffer. It applies where the collective leaves that open (all_reduce, reduce,
+    broadcast). Every rank must register the same schedules, before the first call that could use
+    them.
 
     Raises ScheduleError where the schedule breaks its collective's condition; ValueError for an
     unknown collective, a name in use, and a schedule or `chunks` that fails or gives no such thing;
@@ -42,14 +37,11 @@ def register_algorithm(
     algorithm = algorithms.new_algorithm(collective, name, schedule, chunks)
     for size in _SIZES:
         _prove(algorithm, size)
-    algorithms.add(replace(algorithm, prove=partial(_prove, algorithm)))
+    algorithms.add(algorithm)
 
 
-@lru_cache(maxsize=256)
 def _prove(algorithm: algorithms.Algorithm, size: int) -> None:
-    """Raise ScheduleError or ValueError if it is wrong for so many ranks; once, if it isn't."""
-    if size > _LARGEST_PROVED:
-        return
+    """Raise ScheduleError or ValueError if it is wrong for so many ranks."""
     where = f"{size} rank{'s' * (size > 1)}"
     try:
         count = algorithm.chunks(size)
@@ -59,13 +51,11 @@ def _prove(algorithm: algorithms.Algorithm, size: int) -> None:
         verify_schedule(spec_of(algorithm.collective), rounds, size, count)
     except ScheduleError as error:
         error.args = (f"on {where}: {error.args[0]}",)
-        raise in_step(error) from None
+        raise
     except Exception as error:
-        raise in_step(
-            ValueError(
-                f"algorithm {algorithm.name!r} of {algorithm.collective} on {where}:"
-                f" {type(error).__name__}: {error}. A schedule is a function (rank, size) that"
-                " yields lists of steps. It is made of arithmetic alone, with `when=` in place of"
-                " `if`: it runs for one rank (an int), and for all ranks at once (numpy.arange)"
-            )
+        raise ValueError(
+            f"algorithm {algorithm.name!r} of {algorithm.collective} on {where}:"
+            f" {type(error).__name__}: {error}. A schedule is a function (rank, size) that yields"
+            " lists of steps. It is made of arithmetic alone, with `when=` in place of `if`: it"
+            " runs for one rank (an int), and for all ranks at once (numpy.arange)"
         ) from error

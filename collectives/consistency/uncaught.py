@@ -142,7 +142,8 @@ def _show_in_one_piece(
     report = traceback.TracebackException(kind, error, trace)
     if isinstance(error, CollectiveError):
         inside = [is_inside(frame, _PASSED_THROUGH) for frame, _ in traceback.walk_tb(trace)]
-        while report.stack and inside[-1] and not all(inside):
+        # Not where sys.tracebacklimit has shortened it.
+        while len(report.stack) == len(inside) and inside[-1] and not all(inside):
             inside.pop()
             report.stack.pop()
     sys.stderr.write("".join(report.format()))

@@ -128,6 +128,7 @@ class Devices:
         return self._engine.whole(self._start_bound, call)
 
     def _start_bound(self, call: Callable[[], Any]) -> Handle[Any] | None:
+        failures.report()
         future: Future[Any] = Future()
         number = failures.begin()
         with self.beside(None):
@@ -156,6 +157,7 @@ class Devices:
 
     def enqueue(self, operation: Operation) -> Handle[Any]:
         """Like `submit`, for an operation that was checked and is marked as one on a GPU."""
+        failures.report()
         future: Future[Any] = Future()
         run_into(future, self._engine, operation, failures.begin())
         return self._handle(future, operation.signature)

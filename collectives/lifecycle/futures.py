@@ -43,8 +43,8 @@ class Failures:
         self._numbers = itertools.count()
         self._known = -1
         self._unseen: list[tuple[weakref.ref[Future[Any]], str]] = []
-        # No finalizer takes it.
-        self._lock = threading.Lock()
+        # A signal's handler may make a call while it is held.
+        self._lock = threading.RLock()
 
     def begin(self) -> int:
         """The number of a call that is started."""
@@ -58,11 +58,12 @@ class Failures:
                 self._unseen.append((weakref.ref(future), text))
         future.set_exception(error)
 
-    def saw(self) -> None:
-        """Note that a `wait` raises an error."""
+    def saw(self, failed: Future[Any]) -> None:
+        """Note that a `wait` raises a call's error."""
         with self._lock:
-            self._known = next(self._numbers)
-            self._unseen.clear()
+            if any(future() is failed for future, _ in self._unseen):
+                self._known = next(self._numbers)
+                self._unseen.clear()
 
     def report(self, *, ended: bool = False) -> None:
         """Log those of calls whose handles were dropped; at the program's end all of them."""
@@ -77,7 +78,7 @@ class Failures:
 
     def forget(self) -> None:
         """In a forked child: the calls are the parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._unseen.clear()
 
 
@@ -109,7 +110,7 @@ class Handle(Generic[Result]):
             return self._future.result(timeout)
         except BaseException as error:
             if self._future.done() and error is self._future.exception():
-                failures.saw()
+                failures.saw(self._future)
             if not isinstance(error, FutureTimeoutError) or self._future.done():
                 raise
             # Python 3.10's futures raise a different TimeoutError.
@@ -214,7 +215,10 @@ class ProgressThread:
                 # The final call needs no shared memory, which is not created at this time.
                 if ends or self._settle(engine, job):
                     run_into(job.future, engine, job.operation, job.number, job.line)
-        return job is not None
+        goes_on = job is not None
+        # The traceback of the call's error holds this frame, too.
+        del job
+        return goes_on
 
     def _settle(self, engine: Engine, job: _Job) -> bool:
         """Before the first job: synchronize and set up shared memory; False if that failed."""
@@ -229,6 +233,8 @@ class ProgressThread:
         except BaseException as error:
             failures.fail(job.future, error, job.number)
             return False
+        finally:
+            del job
         self._settled = True
         return True
 
@@ -257,6 +263,9 @@ def run_into(
         failures.fail(future, error, number)
     else:
         future.set_result(result)
+    finally:
+        # The error's traceback holds this frame.
+        del future
 
 
 def run_at_once(engine: Engine, operation: Operation) -> Handle[Any]:

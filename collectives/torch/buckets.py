@@ -40,14 +40,14 @@ class Accumulated:
     def __init__(self) -> None:
         self.keys: set[int] = set()
         """The ids of parameters with such gradients."""
-        self.weights: set[float] = set()
-        """The weights that were set for these backwards."""
+        self.weights: list[Any] = []
+        """The weights that were set for these backwards, one after the other."""
 
-    def add(self, key: int, weight: float | None) -> None:
+    def add(self, key: int, weight: Any) -> None:
         """Note the gradient of a parameter."""
         self.keys.add(key)
-        if weight is not None:
-            self.weights.add(float(weight))
+        if weight is not None and not (self.weights and self.weights[-1] is weight):
+            self.weights.append(weight)
 
     def clear(self) -> None:
         """Note that all are reduced, or none will be."""

@@ -22,6 +22,7 @@ from collectives.communicator import Communicator
 from collectives.consistency.uncaught import raised_on_all
 from collectives.errors import CollectiveError, MismatchError, in_step
 from collectives.torch.buckets import Bucket, Finish, Member
+from collectives.waiting.wait_policy import log
 
 _REFUSED = "no reduction of gradients: "
 
@@ -76,19 +77,22 @@ class Round:
         """Whether an exception has ended a backward that brought gradients."""
         return any(callback() is None for callback in self.backwards.values())
 
-    def weigh(self, weight: float | None, earlier: set[float]) -> None:
+    def weigh(self, weight: float | None, earlier: Sequence[Any]) -> None:
         """Sum the ranks' weights. Collective, as are all methods from here on.
 
-        Raises GradientError, on every rank, for a weight that is None, negative or not finite, and
-        for another one than in `earlier` backwards, whose gradients were added to the last one's.
+        Logs a warning where `earlier` ones, of backwards whose gradients were added to the last
+        one's, differ. Raises GradientError, on every rank, for a weight that is None, negative or
+        not finite.
         """
         wrong = weight is None or not 0 <= weight < np.inf
         reason = f"weight={weight}: must be set before each backward that reduces, and ≥ 0"
-        if weight is not None and not wrong and earlier - {float(weight)}:
-            wrong, set_before = True, ", ".join(map(str, sorted(earlier)))
-            reason = (
-                f"weight={weight}, and {set_before} within no_sync(): must be the same in all"
-                " backwards that one reduction adds up. Reduce batches of other lengths apart"
+        if weight is not None and not np.allclose([float(each) for each in earlier], float(weight)):
+            # No error: a program may have dropped those gradients.
+            log.warning(
+                "weight=%s counts for all gradients that this reduction adds up, also those within"
+                " no_sync(), for which weight was %s",
+                weight,
+                ", ".join(map(str, earlier)),
             )
         total = np.array([0 if wrong else weight], np.float64)
         try:

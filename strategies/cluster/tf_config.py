@@ -139,11 +139,12 @@ def _load(text: str) -> object:
 
 def _read_config(parts: object) -> TFConfig:
     parts = as_object(parts, "TF_CONFIG", 'with the keys "cluster" and "task"')
+    # Other keys are ignored, as in TensorFlow, but for those that are probably misspelt.
+    objects = {key.casefold(): key for key, value in parts.items() if isinstance(value, dict)}
     for name in ("cluster", "task"):
-        # Other keys are ignored, as in TensorFlow, but for those that are probably misspelt.
-        near = [] if name in parts else difflib.get_close_matches(name, parts, n=1, cutoff=0.75)
+        near = [] if name in parts else difflib.get_close_matches(name, objects, n=1, cutoff=0.8)
         if near:
-            raise ValueError(f"TF_CONFIG has the key {near[0]!r} and no {name!r}")
+            raise ValueError(f"TF_CONFIG has the key {objects[near[0]]!r} and no {name!r}")
     cluster = ClusterSpec(parts.get("cluster", {}), name='TF_CONFIG["cluster"]')
     validate_cluster(cluster)
     config = TFConfig(cluster or None, *_read_task(parts.get("task", {})))

@@ -32,14 +32,15 @@ def task_text(**task):
 
 
 @pytest.mark.parametrize(
-    "text", [None, "{}", '{"cluster": {}}', '{"task": {}}', '{"environment": "cloud"}']
+    "text",
+    [None, "{}", '{"cluster": {}}', '{"task": {}}', '{"environment": "cloud", "tags": ["a"]}'],
 )
 def test_nothing_set_is_a_single_worker(text):
     assert parse_tf_config(text) == TFConfig()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "missing"), [("clusters", "cluster"), ("Cluster", "cluster"), ("tasks", "task")]
+    ("wrong", "missing"), [("clusters", "cluster"), ("CLUSTER", "cluster"), ("tasks", "task")]
 )
 def test_a_misspelt_key(wrong, missing):
     parts = {"cluster": TWO, "task": {"type": "worker", "index": 1}, "environment": "cloud"}
