@@ -86,7 +86,8 @@ class Round:
         """
         wrong = weight is None or not 0 <= weight < np.inf
         reason = f"weight={weight}: must be set before each backward that reduces, and ≥ 0"
-        if weight is not None and not np.allclose([float(each) for each in earlier], float(weight)):
+        given = [float(each) for each in earlier]
+        if given and weight is not None and not np.allclose(given, float(weight)):
             # No error: a program may have dropped those gradients.
             log.warning(
                 "weight=%s counts for all gradients that this reduction adds up, also those within"
