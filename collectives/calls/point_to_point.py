@@ -121,8 +121,7 @@ class Incoming(Transfer):
         assert self.receiving is not None
         content = self.receiving.content
         if self.receiving.kind != _kind(self._dtype):
-            sent = _KNOWN_KINDS.get(self.receiving.kind, "another one than out")
-            held = dtype_name(self._dtype)
+            sent, held = _name_of(self.receiving.kind), dtype_name(self._dtype)
             raise DtypeMismatchError(f"{self.call}: it sent dtype {sent}: out holds {held}")
         if len(content) != len(self.buffer):
             sent_count, count = (
@@ -144,7 +143,7 @@ def _kind(dtype: np.dtype[Any]) -> int:
     return fingerprint((dtype_name(dtype),))
 
 
-_KNOWN_KINDS = {
-    _kind(np.dtype(each)): dtype_name(np.dtype(each)) for each in np.sctypeDict.values()
-}
-"""Names of dtypes, for messages: a receiver gets the kind of what was sent alone."""
+def _name_of(kind: int) -> str:
+    """The dtype of a kind, for messages: a receiver gets no more of what was sent."""
+    names = {dtype_name(np.dtype(each)) for each in np.sctypeDict.values()}
+    return next((name for name in names if fingerprint((name,)) == kind), "another one than out")
