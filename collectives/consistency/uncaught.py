@@ -8,7 +8,7 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -39,6 +39,7 @@ _SHOWN_BY = "_collectives_shown_by"
 
 _ends_alone = False
 _ends_the_job = False
+_reports: list[Callable[[], None]] = []
 
 
 def raised_on_all(error: Error, rank: int, shown_by: int = 0) -> Error:
@@ -77,6 +78,11 @@ def end_alone() -> None:
     _ends_alone = True
 
 
+def report_before(report: Callable[[], None]) -> None:
+    """Call this before an uncaught exception ends the job, which runs no exit handlers."""
+    _reports.append(report)
+
+
 def end_the_job_on_exceptions(mpi: Any) -> None:
     """Abort the job after an uncaught exception, because the other ranks would wait for ever.
 
@@ -99,6 +105,8 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
             if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
                 # torch's hook calls this one, and would print what it has collected afterwards.
                 sys.stderr = sys.__stderr__
+            for report in _reports:
+                report()
             _defer_to_other_rank(error, mpi.COMM_WORLD.rank)
             show(kind, error, trace)
             drain_output()

@@ -8,11 +8,13 @@ import threading
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from collectives.calls import Operation
 from collectives.consistency.flight_recorder import Entry, FlightRecorder
 from collectives.consistency.signature import Signature
+from collectives.consistency.uncaught import report_before
 from collectives.errors import ENDED, CollectiveError, MismatchError, in_step
 from collectives.execution.cost_model import CostParameters
 from collectives.execution.engine import Engine
@@ -83,6 +85,7 @@ class Failures:
 
 
 failures = Failures()
+report_before(partial(failures.report, ended=True))
 
 
 class Handle(Generic[Result]):

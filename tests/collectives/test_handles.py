@@ -318,6 +318,21 @@ def fails(handle):
     assert ended.stderr.count(text) == ranks, ended.stderr
 
 
+def test_an_uncaught_exception_ends_the_job_after_the_log(launch):
+    text = """
+import collectives, numpy
+comm = collectives.world()
+handle = comm.all_reduce_async(numpy.ones(3 + comm.rank))
+while not handle.done(): pass
+comm.barrier()
+raise ValueError("later")
+"""
+    ended = launch(2, [sys.executable, "-c", text], timeout=60)
+    assert ended.returncode != 0
+    waited = "nothing has waited for it: ShapeMismatchError: the ranks called"
+    assert 0 <= ended.stderr.find(waited) < ended.stderr.find("ValueError: later"), ended.stderr
+
+
 FIRST_CALLS = """
 import numpy as np
 import collectives
