@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,22 +9,19 @@ import numpy as np
 
 from collectives.asynchronous.collectives import AsynchronousCollectives
 from collectives.asynchronous.point_to_point import PointToPointCalls
-from collectives.calls import PASS, allocation, movements, objects, reductions, scans, tuning
+from collectives.calls import PASS, allocation, movements, objects, reductions, scans
 from collectives.calls.all_to_all import all_to_all
-from collectives.calls.explain import explain
+from collectives.calls.diagnostics import Diagnostics
 from collectives.calls.mailboxes import open_mailbox
 from collectives.calls.persistent import PersistentCalls
-from collectives.calls.trace import trace
-from collectives.consistency.signature import check_index
 from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
 from collectives.messaging.mailbox import Mailbox
 from collectives.reductions.buckets import check_list
 from collectives.reductions.reduction import ReduceOp
-from collectives.schedules.spec import spec_of
 
 
-class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPointCalls):
+class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPointCalls, Diagnostics):
     """A group of ranks, and the collective operations between them.
 
     Every method except `send`, `recv`, `isend`, `irecv`, `explain`, `persistent_all_reduce_many`
@@ -264,31 +260,6 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         memory that another rank gives.
         """
         return self._run(allocation.empty_shared(shape, dtype))
-
-    def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
-        """The algorithm that would run for `nbytes` bytes, the expected time of each, and the
-        source of the cost parameters: built in, `tune`, or a file.
-        """
-        nbytes = check_index("nbytes", nbytes, 1 << 62)
-        return explain(self._engine, spec_of(collective).name, nbytes, allocation.dtype_of(dtype))
-
-    def tune(self, *, save: bool = True) -> str:
-        """Measure the paths on this machine, and select by the result from now on. Collective.
-
-        It takes a second or two, during which the machine should be idle. All ranks end with the
-        same cost parameters. `save` writes them to a file of the user's cache folder
-        (COLLECTIVES_CACHE, or mpi-collectives in XDG_CACHE_HOME or ~/.cache) for communicators on
-        the same host, MPI and layout; a failure is logged. Returns a readable report.
-        """
-        return self._run(tuning.tune(save=save).then(self._forget))  # type: ignore[no-any-return]
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last 256 calls of every rank, on one clock, to a file on rank 0. Collective.
-
-        It is JSON for chrome://tracing or ui.perfetto.dev: a process for each rank, a thread each
-        for blocking and asynchronous calls. OSError on every rank if it can't be written.
-        """
-        self._run(trace(path, self._duplicate.entries()))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator between the ranks of equal color, ordered by key, then rank.

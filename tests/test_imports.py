@@ -24,8 +24,7 @@ COLLECTIVES = {
     "compression": {"communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
-    "communicator": {"asynchronous", "calls", "consistency", "gpu", "group"}
-    | {"messaging", "reductions", "schedules"},
+    "communicator": {"asynchronous", "calls", "gpu", "group", "messaging", "reductions"},
     "scope": {"group"},
     "group": {"asynchronous", "calls", "consistency", "errors", "execution", "gpu"}
     | {"lifecycle", "messaging", "waiting"},

@@ -1,0 +1,48 @@
+"""What a communicator reports of its calls, and how it measures the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from collectives.calls import allocation, tuning
+from collectives.calls.explain import explain
+from collectives.calls.trace import trace
+from collectives.consistency.signature import check_index
+from collectives.execution.engine import Engine
+from collectives.schedules.spec import spec_of
+
+
+class Diagnostics:
+    """The part of a communicator that does so."""
+
+    _engine: Engine
+    _duplicate: Any
+    _run: Callable[..., Any]
+    _forget: Callable[..., Any]
+
+    def explain(self, collective: str, nbytes: int, dtype: Any = "float32") -> str:
+        """The algorithm that would run for `nbytes` bytes, the expected time of each, and the
+        source of the cost parameters: built in, `tune`, or a file.
+        """
+        nbytes = check_index("nbytes", nbytes, 1 << 62)
+        return explain(self._engine, spec_of(collective).name, nbytes, allocation.dtype_of(dtype))
+
+    def tune(self, *, save: bool = True) -> str:
+        """Measure the paths on this machine, and select by the result from now on. Collective.
+
+        It takes a second or two, during which the machine should be idle. All ranks end with the
+        same cost parameters. `save` writes them to a file of the user's cache folder
+        (COLLECTIVES_CACHE, or mpi-collectives in XDG_CACHE_HOME or ~/.cache) for communicators on
+        the same host, MPI and layout; a failure is logged. Returns a readable report.
+        """
+        return self._run(tuning.tune(save=save).then(self._forget))  # type: ignore[no-any-return]
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last 256 calls of every rank, on one clock, to a file on rank 0. Collective.
+
+        It is JSON for chrome://tracing or ui.perfetto.dev: a process for each rank, a thread each
+        for blocking and asynchronous calls. OSError on every rank if it can't be written.
+        """
+        self._run(trace(path, self._duplicate.entries()))
