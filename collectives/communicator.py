@@ -111,24 +111,45 @@ class Communicator(Group, AsynchronousCollectives, PersistentCalls, PointToPoint
         return self._perform(movements.all_gather, array, axis=axis, out=out, algorithm=algorithm)
 
     def gather(
-        self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+        self,
+        array: Any,
+        *,
+        root: int = 0,
+        axis: int = 0,
+        out: Any = None,
+        algorithm: str | None = None,
     ) -> Any:
-        """Like `all_gather`, but only the root returns the result; None on other ranks."""
+        """Like `all_gather`, but only the root returns the result; None on other ranks.
+
+        `out` counts on the root alone.
+        """
         root = self._root(root)
-        if algorithm is None and (got := self._cached.gather(array, root, axis)) is not PASS:
+        if algorithm is None and (got := self._cached.gather(array, root, axis, out)) is not PASS:
             return got
-        return self._perform(movements.gather, array, root=root, axis=axis, algorithm=algorithm)
+        return self._perform(
+            movements.gather, array, root=root, axis=axis, out=out, algorithm=algorithm
+        )
 
     def scatter(
-        self, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+        self,
+        array: Any,
+        *,
+        root: int = 0,
+        axis: int = 0,
+        out: Any = None,
+        algorithm: str | None = None,
     ) -> Any:
         """Cut the root's array along `axis` like `numpy.array_split`; rank r returns block r.
 
-        The other ranks pass None. An error in the root's array is raised on every rank.
+        The other ranks pass None. An error in the root's array is raised on every rank. `out`
+        receives the block; a rank whose `out` has another shape or dtype raises ValueError or
+        TypeError by itself, after the call: the other ranks have their blocks.
         """
         if algorithm is None:
-            return self._cached.scatter(array, self._root(root), axis)
-        return self._perform(movements.scatter, array, root=root, axis=axis, algorithm=algorithm)
+            return self._cached.scatter(array, self._root(root), axis, out)
+        return self._perform(
+            movements.scatter, array, root=root, axis=axis, out=out, algorithm=algorithm
+        )
 
     def reduce_scatter(
         self,

@@ -11,7 +11,6 @@ import numpy as np
 from collectives.caching import LRU
 from collectives.calls.bound import bind
 from collectives.calls.counts import check_room
-from collectives.calls.exchanged_rows import Reader
 from collectives.calls.rows import rows_of_all
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
@@ -89,32 +88,42 @@ def bind_gather(
     engine: Engine,
     signature: Signature,
     count: int,
+    room: int,
     rest: tuple[int, ...],
     dtype: np.dtype[Any],
     root: int,
-) -> Callable[[Array, None], Array | None]:
-    """The function (source, None) → the joined rows on the root, None elsewhere."""
-    row_bytes, on_root = math.prod(rest) * dtype.itemsize, engine.rank == root
-    rows_of_ranks = rows_of_all(engine, count, 0, count * row_bytes)
-    readers: LRU[tuple[int, ...], Reader | None] = LRU()
+) -> Callable[[Array, Array | None], Array | None]:
+    """The function (source, target) → the joined rows on the root, None elsewhere.
 
-    def reader_of(counts: tuple[int, ...]) -> Reader | None:
-        if counts not in readers:
-            readers.put(counts, rows_of_ranks.reader([each * row_bytes for each in counts]))
-        return readers[counts]
+    A given target, of the root, is as that of `bind_all_gather`.
+    """
+    elements, on_root = math.prod(rest), engine.rank == root
+    rows_of_ranks = rows_of_all(engine, count, room, count * elements * dtype.itemsize)
 
-    def run(source: Array, target: None, index: int | None) -> Array | None:
-        _, counts, _ = rows_of_ranks.numbers(index)
-        rows, reader = sum(counts), reader_of(counts)
-        if reader is not None:
-            if not on_root:
-                return None
-            joined = np.empty((rows, *rest), dtype)
-            reader(index, source.view(_BYTES), joined.reshape(-1).view(_BYTES))
-            return joined
-        lengths = [each * math.prod(rest) for each in counts]
-        joined = np.empty((rows, *rest), dtype) if on_root else engine.work(sum(lengths), dtype)
+    last: tuple[Any, ...] = (None,)
+
+    def joined_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal last
+        _, counts, rooms = given
+        check_room(counts, rooms)
+        lengths = [each * elements for each in counts]
+        reader = rows_of_ranks.reader([each * dtype.itemsize for each in lengths])
+        last = given, (sum(counts), *rest), lengths, reader
+        return last
+
+    def run(source: Array, target: Array | None, index: int | None) -> Array | None:
+        given = rows_of_ranks.numbers(index)
+        _, shape, lengths, reader = last if given is last[0] else joined_of(given)
+        if reader is not None and not on_root:
+            return None
+        if not on_root:
+            joined = engine.work(sum(lengths), dtype)
+        else:
+            joined = np.empty(shape, dtype) if target is None else target
         filled = joined.reshape(-1)
+        if reader is not None:
+            reader(index, source.view(_BYTES), filled.view(_BYTES))
+            return joined
         own_part(filled, lengths, engine.rank)[:] = source
         engine.run("gather", None, filled, lengths=lengths, root=root)
         return joined if on_root else None

@@ -157,7 +157,7 @@ def bind_broadcast_object(engine: Engine, root: int) -> Call:
 
 
 def bind_scatter(engine: Engine, root: int) -> Call:
-    """The function (sent, (array, flat)) → this rank's block.
+    """The function (sent, (array, flat, out)) → this rank's block, in `out` unless it is None.
 
     `flat` are the elements of the root's array, None elsewhere; `array` is what the rank gave.
     """
@@ -174,13 +174,13 @@ def bind_scatter(engine: Engine, root: int) -> Call:
         return found, slice(start, start + nbytes[engine.rank])
 
     def receive(
-        result: tuple[Scattered, slice], data: Array | None, source: tuple[Any, Array | None]
+        result: tuple[Scattered, slice], data: Array | None, source: tuple[Any, Array | None, Any]
     ) -> Any:
-        (found, own), (array, flat) = result, source
+        (found, own), (array, flat, out) = result, source
         if data is None:
             block = scatter_block(engine, found, flat, root, None)
         else:
-            block = data[own].copy().view(found.dtype)
-        return found.deliver(engine, block, array)
+            block = data[own].view(found.dtype)
+        return found.deliver(engine, block, array, out)
 
     return bind_from_root(engine, Signature("scatter", root=root), root, receive, read)

@@ -120,47 +120,71 @@ class BoundMovementCalls(BoundCalls):
         joined: Array = self._call(key, bind, source, target)
         return joined
 
-    def gather(self, array: Any, root: int, axis: Any) -> Any:
+    def gather(self, array: Any, root: int, axis: Any, out: Any) -> Any:
         """As `Communicator.gather`."""
-        plain = type(array) is np.ndarray and array.ndim and type(axis) is int and axis == 0
-        if plain:
-            return self._gather(contiguous_apart(array, None), array.shape, root)
-        if (views := self._tensors.views(array, None)) is not None:
-            return self._engine.whole(as_tensor, self.gather, views[0], root, axis)
+        if root != self._engine.rank:
+            out = None
+        zero = type(axis) is int and axis == 0
+        if type(array) is np.ndarray and array.ndim and zero and stores_rows(out, array):
+            room = ANY_ROOM if out is None else len(out)
+            target = None if out is None else out.reshape(-1)
+            source = contiguous_apart(array, None)
+            joined = self._gather(source, array.shape, room, target, root)
+            return joined if out is None else out
+        if (views := self._tensors.views(array, out)) is not None:
+            if out is None:
+                return self._engine.whole(as_tensor, self.gather, views[0], root, axis, None)
+            self.gather(views[0], root, axis, views[1])
+            return out
         if on_gpu(array):
             return PASS
         rows = Rows(to_array(array), axis)
         refuse_lost_gradient(array, "array")
+        room = ANY_ROOM if out is None else rows_of(out, rows)
 
         def perform() -> Any:
-            joined = self._gather(rows.flat, (rows.count, *rows.rest), root, rows)
-            return None if joined is None else like(array)(rows.array(joined, len(joined)))
+            shape = rows.count, *rows.rest
+            joined = self._gather(rows.flat, shape, room, None, root, rows)
+            if joined is None:
+                return None
+            if out is None:
+                return like(array)(rows.array(joined, len(joined)))
+            output = rows.output(out, len(joined), rows.dtype, array)
+            output.buffer[...] = joined.reshape(-1)
+            return output.deliver()
 
         return self._engine.whole(perform)
 
     def _gather(
-        self, source: Array, shape: tuple[int, ...], root: int, rows: Rows | None = None
+        self,
+        source: Array,
+        shape: tuple[int, ...],
+        room: int,
+        target: Array | None,
+        root: int,
+        rows: Rows | None = None,
     ) -> Any:
         """`shape` is that of this rank's rows, which come first in it."""
 
         def bind() -> Bound:
             seen = rows or Rows(to_array(source.reshape(shape)), 0)
             signature = signature_of("gather", seen, root, None)
-            return bind_gather(self._engine, signature, seen.count, seen.rest, seen.dtype, root)
+            count, rest, dtype = seen.count, seen.rest, seen.dtype
+            return bind_gather(self._engine, signature, count, room, rest, dtype, root)
 
         axis = 0 if rows is None else rows.axis
-        return self._call(("gather", source.dtype, shape, axis, root), bind, source, None)
+        return self._call(("gather", source.dtype, shape, axis, room, root), bind, source, target)
 
-    def scatter(self, array: Any, root: int, axis: int) -> Any:
+    def scatter(self, array: Any, root: int, axis: int, out: Any) -> Any:
         """As `Communicator.scatter`."""
-        return self._engine.whole(self._scatter, array, root, axis)
+        return self._engine.whole(self._scatter, array, root, axis, out)
 
-    def _scatter(self, array: Any, root: int, axis: int) -> Any:
+    def _scatter(self, array: Any, root: int, axis: int, out: Any) -> Any:
         engine, flat, sent = self._engine, None, None
         if engine.rank == root:
             sent, flat = self._sent(array, axis)
         bind = partial(bind_scatter, engine, root)
-        return self._call(("scatter", root), bind, sent, (array, flat))
+        return self._call(("scatter", root), bind, sent, (array, flat, out))
 
     def _sent(self, array: Any, axis: int) -> tuple[Sent, Array | None]:
         """What the root of a scatter sends, and its elements; the error if there are none."""

@@ -11,15 +11,15 @@ from collectives import algorithms
 from collectives.arrays.kinds import (
     Output,
     after_reading,
+    assign,
+    check_same_memory,
     copied,
-    empty,
     flat,
     given_output,
     is_device,
     is_writeable,
     like,
     may_overlap,
-    packed,
     to_array,
 )
 from collectives.arrays.tensors import refuse_false_gradient, refuse_lost_gradient
@@ -28,6 +28,7 @@ from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.counts import ANY_ROOM, counts_of_all
 from collectives.calls.objects import broadcast_pickle
 from collectives.consistency.signature import ANY_LENGTH, Signature, check_index, dtype_name, forced
+from collectives.errors import in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.transports.base import own_part
@@ -113,27 +114,37 @@ def rows_of(out: Any, rows: Rows) -> int:
 
 
 def gather(
-    engine: Engine, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+    engine: Engine,
+    array: Any,
+    *,
+    root: int = 0,
+    axis: int = 0,
+    out: Any = None,
+    algorithm: str | None = None,
 ) -> Operation:
     """All ranks' arrays, joined along the axis, on the root alone; None elsewhere."""
     root = check_index("root", root, engine.size)
     algorithms.check_name("gather", algorithm)
     rows = Rows(to_array(array), axis)
     refuse_lost_gradient(array, "array")
+    on_root = engine.rank == root
+    room = rows_of(out, rows) if on_root and out is not None else ANY_ROOM
 
     def perform(engine: Engine) -> Any:
-        counts = counts_of_all(engine, rows.count)
+        counts = counts_of_all(engine, rows.count, room)
         lengths = [count * rows.elements for count in counts]
-        on_root = engine.rank == root
-        total = sum(lengths)
+        source, result = rows.flat, None
         if on_root:
-            joined = empty(total, rows.dtype, rows.flat)
+            result = rows.output(out, sum(counts), rows.dtype, array)
+            joined = result.buffer
+            if may_overlap(source, joined):
+                source = copied(source)
         else:
-            joined = engine.work(total, rows.dtype, rows.flat)
-        own_part(joined, lengths, engine.rank)[:] = rows.flat
+            joined = engine.work(sum(lengths), rows.dtype, source)
+        own_part(joined, lengths, engine.rank)[:] = source
         engine.run("gather", None, joined, lengths=lengths, root=root, algorithm=algorithm)
-        if on_root:
-            return like(array)(rows.array(joined, sum(counts)))
+        if result is not None:
+            return result.deliver()
         after_reading(array)
         return None
 
@@ -155,12 +166,20 @@ class Scattered(NamedTuple):
         elements = math.prod(self.rest)
         return [count * elements for count in split_rows(self.rows, size)]
 
-    def deliver(self, engine: Engine, block: Array, array: Any) -> Any:
-        """This rank's elements as an array, of the library of the array that it gave."""
+    def deliver(self, engine: Engine, block: Array, array: Any, out: Any) -> Any:
+        """A copy of this rank's elements, in `out` or of the library of the array that it gave."""
         shaped = block.reshape(split_rows(self.rows, engine.size)[engine.rank], *self.rest)
         if self.axis:
-            shaped = packed(np.moveaxis(shaped, 0, self.axis))
-        return like(array)(shaped)
+            shaped = np.moveaxis(shaped, 0, self.axis)
+        if out is None:
+            return like(array)(copied(shaped))
+        try:
+            output = given_output(out, shaped.shape, self.dtype)
+            check_same_memory(block, output)
+        except (TypeError, ValueError) as error:
+            raise in_step(error) from None
+        assign(output.buffer.reshape(shaped.shape), shaped)
+        return output.deliver()
 
 
 def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:
@@ -179,7 +198,7 @@ def look_at(engine: Engine, array: Any, axis: int) -> tuple[Scattered, Rows]:
 def scatter_block(
     engine: Engine, found: Scattered, flat_array: Array | None, root: int, algorithm: str | None
 ) -> Array:
-    """This rank's elements; `flat_array` are all, on the root alone."""
+    """This rank's elements, a view; `flat_array` are all, on the root alone."""
     lengths = found.lengths(engine.size)
     total, devices = sum(lengths), engine.devices
     if flat_array is not None:
@@ -189,12 +208,18 @@ def scatter_block(
     else:
         whole = engine.work(total, found.dtype)
     engine.run("scatter", None, whole, lengths=lengths, root=root, algorithm=algorithm)
-    block: Array = copied(own_part(whole, lengths, engine.rank))
+    block: Array = own_part(whole, lengths, engine.rank)
     return block
 
 
 def scatter(
-    engine: Engine, array: Any, *, root: int = 0, axis: int = 0, algorithm: str | None = None
+    engine: Engine,
+    array: Any,
+    *,
+    root: int = 0,
+    axis: int = 0,
+    out: Any = None,
+    algorithm: str | None = None,
 ) -> Operation:
     """Rank r's block, of `numpy.array_split` along the axis, of the root's array."""
     root = check_index("root", root, engine.size)
@@ -212,6 +237,6 @@ def scatter(
         found: Scattered = broadcast_pickle(engine, look if on_root else None, root)
         given = rows[0].flat if on_root else None
         block = scatter_block(engine, found, given, root, algorithm)
-        return found.deliver(engine, block, array)
+        return found.deliver(engine, block, array, out)
 
     return Operation(Signature("scatter", root=root, detail=forced(algorithm)), perform)
