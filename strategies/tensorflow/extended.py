@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -41,6 +41,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
     `replication` is the strategy of NumPy arrays that does the communication.
     """
 
+    _classes: ClassVar[Mapping[Any, Any]] = variables.CLASSES
+
     def __init__(self, strategy: Any, replication: Replication, device: str) -> None:
         super().__init__(strategy, device)
         self._replication, self._rank = replication, replication.communicator.rank
@@ -77,8 +79,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         device = self._device
         if isinstance(colocate_with, values.DistributedValues):
             device = colocate_with._devices[0]
-        mirror = self.operations.mirror
-        return variables.create(self._container_strategy(), device, mirror, next_creator, **kwargs)
+        strategy, mirror = self._container_strategy(), self.operations.mirror
+        return variables.create(strategy, device, mirror, next_creator, self._classes, **kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         distribute_utils.validate_colocate_distributed_variable(colocate_with_variable, self)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -19,9 +19,10 @@ from strategies.synchronous.local_sgd.rounds import agreed_rounds
 from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.extended import CollectiveExtended, local_value
 from strategies.tensorflow.input import distribute, joined
-from strategies.tensorflow.outer_steps import OuterSteps
+from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
 from strategies.tensorflow.statistics import enclosing_function, execute_if
 from strategies.tensorflow.strategy import Strategy
+from strategies.tensorflow.variables import CLASSES
 
 
 class LocalSGDStrategy(Strategy):
@@ -83,6 +84,11 @@ class LocalSGDStrategy(Strategy):
 class LocalExtended(CollectiveExtended):
     """One replica in sync with itself alone, and averages over the ranks."""
 
+    _classes: ClassVar[Mapping[Any, Any]] = {
+        **CLASSES,
+        tf.VariableSynchronization.ON_WRITE: AveragedVariable,
+    }
+
     def __init__(self, strategy: LocalSGDStrategy, arrays: Any, device: str) -> None:
         super().__init__(strategy, arrays, device)
         self._rounds, self._outer = strategy.rounds, strategy.outer
@@ -107,6 +113,19 @@ class LocalExtended(CollectiveExtended):
         if variable.dtype.is_floating and variable._is_mirrored():
             self._variables.append(weakref.ref(variable))
         return variable
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        if isinstance(var, AveragedVariable) and not self.statistics.running:
+            at = (var._primary.device,)
+            self.change_outer(
+                var, lambda copy: self._update_non_slot(at, fn, (copy, *args), kwargs, group)
+            )
+        return super()._update(var, fn, args, kwargs, group)
+
+    def change_outer(self, variable: Any, change: Callable[[Any], object]) -> None:
+        """Outside of steps, change the value that a round began with as the variable is changed."""
+        if self._outer is not None and variable.trainable and variable.dtype.is_floating:
+            self._outer.change(self.operations, variable, change)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -156,9 +175,12 @@ class LocalExtended(CollectiveExtended):
             own = np.array([[self._rounds.proposal(), steps]])
             proposals, taken = self.operations.communicator.all_gather(own).T.tolist()
             self._rounds.begin(proposals)
-            means = self._replication.all_reduce_arrays(list(arrays), ReduceOp.MEAN)
-            if self._outer is not None and any(taken):
-                means = self._outer.step(trained, arrays, means)
+            outer = self._outer if any(taken) else None
+            changed = [] if outer is None else outer.changed(trained, arrays)
+            means = self._replication.all_reduce_arrays([*arrays, *changed], ReduceOp.MEAN)
+            if outer is not None:
+                count = len(arrays)
+                means = outer.step(trained, arrays, means[:count], means[count:])
             return [np.int64(self._rounds.length), *means]
 
         values = [self._steps.read_value(), *own]

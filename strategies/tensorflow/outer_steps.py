@@ -5,15 +5,46 @@ The outer optimizer is one of NumPy arrays, which is called when the ranks avera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute import values
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.trackable import base as trackable
 
 from strategies.core.storage import LocalStorage
 from strategies.core.values import Array
 from strategies.optimizers import Optimizer
 from strategies.tensorflow.operations import Operations
+from strategies.tensorflow.variables import ReplicatedVariable
+
+
+class AveragedVariable(ReplicatedVariable):
+    """A variable that the ranks change independently, and average."""
+
+    outer_value: LocalStorage | None = None
+    """The value that a round began with; the optimizer's slots belong to the storage."""
+
+    outer_changed = False
+    """Whether it was changed outside of steps since the last averaging."""
+
+    outer_copy: Any = None
+    """The TensorFlow variable by which that is done."""
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        def saveable(name: str = self._common_name) -> _Saveable:
+            return _Saveable(self, self._primary, name)
+
+        return {trackable.VARIABLE_VALUE_KEY: saveable}
+
+
+class _Saveable(values._MirroredSaveable):  # type: ignore[misc]
+    def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
+        variable = self._mirrored_variable
+        extended = variable._distribute_strategy.extended
+        extended.change_outer(variable, lambda copy: copy.assign(restored_tensors[0]))
+        return super().restore(restored_tensors, restored_shapes)
 
 
 class OuterSteps:
@@ -45,22 +76,70 @@ class OuterSteps:
             ]
             operations.execute(call, own, [each.shape for each in weights])
 
+    def change(
+        self, operations: Operations, variable: Any, change: Callable[[Any], object]
+    ) -> None:
+        """Outside of steps: change what the round began with, too, since all replicas do so.
+
+        The function changes a variable of TensorFlow, a copy.
+        """
+        if variable.outer_copy is None:
+            with tf.init_scope(), tf.device(variable._primary.device):
+                zeros = tf.zeros(variable.shape, variable.dtype)
+                # Of no strategy, whose scope may surround this.
+                variable.outer_copy = ResourceVariable(zeros, trainable=False)
+
+        def load(own: Array) -> list[Array]:
+            return [self._value(variable, own)]
+
+        def store(array: Array) -> list[Array]:
+            variable.outer_changed = True
+            if self._has(variable):
+                self._keep(variable, array)
+            return [array]
+
+        own = variable._primary.read_value()
+        variable.outer_copy.assign(operations.execute(load, [own], [variable.shape])[0])
+        change(variable.outer_copy)
+        operations.execute(store, [variable.outer_copy.read_value()], [variable.shape])
+
+    def changed(self, variables: Sequence[Any], own: Sequence[Array]) -> list[Array]:
+        """The values that differ between ranks where those assigned outside of steps did.
+
+        Their means are for `step`.
+        """
+        pairs = zip(variables, own, strict=True)
+        return [self._value(each, array) for each, array in pairs if each.outer_changed]
+
+    def _has(self, variable: Any) -> bool:
+        """Whether the value that the round began with is kept."""
+        return self._began and variable.outer_value is not None
+
+    def _value(self, variable: Any, own: Array) -> Array:
+        """A rank that has taken no step since has the value that the round began with."""
+        return variable.outer_value.view() if self._has(variable) else own
+
     def _keep(self, variable: Any, array: Array) -> None:
-        # One storage for each variable, to which the optimizer's slots belong.
         if variable.outer_value is None:
             variable.outer_value = LocalStorage(array.copy())
         else:
             variable.outer_value.own_part()[...] = array
 
     def step(
-        self, variables: Sequence[Any], own: Sequence[Array], means: Sequence[Array]
+        self,
+        variables: Sequence[Any],
+        own: Sequence[Array],
+        means: Sequence[Array],
+        changed: Sequence[Array],
     ) -> list[Array]:
-        """The variables' values in the next round."""
-        weights = [number for number, each in enumerate(variables) if each.trainable]
-        for number in weights:
-            # A rank that has taken no step since has the value that the round began with.
-            if not self._began or variables[number].outer_value is None:
-                self._keep(variables[number], own[number])
+        """The variables' values in the next round; `changed` are the means of `self.changed`."""
+        weights, agreed = [], iter(changed)
+        for number, variable in enumerate(variables):
+            began = next(agreed) if variable.outer_changed else self._value(variable, own[number])
+            variable.outer_changed = False
+            if variable.trainable:
+                weights.append(number)
+                self._keep(variable, began)
         self._began = False
         storages = [variables[number].outer_value for number in weights]
         gradients = [

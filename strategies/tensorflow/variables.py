@@ -56,9 +56,6 @@ class ReplicatedVariable(_Readable, values.MirroredVariable):  # type: ignore[mi
     is_statistic = False
     """Whether replicas have assigned values of their own, which are averaged."""
 
-    outer_value: Any = None
-    """The storage of the value that a round of local SGD began with; see `outer_steps`."""
-
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if not isinstance(value, values.DistributedValues) and not tf.is_tensor(value):
             value = tf.convert_to_tensor(value, dtype=self.dtype)
@@ -130,10 +127,11 @@ class LocalVariable(_Readable, values.SyncOnReadVariable):  # type: ignore[misc]
         return super()._get_cross_replica()
 
 
-_CLASSES = {
+CLASSES = {
     tf.VariableSynchronization.ON_WRITE: ReplicatedVariable,
     tf.VariableSynchronization.ON_READ: LocalVariable,
 }
+"""Those of replicas in step."""
 
 
 def create(
@@ -141,12 +139,12 @@ def create(
     device: str,
     mirror: Callable[[Any], Any],
     next_creator: Callable[..., Any],
-    classes: Mapping[Any, Any] | None = None,
+    classes: Mapping[Any, Any],
     **kwargs: Any,
 ) -> Any:
     """A variable with the chief's initial value, as TensorFlow's MirroredStrategy creates one.
 
-    `classes` has a class for each synchronization; None: those of replicas in step.
+    `classes` has a class for each synchronization.
     """
 
     def create_one(**arguments: Any) -> list[Any]:
@@ -158,7 +156,7 @@ def create(
     variable = distribute_utils.create_mirrored_variable(
         strategy,
         create_one,
-        classes or _CLASSES,
+        classes,
         distribute_utils.VARIABLE_POLICY_MAPPING,
         **kwargs,
     )

@@ -100,6 +100,44 @@ def test_outer_optimizer(tf, ds, comm, traced):
     assert outer.iterations == 2
 
 
+# What is done in the middle of a round, and what the round then gives, of the mean of 1 + rank.
+CHANGES = {
+    "restore": (lambda weights, checkpoint, path: checkpoint.read(path), lambda mean: 1 + mean),
+    "assign": (lambda weights, *_: weights.assign([1.0]), lambda mean: 1 + mean),
+    "add": (lambda weights, *_: weights.assign_add([1.0]), lambda mean: 6 + 2 * mean),
+    "own values": (lambda weights, *_: weights.assign(weights * 2), lambda mean: 10 + 5 * mean),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_values_that_are_changed_within_a_round_of_an_outer_optimizer(
+    tf, ds, comm, tmp_path, traced
+):
+    strategy = ds.LocalSGDStrategy(
+        4, outer_optimizer=strategies.optimizers.SGD(0.5), communicator=comm
+    )
+    with strategy.scope():
+        weights = tf.Variable([1.0])
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        optimizer.build([weights])
+    checkpoint = tf.train.Checkpoint(weights=weights)
+    path = checkpoint.write(str(tmp_path / "checkpoint"))
+
+    def step():
+        optimizer.apply_gradients([(tf.fill([1], -1.0 - comm.rank), weights)])
+
+    for name, (change, expected) in CHANGES.items():
+        act = tf.function(change) if traced and name != "restore" else change
+        weights.assign([5.0])
+        for number in range(4):
+            if number == 2:
+                act(weights, checkpoint, path)
+            strategy.run(step)
+        given = comm.all_gather(weights.numpy())
+        np.testing.assert_allclose(given, expected((comm.size + 1) / 2), err_msg=name)
+        assert (given == given[0]).all()
+
+
 def test_rounds_of_seconds(tf, ds, comm):
     """A round is at most twice as long as the one before; the first has one step."""
     strategy = ds.LocalSGDStrategy(sync_seconds=1e6, communicator=comm)
