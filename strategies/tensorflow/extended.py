@@ -18,6 +18,7 @@ from strategies.core.options import CommunicationOptions
 from strategies.replication.replication import Replication
 from strategies.tensorflow import variables
 from strategies.tensorflow.cluster import options_of
+from strategies.tensorflow.empty_batches import EmptyBatches
 from strategies.tensorflow.input import distribute, distribute_from_function
 from strategies.tensorflow.operations import Operations
 from strategies.tensorflow.seeds import replica_seeds
@@ -49,6 +50,7 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         self._size = replication.communicator.size
         self.operations = Operations(replication)
         self.statistics = Statistics(self.operations)
+        self.empty_batches = EmptyBatches()
         self._default_device = self._input_device
         self.experimental_enable_get_next_as_optional = self._in_multi_worker_mode()
         self._retrace_functions_for_each_device = False
@@ -59,6 +61,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         context = ReplicaContext(self._container_strategy(), self._get_replica_id_in_sync_group(0))
         local_args = distribute_utils.select_replica(0, args)
         local_kwargs = distribute_utils.select_replica(0, kwargs)
+        if self._size > 1:
+            self.empty_batches.note((local_args, local_kwargs))
         at = tf.device(self._device)
         with at, self.statistics.run(), context, replica_seeds(self._rank):
             return fn(*local_args, **local_kwargs)
@@ -131,6 +135,8 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         local = [local_value(each) for each in leaves]
         if self._size == 1:
             return local
+        if self.statistics.running:
+            local = self.empty_batches.zeros_for_nan(local)
         if mean:
             return self.operations.reduce(local, mean, _options(options))
         return self._with_statistics(

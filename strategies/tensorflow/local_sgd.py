@@ -20,7 +20,7 @@ from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.extended import CollectiveExtended, local_value
 from strategies.tensorflow.input import distribute, joined
 from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
-from strategies.tensorflow.statistics import enclosing_function, execute_if
+from strategies.tensorflow.statistics import enclosing_function, execute_if, means_without_nan
 from strategies.tensorflow.strategy import Strategy
 from strategies.tensorflow.variables import CLASSES
 
@@ -145,7 +145,8 @@ class LocalExtended(CollectiveExtended):
         if not self.statistics.running:
             return super()._batch_reduce_to(reduce_op, pairs, options)
         self._begin_step()
-        return [local_value(value) for value, _ in pairs]
+        local = [local_value(value) for value, _ in pairs]
+        return self.empty_batches.zeros_for_nan(local)
 
     def gradient_sums(self, gradients: Sequence[Any], rows: Any, of: Hashable = None) -> list[Any]:
         """The gradients themselves, which are those of a step."""
@@ -162,7 +163,8 @@ class LocalExtended(CollectiveExtended):
             self._stepped.assign(True)
             return
         # A branch that one rank does not execute is a step there, too: the ranks count the same.
-        with enclosing_function(tf.compat.v1.get_default_graph()).as_default():
+        graph = tf.compat.v1.get_default_graph()
+        with enclosing_function(graph, self.statistics.graph_of_run).as_default():
             self._stepped.assign(True)
 
     def average(self) -> None:
@@ -178,6 +180,13 @@ class LocalExtended(CollectiveExtended):
             outer = self._outer if any(taken) else None
             changed = [] if outer is None else outer.changed(trained, arrays)
             means = self._replication.all_reduce_arrays([*arrays, *changed], ReduceOp.MEAN)
+            statistics = [number for number, each in enumerate(trained) if not each.trainable]
+            if any(np.isnan(means[number]).any() for number in statistics):
+                found = means_without_nan(
+                    self._replication, [arrays[number] for number in statistics]
+                )
+                for number, mean in zip(statistics, found, strict=True):
+                    means[number] = mean
             if outer is not None:
                 count = len(arrays)
                 means = outer.step(trained, arrays, means[:count], means[count:])

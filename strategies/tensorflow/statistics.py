@@ -3,20 +3,27 @@
 The averages are part of the next reduction of the same step, that of the gradients, or are computed
 at the end of `run`. Outside of `run` the variables are therefore equal on all ranks, and can be
 read or saved by one rank alone.
+
+The mean and the variance of a batch without rows are NaN, and so are the statistics that a rank
+computes from them. They are left out of the averages.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from strategies.core.options import ReduceOp
+from strategies.core.values import Array
+from strategies.replication.replication import Replication
 from strategies.tensorflow.operations import Operations
 
 
@@ -24,9 +31,12 @@ def _graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def enclosing_function(graph: Any) -> Any:
-    """The graph of the function in which a graph is a branch, or the body of a loop."""
-    while isinstance(graph, _BRANCHES):
+def enclosing_function(graph: Any, of_run: Any = None) -> Any:
+    """The graph of the function in which a graph is a branch, or the body of a loop.
+
+    `of_run`: that of a `run`, if it is reached before.
+    """
+    while isinstance(graph, _BRANCHES) and graph is not of_run:
         graph = graph.outer_graph
     return graph
 
@@ -67,6 +77,8 @@ class _Changed(threading.local):
 
     def __init__(self) -> None:
         self.runs: list[dict[int, tuple[Any, Any]]] = []
+        self.graphs: list[Any] = []
+        """In which the runs are called."""
 
 
 class Statistics:
@@ -84,6 +96,11 @@ class Statistics:
         """Whether this thread is in a `run`."""
         return bool(self._changed.runs)
 
+    @property
+    def graph_of_run(self) -> Any:
+        """The graph in which this thread's `run` is called; None where there is none."""
+        return self._changed.graphs[-1] if self._changed.graphs else None
+
     def changed(self, variable: Any) -> None:
         """Note that a replica assigned its own value."""
         graph = _graph()
@@ -98,10 +115,12 @@ class Statistics:
         """The body of a `run`, at whose end the variables are averaged."""
         graph = _graph()
         self._changed.runs.append({})
+        self._changed.graphs.append(graph)
         try:
             yield
             changed = self._changed.runs[-1]
         finally:
+            self._changed.graphs.pop()
             self._changed.runs.pop()
         here = [variable for variable, where in changed.values() if where is graph]
         if graph is not None:
@@ -152,8 +171,39 @@ class Statistics:
                 self._function(graph).remove(variable)
 
     def _assign(self, variables: list[Any], means: list[Any]) -> None:
+        if not variables:
+            return
+        own = [each._primary.read_value() for each in variables]
         for variable, mean in zip(variables, means, strict=True):
             variable._primary.assign(mean)
+
+        def call(*arrays: Array) -> list[Array]:
+            return means_without_nan(self._operations.replication, arrays)
+
+        def assign_others() -> None:
+            shapes = [each.shape for each in own]
+            found = self._operations.execute(call, own, shapes)
+            for variable, mean in zip(variables, found, strict=True):
+                variable._primary.assign(mean)
+
+        # Of equal sums: all ranks decide alike.
+        sums = [tf.cast(tf.reduce_sum(each), tf.float32) for each in means]
+        execute_if(tf.math.is_nan(tf.add_n(sums)), assign_others)
+
+
+def means_without_nan(replication: Replication, own: Sequence[Array]) -> list[Array]:
+    """The means over the ranks, each of the arrays without NaN; NaN where no rank has one."""
+    counted = [not np.isnan(each).any() for each in own]
+    values = [
+        each if counts else np.zeros_like(each) for each, counts in zip(own, counted, strict=True)
+    ]
+    numbers = np.array(counted, np.float32)
+    *totals, counts = replication.all_reduce_arrays([*values, numbers], ReduceOp.SUM)
+    with np.errstate(invalid="ignore"):
+        return [
+            np.asarray(total / count, total.dtype)
+            for total, count in zip(totals, counts, strict=True)
+        ]
 
 
 def execute_if(condition: Any, action: Callable[[], None]) -> None:

@@ -49,6 +49,32 @@ def test_rounds(tf, ds, comm, traced):
     np.testing.assert_allclose(weights.numpy(), [5 * mean] * 2)
 
 
+@pytest.mark.parametrize("outer", [False, True])
+def test_rounds_of_a_loop_within_a_function(tf, ds, comm, outer):
+    """Each iteration is a step, also where a loop within it applies gradients several times."""
+    optimizer_of_rounds = strategies.optimizers.SGD(1.0) if outer else None
+    strategy = ds.LocalSGDStrategy(2, outer_optimizer=optimizer_of_rounds, communicator=comm)
+    with strategy.scope():
+        weights = tf.Variable([0.0])
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        optimizer.build([weights])
+
+    def step():
+        for _ in tf.range(3):
+            optimizer.apply_gradients([(tf.fill([1], -1.0 - comm.rank), weights)])
+
+    @tf.function
+    def epoch(steps):
+        for _ in tf.range(steps):
+            strategy.run(step)
+
+    mean = 3 * (comm.size + 1) / 2
+    epoch(5)
+    np.testing.assert_allclose(weights.numpy(), [4 * mean + 3 * (comm.rank + 1)])
+    epoch(1)
+    np.testing.assert_allclose(weights.numpy(), [6 * mean])
+
+
 def test_batches_and_arguments(tf, ds, comm):
     strategy = ds.LocalSGDStrategy(3, communicator=comm)
     dataset = tf.data.Dataset.range(10).batch(2)

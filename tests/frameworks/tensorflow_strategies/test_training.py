@@ -104,6 +104,47 @@ def test_batch_normalization(tf, strategy, comm, equal_on_all):
     equal_on_all([each.numpy() for each in layer.variables])
 
 
+@pytest.mark.parametrize("traced", ["not", "the epoch", "the step"])
+def test_batch_normalization_of_a_rank_without_rows(tf, ds, comm, traced):
+    """Its statistics and gradients don't count; then those of real NaN do."""
+    rows = 2 * BATCH + 1  # the last batch has a row, for the first rank
+    inputs = np.random.default_rng(3).normal(size=(rows, 3)).astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices(inputs).batch(BATCH)
+    for strategy in (
+        ds.MultiWorkerMirroredStrategy(communicator=comm),
+        ds.LocalSGDStrategy(1, communicator=comm),
+    ):
+        with strategy.scope():
+            model = tf.keras.Sequential(
+                [tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)]
+            )
+            model.build((None, 3))
+            optimizer = tf.keras.optimizers.SGD(0.1)
+            optimizer.build(model.trainable_variables)
+
+        def step(batch, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = tf.nn.compute_average_loss(
+                    model(batch, training=True)[:, 0] ** 2, global_batch_size=BATCH
+                )
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        run = tf.function(step) if traced == "the step" else step
+        distributed = strategy.experimental_distribute_dataset(dataset)
+
+        def epoch(strategy=strategy, run=run, distributed=distributed):
+            for batch in distributed:
+                strategy.run(run, args=(batch,))
+
+        (tf.function(epoch) if traced == "the epoch" else epoch)()
+        assert all(np.isfinite(each).all() for each in model.get_weights())
+        strategy.run(run, args=(tf.constant(inputs[:2] * (np.nan if comm.rank else 1.0)),))
+        gamma, _, mean, *_ = model.get_weights()
+        assert np.isnan(gamma).all()
+        assert np.isfinite(mean).all()
+
+
 def test_a_step_reduces_once(tf, strategy, comm, monkeypatch):
     """The gradients and the statistics of all layers."""
     calls = []
