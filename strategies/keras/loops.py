@@ -20,6 +20,7 @@ from strategies.keras.data import (
     share_of,
 )
 from strategies.keras.orders import common_seed
+from strategies.keras.seeds import replica_seeds
 from strategies.keras.steps import row_of_zeros
 from strategies.keras.training import Training
 
@@ -63,7 +64,7 @@ class Loops:
         given |= {"x": x, "validation_data": validation, "callbacks": callbacks}
         given["verbose"] = self._verbose(given)
         try:
-            with errors_as_raised():
+            with errors_as_raised(), self._own_seeds():
                 return self._kind.fit(self._model, **given)
         finally:
             training.in_epoch = False
@@ -94,7 +95,8 @@ class Loops:
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `train_on_batch` on this rank's piece of a global batch. Collective."""
         self._statistics.train()
-        return self._on_batch("train_on_batch", args, kwargs)
+        with self._own_seeds():
+            return self._on_batch("train_on_batch", args, kwargs)
 
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `test_on_batch` on this rank's piece of a global batch. Collective."""
@@ -107,6 +109,12 @@ class Loops:
         if not self._shared:
             self._shared = True
             self._statistics.broadcast()
+
+    def _own_seeds(self) -> AbstractContextManager[None]:
+        # With TensorFlow `run` has a context of this kind.
+        if keras.config.backend() == "tensorflow":
+            return nullcontext()
+        return replica_seeds(self._training.communicator.rank)
 
     def _on_batch(self, name: str, args: Any, kwargs: Any) -> Any:
         given = _bound(getattr(keras.Model, name), self._model, args, kwargs)

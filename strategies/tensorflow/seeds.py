@@ -13,8 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from collectives import Communicator
-
-_STRIDE = 1_000_003
+from strategies.keras import seeds
 
 
 def agree_on_seed(communicator: Communicator) -> None:
@@ -33,7 +32,16 @@ def agree_on_seed(communicator: Communicator) -> None:
 
 @contextmanager
 def replica_seeds(rank: int) -> Iterator[None]:
-    """A context in which the random operations of this rank differ from those of rank 0."""
+    """A context in which the random operations of this rank differ from those of rank 0.
+
+    TensorFlow's and Keras's.
+    """
+    with seeds.replica_seeds(rank), _operation_seeds(rank):
+        yield
+
+
+@contextmanager
+def _operation_seeds(rank: int) -> Iterator[None]:
     eager = tf.executing_eagerly()
     owner = context.context() if eager else tf.compat.v1.get_default_graph()
     name = "_seed" if eager else "seed"
@@ -41,7 +49,7 @@ def replica_seeds(rank: int) -> Iterator[None]:
     if seed is None or rank == 0:
         yield
         return
-    setattr(owner, name, seed + rank * _STRIDE)
+    setattr(owner, name, seed + rank * seeds.STRIDE)
     try:
         yield
     finally:

@@ -272,6 +272,43 @@ def single_batches():
 
 
 @check
+def random_numbers_differ_by_rank():
+    """Those of a step of training: the sums of what dropout leaves of ones."""
+
+    class Sums(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.sums = self.add_weight(shape=(64,), initializer="zeros", trainable=False)
+            self.dropout = keras.layers.Dropout(0.5, seed=7)
+
+        def call(self, inputs, training=False):
+            left = self.dropout(keras.ops.ones((1, 64)), training=training)
+            self.sums.assign(self.sums + left[0])
+            return inputs
+
+    keras.utils.set_random_seed(5)
+    with STRATEGY.scope():
+        layer = Sums()
+        model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    seen = []
+
+    class Records(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if BACKEND == "torch":  # JAX's state is in the layer after the epoch
+                seen.append(keras.ops.convert_to_numpy(layer.sums).tolist())
+
+    inputs, wanted = X[: 5 * BATCH], Y[: 5 * BATCH]  # in each step every rank has rows
+    model.fit(inputs, wanted, batch_size=BATCH, verbose=0, callbacks=[Records()])
+    if seen:
+        assert len(set(map(tuple, WORLD.all_gather_object(seen[-1])))) == SIZE
+    model.train_on_batch(X[:BATCH], Y[:BATCH])
+    drawn = WORLD.all_gather_object(keras.ops.convert_to_numpy(layer.sums).tolist())
+    assert len(set(map(tuple, drawn))) == SIZE, drawn
+    assert keras.random.SeedGenerator.next.__module__ == "keras.src.random.seed_generator"
+
+
+@check
 def moving_statistics_are_averaged():
     _, together = compiled(normalized)
     path = directory() / "model.keras"

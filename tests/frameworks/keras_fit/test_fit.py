@@ -16,6 +16,7 @@ QUICK = {
         "shuffled_pieces_are_every_row_once",
         "evaluation_and_prediction",
         "single_batches",
+        "random_numbers_differ_by_rank",
         "moving_statistics_are_averaged",
         "callbacks_on_the_chief_and_everywhere",
         "a_stop_on_one_rank_within_an_epoch",
@@ -33,6 +34,7 @@ QUICK = {
     ),
     "jax": (
         "short_batches_and_validation",
+        "random_numbers_differ_by_rank",
         "two_optimizers_in_one_program",
         "all_reduce_of_pytrees",
         "errors_within_programs",

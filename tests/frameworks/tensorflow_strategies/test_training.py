@@ -252,12 +252,20 @@ def test_sparse_gradients(tf, strategy, comm, equal_on_all):
     equal_on_all([table.embeddings.numpy()])
 
 
-def test_random_numbers(tf, strategy, comm):
+def test_random_numbers(tf, strategy, comm, equal_on_all):
     """Equal outside of run, where datasets are shuffled; each replica's own inside."""
+    with strategy.scope():
+        dropout = tf.keras.layers.Dropout(0.5, seed=3)
     outside = tf.data.Dataset.range(20).shuffle(20).batch(20)
     for _ in range(2):
         orders = comm.all_gather_object([each.numpy().tolist() for each in outside])
         assert all(each == orders[0] for each in orders)
     for call in (tf.function, lambda fn: fn):
-        drawn = call(lambda: strategy.run(lambda: tf.random.uniform([3])))().numpy().tolist()
-        assert len({tuple(each) for each in comm.all_gather_object(drawn)}) == comm.size
+        for draw in (
+            lambda: tf.random.uniform([3]),
+            lambda: tf.keras.random.uniform([3]),
+            lambda: dropout(tf.ones([64]), training=True),
+        ):
+            drawn = call(lambda draw=draw: strategy.run(draw))().numpy().tolist()
+            assert len({tuple(each) for each in comm.all_gather_object(drawn)}) == comm.size
+    equal_on_all([dropout.seed_generator.state.numpy()])
