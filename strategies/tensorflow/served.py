@@ -280,14 +280,23 @@ class Exchange:
 
 
 def _push(storage: ServedStorage | None, array: Array, old: Array | None) -> None:
-    """Push the difference; nothing for a variable that another thread has created meanwhile."""
-    if storage is None or old is None or (array == old).all():
+    """Push the difference; nothing for a variable that another thread has created meanwhile.
+
+    Nothing that is added to an infinite element, or to NaN, gives a finite one: it is assigned.
+    """
+    if storage is None or old is None:
         return
-    if array.dtype == np.bool_:
+    # NaN differs from itself.
+    changed = (array != old) & ((array == array) | (old == old))
+    if not changed.any():
+        return
+    if array.dtype == np.bool_ or not np.isfinite(old[changed]).all():
         storage.change(assign, array)
-    else:
-        with np.errstate(over="ignore", invalid="ignore"):
-            storage.change(assign_add, np.subtract(array, old))
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference = np.subtract(array, old)
+    # Of equal elements that are infinite it is NaN.
+    storage.change(assign_add, np.where(changed, difference, np.zeros_like(difference)))
 
 
 CLASSES = dict.fromkeys(

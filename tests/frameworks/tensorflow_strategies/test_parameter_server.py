@@ -23,6 +23,10 @@ def test_steps_add_up(tf, ds, comm, traced):
             steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             flag = tf.Variable(False)
             total = tf.keras.metrics.Mean()
+            first = tf.constant([np.inf, -np.inf, 1.0, np.nan])
+            extremes = tf.Variable(
+                first, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA, trainable=False
+            )
         assert isinstance(weights, tf.distribute.DistributedValues)
         assert strategy.num_replicas_in_sync == 1
         np.testing.assert_array_equal(weights.numpy(), 1.0)  # the chief's
@@ -58,6 +62,11 @@ def test_steps_add_up(tf, ds, comm, traced):
         np.testing.assert_allclose(tf.function(lambda: weights + 0.0)(), 1.1)
         with pytest.raises(ValueError, match="incompatible"):
             weights.assign(tf.zeros(5))
+        for value in (3.0, 5.0) if strategy.is_chief else ():
+            wanted = np.array([value, -np.inf, 2.0 * value, np.nan], np.float32)
+            assign = lambda wanted=wanted: extremes.assign(wanted)  # noqa: E731
+            strategy.run(tf.function(assign) if traced else assign)
+            np.testing.assert_array_equal(extremes.numpy(), wanted)
         return weights.numpy().tolist()
 
     results = run_workers(ds, comm, work)
