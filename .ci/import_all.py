@@ -47,7 +47,7 @@ NEEDS = {
             f"strategies.keras.{each}"
             for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
-        *(f"strategies.keras.{each}" for each in ("scope", "state", "steps")),
+        *(f"strategies.keras.{each}" for each in ("scope", "seeds", "state", "steps")),
         *(f"strategies.keras.tensorflow_{each}" for each in ("data", "predictions", "steps")),
     },
     "JAX": {

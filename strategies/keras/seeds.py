@@ -12,7 +12,7 @@ import keras
 
 from strategies.foreign.methods import replace_method
 
-STRIDE = 1_000_003
+_STRIDE = 1_000_003
 """Between the seeds of two replicas: more than the numbers that Keras's global generator draws."""
 
 
@@ -33,7 +33,7 @@ def replica_seeds(rank: int) -> Iterator[None]:
             drawn = original(generator, *args, **kwargs)
             if threading.get_ident() != thread:
                 return drawn
-            shift = [rank * STRIDE, 0]
+            shift = [rank * _STRIDE, 0]
             return drawn + generator.backend.convert_to_tensor(shift, generator.state.dtype)
 
         return next

@@ -10,7 +10,7 @@ import numpy as np
 
 from collectives.messaging.buffers import ReusedArray
 from strategies.core.indexed_slices import Gradient, IndexedSlices
-from strategies.core.storage import Change, Storage
+from strategies.core.storage import Change, Storage, assign, assign_add
 from strategies.core.values import Array
 from strategies.parameter_server.client import Client, Pull
 from strategies.parameter_server.requests import ShardInfo, VariableInfo
@@ -93,6 +93,27 @@ class ServedStorage(Storage):
             split = [self.parts_of(array) for array in whole]
             parts = [(shard, own) for shard, *own in zip(self.info.shards, *split, strict=True)]
         self.client.change(change, parts)
+
+    def push_difference(self, array: Array, old: Array) -> None:
+        """Push what a worker has added to the old value, so that others' additions remain.
+
+        Nothing that is added to an infinite element, or to NaN, gives a finite one: it is assigned.
+        """
+        if (array == old).all():
+            return
+        if array.dtype == np.bool_:
+            self.change(assign, array)
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            difference = np.subtract(array, old)
+        if not np.isfinite(difference).all():
+            # NaN differs from itself; the difference of equal infinite elements is NaN.
+            changed = (array != old) & ((array == array) | (old == old))
+            if not np.isfinite(old[changed]).all():
+                self.change(assign, array)
+                return
+            difference = np.where(changed, difference, np.zeros_like(difference))
+        self.change(assign_add, difference)
 
     def slot(self, optimizer: Optimizer, name: str, initial: Array | None) -> ServedSlot:
         """An optimizer's array, which the servers keep beside the value.

@@ -12,7 +12,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from collectives.arrays.tensors import from_torch
-from strategies.core.storage import assign, assign_add
+from strategies.core.storage import assign
 from strategies.core.values import Array
 from strategies.foreign.distributed import permit
 from strategies.parameter_server.storage import ServedStorage
@@ -110,7 +110,7 @@ def _install(
         for each, old in before:
             # A parameter without a gradient has not changed.
             if each.parameter.grad is not None:
-                each.storage.change(assign_add, each.array() - old)
+                each.storage.push_difference(each.array(), old)
         if counts:
             worker.client.end_step()
         _pull(worker, [each for each, _ in before])

@@ -96,8 +96,18 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
                 f" {type(self._container_strategy()).__name__}, so that the ranks would change it"
                 " independently: create it, and the model that it belongs to, inside of the scope"
             )
+        self._refuse_own_step(var)
         at, args = (var._primary.device,), (var._primary, *args)
         return self._update_non_slot(at, fn, args, kwargs, group)
+
+    def _refuse_own_step(self, variable: Any) -> None:
+        """Raise RuntimeError for a step of an optimizer that `run` has not called."""
+        if not (self.is_alone or self.statistics.running) and variables.updated_by_optimizer():
+            raise RuntimeError(
+                f"variable {variable.name!r} is updated by an optimizer outside of run, by this"
+                " rank's gradients alone, so that the ranks would train apart: call the step by"
+                f" {type(self._container_strategy()).__name__}.run"
+            )
 
     def _update_non_slot(
         self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool

@@ -6,14 +6,16 @@ Inside of `run` the operations of each replica have seeds of their own.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 from collectives import Communicator
-from strategies.keras import seeds
+
+_STRIDE = 1_000_003
 
 
 def agree_on_seed(communicator: Communicator) -> None:
@@ -36,7 +38,11 @@ def replica_seeds(rank: int) -> Iterator[None]:
 
     TensorFlow's and Keras's.
     """
-    with seeds.replica_seeds(rank), _operation_seeds(rank):
+    with _operation_seeds(rank), ExitStack() as restored:
+        if "keras" in sys.modules:
+            from strategies.keras import seeds
+
+            restored.enter_context(seeds.replica_seeds(rank))
         yield
 
 
@@ -49,7 +55,7 @@ def _operation_seeds(rank: int) -> Iterator[None]:
     if seed is None or rank == 0:
         yield
         return
-    setattr(owner, name, seed + rank * seeds.STRIDE)
+    setattr(owner, name, seed + rank * _STRIDE)
     try:
         yield
     finally:

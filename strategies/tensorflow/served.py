@@ -252,7 +252,10 @@ class Exchange:
             own, created_with = arrays[: len(changed)], [each.place.initial for each in created]
             old = [*arrays[len(changed) :], *created_with]
             for variable, array, value in zip(changed, own, old, strict=True):
-                _push(variable.place.storage, array, value)
+                storage = variable.place.storage
+                # None where another thread has created the variable meanwhile.
+                if storage is not None and value is not None:
+                    storage.push_difference(array, value)
             if counts and self._arrays.staleness is not None:
                 self._arrays.worker.client.end_step()
             self._steps.end(int(own_number))
@@ -277,26 +280,6 @@ class Exchange:
         if wanted:
             self._arrays.worker.client.pull(wanted)
         return values
-
-
-def _push(storage: ServedStorage | None, array: Array, old: Array | None) -> None:
-    """Push the difference; nothing for a variable that another thread has created meanwhile.
-
-    Nothing that is added to an infinite element, or to NaN, gives a finite one: it is assigned.
-    """
-    if storage is None or old is None:
-        return
-    # NaN differs from itself.
-    changed = (array != old) & ((array == array) | (old == old))
-    if not changed.any():
-        return
-    if array.dtype == np.bool_ or not np.isfinite(old[changed]).all():
-        storage.change(assign, array)
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        difference = np.subtract(array, old)
-    # Of equal elements that are infinite it is NaN.
-    storage.change(assign_add, np.where(changed, difference, np.zeros_like(difference)))
 
 
 CLASSES = dict.fromkeys(

@@ -198,6 +198,15 @@ def added_by_keras(variable: Any) -> Any:
     return None
 
 
+def updated_by_optimizer() -> bool:
+    """Whether a step of an optimizer of Keras updates the variable, on the stack of calls."""
+    return any(
+        frame.f_code.co_name == "_distributed_tf_update_step"
+        and str(frame.f_globals.get("__name__")).startswith("keras.src.backend.tensorflow")
+        for frame in islice(callers(), _FRAMES)
+    )
+
+
 def _is_keras(module: str) -> bool:
     return module.startswith("keras.")
 

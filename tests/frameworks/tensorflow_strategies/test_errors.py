@@ -47,6 +47,29 @@ def test_a_deadline(tf, strategy, comm):
     comm.barrier()
 
 
+@pytest.mark.parametrize("kind", ["MultiWorkerMirroredStrategy", "LocalSGDStrategy"])
+def test_a_step_without_run(tf, ds, comm, kind):
+    """What assigns equal values on all ranks is no such step."""
+    arguments = (2,) if kind == "LocalSGDStrategy" else ()
+    strategy = getattr(ds, kind)(*arguments, communicator=comm)
+    with strategy.scope():
+        weights = tf.keras.Variable([1.0, 2.0])
+        optimizer = tf.keras.optimizers.Adam(0.1)
+        optimizer.build([weights])
+
+    def step():
+        optimizer.apply_gradients([(tf.ones([2]), weights)])
+
+    for call in (step, tf.function(step)):
+        with pytest.raises(RuntimeError, match=f"outside of run.*{kind}.run"):
+            call()
+    weights.assign([3.0, 4.0])
+    optimizer.learning_rate = 0.5
+    strategy.run(step)
+    optimizer.finalize_variable_values([weights])
+    np.testing.assert_allclose(weights.numpy(), [2.5, 3.5], rtol=1e-5)
+
+
 def test_tensorflows_own_errors_are_unchanged(tf, strategy):
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"Incompatible shapes|must be equal"):
         tf.ones([2]) + tf.ones([3])
