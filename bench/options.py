@@ -25,8 +25,9 @@ ALL = "all"
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _EPILOG = """\
 Time is the median over the repeats of the slowest rank's time; algbw = size / time, busbw = algbw ×
-the part of the size that the busiest link must carry; ratio = the peer's time / ours, so that above
-1 ours is faster. Size is the whole buffer: for all_gather,
+the part of the size that the busiest link must carry; ratio is the median of the repeats' own
+ratios, each the peer's time / ours, so that above 1 ours is faster: it may differ from the quotient
+of the two medians. Size is the whole buffer: for all_gather,
 gather, scatter and reduce_scatter that of all ranks' blocks together, for all_to_all what one rank
 sends. Sizes are rounded up to whole blocks. The calls of a repeat follow one another without a
 barrier, so that those of a rooted collective may overlap; --calls 1 prevents this.

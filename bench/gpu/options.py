@@ -18,8 +18,9 @@ COLLECTIVES = tuple(
 )
 _EPILOG = """\
 Time is the median over the repeats of the slowest rank's, by the GPU's events around a batch of
-calls; algbw, busbw and size are those of `python -m bench`. ratio = the time of the bare NCCL call,
-on the same communicator and in the same memory, / ours: above 1 ours is faster. graph is a call's
+calls; algbw, busbw and size are those of `python -m bench`. ratio is the median of the
+repeats' own ratios, each the time of the bare NCCL call, on the same communicator and in the same
+memory, / ours: above 1 ours is faster. graph is a call's
 part of a batch that is replayed as one CUDA graph. Exit status: 0, or 1 if a result was wrong, or 2
 if the measurement is not possible."""
 

@@ -67,14 +67,18 @@ def _head(command: Sequence[str], report: dict[str, Any]) -> list[str]:
     """What was measured, and on what."""
     header, line = report["header"], " ".join(["python -m bench.hosts", *command])
     tcp = f"TCP's congestion control: {report['congestion_control']}"
-    text = f"`{line}`: out of place, medians. {settings_line(header)}, {tcp}."
+    about = "out of place unless a row says in place; times are medians, ratio is the median of the"
+    about += " repeats' own ratios, each mpi4py's time / ours"
+    text = f"`{line}`: {about}. {settings_line(header)}, {tcp}."
     return ["; ".join(machine_lines(header)) + ".", "", text, "", *_HEADER.splitlines()]
 
 
 def _rows(report: dict[str, Any], layout: str, rate: str) -> Iterator[str]:
     for row in report["rows"]:
-        place = row["out_of_place"] or row["in_place"]
+        place, name = row["out_of_place"], row["collective"]
+        if place is None:
+            place, name = row["in_place"], f"{name}, in place"
         ours, peer = place["seconds"]["median"], place["peer"]["seconds"]["median"]
         nbytes, ratio = row["nbytes"], place["peer"]["ratio"]
         figures = f"{ours * 1e6:.1f} | {peer * 1e6:.1f} | {ratio:.2f} | {nbytes / ours / 1e9:.3f}"
-        yield f"| {row['collective']} | {layout} | {rate} | {nbytes} | {figures} |"
+        yield f"| {name} | {layout} | {rate} | {nbytes} | {figures} |"

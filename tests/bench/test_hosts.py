@@ -21,6 +21,19 @@ def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys, program):
     assert capsys.readouterr().err == "hosts can't be simulated here: tc is not installed\n"
 
 
+def test_a_row_tells_whether_it_is_in_place():
+    form = {"seconds": {"median": 2e-6}, "peer": {"seconds": {"median": 3e-6}, "ratio": 1.4}}
+    rows = [
+        {"collective": "all_reduce", "nbytes": 8, "out_of_place": form, "in_place": form},
+        {"collective": "broadcast", "nbytes": 8, "out_of_place": None, "in_place": form},
+    ]
+    figures = "| 2 × 1 | 1gbit | 8 | 2.0 | 3.0 | 1.40 | 0.004 |"
+    assert list(run._rows({"rows": rows}, "2 × 1", "1gbit")) == [
+        f"| all_reduce {figures}",
+        f"| broadcast, in place {figures}",
+    ]
+
+
 PROGRAM = """
 import time
 from bench.hosts.namespaces import hosts
@@ -55,7 +68,7 @@ def test_a_table_over_a_shaped_link(tmp_path, capsys):
     text = path.read_text()
     assert capsys.readouterr().out == text
     rows = [line.split("|")[1:-1] for line in text.splitlines() if "| 2 × 1 |" in line]
-    assert [row[0].strip() for row in rows] == ["all_reduce"] * 2 + ["broadcast"] * 2
+    assert [row[0].strip() for row in rows] == ["all_reduce"] * 2 + ["broadcast, in place"] * 2
     assert [row[3].strip() for row in rows] == ["8", str(1 << 24)] * 2
     assert all(float(row[6]) > 0 for row in rows)
     assert float(rows[1][7]) < LINK * (1 + BURST / (1 << 24)) * 1.02
