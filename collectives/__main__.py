@@ -24,18 +24,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Report on Python, MPI, the ranks and the machine, and try every collective,"
         " alone or on the ranks that mpirun starts. Exits with status 1 if anything fails.",
     )
-    command.add_argument(
-        "--limit",
-        type=float,
-        default=doctor.LIMIT,
-        metavar="SECONDS",
-        help="how long one collective may take (default: %(default)g)",
-    )
-    command.add_argument(
-        "--links",
-        action="store_true",
-        help="measure latency and bandwidth between the nodes, and nothing else",
-    )
+    doctor.add_options(command)
     return parser
 
 

@@ -5,6 +5,7 @@ The doctor's own messages use MPI directly, because it tests the collectives.
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from typing import Any
@@ -31,17 +32,34 @@ from collectives.launching.launcher import (
     find_launcher,
 )
 from collectives.launching.start import start_mpi
+from collectives.waiting.command_line import parse_seconds
 from collectives.waiting.last_resort import abort
 from collectives.world import world
 
-LIMIT = 30.0
+_LIMIT = 30.0
 """Seconds that a collective may take in the self-test."""
 
 # Time that mpirun needs to forward the report before it ends the job.
 _FORWARDING_SECONDS = 0.5
 
 
-def main(limit: float = LIMIT, *, links: bool = False) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `main`."""
+    parser.add_argument(
+        "--limit",
+        type=parse_seconds,
+        default=_LIMIT,
+        metavar="SECONDS",
+        help="how long one collective may take (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="measure latency and bandwidth between the nodes, and nothing else",
+    )
+
+
+def main(limit: float = _LIMIT, *, links: bool = False) -> int:
     """Print the report on rank 0 and return the exit status. Collective.
 
     With `links`, it measures latency and bandwidth between the nodes instead of the trials.

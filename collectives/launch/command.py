@@ -18,6 +18,7 @@ from collectives.launch.tasks import SECRET, Tasks
 from collectives.launching.launcher import started_by_mpi
 from collectives.launching.library import load
 from collectives.launching.start import load_mpich, start_through
+from collectives.waiting.command_line import parse_seconds
 from collectives.waiting.wait_policy import DEFAULT_DEADLINE
 
 
@@ -84,7 +85,7 @@ def _parser(module: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=parse_seconds,
         default=DEFAULT_DEADLINE,
         metavar="SECONDS",
         help="how long to wait for the other tasks (default: %(default)g)",

@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
+import collectives.__main__
 from collectives import DeadlineExceededError, LaunchError
 from collectives.launch import command, task_client, task_server
 from collectives.launch.__main__ import find_tasks
@@ -340,6 +342,23 @@ def test_an_error_is_the_text_of_the_exit():
     assert error.startswith("python -m collectives.launch: the environment has RANK='0', WORLD_")
     with pytest.raises(SystemExit):
         main("collectives.launch", find_tasks, VARIABLES, [])
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "1e7", "soon"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (partial(main, "collectives.launch", find_tasks, {}), ["--timeout"]),
+        (collectives.__main__.main, ["doctor", "--limit"]),
+    ],
+    ids=["launch", "doctor"],
+)
+def test_a_time_limit_that_none_can_keep_is_refused(command, option, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command([*option, text, "program.py"])
+    assert ended.value.code == 2
+    problem = f"{text!r}: must be a number of seconds above 0 and at most 1000000"
+    assert f"argument {option[-1]}: {problem}" in capsys.readouterr().err
 
 
 PROGRAM = """
