@@ -13,6 +13,7 @@ from bench.cases import CASES
 from bench.environment import describe
 from bench.measure import Bench
 from bench.options import ALL, parse, problems
+from bench.output_paths import problem_of
 from bench.peers import open_peer
 from bench.peers.base import PeerUnavailableError
 from bench.reports import open_table
@@ -49,6 +50,15 @@ def status_of(count_wrong: Callable[[collectives.Communicator], int], backend: s
         return CAN_NOT_MEASURE
 
 
+def check_outputs(
+    world: Any, options: argparse.Namespace, *names: str, folder: bool = False
+) -> None:
+    """Raise CanNotMeasureError on every rank where rank 0 can't write to these options' paths."""
+    problem = problem_of(world, options, *names, folder=folder)
+    if problem is not None:
+        raise CanNotMeasureError(problem)
+
+
 @dataclass(frozen=True)
 class Run:
     """Header, columns and rows of a run."""
@@ -64,6 +74,7 @@ def measure(comm: collectives.Communicator, options: argparse.Namespace) -> Run:
 
     if options.root >= comm.size:
         raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
+    check_outputs(MPI.COMM_WORLD, options, "json", "markdown", "plot")
     case = CASES[options.collective]
     world = MPI.COMM_WORLD.Dup()
     peer = open_peer(options.peer, world) if options.peer else None

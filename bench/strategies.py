@@ -21,6 +21,7 @@ import numpy as np
 
 from bench.hosts.namespaces import find_mpirun, is_open_mpi
 from bench.options import Parser
+from bench.output_paths import output_folder
 from bench.strategy_programs.rows import read_rows
 
 _LIMIT_SECONDS = 600
@@ -94,8 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m bench.strategies", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="for the files")
-    parser.add_argument("--only", default="", help="a part of a section's title, in lower case")
+    add = parser.add_argument
+    add("--output", type=output_folder, required=True, metavar="DIR", help="for the files")
+    add("--only", default="", help="a part of a section's title, in lower case")
     return parser.parse_args(arguments)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import collectives
 from bench.options import Parser, parse
 from bench.reports.sections import Section, write_json_sections, write_markdown_sections
-from bench.run import measure, status_of
+from bench.run import check_outputs, measure, status_of
 
 _LARGE = "64K,256K,1M,4M,16M,64M"
 RUNS = {
@@ -51,6 +51,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) -> int:
     """Number of wrong elements. The files are rewritten after each run, which keeps the results."""
+    from mpi4py import MPI
+
+    check_outputs(MPI.COMM_WORLD, options, "output", folder=True)
     sections: list[Section] = []
     for title, line in (RUNS if comm.size <= _MOST_RANKS else RUNS_OF_MANY).items():
         given = f"{line} --peer mpi4py --repeats {options.repeats}"

@@ -19,7 +19,7 @@ from bench.options import problems
 from bench.reports import open_table
 from bench.reports.columns import columns, header_lines
 from bench.reports.sections import Section, write_json_sections, write_markdown_sections
-from bench.run import CAN_NOT_MEASURE, CanNotMeasureError, status_of
+from bench.run import CAN_NOT_MEASURE, CanNotMeasureError, check_outputs, status_of
 from collectives.cuda.runtime import cuda
 
 
@@ -41,6 +41,7 @@ def _measure_all(comm: collectives.Communicator, options: argparse.Namespace) ->
 
     if options.root >= comm.size:
         raise CanNotMeasureError(f"--root is {options.root}: there are {comm.size} ranks")
+    check_outputs(MPI.COMM_WORLD, options, "json", "markdown")
     gpus, world = cuda(), MPI.COMM_WORLD.Dup()
     # The null stream can't be captured.
     with gpus.on(gpus.new_stream()):

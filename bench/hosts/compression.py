@@ -26,9 +26,10 @@ import numpy as np
 import collectives
 from bench.environment import machine
 from bench.hosts.namespaces import hosts, launch_line, shape
-from bench.hosts.table import add_options, print_table
+from bench.hosts.options import add_options
+from bench.hosts.table import print_table
 from bench.reports.columns import machine_lines
-from collectives.compression import CompressedReducer
+from collectives.compression import CompressedReducer, parse
 
 EXACT = "exact"
 _LAYERS, _WIDTH = 5, 256
@@ -53,11 +54,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_options(parser, rates="200mbit,1gbit", repeats=10)
     parser.add_argument(
         "--compressions",
+        type=_compressions,
         default="float16,bfloat16,powersgd(4),topk(0.01)",
         help="default: float16,bfloat16,powersgd(4),topk(0.01)",
     )
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def _compressions(text: str) -> str:
+    """A comma list of what `CompressedReducer` knows, as it is given."""
+    for name in text.split(","):
+        try:
+            parse(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _measure(

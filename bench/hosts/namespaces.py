@@ -47,7 +47,11 @@ def why_not() -> str | None:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    """RuntimeError with what it has printed, if it fails."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        reason = ended.stderr.strip() or f"exit status {ended.returncode}"
+        raise RuntimeError(f"{' '.join(command)}: {reason}")
 
 
 @contextmanager

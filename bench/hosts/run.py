@@ -17,11 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.cases import CASES
 from bench.hosts.namespaces import congestion_control, hosts, launch_line, shape
-from bench.hosts.table import add_options, print_table
+from bench.hosts.options import UNSHAPED, add_options
+from bench.hosts.table import print_table
 from bench.reports.columns import machine_lines, settings_line
+from bench.sizes import parse_sizes
 
-_UNSHAPED = "unshaped"
+_SIZES = "8,4K,64K,1M,16M"
 _HEADER = """\
 | collective | hosts × ranks | link | size (B) | ours (µs) | mpi4py (µs) | ratio | GB/s |
 |---|---|---|---:|---:|---:|---:|---:|"""
@@ -35,10 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=__doc__)
-    add_options(parser, rates=f"{_UNSHAPED},1gbit", repeats=20)
-    parser.add_argument("--collectives", default="all_reduce", help="default: all_reduce")
-    parser.add_argument("--sizes", default="8,4K,64K,1M,16M", help="default: 8,4K,64K,1M,16M")
+    add_options(parser, rates=f"{UNSHAPED},1gbit", repeats=20, unshaped=True)
+    add = parser.add_argument
+    add("--collectives", type=_collectives, default="all_reduce", help="default: all_reduce")
+    add("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
     return parser.parse_args(arguments)
+
+
+def _collectives(text: str) -> list[str]:
+    """Names in a comma list."""
+    names = text.split(",")
+    for name in names:
+        if name not in CASES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(CASES)}")
+    return names
 
 
 def _measure(
@@ -46,14 +59,15 @@ def _measure(
 ) -> dict[str, Any]:
     """The reports of `python -m bench` on so many hosts, joined."""
     with hosts(count) as (addresses, agent), tempfile.TemporaryDirectory() as folder:
-        if rate != _UNSHAPED:
+        if rate != UNSHAPED:
             shape(agent, addresses, rate)
         path = Path(folder) / "report.json"
         launch, environment = launch_line(mpirun, agent, addresses, [ranks] * count)
         control = congestion_control(agent, addresses[0])
         joined: dict[str, Any] = {"rows": [], "congestion_control": control}
-        for collective in options.collectives.split(","):
-            line = [*launch, sys.executable, "-m", "bench", collective, "--sizes", options.sizes]
+        sizes = ",".join(map(str, options.sizes))
+        for collective in options.collectives:
+            line = [*launch, sys.executable, "-m", "bench", collective, "--sizes", sizes]
             line += ["--repeats", str(options.repeats), "--peer", "mpi4py", "--json", str(path)]
             variables = os.environ | environment
             subprocess.run(line, env=variables, check=True, stdout=subprocess.DEVNULL)

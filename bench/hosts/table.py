@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from bench.hosts.namespaces import find_mpirun, why_not
@@ -13,14 +12,6 @@ from bench.run import CAN_NOT_MEASURE
 
 Measure = Callable[[str, int, int, str, argparse.Namespace], dict[str, Any]]
 """From the path of mpirun, the hosts, the ranks on each, the rate and the options: a report."""
-
-
-def add_options(parser: argparse.ArgumentParser, *, rates: str, repeats: int) -> None:
-    """Those of every table, with these defaults."""
-    parser.add_argument("--layouts", default="2x1,2x2", help="hosts x ranks (default: 2x1,2x2)")
-    parser.add_argument("--rates", default=rates, help=f"default: {rates}")
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"default: {repeats}")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
 
 
 def usable_mpirun() -> str | None:
@@ -44,10 +35,9 @@ def print_table(
     if mpirun is None:
         return CAN_NOT_MEASURE
     lines: list[str] = []
-    for layout in options.layouts.split(","):
-        count, _, ranks = layout.partition("x")
-        for rate in options.rates.split(","):
-            report = measure(mpirun, int(count), int(ranks), rate, options)
+    for count, ranks in options.layouts:
+        for rate in options.rates:
+            report = measure(mpirun, count, ranks, rate, options)
             found = list(rows(report, f"{count} × {ranks}", rate))
             found = found if lines else [*head(report), *found]
             print("\n".join(found), flush=True)

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from bench.reports.training import add_output, finish, head
+from bench.reports.training import add_output, check_output, finish, head
 from bench.sizes import parse_sizes, shown
 from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
@@ -49,6 +49,7 @@ def _measure(options: argparse.Namespace) -> None:
     from bench.jax import operations
 
     world = MPI.COMM_WORLD.Dup()
+    check_output(world, options)
     compared = options.only != "training" and not options.no_psum
     failure = operations.start_distributed() if compared else ""
     about = f"{jax.__version__}, {options.batch} images of each rank per step"

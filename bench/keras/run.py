@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from bench.in_step import IN_STEP, with_barrier
-from bench.reports.training import add_output, finish, head
+from bench.reports.training import add_output, check_output, finish, head
 from bench.training_table import HEAD, Make, rows
 
 _APART = "apart"
@@ -47,6 +47,7 @@ def _measure(options: argparse.Namespace) -> None:
     from bench.keras import training
 
     world = MPI.COMM_WORLD.Dup()
+    check_output(world, options)
     tables: dict[str, Make] = {}
     size = options.batch, options.steps
     if options.backend == "tensorflow":

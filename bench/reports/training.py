@@ -9,11 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from bench.environment import machine
+from bench.output_paths import problem_of
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The option for `finish`."""
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables there")
+
+
+def check_output(world: Any, options: argparse.Namespace) -> None:
+    """Exit with status 2, on every rank, where rank 0 can't write to `--output`."""
+    problem = problem_of(world, options, "output")
+    if problem is None:
+        return
+    if world.rank == 0:
+        print(f"bench: {problem}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def head(module: str, world: Any, **about: object) -> list[str]:

@@ -13,10 +13,11 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TypeVar
 
+from bench.hosts.options import parse_count, parse_rate
 from bench.options import Parser
+from bench.output_paths import output_folder
 from bench.scale.networks import NETWORKS
 from bench.scale.predictions import Crossing, Prediction, crossings, predict
 from bench.scale.report import section, write
@@ -65,12 +66,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--networks", type=_networks, default=list(NETWORKS), help=f"default: {', '.join(NETWORKS)}"
     )
-    add("--output", type=Path, metavar="DIR", help="for scale-COLLECTIVE.md and .json")
+    add("--output", type=output_folder, metavar="DIR", help="for scale-COLLECTIVE.md and .json")
     group = parser.add_argument_group("measured")
     group.add_argument("--measured", action="store_true", help="on network namespaces, as root")
     group.add_argument("--hosts", type=_at_least_two, default="2,4,8", help="default: 2,4,8")
-    group.add_argument("--rate", default="1gbit", help="of each host's link (default: 1gbit)")
-    group.add_argument("--repeats", type=int, default=10, help="default: 10")
+    rate = "of each host's link (default: 1gbit)"
+    group.add_argument("--rate", type=parse_rate, default="1gbit", help=rate)
+    group.add_argument("--repeats", type=parse_count, default=10, help="default: 10")
     options = parser.parse_args(arguments)
     if options.sizes is None:
         options.sizes = parse_sizes(_MEASURED_SIZES if options.measured else _SIZES)

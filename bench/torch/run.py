@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from bench.reports.training import add_output, finish, head
+from bench.reports.training import add_output, check_output, finish, head
 from bench.sizes import parse_sizes, shown
 from bench.timing import batch_of, medians
 from bench.training_table import HEAD, rows
@@ -50,6 +50,7 @@ def _measure(options: argparse.Namespace) -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(OURS)
     world, ours = MPI.COMM_WORLD.Dup(), dist.group.WORLD
+    check_output(world, options)
     groups = {OURS: ours, PEER: dist.new_group(backend=PEER)}
     lines = head("bench.torch", world, torch=torch.__version__)
     wrong = 0

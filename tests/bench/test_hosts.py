@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from bench.hosts import compression, run, table
+from bench import strategies
+from bench.hosts import compression, namespaces, run, table
 from bench.hosts.namespaces import hosts, why_not
+from bench.scale import run as scale
 
 REASON = why_not()
 # Bytes per second of 1 Gbit, and what the token bucket lets pass at once.
@@ -19,6 +21,48 @@ def test_it_prints_why_hosts_cannot_be_simulated(monkeypatch, capsys, program):
     monkeypatch.setattr(table, "why_not", lambda: "tc is not installed")
     assert program.main([]) == 2
     assert capsys.readouterr().err == "hosts can't be simulated here: tc is not installed\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "option", "value", "problem"),
+    [
+        (run, "--layouts", "3", "'3' is not hosts x ranks, such as 2x1"),
+        (run, "--layouts", "2x1,0x2", "'0x2' is not hosts x ranks"),
+        (run, "--rates", "unshaped,foo", "'foo' is not a rate such as 200mbit or 1gbit"),
+        (run, "--rates", "-1mbit", "'-1mbit' is not a rate"),
+        (run, "--rates", "0.0mbit", "'0.0mbit' is not a rate"),
+        (run, "--collectives", "barrier,foo", "'foo' is not one of all_reduce, "),
+        (run, "--sizes", "8,64Q", "'64Q' is not a size"),
+        (run, "--repeats", "0", "'0' is not a number from 1 up"),
+        (run, "--markdown", "/absent/x.md", "can't write /absent/x.md: /absent is no folder"),
+        (run, "--markdown", "/dev", "/dev is a folder; it must be a file"),
+        (compression, "--rates", "unshaped", "'unshaped' is not a rate"),
+        (compression, "--compressions", "float16,zip", "compression='zip': must be"),
+        (scale, "--rate", "10k", "'10k' is not a rate"),
+        (scale, "--output", "/dev/null/x", "can't write /dev/null/x: /dev/null is no folder"),
+        (strategies, "--output", "/dev/null", "can't write /dev/null: /dev/null is no folder"),
+    ],
+)
+def test_an_option_error_is_named_before_hosts_are_made(program, option, value, problem, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main([f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"error: argument {option}: {problem}" in capsys.readouterr().err
+
+
+def test_options_are_read():
+    line = "--layouts 2x1,3x2 --rates unshaped,1.5Gbit --collectives barrier --sizes 8,4K"
+    options = run._options(line.split())
+    assert options.layouts == [(2, 1), (3, 2)]
+    assert options.rates == ["unshaped", "1.5Gbit"]
+    assert options.collectives == ["barrier"]
+    assert options.sizes == (8, 4096)
+    assert run._options([]).layouts == [(2, 1), (2, 2)]
+
+
+def test_the_error_of_a_command_has_what_it_printed():
+    with pytest.raises(RuntimeError, match=r"sh -c echo no rate >&2; exit 3: no rate$"):
+        namespaces._run("sh", "-c", "echo no rate >&2; exit 3")
 
 
 def test_a_row_tells_whether_it_is_in_place():

@@ -189,6 +189,10 @@ def test_model_and_stream_figures_are_written(comm, tmp_path, monkeypatch, capsy
         ("reduce --root 2", "--root is 2: there are 2 ranks"),
         ("all_reduce --op min --dtype complex64", "complex numbers have no order"),
         ("all_reduce --op min --algorithm native", "can't measure native"),
+        *(
+            (f"all_reduce --plot a.png --{name} /absent/x", f"--{name}: can't write /absent/x: ")
+            for name in ("json", "markdown", "plot")
+        ),
     ],
 )
 def test_what_can_not_be_measured_ends_with_status_2(arguments, complaint, comm, capsys):

@@ -1,10 +1,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.options import parse, problems
+from bench.output_paths import problem_of
+from bench.reports.training import check_output
 
 ROOT = Path(__file__).resolve().parents[2]
 ERRORS = {
@@ -48,6 +51,42 @@ def test_all_means_every_algorithm_and_the_native_one():
     assert {"ring", "doubling", "native"} <= set(chosen)
     assert parse(["all_reduce", "--algorithm", "ring,auto"]).algorithms == ["ring", "auto"]
     assert parse(["barrier", "--algorithm", "all"]).algorithms == ["auto"]
+
+
+def problem(options, rank=0, **how):
+    world = SimpleNamespace(rank=rank, bcast=lambda text: text)
+    return problem_of(world, SimpleNamespace(**options), *options, **how)
+
+
+def test_only_the_first_rank_needs_the_folder_of_an_output(tmp_path):
+    absent = tmp_path / "absent" / "file"
+    assert (
+        problem({"json": absent}) == f"--json: can't write {absent}: {absent.parent} is no folder"
+    )
+    assert problem({"json": absent}, rank=1) is None
+    # Folders are made.
+    assert problem({"output": absent}, folder=True) is None
+    assert problem({"json": None, "markdown": tmp_path / "file"}) is None
+
+
+def test_an_output_without_permission_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert problem({"json": tmp_path / "file"}) is None
+    # As root it would be granted.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for path, denied in (("file", "file"), ("other", "")):
+        found = problem({"json": tmp_path / path})
+        assert found.endswith(f"no permission to write to {tmp_path / denied}")
+
+
+def test_a_framework_benchmark_ends_with_status_2_too(capsys):
+    world = SimpleNamespace(rank=0, bcast=lambda text: text)
+    with pytest.raises(SystemExit) as ended:
+        check_output(world, SimpleNamespace(output=Path("/absent/x")))
+    assert ended.value.code == 2
+    assert (
+        capsys.readouterr().err == "bench: --output: can't write /absent/x: /absent is no folder\n"
+    )
 
 
 def counts(line, ranks):

@@ -66,6 +66,13 @@ def test_what_is_wrong_ends_with_status_1_and_is_written(comm, small_runs, tmp_p
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
+def test_a_folder_that_can_not_be_made_is_refused_before_anything_is_measured(comm, capsys):
+    assert suite.main(["--output", "/dev/null/x"]) == 2
+    assert ("--output: can't write /dev/null/x: " in capsys.readouterr().err) == (comm.rank == 0)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
 def test_what_was_measured_is_kept_when_a_later_run_can_not_be(
     comm, small_runs, tmp_path, monkeypatch
 ):
