@@ -26,6 +26,16 @@ def test_ranks_are_the_tasks_of_the_cluster_and_the_first_serves():
     assert find_tasks(config("chief", 0, other)).digest != found[0].digest
 
 
+def test_tasks_may_have_the_same_address():
+    # The first one alone listens on it.
+    same = {"worker": ["a:1", "a:1"]}
+    found = [find_tasks(config("worker", index, same)) for index in (0, 1)]
+    assert [(each.rank, each.size, each.host, each.port) for each in found] == [
+        (0, 2, "a", 1),
+        (1, 2, "a", 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
