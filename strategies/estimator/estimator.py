@@ -116,6 +116,7 @@ class Estimator:
         end = None if count is None else first + count
         saving = kind(manager, first, end, self.config.save_checkpoints_steps, saved)
         data = self._distributed(strategy, input_fn, ModeKeys.TRAIN)
+        restored.train_steps(count)
         restored.model.fit(
             data,
             steps_per_epoch=count,

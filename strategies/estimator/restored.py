@@ -5,6 +5,7 @@ A checkpoint of step 20 is called `model.ckpt-20`, as those of `tf.estimator`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,6 +43,17 @@ class RestoredModel:
                 " it has compiled"
             )
         self.checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.model.optimizer)
+        self._steps_per_execution = self.model.steps_per_execution
+
+    def train_steps(self, count: int | None) -> None:
+        """Have `fit` train no more than `count` steps: it executes so many at a time as divide it.
+
+        The model's own `steps_per_execution` is the most.
+        """
+        together = math.gcd(self._steps_per_execution, count or 0)
+        if together != self.model.steps_per_execution:
+            self.model.steps_per_execution = together
+            self.model.train_function = None
 
     def restore(self, path: str | None) -> None:
         """Restore a model that is built; nothing without a path.
