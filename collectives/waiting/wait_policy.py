@@ -48,7 +48,7 @@ _LONGEST_SLEEP = 1e-3
 _LONGEST_SLEEP_IN_TRANSIT = 0.1e-3
 _PROGRESS_SECONDS = 0.3e-3
 # torch.distributed calls this package for the user.
-_PACKAGES = ("collectives", "strategies", "torch")
+_PACKAGES = ("collectives", "strategies", "torch", "tensorflow", "keras", "jax")
 
 Absent = Callable[[], dict[int, str]]
 """Returns the ranks that a wait still waits for, each with a note on its state."""
@@ -233,7 +233,7 @@ def _outside(frame: FrameType) -> FrameType:
 
 
 def is_inside(frame: FrameType, others: tuple[str, ...] = ()) -> bool:
-    """Whether it runs code of these packages, of torch or of `others`, and not the program's."""
+    """Whether it runs code of these packages, a framework or `others`, and not the program's."""
     return frame.f_globals.get("__name__", "").split(".")[0] in (*_PACKAGES, *others)
 
 

@@ -148,6 +148,8 @@ def gather_nest(strategy: Replication, value: Any, axis: int) -> Any:
 
 def _own_values(given: Sequence[Any]) -> list[Any]:
     """Variables as this replica's values, so that other arrays keep their kind."""
+    if len(given) == 1 and given[0] is None:
+        raise TypeError(values.NOTHING)
     # An ON_READ variable's read_value is the replicas' aggregate already.
     return [
         leaf.storage.read() if getattr(leaf, "on_read", False) else values.content(leaf)

@@ -21,6 +21,12 @@ from strategies.core import nest
 
 Array: TypeAlias = NDArray[Any]
 
+NOTHING = (
+    "a value of the replicas is None: must be an array or a number. Does the function that is given"
+    " to `run` return what is reduced or gathered?"
+)
+"""Of a TypeError."""
+
 
 class DistributedValues:
     """Base of the containers, as `tf.distribute.DistributedValues`. `values` is a tuple of one."""

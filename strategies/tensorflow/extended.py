@@ -15,6 +15,7 @@ from tensorflow.python.distribute import (
 )
 
 from strategies.core.options import CommunicationOptions
+from strategies.core.values import NOTHING
 from strategies.replication.replication import Replication
 from strategies.tensorflow import variables
 from strategies.tensorflow.cluster import options_of
@@ -248,6 +249,8 @@ def local_value(value: Any) -> Any:
         return value._primary.read_value()
     if isinstance(value, values.DistributedValues):
         value = value.values[0]
+    if value is None:
+        raise TypeError(NOTHING)
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 

@@ -32,10 +32,17 @@ def distribute(extended: Any, dataset: Any, options: Any) -> Any:
     there are fewer files than ranks. Where the ranks can count the batches, they do not agree on
     the end at each step.
 
-    ValueError for FILE with fewer files than ranks.
+    ValueError for FILE with fewer files than ranks, and for elements without rows; TypeError for
+    what is no dataset.
     """
     communicator, options = extended.operations.communicator, _on_host(options)
     alone = communicator.size == 1
+    _check_dataset(dataset, "experimental_distribute_dataset is given")
+    if not alone and any(each.shape.rank == 0 for each in _tensor_specs(dataset)):
+        raise ValueError(
+            f"the dataset's elements are {dataset.element_spec}: must be batches, whose rows are"
+            " split between the ranks; call batch() first"
+        )
 
     def make(source: Any) -> Any:
         return input_util.get_distributed_dataset(
@@ -78,6 +85,7 @@ def joined(dataset: Any, count: int) -> Any:
 
     Raises ValueError for a dataset whose batches have no constant length.
     """
+    _check_dataset(dataset, "experimental_distribute_dataset is given")
     length = int(distribute_ops.compute_batch_size(dataset))
     if length < 1:
         raise ValueError("LocalSGDStrategy distributes datasets whose last operation is batch()")
@@ -92,9 +100,14 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
     """
     options = _on_host(options)
 
+    def checked(context: Any) -> Any:
+        dataset = dataset_fn(context)
+        _check_dataset(dataset, "dataset_fn returned")
+        return dataset
+
     def make() -> Any:
         return input_util.get_distributed_datasets_from_function(
-            dataset_fn,
+            checked,
             extended._input_workers_with_options(options),
             [extended._input_context()],
             extended._container_strategy(),
@@ -110,6 +123,19 @@ def distribute_from_function(extended: Any, dataset_fn: Callable[..., Any], opti
         made._cardinality = tf.data.UNKNOWN_CARDINALITY
         made._enable_get_next_as_optional = True
     return made
+
+
+def _check_dataset(dataset: Any, what: str) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"{what} {type(dataset).__name__}: must be a tf.data.Dataset, as"
+            " tf.data.Dataset.from_tensor_slices makes one of arrays"
+        )
+
+
+def _tensor_specs(dataset: Any) -> list[Any]:
+    specs = tf.nest.flatten(dataset.element_spec)
+    return [each for each in specs if isinstance(each, tf.TensorSpec)]
 
 
 def _on_host(options: Any) -> Any:

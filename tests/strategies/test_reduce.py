@@ -352,3 +352,9 @@ def test_the_op_of_collectives_will_do(strategy):
     assert strategy.reduce(CollectiveReduceOp.SUM, value, axis=None) == total
     assert strategy.reduce(CollectiveReduceOp.MEAN, value, axis=None) == total / comm.size
     refusal(ValueError, "reduce_op='max'", strategy.reduce, CollectiveReduceOp.MAX, 1.0, axis=None)
+
+
+def test_a_function_that_returns_nothing(strategy):
+    for call in (strategy.gather, lambda value, axis: strategy.reduce("SUM", value, axis=None)):
+        with pytest.raises(TypeError, match=r"of the replicas is None.*given to `run` return what"):
+            call(strategy.run(lambda: None), axis=0)

@@ -25,7 +25,8 @@ def test_a_mismatch(tf, strategy, comm):
             strategy.run(replica)
 
     for call in (reduced, tf.function(reduced), lambda: strategy.run(replica), in_run):
-        with pytest.raises(collectives.ShapeMismatchError, match=r"float32\[1\]"):
+        # The line is the program's, not one of TensorFlow's.
+        with pytest.raises(collectives.ShapeMismatchError, match=r"float32\[1\].*test_errors\.py:"):
             call()
         total = tf.function(lambda: strategy.reduce("SUM", tf.ones([2]), axis=None))()
         np.testing.assert_array_equal(total, [comm.size] * 2)
@@ -88,3 +89,18 @@ def test_what_cannot_be_communicated(tf, strategy):
     for call in (strategy.gather, lambda each, axis: strategy.reduce("SUM", each, axis=None)):
         with pytest.raises(TypeError, match="dtype string: must be of numbers or bool"):
             call(tf.constant(["a"]), axis=0)
+    for call in (strategy.gather, lambda each, axis: strategy.reduce("SUM", each, axis=None)):
+        with pytest.raises(TypeError, match=r"a value of the replicas is None.*`run` return"):
+            call(strategy.run(lambda: None), axis=0)
+
+
+def test_what_is_no_dataset_of_batches(tf, strategy):
+    rows = tf.data.Dataset.from_tensor_slices(np.ones((4, 2)))
+    numbers = tf.data.Dataset.range(4)
+    strategy.experimental_distribute_dataset(rows.batch(2))
+    with pytest.raises(ValueError, match=r"elements are TensorSpec\(shape=\(\).*batch\(\) first"):
+        strategy.experimental_distribute_dataset(numbers)
+    with pytest.raises(TypeError, match=r"is given list: must be a tf\.data\.Dataset"):
+        strategy.experimental_distribute_dataset([1.0, 2.0])
+    with pytest.raises(TypeError, match=r"dataset_fn returned NoneType: must be a tf\.data"):
+        strategy.distribute_datasets_from_function(lambda context: None)
