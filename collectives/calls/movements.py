@@ -28,6 +28,7 @@ from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.counts import ANY_ROOM, counts_of_all
 from collectives.calls.objects import broadcast_pickle
 from collectives.consistency.signature import ANY_LENGTH, Signature, check_index, dtype_name, forced
+from collectives.cuda.runtime import filled
 from collectives.errors import in_step
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
@@ -175,10 +176,15 @@ class Scattered(NamedTuple):
             return like(array)(copied(shaped))
         try:
             output = given_output(out, shaped.shape, self.dtype)
-            check_same_memory(block, output)
+            if not self.on_gpu:
+                check_same_memory(block, output)
         except (TypeError, ValueError) as error:
             raise in_step(error) from None
-        assign(output.buffer.reshape(shaped.shape), shaped)
+        # The block of an array on a GPU may lie on the host here.
+        if is_device(output.buffer) and not is_device(block):
+            filled(output.buffer, shaped.reshape(-1))
+        else:
+            assign(output.buffer.reshape(shaped.shape), shaped)
         return output.deliver()
 
 

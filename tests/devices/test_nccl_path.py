@@ -56,6 +56,10 @@ def test_every_other_collective(size, backend):
         assert (gathered is None) == (rank != root)
         if rank == root:
             same(gathered, np.concatenate(ragged, axis=1))
+        out = cuda.empty((7 * size, 3), np.dtype("f4")) if rank == root else None
+        assert comm.gather(array, root=root, out=out) is out
+        if rank == root:
+            same(out, np.concatenate(inputs))
         whole = cuda.from_host(total) if rank == root else None
         for axis in (0, 1):
             part = comm.scatter(whole, root=root, axis=axis)
@@ -64,6 +68,9 @@ def test_every_other_collective(size, backend):
                 np.testing.assert_array_equal(part, expected)
             else:
                 same(part, expected)
+            out = cuda.empty(expected.shape, np.dtype("f4"))
+            assert comm.scatter(whole, root=root, axis=axis, out=out) is out
+            same(out, expected)
         given = cuda.from_host(inputs[rank])
         assert comm.broadcast(given, root=root) is given
         same(given, inputs[root])

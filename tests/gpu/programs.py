@@ -135,6 +135,11 @@ def gathers(comm, gpu, dtype):
         assert (gathered is None) == (rank != root)
         if gathered is not None:
             check(gathered, joined)
+            out = gpu.empty(joined.shape, joined.dtype)
+        into = out if rank == root else None
+        assert comm.gather(mine, root=root, axis=axis, out=into) is into
+        if rank == root:
+            check(out, joined)
     check(comm.all_gather(gpu.empty((0, 2), np.dtype(dtype))), np.empty((0, 2), dtype))
 
 
@@ -149,6 +154,10 @@ def other_movements(comm, gpu, dtype):
         block = comm.scatter(array if rank == root else None, root=root, axis=axis)
         expected = np.array_split(inputs[root], size, axis=axis)[rank]
         check(block, np.ascontiguousarray(expected))
+        out = gpu.empty(expected.shape, expected.dtype)
+        given = array if rank == root else None
+        assert comm.scatter(given, root=root, axis=axis, out=out) is out
+        check(out, np.ascontiguousarray(expected))
     # A different length for each peer, 0 included.
     blocks = [gpu.from_host(oracle.value(rank, (peer, 2), dtype)) for peer in range(size)]
     for peer, block in enumerate(comm.all_to_all(blocks)):
