@@ -90,7 +90,8 @@ class OuterSteps:
                 variable.outer_copy = ResourceVariable(zeros, trainable=False)
 
         def load(own: Array) -> list[Array]:
-            return [self._value(variable, own)]
+            # TensorFlow may keep the memory that it gets.
+            return [self._value(variable, own).copy()]
 
         def store(array: Array) -> list[Array]:
             variable.outer_changed = True
