@@ -105,8 +105,7 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
             if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
                 # torch's hook calls this one, and would print what it has collected afterwards.
                 sys.stderr = sys.__stderr__
-            for report in _reports:
-                report()
+            _report()
             _defer_to_other_rank(error, mpi.COMM_WORLD.rank)
             show(kind, error, trace)
             drain_output()
@@ -114,6 +113,15 @@ def end_the_job_on_exceptions(mpi: Any) -> None:
             abort(mpi.COMM_WORLD)
 
     sys.excepthook = show_and_abort
+
+
+def _report() -> None:
+    try:
+        for report in _reports:
+            report()
+    except Exception:
+        # Of a program's log handler: its own error is still to be shown.
+        traceback.print_exc()
 
 
 def _defer_to_other_rank(error: BaseException, rank: int) -> None:

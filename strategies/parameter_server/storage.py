@@ -97,7 +97,8 @@ class ServedStorage(Storage):
     def push_difference(self, array: Array, old: Array) -> None:
         """Push what a worker has added to the old value, so that others' additions remain.
 
-        Nothing that is added to an infinite element, or to NaN, gives a finite one: it is assigned.
+        Nothing that is added to an infinite element, or to NaN, gives a finite one: it is assigned,
+        as where the difference is too large for the dtype.
         """
         if (array == old).all():
             return
@@ -106,10 +107,10 @@ class ServedStorage(Storage):
             return
         with np.errstate(over="ignore", invalid="ignore"):
             difference = np.subtract(array, old)
-        if not np.isfinite(difference).all():
+        if not (finite := np.isfinite(difference)).all():
             # NaN differs from itself; the difference of equal infinite elements is NaN.
             changed = (array != old) & ((array == array) | (old == old))
-            if not np.isfinite(old[changed]).all():
+            if (changed & (~np.isfinite(old) | (np.isfinite(array) & ~finite))).any():
                 self.change(assign, array)
                 return
             difference = np.where(changed, difference, np.zeros_like(difference))

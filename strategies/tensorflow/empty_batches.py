@@ -6,50 +6,110 @@ since the mean of no rows is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from strategies.tensorflow.graphs import current_graph, enclosing_function
+
+
+class _Run(NamedTuple):
+    graph: Any
+    """In which `run` is called; None where that is no graph."""
+    rows: list[Any]
+    """The arrays that have a row for each example."""
+
+    def is_empty(self) -> Any:
+        """A bool where the shapes are known, or else a tensor, in the present graph."""
+        lengths = [each.shape[0] for each in self.rows]
+        if not lengths or any(lengths):
+            return False
+        if None not in lengths:
+            return True
+        return tf.reduce_max(tf.stack([tf.shape(each)[0] for each in self.rows])) == 0
+
 
 class EmptyBatches:
-    """Whether the present `run` has such a batch; of TensorFlow, for traced functions."""
+    """Whether the present `run` has such a batch: the first argument that has rows has none.
+
+    A function that is traced in one run is executed in others: it reads a variable.
+    """
 
     def __init__(self) -> None:
-        with tf.init_scope(), tf.device("/cpu:0"):
-            # Of no strategy, whose scope surrounds this.
-            self._empty = ResourceVariable(False, trainable=False, name="batch_is_empty")
+        self._state = threading.local()
+        self._flag: Any = None
+        """The variable, once a traced function reads it."""
 
-    def note(self, arguments: Any) -> None:
-        """Note the arguments of a `run`: whether those that have rows have none."""
-        tensors = [each for each in tf.nest.flatten(arguments) if tf.is_tensor(each)]
-        rowed = [each for each in tensors if isinstance(each, tf.Tensor) and each.shape.rank]
-        lengths = [each.shape[0] for each in rowed]
-        if not rowed or any(lengths):
-            self._empty.assign(False)
-        else:
-            counts = [tf.shape(each)[0] for each in rowed]
-            self._empty.assign(tf.reduce_max(tf.stack(counts)) == 0)
+    @contextmanager
+    def run(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """The body of a `run` with these arguments."""
+        run = _Run(current_graph(), _rows_of(arguments))
+        self._runs.append(run)
+        try:
+            if self._flag is not None:
+                self._flag.assign(run.is_empty())
+            yield
+        finally:
+            self._runs.pop()
+
+    @property
+    def _runs(self) -> list[_Run]:
+        if not hasattr(self._state, "runs"):
+            self._state.runs = []
+        return self._state.runs  # type: ignore[no-any-return]
+
+    def is_empty(self) -> Any:
+        """Whether the batch of this thread's run is empty: a bool or a tensor of the graph."""
+        if not self._runs:
+            return False
+        run, graph = self._runs[-1], current_graph()
+        if graph is None or enclosing_function(graph) is enclosing_function(run.graph):
+            return run.is_empty()
+        if self._flag is None:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                # Of no strategy, whose scope surrounds this.
+                self._flag = ResourceVariable(False, trainable=False, name="batch_is_empty")
+            # The function that is being traced is called afterwards.
+            with tf.init_scope() if run.graph is None else run.graph.as_default():
+                self._flag.assign(run.is_empty())
+        return self._flag.read_value()
 
     def zeros_for_nan(self, values: Sequence[Any]) -> list[Any]:
         """The values, in whose tensors of floats NaN is replaced by 0 if the batch is empty."""
-        found = list(values)
+        found, empty = list(values), self.is_empty()
         floats = [
             number
             for number, each in enumerate(found)
             if isinstance(each, tf.Tensor) and each.dtype.is_floating
         ]
-        if not floats:
+        if empty is False or not floats:
             return found
         tensors = [found[number] for number in floats]
 
         def replaced() -> list[Any]:
             return [tf.where(tf.math.is_nan(each), tf.zeros_like(each), each) for each in tensors]
 
-        results = tf.cond(self._empty.read_value(), replaced, lambda: tensors)
+        results = tf.cond(tf.convert_to_tensor(empty), replaced, lambda: tensors)
         # A list of one tensor comes back as the tensor.
         results = results if isinstance(results, list) else [results]
         for number, each in zip(floats, results, strict=True):
             found[number] = each
         return found
+
+
+def _rows_of(arguments: Sequence[Any]) -> list[Any]:
+    """The arrays with axes of the first argument that has any."""
+    for argument in arguments:
+        arrays = [
+            each
+            for each in tf.nest.flatten(argument)
+            if isinstance(each, tf.Tensor | np.ndarray) and each.shape
+        ]
+        if arrays:
+            return arrays
+    return []

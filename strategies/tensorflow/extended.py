@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from strategies.tensorflow.seeds import replica_seeds
 from strategies.tensorflow.statistics import Statistics
 
 _DEFAULT = CommunicationOptions()
+_log = logging.getLogger("strategies")
 
 
 class ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc]
@@ -50,8 +52,9 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         self._replication, self._rank = replication, replication.communicator.rank
         self._size = replication.communicator.size
         self.operations = Operations(replication)
-        self.statistics = Statistics(self.operations)
         self.empty_batches = EmptyBatches()
+        self.statistics = Statistics(self.operations, self.empty_batches)
+        self._own_step = False
         self._default_device = self._input_device
         self.experimental_enable_get_next_as_optional = self._in_multi_worker_mode()
         self._retrace_functions_for_each_device = False
@@ -62,10 +65,9 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         context = ReplicaContext(self._container_strategy(), self._get_replica_id_in_sync_group(0))
         local_args = distribute_utils.select_replica(0, args)
         local_kwargs = distribute_utils.select_replica(0, kwargs)
-        if self._size > 1:
-            self.empty_batches.note((local_args, local_kwargs))
+        batches = self.empty_batches.run([*local_args, *local_kwargs.values()])
         at = tf.device(self._device)
-        with at, self.statistics.run(), context, replica_seeds(self._rank):
+        with batches, at, self.statistics.run(), context, replica_seeds(self._rank):
             return fn(*local_args, **local_kwargs)
 
     @property
@@ -97,17 +99,22 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
                 f" {type(self._container_strategy()).__name__}, so that the ranks would change it"
                 " independently: create it, and the model that it belongs to, inside of the scope"
             )
-        self._refuse_own_step(var)
+        self._note_own_step(var)
         at, args = (var._primary.device,), (var._primary, *args)
         return self._update_non_slot(at, fn, args, kwargs, group)
 
-    def _refuse_own_step(self, variable: Any) -> None:
-        """Raise RuntimeError for a step of an optimizer that `run` has not called."""
-        if not (self.is_alone or self.statistics.running) and variables.updated_by_optimizer():
-            raise RuntimeError(
-                f"variable {variable.name!r} is updated by an optimizer outside of run, by this"
-                " rank's gradients alone, so that the ranks would train apart: call the step by"
-                f" {type(self._container_strategy()).__name__}.run"
+    def _note_own_step(self, variable: Any) -> None:
+        """Log a step of an optimizer that `run` has not called, once."""
+        if self._own_step or self.is_alone or self.statistics.running:
+            return
+        if variables.updated_by_optimizer():
+            self._own_step = True
+            _log.warning(
+                "variable %r is updated by an optimizer outside of run, where gradients are not"
+                " summed over the ranks: where they differ, the ranks train apart. Call the step"
+                " by %s.run",
+                variable.name,
+                type(self._container_strategy()).__name__,
             )
 
     def _update_non_slot(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,9 +18,10 @@ from strategies.synchronous import mirrored
 from strategies.synchronous.local_sgd.rounds import agreed_rounds
 from strategies.tensorflow.cluster import resolver_of
 from strategies.tensorflow.extended import CollectiveExtended, local_value
+from strategies.tensorflow.graphs import current_graph, enclosing_function
 from strategies.tensorflow.input import distribute, joined
 from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
-from strategies.tensorflow.statistics import enclosing_function, execute_if, means_without_nan
+from strategies.tensorflow.statistics import execute_if, means_of_batches
 from strategies.tensorflow.strategy import Strategy
 from strategies.tensorflow.variables import CLASSES
 
@@ -100,6 +101,7 @@ class LocalExtended(CollectiveExtended):
             )
             # Of TensorFlow, since calls of a traced function execute no Python.
             self._stepped = tf.Variable(False, trainable=False, name="local_stepped")
+            self._had_empty = tf.Variable(False, trainable=False, name="local_had_empty_batch")
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -114,17 +116,11 @@ class LocalExtended(CollectiveExtended):
             self._variables.append(weakref.ref(variable))
         return variable
 
-    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        if isinstance(var, AveragedVariable) and not self.statistics.running:
-            at = (var._primary.device,)
-            self.change_outer(
-                var, lambda copy: self._update_non_slot(at, fn, (copy, *args), kwargs, group)
-            )
-        return super()._update(var, fn, args, kwargs, group)
-
     def change_outer(self, variable: Any, change: Callable[[Any], object]) -> None:
-        """Outside of steps, change the value that a round began with as the variable is changed."""
-        if self._outer is not None and variable.trainable and variable.dtype.is_floating:
+        """Outside of `run`, change the value that a round began with as the variable is changed."""
+        if self._outer is None or self.statistics.running:
+            return
+        if variable.trainable and variable.dtype.is_floating:
             self._outer.change(self.operations, variable, change)
 
     @contextmanager
@@ -159,45 +155,54 @@ class LocalExtended(CollectiveExtended):
             self._outer.begin(self.operations, self._trained())
 
     def _note_step(self) -> None:
-        if tf.executing_eagerly():
-            self._stepped.assign(True)
-            return
+        graph = enclosing_function(current_graph(), self.statistics.graph_of_run)
         # A branch that one rank does not execute is a step there, too: the ranks count the same.
-        graph = tf.compat.v1.get_default_graph()
-        with enclosing_function(graph, self.statistics.graph_of_run).as_default():
+        with nullcontext() if graph is None else graph.as_default():
             self._stepped.assign(True)
+            self._had_empty.assign(tf.logical_or(self._had_empty, self.empty_batches.is_empty()))
 
     def average(self) -> None:
         """Average all variables that training changes over the ranks, and begin a new round."""
         trained = self._trained()
         own = [each._primary.read_value() for each in trained]
 
-        def call(steps: Array, *arrays: Array) -> list[Any]:
+        def call(steps: Array, *given: Array) -> list[Any]:
+            *arrays, had_empty = given
             self._rounds.step(int(steps))
-            own = np.array([[self._rounds.proposal(), steps]])
-            proposals, taken = self.operations.communicator.all_gather(own).T.tolist()
+            flags = [each.outer_changed for each in trained]
+            own = np.array([[self._rounds.proposal(), steps, *flags]])
+            proposals, taken, *changed = self.operations.communicator.all_gather(own).T.tolist()
             self._rounds.begin(proposals)
             outer = self._outer if any(taken) else None
-            changed = [] if outer is None else outer.changed(trained, arrays)
-            means = self._replication.all_reduce_arrays([*arrays, *changed], ReduceOp.MEAN)
-            statistics = [number for number, each in enumerate(trained) if not each.trainable]
-            if any(np.isnan(means[number]).any() for number in statistics):
-                found = means_without_nan(
-                    self._replication, [arrays[number] for number in statistics]
-                )
-                for number, mean in zip(statistics, found, strict=True):
-                    means[number] = mean
+            chosen = [outer is not None and any(each) for each in changed]
+            began = [] if outer is None else outer.values_of(trained, arrays, chosen)
+            means = self._replication.all_reduce_arrays([*arrays, *began], ReduceOp.MEAN)
+            count = len(arrays)
+            means, began = means[:count], means[count:]
+            self._replace_nan(trained, arrays, means, bool(had_empty))
             if outer is not None:
-                count = len(arrays)
-                means = outer.step(trained, arrays, means[:count], means[count:])
+                means = outer.step(trained, arrays, means, chosen, began)
             return [np.int64(self._rounds.length), *means]
 
-        values = [self._steps.read_value(), *own]
-        length, *averaged = self.operations.execute(call, values, [each.shape for each in values])
+        values = [self._steps.read_value(), *own, self._had_empty.read_value()]
+        shapes = [each.shape for each in values[:-1]]
+        length, *averaged = self.operations.execute(call, values, shapes)
+        self._had_empty.assign(False)
         self._steps.assign(0)
         self._length.assign(length)
         for variable, value in zip(trained, averaged, strict=True):
             variable._primary.assign(value)
+
+    def _replace_nan(
+        self, trained: list[Any], own: list[Array], means: list[Array], had_empty: bool
+    ) -> None:
+        """Replace means of statistics by those of the ranks without empty batches."""
+        numbers = [number for number, each in enumerate(trained) if not each.trainable]
+        if any(np.isnan(means[number]).any() for number in numbers):
+            statistics = [own[number] for number in numbers]
+            found = means_of_batches(self._replication, statistics, had_empty)
+            for number, mean in zip(numbers, found, strict=True):
+                means[number] = mean
 
     def _trained(self) -> list[Any]:
         made = [each for reference in self._variables if (each := reference()) is not None]

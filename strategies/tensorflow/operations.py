@@ -174,7 +174,8 @@ class Operations:
         Its results, as many as there are shapes, have the dtypes of the first inputs.
         """
         if tf.executing_eagerly():
-            results = call(*[each.numpy() for each in inputs])
+            # Of tensors without axes NumPy makes scalars.
+            results = call(*[np.asarray(each.numpy()) for each in inputs])
             return [tf.convert_to_tensor(each) for each in results]
 
         def operation(*arrays: Any) -> list[Any]:

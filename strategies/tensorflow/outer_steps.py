@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import values
+from tensorflow.python.distribute import values, values_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.trackable import base as trackable
 
@@ -32,6 +32,31 @@ class AveragedVariable(ReplicatedVariable):
     outer_copy: Any = None
     """The TensorFlow variable by which that is done."""
 
+    def assign(
+        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """As of `tf.Variable`; outside of `run` the round began with this value."""
+        self._change_outer(lambda copy: copy.assign(value))
+        return super().assign(value, use_locking, name, read_value)
+
+    def assign_add(
+        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """As of `tf.Variable`; outside of `run` it is added to what the round began with, too."""
+        self._change_outer(lambda copy: copy.assign_add(value))
+        return super().assign_add(value, use_locking, name, read_value)
+
+    def assign_sub(
+        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """As of `tf.Variable`; outside of `run` as `assign_add`."""
+        self._change_outer(lambda copy: copy.assign_sub(value))
+        return super().assign_sub(value, use_locking, name, read_value)
+
+    def _change_outer(self, change: Callable[[Any], object]) -> None:
+        if not values_util.is_saving_non_distributed():
+            self._distribute_strategy.extended.change_outer(self, change)
+
     def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
         def saveable(name: str = self._common_name) -> _Saveable:
             return _Saveable(self, self._primary, name)
@@ -41,9 +66,7 @@ class AveragedVariable(ReplicatedVariable):
 
 class _Saveable(values._MirroredSaveable):  # type: ignore[misc]
     def restore(self, restored_tensors: Sequence[Any], restored_shapes: Any) -> Any:
-        variable = self._mirrored_variable
-        extended = variable._distribute_strategy.extended
-        extended.change_outer(variable, lambda copy: copy.assign(restored_tensors[0]))
+        self._mirrored_variable._change_outer(lambda copy: copy.assign(restored_tensors[0]))
         return super().restore(restored_tensors, restored_shapes)
 
 
@@ -85,9 +108,9 @@ class OuterSteps:
         """
         if variable.outer_copy is None:
             with tf.init_scope(), tf.device(variable._primary.device):
-                zeros = tf.zeros(variable.shape, variable.dtype)
+                zeros = tf.zeros([each or 0 for each in variable.shape], variable.dtype)
                 # Of no strategy, whose scope may surround this.
-                variable.outer_copy = ResourceVariable(zeros, trainable=False)
+                variable.outer_copy = ResourceVariable(zeros, trainable=False, shape=variable.shape)
 
         def load(own: Array) -> list[Array]:
             # TensorFlow may keep the memory that it gets.
@@ -104,13 +127,15 @@ class OuterSteps:
         change(variable.outer_copy)
         operations.execute(store, [variable.outer_copy.read_value()], [variable.shape])
 
-    def changed(self, variables: Sequence[Any], own: Sequence[Array]) -> list[Array]:
-        """The values that differ between ranks where those assigned outside of steps did.
+    def values_of(
+        self, variables: Sequence[Any], own: Sequence[Array], chosen: Sequence[Any]
+    ) -> list[Array]:
+        """What the round began with, of the chosen variables; `own` are all ones' present values.
 
-        Their means are for `step`.
+        Where it was changed outside of steps it may differ between ranks: `step` takes the means.
         """
-        pairs = zip(variables, own, strict=True)
-        return [self._value(each, array) for each, array in pairs if each.outer_changed]
+        every = zip(variables, own, chosen, strict=True)
+        return [self._value(each, array) for each, array, choice in every if choice]
 
     def _has(self, variable: Any) -> bool:
         """Whether the value that the round began with is kept."""
@@ -121,7 +146,7 @@ class OuterSteps:
         return variable.outer_value.view() if self._has(variable) else own
 
     def _keep(self, variable: Any, array: Array) -> None:
-        if variable.outer_value is None:
+        if variable.outer_value is None or variable.outer_value.shape != array.shape:
             variable.outer_value = LocalStorage(array.copy())
         else:
             variable.outer_value.own_part()[...] = array
@@ -131,12 +156,13 @@ class OuterSteps:
         variables: Sequence[Any],
         own: Sequence[Array],
         means: Sequence[Array],
-        changed: Sequence[Array],
+        chosen: Sequence[Any],
+        began_with: Sequence[Array],
     ) -> list[Array]:
-        """The variables' values in the next round; `changed` are the means of `self.changed`."""
-        weights, agreed = [], iter(changed)
+        """The variables' values in the next round; the last are the means of `values_of`."""
+        weights, agreed = [], iter(began_with)
         for number, variable in enumerate(variables):
-            began = next(agreed) if variable.outer_changed else self._value(variable, own[number])
+            began = next(agreed) if chosen[number] else self._value(variable, own[number])
             variable.outer_changed = False
             if variable.trainable:
                 weights.append(number)

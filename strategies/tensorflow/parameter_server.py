@@ -105,7 +105,7 @@ class ServedExtended(CollectiveExtended):
         with self.exchange.step(counts=False):
             return super()._update(var, fn, args, kwargs, group)
 
-    def _refuse_own_step(self, variable: Any) -> None:
+    def _note_own_step(self, variable: Any) -> None:
         """Nothing: each worker's steps are its own."""
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:

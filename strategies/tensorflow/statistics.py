@@ -5,7 +5,7 @@ at the end of `run`. Outside of `run` the variables are therefore equal on all r
 read or saved by one rank alone.
 
 The mean and the variance of a batch without rows are NaN, and so are the statistics that a rank
-computes from them. They are left out of the averages.
+computes from them. Those of a rank without rows are left out of the averages.
 """
 
 from __future__ import annotations
@@ -18,34 +18,14 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from strategies.core.options import ReduceOp
 from strategies.core.values import Array
 from strategies.replication.replication import Replication
+from strategies.tensorflow.empty_batches import EmptyBatches
+from strategies.tensorflow.graphs import current_graph, enclosing_function
 from strategies.tensorflow.operations import Operations
-
-
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def enclosing_function(graph: Any, of_run: Any = None) -> Any:
-    """The graph of the function in which a graph is a branch, or the body of a loop.
-
-    `of_run`: that of a `run`, if it is reached before.
-    """
-    while isinstance(graph, _BRANCHES) and graph is not of_run:
-        graph = graph.outer_graph
-    return graph
-
-
-_BRANCHES = (
-    control_flow_v2_func_graphs.CondBranchFuncGraph,
-    control_flow_v2_func_graphs.WhileBodyFuncGraph,
-    control_flow_v2_func_graphs.WhileCondFuncGraph,
-)
 
 
 class _Function:
@@ -84,8 +64,8 @@ class _Changed(threading.local):
 class Statistics:
     """The running statistics of a strategy's variables."""
 
-    def __init__(self, operations: Operations) -> None:
-        self._operations = operations
+    def __init__(self, operations: Operations, batches: EmptyBatches) -> None:
+        self._operations, self._batches = operations, batches
         self._changed = _Changed()
         # Later calls of traced functions execute no Python, and may be those of other threads.
         self._functions: weakref.WeakKeyDictionary[Any, _Function] = weakref.WeakKeyDictionary()
@@ -103,7 +83,7 @@ class Statistics:
 
     def changed(self, variable: Any) -> None:
         """Note that a replica assigned its own value."""
-        graph = _graph()
+        graph = current_graph()
         self._changed.runs[-1][id(variable)] = variable, graph
         if graph is not None:
             function = self._function(graph)
@@ -113,7 +93,7 @@ class Statistics:
     @contextmanager
     def run(self) -> Iterator[None]:
         """The body of a `run`, at whose end the variables are averaged."""
-        graph = _graph()
+        graph = current_graph()
         self._changed.runs.append({})
         self._changed.graphs.append(graph)
         try:
@@ -156,7 +136,7 @@ class Statistics:
 
     def due(self) -> list[Any]:
         """The variables that a reduction at this place of the program can average."""
-        graph = _graph()
+        graph = current_graph()
         changed = self._changed.runs[-1] if self._changed.runs else {}
         return [variable for variable, where in changed.values() if where is graph]
 
@@ -164,7 +144,7 @@ class Statistics:
         """Assign averages from the sums over the ranks to variables that were due."""
         count = self._operations.communicator.size
         self._assign(variables, [each / tf.cast(count, each.dtype) for each in totals])
-        graph = _graph()
+        graph = current_graph()
         for variable in variables:
             del self._changed.runs[-1][id(variable)]
             if graph is not None:
@@ -177,12 +157,15 @@ class Statistics:
         for variable, mean in zip(variables, means, strict=True):
             variable._primary.assign(mean)
 
-        def call(*arrays: Array) -> list[Array]:
-            return means_without_nan(self._operations.replication, arrays)
+        empty = tf.convert_to_tensor(self._batches.is_empty())
+
+        def call(*given: Array) -> list[Array]:
+            *arrays, is_empty = given
+            return means_of_batches(self._operations.replication, arrays, bool(is_empty))
 
         def assign_others() -> None:
             shapes = [each.shape for each in own]
-            found = self._operations.execute(call, own, shapes)
+            found = self._operations.execute(call, [*own, empty], shapes)
             for variable, mean in zip(variables, found, strict=True):
                 variable._primary.assign(mean)
 
@@ -191,9 +174,9 @@ class Statistics:
         execute_if(tf.math.is_nan(tf.add_n(sums)), assign_others)
 
 
-def means_without_nan(replication: Replication, own: Sequence[Array]) -> list[Array]:
-    """The means over the ranks, each of the arrays without NaN; NaN where no rank has one."""
-    counted = [not np.isnan(each).any() for each in own]
+def means_of_batches(replication: Replication, own: Sequence[Array], is_empty: bool) -> list[Array]:
+    """The means over the ranks, without those of this rank's arrays that are NaN if `is_empty`."""
+    counted = [not (is_empty and np.isnan(each).any()) for each in own]
     values = [
         each if counts else np.zeros_like(each) for each, counts in zip(own, counted, strict=True)
     ]

@@ -318,9 +318,14 @@ def fails(handle):
     assert ended.stderr.count(text) == ranks, ended.stderr
 
 
-def test_an_uncaught_exception_ends_the_job_after_the_log(launch):
-    text = """
-import collectives, numpy
+@pytest.mark.parametrize("handler", ["", "logging.getLogger('collectives').addHandler(Fails())"])
+def test_an_uncaught_exception_ends_the_job_after_the_log(launch, handler):
+    """Also where a program's log handler fails."""
+    text = f"""
+import collectives, logging, numpy
+class Fails(logging.Handler):
+    def emit(self, record): raise OSError("no log")
+{handler}
 comm = collectives.world()
 handle = comm.all_reduce_async(numpy.ones(3 + comm.rank))
 while not handle.done(): pass
@@ -330,6 +335,8 @@ raise ValueError("later")
     ended = launch(2, [sys.executable, "-c", text], timeout=60)
     assert ended.returncode != 0
     waited = "nothing has waited for it: ShapeMismatchError: the ranks called"
+    if handler:
+        waited = "OSError: no log"
     assert 0 <= ended.stderr.find(waited) < ended.stderr.find("ValueError: later"), ended.stderr
 
 

@@ -135,6 +135,39 @@ CHANGES = {
 }
 
 
+def test_fit_with_an_outer_optimizer(tf, ds, comm, equal_on_all):
+    """The first weights are assigned on all ranks but the chief; 5 steps, of rounds of 2."""
+    outer = strategies.optimizers.SGD(1.0)
+    strategy = ds.LocalSGDStrategy(2, outer_optimizer=outer, communicator=comm)
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        model.compile(tf.keras.optimizers.SGD(0.1), "mse", steps_per_execution=2)
+    inputs = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    history = model.fit(inputs, inputs.sum(1, keepdims=True), batch_size=8, epochs=3, verbose=0)
+    equal_on_all(model.get_weights())
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+def test_outer_values_of_any_shape(tf, ds, comm):
+    """Of a scalar, and of a shape that changes."""
+    outer = strategies.optimizers.SGD(1.0)
+    strategy = ds.LocalSGDStrategy(1, outer_optimizer=outer, communicator=comm)
+    with strategy.scope():
+        scalar, grows = tf.Variable(0.0), tf.Variable([0.0], shape=[None])
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        optimizer.build([scalar])
+
+    def step():
+        optimizer.apply_gradients([(tf.constant(-1.0 - comm.rank), scalar)])
+
+    mean = (comm.size + 1) / 2
+    for count in range(1, 4):
+        grows.assign(tf.ones([count]))
+        strategy.run(step)
+        assert float(scalar) == count * mean
+        np.testing.assert_array_equal(grows.numpy(), np.ones(count))
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_values_that_are_changed_within_a_round_of_an_outer_optimizer(
     tf, ds, comm, tmp_path, traced

@@ -122,7 +122,7 @@ def test_batch_normalization_of_a_rank_without_rows(tf, ds, comm, traced):
             optimizer = tf.keras.optimizers.SGD(0.1)
             optimizer.build(model.trainable_variables)
 
-        def step(batch, model=model, optimizer=optimizer):
+        def step(batch, _, model=model, optimizer=optimizer):
             with tf.GradientTape() as tape:
                 loss = tf.nn.compute_average_loss(
                     model(batch, training=True)[:, 0] ** 2, global_batch_size=BATCH
@@ -135,14 +135,21 @@ def test_batch_normalization_of_a_rank_without_rows(tf, ds, comm, traced):
 
         def epoch(strategy=strategy, run=run, distributed=distributed):
             for batch in distributed:
-                strategy.run(run, args=(batch,))
+                strategy.run(run, args=(batch, tf.constant([1.0, 2.0])))
 
         (tf.function(epoch) if traced == "the epoch" else epoch)()
         assert all(np.isfinite(each).all() for each in model.get_weights())
-        strategy.run(run, args=(tf.constant(inputs[:2] * (np.nan if comm.rank else 1.0)),))
+        # Of NumPy, and in the end with a NaN in a row, which counts.
+        for batch in (
+            inputs[: 2 * (comm.rank == 0)],
+            inputs[:2] * [1, 1 if comm.rank else np.nan, 1],
+        ):
+            before = model.get_weights()
+            strategy.run(run, args=(batch.astype(np.float32), [1.0]))
+        assert all(np.isfinite(each).all() for each in before)
         gamma, _, mean, *_ = model.get_weights()
-        assert np.isnan(gamma).all()
-        assert np.isfinite(mean).all()
+        assert np.isnan(gamma[1])
+        np.testing.assert_array_equal(np.isnan(mean), [False, True, False])
 
 
 def test_a_step_reduces_once(tf, strategy, comm, monkeypatch):
