@@ -36,7 +36,7 @@ NEEDS = {
         "collectives.torch*",
         "strategies.keras.torch_gradients",
         "strategies.parameter_server.torch_models",
-        "strategies.torch.*",
+        *(f"strategies.torch.{each}" for each in ("distribution", "sampler", "states")),
         "torch_*",
     },
     "Keras": {

@@ -81,7 +81,7 @@ STRATEGIES = {
     | {"collectives.arrays", "collectives.lifecycle", "collectives.messaging"}
     | {"collectives.shm", "collectives.transports"},
     "synchronous": {"base", "cluster", "cluster_resolver", "communication", "core"}
-    | {"cross_device_ops", "input", "jax", "optimizers", "replication", "variables"}
+    | {"cross_device_ops", "input", "jax", "optimizers", "replication", "torch", "variables"}
     | {"collectives", "collectives.arrays", "collectives.consistency"}
     | {"collectives.scope", "collectives.transports"},
     "base": {"cluster", "cluster_resolver", "core", "cross_device_ops", "foreign", "input"}
@@ -222,6 +222,7 @@ LAZY = {
         "strategies/tensorflow/experimental.py",
         "strategies/tensorflow/extended.py",
         "strategies/tensorflow/failures.py",
+        "strategies/tensorflow/graphs.py",
         "strategies/tensorflow/input.py",
         "strategies/tensorflow/local_sgd.py",
         "strategies/tensorflow/loss_scaling.py",

@@ -65,9 +65,13 @@ class Loops:
         given["verbose"] = self._verbose(given)
         try:
             with errors_as_raised(), self._own_seeds():
-                return self._kind.fit(self._model, **given)
+                history = self._kind.fit(self._model, **given)
         finally:
             training.in_epoch = False
+        if not training.reduces:
+            # Keras and callbacks may have set the weights to each rank's own after the last epoch.
+            training.owner.synchronize()
+        return history
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Keras's `evaluate`: the metrics over all ranks' pieces. Collective."""

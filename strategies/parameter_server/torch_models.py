@@ -19,6 +19,7 @@ from strategies.parameter_server.storage import ServedStorage
 from strategies.parameter_server.worker import Worker
 from strategies.replication.replication import Replication
 from strategies.torch.distribution import checked, unknown_parameter
+from strategies.torch.steps import step_hooks
 
 
 class _Served(NamedTuple):
@@ -50,15 +51,21 @@ def distribute(
     it for the same models in the same order. A second call makes the chief's present values count.
     """
     optimizers = checked(strategy, model, optimizer)
+    # A model may share parameters with others.
+    known = {
+        number: each
+        for other in _models.values()
+        if other.worker is worker
+        for number, each in other.served.items()
+    }
     earlier = _models.pop(model, None)
-    known = {} if earlier is None or earlier.worker is not worker else earlier.served
     for hook in [] if earlier is None else earlier.hooks:
         hook.remove()
     served = {
         id(parameter): known.get(id(parameter)) or _serve(worker, name, parameter)
         for name, parameter in model.named_parameters()
     }
-    _begin_as_chief(worker, model, list(known.values()))
+    _begin_as_chief(worker, model, [each for number, each in served.items() if number in known])
     _pull(worker, list(served.values()))
     hooks = [hook for each in optimizers for hook in _install(worker, served, each, counts=counts)]
     _models[model] = _Model(worker, served, hooks)
@@ -108,15 +115,10 @@ def _install(
 
     def after_step(*_: Any) -> None:
         for each, old in before:
-            # A parameter without a gradient has not changed.
-            if each.parameter.grad is not None:
-                each.storage.push_difference(each.array(), old)
+            each.storage.push_difference(each.array(), old)
         if counts:
             worker.client.end_step()
         _pull(worker, [each for each, _ in before])
         before.clear()
 
-    return [
-        optimizer.register_step_pre_hook(before_step),
-        optimizer.register_step_post_hook(after_step),
-    ]
+    return step_hooks(optimizer, before_step, after_step)

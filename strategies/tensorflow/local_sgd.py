@@ -23,7 +23,7 @@ from strategies.tensorflow.input import distribute, joined
 from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
 from strategies.tensorflow.statistics import execute_if, means_of_batches
 from strategies.tensorflow.strategy import Strategy
-from strategies.tensorflow.variables import CLASSES
+from strategies.tensorflow.variables import CLASSES, summed_by_optimizer
 
 
 class LocalSGDStrategy(Strategy):
@@ -140,7 +140,8 @@ class LocalExtended(CollectiveExtended):
     def _batch_reduce_to(self, reduce_op: Any, pairs: Any, options: Any) -> list[Any]:
         if not self.statistics.running:
             return super()._batch_reduce_to(reduce_op, pairs, options)
-        self._begin_step()
+        if summed_by_optimizer():
+            self._begin_step()
         local = [local_value(value) for value, _ in pairs]
         return self.empty_batches.zeros_for_nan(local)
 

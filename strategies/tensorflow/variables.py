@@ -200,11 +200,16 @@ def added_by_keras(variable: Any) -> Any:
 
 def updated_by_optimizer() -> bool:
     """Whether a step of an optimizer of Keras updates the variable, on the stack of calls."""
-    return any(
-        frame.f_code.co_name == "_distributed_tf_update_step"
-        and str(frame.f_globals.get("__name__")).startswith("keras.src.backend.tensorflow")
-        for frame in islice(callers(), _FRAMES)
-    )
+    return _is_called_by("_distributed_tf_update_step")
+
+
+def summed_by_optimizer() -> bool:
+    """Whether an optimizer sums gradients over the replicas, on the stack of calls."""
+    return _is_called_by("_all_reduce_sum_gradients", "all_reduce_sum_gradients")
+
+
+def _is_called_by(*names: str) -> bool:
+    return any(frame.f_code.co_name in names for frame in islice(callers(), _FRAMES))
 
 
 def _is_keras(module: str) -> bool:

@@ -21,6 +21,7 @@ from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.foreign.distributed import permit
 from strategies.foreign.registry import framework_of
 from strategies.replication.replication import Replication
+from strategies.torch.steps import step_hooks
 
 _WRAPPERS = (
     "DistributedDataParallel",
@@ -86,7 +87,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         replaced = {key: folded if each is closure else each for key, each in named.items()}
         return tuple(folded if each is closure else each for each in arguments), replaced
 
-    hooks = [each.register_step_pre_hook(before_step) for each in optimizers]
+    hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
     _trainings[model] = _Training(strategy, reducer, hooks)
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 

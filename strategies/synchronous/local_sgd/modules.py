@@ -8,6 +8,7 @@ from typing import Any
 
 from collectives.arrays.tensors import from_torch
 from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage
+from strategies.torch.steps import step_hooks
 
 
 class AveragedModules:
@@ -19,9 +20,14 @@ class AveragedModules:
         self._known: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
 
     def add(self, model: Any, optimizers: Sequence[Any]) -> None:
-        """Average the parameters that require gradients; a second call replaces the first."""
-        if model in self._known:
-            self._known.pop(model).release()
+        """Average the parameters that require gradients.
+
+        A call replaces earlier ones of the model, and of those that share a parameter with it.
+        """
+        parameters = {id(each) for each in model.parameters()}
+        for other, known in list(self._known.items()):
+            if other is model or known.has_any(parameters):
+                self._known.pop(other).release()
         module = self._known[model] = _Module(model, optimizers, self)
         for value in module.values:
             self._averaging.add(value)
@@ -58,9 +64,9 @@ class _Module:
         self._addresses = [each.data_ptr() for _, each in self._parameters]
         self._hooks = []
         for optimizer in optimizers:
-            before = optimizer.register_step_pre_hook(lambda *_: modules.begin_step(self))
-            after = optimizer.register_step_post_hook(lambda *_: modules.end_step())
-            self._hooks += [before, after]
+            self._hooks += step_hooks(
+                optimizer, lambda *_: modules.begin_step(self), lambda *_: modules.end_step()
+            )
 
     def check_memory(self) -> None:
         """RuntimeError where a parameter was moved, as by `model.double()`."""
@@ -69,6 +75,10 @@ class _Module:
                 raise RuntimeError(
                     f"{name} has other memory than in distribute: call distribute again"
                 )
+
+    def has_any(self, parameters: Set[int]) -> bool:
+        """Whether any parameter has one of these identities."""
+        return any(id(each) in parameters for _, each in self._parameters)
 
     def settle(self, restored: Set[int]) -> None:
         """The replicas agree on the parameters with these identities."""

@@ -75,6 +75,23 @@ def test_rounds_of_a_loop_within_a_function(tf, ds, comm, outer):
     np.testing.assert_allclose(weights.numpy(), [6 * mean])
 
 
+def test_a_run_without_an_optimizer_is_no_step(tf, ds, comm):
+    strategy = ds.LocalSGDStrategy(2, communicator=comm)
+    with strategy.scope():
+        weights = tf.Variable([0.0])
+        optimizer = tf.keras.optimizers.SGD(1.0)
+        optimizer.build([weights])
+    own = tf.fill([1], -1.0 - comm.rank)
+    evaluate = tf.function(
+        lambda: strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", own))
+    )
+    strategy.run(lambda: optimizer.apply_gradients([(own, weights)]))
+    assert evaluate().numpy() == own.numpy()
+    np.testing.assert_array_equal(weights.numpy(), [comm.rank + 1.0])
+    strategy.run(lambda: optimizer.apply_gradients([(own, weights)]))
+    np.testing.assert_array_equal(weights.numpy(), [comm.size + 1.0])
+
+
 def test_batches_and_arguments(tf, ds, comm):
     strategy = ds.LocalSGDStrategy(3, communicator=comm)
     dataset = tf.data.Dataset.range(10).batch(2)
@@ -135,15 +152,17 @@ CHANGES = {
 }
 
 
-def test_fit_with_an_outer_optimizer(tf, ds, comm, equal_on_all):
-    """The first weights are assigned on all ranks but the chief; 5 steps, of rounds of 2."""
-    outer = strategies.optimizers.SGD(1.0)
+@pytest.mark.parametrize("outer", [None, strategies.optimizers.SGD(1.0)])
+def test_fit_ends_with_equal_weights(tf, ds, comm, equal_on_all, outer):
+    """Keras assigns the first ones on all ranks but the chief, and averages over steps at last."""
     strategy = ds.LocalSGDStrategy(2, outer_optimizer=outer, communicator=comm)
     with strategy.scope():
         model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-        model.compile(tf.keras.optimizers.SGD(0.1), "mse", steps_per_execution=2)
+        optimizer = tf.keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+        model.compile(optimizer, "mse", steps_per_execution=2)
     inputs = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-    history = model.fit(inputs, inputs.sum(1, keepdims=True), batch_size=8, epochs=3, verbose=0)
+    data = inputs, inputs.sum(1, keepdims=True)
+    history = model.fit(*data, batch_size=8, epochs=3, verbose=0, validation_data=data)
     equal_on_all(model.get_weights())
     assert history.history["loss"][-1] < history.history["loss"][0]
 

@@ -153,6 +153,29 @@ def test_accumulation_weights_and_mixed_precision(torch, comm):
         torch.testing.assert_close(own.detach(), other, rtol=0, atol=0)
 
 
+def of_base(torch, base):
+    """A class whose `step` calls that of its base, so that torch calls hooks twice."""
+    base([torch.zeros(1)])
+
+    class Derived(base):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    return Derived
+
+
+def test_a_step_that_calls_that_of_its_base(torch, comm):
+    strategy = strategies.MultiWorkerMirroredStrategy(communicator=comm)
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = of_base(torch, torch.optim.SGD)(model.parameters(), 1.0)
+    strategy.distribute(model, optimizer)
+    before = model.weight.detach().clone()
+    model(torch.full((1, 3), comm.rank + 1.0)).sum().backward()
+    optimizer.step()
+    step = torch.full((1, 3), (comm.size + 1) / 2)
+    torch.testing.assert_close(before - model.weight.detach(), step)
+
+
 @pytest.mark.parametrize("outer", [False, True], ids=["mean", "DiLoCo"])
 def test_local_sgd_averages_parameters(torch, comm, outer):
     """As a simulation of all ranks in one process does."""
@@ -161,7 +184,10 @@ def test_local_sgd_averages_parameters(torch, comm, outer):
     strategy = strategies.LocalSGDStrategy(2, outer_optimizer=outer_optimizer, communicator=comm)
     whole = batches(torch, comm.size)
     model = network(torch, seed=1 + comm.rank)
-    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    optimizer = of_base(torch, torch.optim.Adam)(model.parameters(), 0.05)
+    # Replaced by the second call, so that no step counts twice.
+    wrapped = torch.nn.Sequential(model)
+    strategy.distribute(wrapped, optimizer)
     strategy.distribute(model, optimizer)
     with strategy.gradients_of(model).no_sync():
         pass

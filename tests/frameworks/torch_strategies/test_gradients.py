@@ -265,7 +265,7 @@ def test_weights(torch, comm, overlap, caplog):
         reducer.weight = None if comm.rank == 1 else 1
         with pytest.raises(GradientError, match="rank 1: weight=None"):
             loss_of(model, whole).backward()
-        for first, second in ((torch.tensor(2), 2.0), (4.0, 2.0 + comm.rank)):
+        for first, second in ((torch.tensor(2), 2.0), (4.0, 5.0 + comm.rank)):
             model.zero_grad()
             caplog.clear()
             reducer.weight = first

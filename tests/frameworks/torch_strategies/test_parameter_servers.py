@@ -82,6 +82,47 @@ def test_servers_add_the_steps_of_all_workers(torch, comm, kind, options):
             np.testing.assert_allclose(given, total, atol=1e-5)
 
 
+def test_models_that_share_parameters(torch, comm):
+    """Each optimizer's steps count for them, also where gradients are gone after the step."""
+
+    def models():
+        torch.manual_seed(1)
+        shared = torch.nn.Linear(3, 4)
+        return [torch.nn.Sequential(shared, torch.nn.Linear(4, number)) for number in (1, 2)]
+
+    def trained(pair, worker, strategy=None):
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in pair]
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            if strategy is not None:
+                strategy.distribute(model, optimizer)
+            optimizer.register_step_post_hook(lambda stepping, *_: stepping.zero_grad())
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            train(torch, model, optimizer, worker, steps=3)
+        return optimizers
+
+    def work(strategy):
+        pair = models()
+        optimizers = trained(pair, number_of(strategy), strategy)
+        together(strategy)
+        for each in optimizers:
+            each.step()  # pulls
+        return [values_of(each) for each in pair]
+
+    results = run_workers(comm, 1, work)
+    start = [values_of(each) for each in models()]
+    for pair in results:
+        for number, given in enumerate(pair):
+            wanted = [each.copy() for each in start[number]]
+            for worker in range(len(results)):
+                alone = models()
+                trained(alone, worker)
+                columns = zip(wanted, values_of(alone[number]), start[number], strict=True)
+                for total, last, first in columns:
+                    total += last - first
+            for one, other in zip(given, wanted, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def test_calls_again_and_refusals(torch, comm):
     def work(strategy):
         model = network(torch, 1)

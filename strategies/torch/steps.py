@@ -1,0 +1,48 @@
+"""Hooks of an optimizer's steps, called once for each step of the program.
+
+torch wraps `step` of each class that has had an instance. Where a subclass calls `super().step()`,
+two wrappers call the hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+_WRAPPER = "wrapper"
+_MODULE = "torch.optim.optimizer"
+
+
+def step_hooks(
+    optimizer: Any,
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
+) -> list[Any]:
+    """Register hooks as torch calls them; returns what removes them."""
+    hooks = []
+    if before is not None:
+        hooks.append(optimizer.register_step_pre_hook(_once(before)))
+    if after is not None:
+        hooks.append(optimizer.register_step_post_hook(_once(after)))
+    return hooks
+
+
+def _once(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(hook)
+    def call(stepping: Any, arguments: Any, named: Any) -> Any:
+        return hook(stepping, arguments, named) if _wrappers_of(stepping) < 2 else None
+
+    return call
+
+
+def _wrappers_of(stepping: Any) -> int:
+    """How many of torch's wrappers of this optimizer's `step` are on the stack."""
+    count, frame = 0, sys._getframe(1).f_back
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == _WRAPPER and frame.f_globals.get("__name__") == _MODULE:
+            count += frame.f_locals.get("self") is stepping
+        frame = frame.f_back
+    return count
