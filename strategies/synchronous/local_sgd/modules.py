@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from collectives.arrays.tensors import from_torch
 from strategies.synchronous.local_sgd.averaging import Averaging, ReplicaStorage
 from strategies.torch.steps import step_hooks
+
+log = logging.getLogger("strategies")
 
 
 class AveragedModules:
@@ -18,9 +21,10 @@ class AveragedModules:
         """`end_step` is called after each step."""
         self._averaging, self._end_step = averaging, end_step
         self._known: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
+        self._warned = False
 
     def add(self, model: Any, optimizers: Sequence[Any]) -> None:
-        """Average the parameters that require gradients.
+        """Average the parameters that require gradients, now or in a later step.
 
         A call replaces earlier ones of the model, and of those that share a parameter with it.
         """
@@ -45,7 +49,24 @@ class AveragedModules:
     def begin_step(self, module: _Module) -> None:
         """Before a step of one of the module's optimizers."""
         module.check_memory()
-        self._averaging.begin_step(module.values)
+        self._averaging.begin_step(module.trained())
+
+    def begin_averaging(self) -> None:
+        """Log, once, parameters that no step of the optimizers in `add` has changed."""
+        for module in self._known.values() if not self._warned else ():
+            if names := module.changed_by_others():
+                self._warned = True
+                log.warning(
+                    "LocalSGDStrategy: %s was changed, but not by a step of an optimizer that was"
+                    " given to distribute, and is not averaged: give another optimizer to"
+                    " distribute, too",
+                    names[0],
+                )
+
+    def end_averaging(self) -> None:
+        """After an averaging."""
+        for module in self._known.values():
+            module.note_versions()
 
     def end_step(self) -> None:
         """After a step, of which a model with several optimizers makes several."""
@@ -58,15 +79,36 @@ class _Module:
     def __init__(self, model: Any, optimizers: Sequence[Any], modules: AveragedModules) -> None:
         # Without the module itself, which is a weak key.
         self._parameters = [
-            (name, each) for name, each in model.named_parameters() if each.requires_grad
+            (name, each)
+            for name, each in model.named_parameters()
+            if each.dtype.is_floating_point or each.is_complex()
         ]
         self.values = [ReplicaStorage(from_torch(each, name)) for name, each in self._parameters]
         self._addresses = [each.data_ptr() for _, each in self._parameters]
+        self.note_versions()
         self._hooks = []
         for optimizer in optimizers:
             self._hooks += step_hooks(
                 optimizer, lambda *_: modules.begin_step(self), lambda *_: modules.end_step()
             )
+
+    def note_versions(self) -> None:
+        """Note how often torch has changed each parameter."""
+        self._versions = [each._version for _, each in self._parameters]
+
+    def trained(self) -> list[ReplicaStorage]:
+        """The values of parameters that require gradients now."""
+        pairs = zip(self._parameters, self.values, strict=True)
+        return [value for (_, each), value in pairs if each.requires_grad]
+
+    def changed_by_others(self) -> list[str]:
+        """The names of parameters with gradients that were changed outside of steps."""
+        every = zip(self._parameters, self.values, self._versions, strict=True)
+        return [
+            name
+            for (name, each), value, version in every
+            if each.grad is not None and not value.touched and each._version != version
+        ]
 
     def check_memory(self) -> None:
         """RuntimeError where a parameter was moved, as by `model.double()`."""

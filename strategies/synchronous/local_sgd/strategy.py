@@ -181,6 +181,7 @@ class LocalSGDStrategy(Strategy):
 
         A rank whose loop is over may take part in any, and counts where it has taken steps.
         """
+        self._modules.begin_averaging()
         state, parts = self._exchange(part)
         counts = [
             each.reason.in_loop or touched
@@ -190,6 +191,7 @@ class LocalSGDStrategy(Strategy):
         if any(state.touched) or all(each.reason is not Reason.SAVE for each in parts):
             self._averaging.average(state, counts)
             self._rounds.begin([proposal for _, _, proposal in state.numbers])
+        self._modules.end_averaging()
         self._loops.note(parts)
         if parts[self.communicator.rank].reason is not part.reason:
             self._loops.leave_all()

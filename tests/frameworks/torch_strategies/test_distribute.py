@@ -216,6 +216,39 @@ def test_local_sgd_averages_parameters(torch, comm, outer):
         check(torch, model, agreed)
 
 
+def test_local_sgd_of_layers_that_are_trained_later(torch, comm, caplog):
+    strategy = strategies.LocalSGDStrategy(2, communicator=comm)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    frozen = list(model[1].parameters())
+    for each in frozen:
+        each.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    strategy.distribute(model, optimizer)
+
+    def step(stepping):
+        stepping.zero_grad()
+        model(torch.full((3, 2), comm.rank + 1.0)).sum().backward()
+        stepping.step()
+
+    def are_equal(parameters):
+        given = [comm.all_gather(each.detach().reshape(1, -1)) for each in parameters]
+        return all((each == each[0]).all() for each in given)
+
+    for _ in range(2):
+        step(optimizer)
+    for each in frozen:
+        each.requires_grad_(True)
+    for _ in range(2):
+        step(optimizer)
+    assert are_equal(model.parameters())
+    assert not caplog.messages
+    step(torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        strategy.synchronize()
+    (text,) = caplog.messages
+    assert "0.weight was changed, but not by a step of an optimizer that was given" in text
+
+
 @pytest.mark.ranks(2)
 def test_local_sgd_with_a_gradient_scaler(torch, comm):
     """A step that it skips on one rank is missed, which the error explains; not a fused one."""
