@@ -204,12 +204,12 @@ def updated_by_optimizer() -> bool:
 
 
 def summed_by_optimizer() -> bool:
-    """Whether an optimizer sums gradients over the replicas, on the stack of calls."""
-    return _is_called_by("_all_reduce_sum_gradients", "all_reduce_sum_gradients")
+    """Whether an optimizer, of Keras or of TensorFlow, sums gradients, on the stack of calls."""
+    return _is_called_by("_all_reduce_sum_gradients", "_distributed_apply")
 
 
 def _is_called_by(*names: str) -> bool:
-    return any(frame.f_code.co_name in names for frame in islice(callers(), _FRAMES))
+    return any(frame.f_code.co_name in names for frame in callers())
 
 
 def _is_keras(module: str) -> bool:

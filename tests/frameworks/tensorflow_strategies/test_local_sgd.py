@@ -75,12 +75,16 @@ def test_rounds_of_a_loop_within_a_function(tf, ds, comm, outer):
     np.testing.assert_allclose(weights.numpy(), [6 * mean])
 
 
-def test_a_run_without_an_optimizer_is_no_step(tf, ds, comm):
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_without_an_optimizer_is_no_step(tf, ds, comm, older):
     strategy = ds.LocalSGDStrategy(2, communicator=comm)
     with strategy.scope():
         weights = tf.Variable([0.0])
-        optimizer = tf.keras.optimizers.SGD(1.0)
-        optimizer.build([weights])
+        if older:
+            optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+        else:
+            optimizer = tf.keras.optimizers.SGD(1.0)
+            optimizer.build([weights])
     own = tf.fill([1], -1.0 - comm.rank)
     evaluate = tf.function(
         lambda: strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", own))
