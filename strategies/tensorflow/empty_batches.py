@@ -15,6 +15,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from strategies.core.options import ReduceOp
+from strategies.core.values import Array
+from strategies.replication.replication import Replication
 from strategies.tensorflow.graphs import current_graph, enclosing_function
 
 
@@ -79,27 +82,29 @@ class EmptyBatches:
                 self._flag.assign(run.is_empty())
         return self._flag.read_value()
 
-    def zeros_for_nan(self, values: Sequence[Any]) -> list[Any]:
-        """The values, in whose tensors of floats NaN is replaced by 0 if the batch is empty."""
-        found, empty = list(values), self.is_empty()
-        floats = [
-            number
-            for number, each in enumerate(found)
-            if isinstance(each, tf.Tensor) and each.dtype.is_floating
+
+def zeros_for_nan(arrays: Sequence[Array]) -> list[Array]:
+    """Copies in which NaN is replaced by 0."""
+    return [np.where(np.isnan(each), np.zeros_like(each), each) for each in arrays]
+
+
+def sums_of_batches(replication: Replication, own: Sequence[Array], is_empty: bool) -> list[Array]:
+    """The sums over the ranks, as many as if those counted whose batch has rows.
+
+    This rank's arrays that are NaN don't count if `is_empty`. Collective.
+    """
+    counted = [not (is_empty and np.isnan(each).any()) for each in own]
+    values = [
+        each if counts else np.zeros_like(each) for each, counts in zip(own, counted, strict=True)
+    ]
+    numbers = np.array(counted, np.float32)
+    *totals, counts = replication.all_reduce_arrays([*values, numbers], ReduceOp.SUM)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = replication.communicator.size / counts
+        return [
+            np.asarray(total * share, total.dtype)
+            for total, share in zip(totals, shares, strict=True)
         ]
-        if empty is False or not floats:
-            return found
-        tensors = [found[number] for number in floats]
-
-        def replaced() -> list[Any]:
-            return [tf.where(tf.math.is_nan(each), tf.zeros_like(each), each) for each in tensors]
-
-        results = tf.cond(tf.convert_to_tensor(empty), replaced, lambda: tensors)
-        # A list of one tensor comes back as the tensor.
-        results = results if isinstance(results, list) else [results]
-        for number, each in zip(floats, results, strict=True):
-            found[number] = each
-        return found
 
 
 def _rows_of(arguments: Sequence[Any]) -> list[Any]:

@@ -153,14 +153,13 @@ class CollectiveExtended(one_device_strategy.OneDeviceExtended):  # type: ignore
         local = [local_value(each) for each in leaves]
         if self._size == 1:
             return local
-        if self.statistics.running:
-            local = self.empty_batches.zeros_for_nan(local)
+        empty, options = self.empty_batches.is_empty(), _options(options)
         if mean:
-            return self.operations.reduce(local, mean, _options(options))
+            return self.operations.reduce(local, mean, options, empty=empty)
         return self._with_statistics(
             local,
             lambda values, statistics: self.operations.reduce(
-                [*values, *statistics], mean, _options(options)
+                values, mean, options, statistics=statistics, empty=empty
             ),
         )
 

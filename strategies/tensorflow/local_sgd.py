@@ -17,11 +17,12 @@ from strategies.optimizers import Optimizer
 from strategies.synchronous import mirrored
 from strategies.synchronous.local_sgd.rounds import agreed_rounds
 from strategies.tensorflow.cluster import resolver_of
+from strategies.tensorflow.empty_batches import sums_of_batches
 from strategies.tensorflow.extended import CollectiveExtended, local_value
 from strategies.tensorflow.graphs import current_graph, enclosing_function
 from strategies.tensorflow.input import distribute, joined
 from strategies.tensorflow.outer_steps import AveragedVariable, OuterSteps
-from strategies.tensorflow.statistics import execute_if, means_of_batches
+from strategies.tensorflow.statistics import execute_if
 from strategies.tensorflow.strategy import Strategy
 from strategies.tensorflow.variables import CLASSES, summed_by_optimizer
 
@@ -142,8 +143,8 @@ class LocalExtended(CollectiveExtended):
             return super()._batch_reduce_to(reduce_op, pairs, options)
         if summed_by_optimizer():
             self._begin_step()
-        local = [local_value(value) for value, _ in pairs]
-        return self.empty_batches.zeros_for_nan(local)
+        empty = self.empty_batches.is_empty()
+        return [_without_nan(local_value(value), empty) for value, _ in pairs]
 
     def gradient_sums(self, gradients: Sequence[Any], rows: Any, of: Hashable = None) -> list[Any]:
         """The gradients themselves, which are those of a step."""
@@ -201,9 +202,9 @@ class LocalExtended(CollectiveExtended):
         numbers = [number for number, each in enumerate(trained) if not each.trainable]
         if any(np.isnan(means[number]).any() for number in numbers):
             statistics = [own[number] for number in numbers]
-            found = means_of_batches(self._replication, statistics, had_empty)
-            for number, mean in zip(numbers, found, strict=True):
-                means[number] = mean
+            found = sums_of_batches(self._replication, statistics, had_empty)
+            for number, total in zip(numbers, found, strict=True):
+                means[number] = np.asarray(total / self._size, total.dtype)
 
     def _trained(self) -> list[Any]:
         made = [each for reference in self._variables if (each := reference()) is not None]
@@ -211,3 +212,12 @@ class LocalExtended(CollectiveExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         return distribute(self, joined(dataset, self._size), options)
+
+
+def _without_nan(value: Any, empty: Any) -> Any:
+    """A tensor in which NaN is replaced by 0 if `empty`, a bool or a tensor of one."""
+    if empty is False or isinstance(value, tf.IndexedSlices) or not value.dtype.is_floating:
+        return value
+    # No branch, which would take longer for small tensors.
+    absent = tf.logical_and(empty, tf.math.is_nan(value))
+    return tf.where(absent, tf.zeros_like(value), value)

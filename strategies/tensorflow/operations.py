@@ -18,6 +18,7 @@ from tensorflow.python.saved_model import save_context
 
 from strategies.core.options import CommunicationOptions, ReduceOp
 from strategies.replication.replication import Replication
+from strategies.tensorflow.empty_batches import sums_of_batches, zeros_for_nan
 from strategies.tensorflow.failures import OPERATION, carried, install
 from strategies.tensorflow.result_memory import ResultMemory
 from strategies.tensorflow.row_weights import RowWeights, weighted
@@ -37,37 +38,62 @@ class Operations:
             self._token = tf.Variable(0, trainable=False, dtype=tf.int64, name="collectives_token")
 
     def reduce(
-        self, values: Sequence[Any], mean: bool, options: CommunicationOptions | None = None
+        self,
+        values: Sequence[Any],
+        mean: bool,
+        options: CommunicationOptions | None = None,
+        *,
+        statistics: Sequence[Any] = (),
+        empty: Any = False,
     ) -> list[Any]:
         """The values, tensors and IndexedSlices, reduced over the ranks in one call.
 
         Tensors of equal dtypes are fused. Slices are concatenated in rank order. The mean of
         integers is float64.
+
+        statistics: tensors of floats, whose results follow.
+        empty: bool, or a tensor of one; whether this rank's batch has no rows: NaN of its values
+            counts as zero, and its statistics that are NaN don't count.
         """
         slices = [each for each in values if isinstance(each, tf.IndexedSlices)]
         dense = [
             tf.convert_to_tensor(each) for each in values if not isinstance(each, tf.IndexedSlices)
         ]
-        dense_totals = iter(self._reduce_dense(dense, mean, options))
+        dense_totals = iter(self._reduce_dense(dense, statistics, mean, options, empty))
         slices_totals = iter(self._reduce_slices(slices, mean))
-        return [
+        totals = [
             next(slices_totals if isinstance(each, tf.IndexedSlices) else dense_totals)
             for each in values
         ]
+        return [*totals, *dense_totals]
 
     def _reduce_dense(
-        self, tensors: Sequence[Any], mean: bool, options: CommunicationOptions | None
+        self,
+        values: Sequence[Any],
+        statistics: Sequence[Any],
+        mean: bool,
+        options: CommunicationOptions | None,
+        empty: Any,
     ) -> list[Any]:
+        tensors, count = [*values, *statistics], len(values)
         if not tensors:
             return []
         for each in tensors:
             _refuse_strings("reduce", each)
 
         def call(*given: Any) -> list[Any]:
-            arrays, out = list(given), self._results.like(given)
-            return self.replication.all_reduce_arrays(arrays, ReduceOp.SUM, options, out=out)
+            arrays, is_empty = list(given[: len(tensors)]), any(given[len(tensors) :])
+            out = self._results.like(arrays)
+            if is_empty:
+                arrays[:count] = zeros_for_nan(arrays[:count])
+            totals = self.replication.all_reduce_arrays(arrays, ReduceOp.SUM, options, out=out)
+            if any(np.isnan(each).any() for each in totals[count:]):
+                totals[count:] = sums_of_batches(self.replication, arrays[count:], is_empty)
+            return totals
 
-        totals = self.execute(call, tensors, [each.shape for each in tensors])
+        # In most programs it is known: an input less.
+        inputs = tensors if empty is False else [*tensors, tf.convert_to_tensor(empty)]
+        totals = self.execute(call, inputs, [each.shape for each in tensors])
         return [_divided(each, self.communicator.size) for each in totals] if mean else totals
 
     def sums_by_rows(self, tensors: Sequence[Any], others: Sequence[Any], rows: Any) -> list[Any]:

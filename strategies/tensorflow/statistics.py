@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from strategies.core.options import ReduceOp
-from strategies.core.values import Array
-from strategies.replication.replication import Replication
 from strategies.tensorflow.empty_batches import EmptyBatches
 from strategies.tensorflow.graphs import current_graph, enclosing_function
 from strategies.tensorflow.operations import Operations
@@ -132,7 +128,9 @@ class Statistics:
     def _average(self, variables: list[Any]) -> None:
         if variables:
             values = [each._primary.read_value() for each in variables]
-            self._assign(variables, self._operations.reduce(values, mean=True))
+            empty = self._batches.is_empty()
+            means = self._operations.reduce([], mean=True, statistics=values, empty=empty)
+            self._assign(variables, means)
 
     def due(self) -> list[Any]:
         """The variables that a reduction at this place of the program can average."""
@@ -151,42 +149,8 @@ class Statistics:
                 self._function(graph).remove(variable)
 
     def _assign(self, variables: list[Any], means: list[Any]) -> None:
-        if not variables:
-            return
-        own = [each._primary.read_value() for each in variables]
         for variable, mean in zip(variables, means, strict=True):
             variable._primary.assign(mean)
-
-        empty = tf.convert_to_tensor(self._batches.is_empty())
-
-        def call(*given: Array) -> list[Array]:
-            *arrays, is_empty = given
-            return means_of_batches(self._operations.replication, arrays, bool(is_empty))
-
-        def assign_others() -> None:
-            shapes = [each.shape for each in own]
-            found = self._operations.execute(call, [*own, empty], shapes)
-            for variable, mean in zip(variables, found, strict=True):
-                variable._primary.assign(mean)
-
-        # Of equal sums: all ranks decide alike.
-        sums = [tf.cast(tf.reduce_sum(each), tf.float32) for each in means]
-        execute_if(tf.math.is_nan(tf.add_n(sums)), assign_others)
-
-
-def means_of_batches(replication: Replication, own: Sequence[Array], is_empty: bool) -> list[Array]:
-    """The means over the ranks, without those of this rank's arrays that are NaN if `is_empty`."""
-    counted = [not (is_empty and np.isnan(each).any()) for each in own]
-    values = [
-        each if counts else np.zeros_like(each) for each, counts in zip(own, counted, strict=True)
-    ]
-    numbers = np.array(counted, np.float32)
-    *totals, counts = replication.all_reduce_arrays([*values, numbers], ReduceOp.SUM)
-    with np.errstate(invalid="ignore"):
-        return [
-            np.asarray(total / count, total.dtype)
-            for total, count in zip(totals, counts, strict=True)
-        ]
 
 
 def execute_if(condition: Any, action: Callable[[], None]) -> None:
