@@ -40,6 +40,8 @@ class _Model(NamedTuple):
 
 
 _models: weakref.WeakKeyDictionary[Any, _Model] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""Of each optimizer, which may be given with several models: the last one counts."""
 
 
 def distribute(
@@ -67,7 +69,12 @@ def distribute(
     }
     _begin_as_chief(worker, model, [each for number, each in served.items() if number in known])
     _pull(worker, list(served.values()))
-    hooks = [hook for each in optimizers for hook in _install(worker, served, each, counts=counts)]
+    hooks = []
+    for each in optimizers:
+        for hook in _hooks.pop(each, ()):
+            hook.remove()
+        _hooks[each] = _install(worker, served, each, counts=counts)
+        hooks += _hooks[each]
     _models[model] = _Model(worker, served, hooks)
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 

@@ -110,11 +110,14 @@ def sums_of_batches(replication: Replication, own: Sequence[Array], is_empty: bo
 def _rows_of(arguments: Sequence[Any]) -> list[Any]:
     """The arrays with axes of the first argument that has any."""
     for argument in arguments:
-        arrays = [
-            each
-            for each in tf.nest.flatten(argument)
-            if isinstance(each, tf.Tensor | np.ndarray) and each.shape
-        ]
+        arrays = [each for each in tf.nest.flatten(argument) if _has_axes(each)]
         if arrays:
             return arrays
     return []
+
+
+def _has_axes(array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return array.ndim > 0
+    # The rank may be unknown.
+    return isinstance(array, tf.Tensor) and bool(array.shape.rank)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import values, values_util
+from tensorflow.python.distribute import distribute_utils, values, values_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.trackable import base as trackable
 
@@ -18,6 +18,10 @@ from strategies.core.values import Array
 from strategies.optimizers import Optimizer
 from strategies.tensorflow.operations import Operations
 from strategies.tensorflow.variables import ReplicatedVariable
+
+
+def _own(value: Any) -> Any:
+    return distribute_utils.select_replica(0, value)
 
 
 class AveragedVariable(ReplicatedVariable):
@@ -36,21 +40,21 @@ class AveragedVariable(ReplicatedVariable):
         self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
     ) -> Any:
         """As of `tf.Variable`; outside of `run` the round began with this value."""
-        self._change_outer(lambda copy: copy.assign(value))
+        self._change_outer(lambda copy: copy.assign(_own(value)))
         return super().assign(value, use_locking, name, read_value)
 
     def assign_add(
         self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
     ) -> Any:
         """As of `tf.Variable`; outside of `run` it is added to what the round began with, too."""
-        self._change_outer(lambda copy: copy.assign_add(value))
+        self._change_outer(lambda copy: copy.assign_add(_own(value)))
         return super().assign_add(value, use_locking, name, read_value)
 
     def assign_sub(
         self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
     ) -> Any:
         """As of `tf.Variable`; outside of `run` as `assign_add`."""
-        self._change_outer(lambda copy: copy.assign_sub(value))
+        self._change_outer(lambda copy: copy.assign_sub(_own(value)))
         return super().assign_sub(value, use_locking, name, read_value)
 
     def _change_outer(self, change: Callable[[Any], object]) -> None:

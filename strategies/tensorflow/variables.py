@@ -205,7 +205,9 @@ def updated_by_optimizer() -> bool:
 
 def summed_by_optimizer() -> bool:
     """Whether an optimizer, of Keras or of TensorFlow, sums gradients, on the stack of calls."""
-    return _is_called_by("_all_reduce_sum_gradients", "_distributed_apply")
+    return _is_called_by(
+        "_all_reduce_sum_gradients", "all_reduce_sum_gradients", "_distributed_apply"
+    )
 
 
 def _is_called_by(*names: str) -> bool:

@@ -28,7 +28,7 @@ class AveragedModules:
 
         A call replaces earlier ones of the model, and of those that share a parameter with it.
         """
-        parameters = {id(each) for each in model.parameters()}
+        parameters = {id(each) for each in model.parameters() if each.requires_grad}
         for other, known in list(self._known.items()):
             if other is model or known.has_any(parameters):
                 self._known.pop(other).release()
@@ -79,10 +79,9 @@ class _Module:
     def __init__(self, model: Any, optimizers: Sequence[Any], modules: AveragedModules) -> None:
         # Without the module itself, which is a weak key.
         self._parameters = [
-            (name, each)
-            for name, each in model.named_parameters()
-            if each.dtype.is_floating_point or each.is_complex()
+            (name, each) for name, each in model.named_parameters() if _may_be_trained(each)
         ]
+        self._at_first = [each.requires_grad for _, each in self._parameters]
         self.values = [ReplicaStorage(from_torch(each, name)) for name, each in self._parameters]
         self._addresses = [each.data_ptr() for _, each in self._parameters]
         self.note_versions()
@@ -97,9 +96,9 @@ class _Module:
         self._versions = [each._version for _, each in self._parameters]
 
     def trained(self) -> list[ReplicaStorage]:
-        """The values of parameters that require gradients now."""
-        pairs = zip(self._parameters, self.values, strict=True)
-        return [value for (_, each), value in pairs if each.requires_grad]
+        """The values of parameters that require gradients, or did: momentum may move them."""
+        every = zip(self._parameters, self.values, self._at_first, strict=True)
+        return [value for (_, each), value, first in every if first or each.requires_grad]
 
     def changed_by_others(self) -> list[str]:
         """The names of parameters with gradients that were changed outside of steps."""
@@ -113,14 +112,15 @@ class _Module:
     def check_memory(self) -> None:
         """RuntimeError where a parameter was moved, as by `model.double()`."""
         for (name, each), address in zip(self._parameters, self._addresses, strict=True):
-            if each.data_ptr() != address:
+            if each.requires_grad and each.data_ptr() != address:
                 raise RuntimeError(
                     f"{name} has other memory than in distribute: call distribute again"
                 )
 
     def has_any(self, parameters: Set[int]) -> bool:
-        """Whether any parameter has one of these identities."""
-        return any(id(each) in parameters for _, each in self._parameters)
+        """Whether any parameter that is trained has one of these identities."""
+        trained = [each for _, each in self._parameters if each.requires_grad]
+        return any(id(each) in parameters for each in trained)
 
     def settle(self, restored: Set[int]) -> None:
         """The replicas agree on the parameters with these identities."""
@@ -132,3 +132,11 @@ class _Module:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _may_be_trained(parameter: Any) -> bool:
+    """Whether it requires gradients, or may do so later."""
+    if parameter.requires_grad:
+        return True
+    numbers = parameter.is_floating_point() or parameter.is_complex()
+    return bool(numbers and parameter.device.type == "cpu" and not parameter.is_inference())

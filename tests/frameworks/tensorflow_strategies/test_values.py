@@ -246,3 +246,23 @@ def test_contexts(tf, strategy, ds, comm):
     assert strategy.num_replicas_in_sync == comm.size
     assert strategy.is_chief == (comm.rank == 0)
     assert isinstance(strategy, tf.distribute.Strategy)
+
+
+def test_arguments_without_rows(tf, strategy, comm):
+    """Scalars, of NumPy and TensorFlow, beside other things, and of unknown rank."""
+
+    def total(value, *_):
+        number = value["number"] if isinstance(value, dict) else value
+        return tf.distribute.get_replica_context().all_reduce("SUM", number)
+
+    one = tf.constant(1.0)
+    for arguments in ((one,), (one, np.ones(3)), ({"number": one, "none": None, "x": one},)):
+        for call in (strategy.run, tf.function(strategy.run)):
+            assert float(call(total, args=arguments)) == comm.size
+
+    @tf.function(input_signature=[tf.TensorSpec(None)])
+    def of_any_rank(value):
+        return strategy.run(total, args=(value,))
+
+    for value in (one, tf.ones([2])):
+        np.testing.assert_array_equal(of_any_rank(value), value * comm.size)

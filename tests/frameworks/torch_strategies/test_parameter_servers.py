@@ -131,9 +131,10 @@ def test_calls_again_and_refusals(torch, comm):
             strategy.distribute(model, optimizer, weighted=True)
         with pytest.raises(TypeError, match="model is a object: must be a torch module"):
             strategy.distribute(object(), optimizer)
-        for _ in range(2):
-            # The second call does not make steps count twice.
-            strategy.distribute(model, optimizer)
+        wrapped = torch.nn.Sequential(model)
+        for each in (model, wrapped, model):
+            # The other calls do not make steps count twice.
+            strategy.distribute(each, optimizer)
         train(torch, model, optimizer, 0, steps=1)
         other = torch.nn.Parameter(torch.ones(7))
         optimizer.add_param_group({"params": [other]})
