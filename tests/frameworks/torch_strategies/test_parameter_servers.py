@@ -93,9 +93,9 @@ def test_models_that_share_parameters(torch, comm):
     def trained(pair, worker, strategy=None):
         optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in pair]
         for model, optimizer in zip(pair, optimizers, strict=True):
+            optimizer.register_step_post_hook(lambda stepping, *_: stepping.zero_grad())
             if strategy is not None:
                 strategy.distribute(model, optimizer)
-            optimizer.register_step_post_hook(lambda stepping, *_: stepping.zero_grad())
         for model, optimizer in zip(pair, optimizers, strict=True):
             train(torch, model, optimizer, worker, steps=3)
         return optimizers
