@@ -97,7 +97,7 @@ def test_models_that_share_parameters(torch, comm):
             if strategy is not None:
                 strategy.distribute(model, optimizer)
         for model, optimizer in zip(pair, optimizers, strict=True):
-            train(torch, model, optimizer, worker, steps=3)
+            train(torch, model, optimizer, worker, steps=2)
         return optimizers
 
     def work(strategy):
