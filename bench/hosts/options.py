@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from bench.output_paths import output_file
 
@@ -38,6 +38,19 @@ def parse_count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
     return int(text)
+
+
+def parse_names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A parser of some of these names in a comma list."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return names
+
+    return parse
 
 
 def _layouts(text: str) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.cases import CASES
 from bench.hosts.namespaces import congestion_control, hosts, launch_line, shape
-from bench.hosts.options import UNSHAPED, add_options
+from bench.hosts.options import UNSHAPED, add_options, parse_names
 from bench.hosts.table import print_table
 from bench.reports.columns import machine_lines, settings_line
 from bench.sizes import parse_sizes
@@ -40,18 +40,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=__doc__)
     add_options(parser, rates=f"{UNSHAPED},1gbit", repeats=20, unshaped=True)
     add = parser.add_argument
-    add("--collectives", type=_collectives, default="all_reduce", help="default: all_reduce")
+    add("--collectives", type=parse_names(CASES), default="all_reduce", help="default: all_reduce")
     add("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
     return parser.parse_args(arguments)
-
-
-def _collectives(text: str) -> list[str]:
-    """Names in a comma list."""
-    names = text.split(",")
-    for name in names:
-        if name not in CASES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(CASES)}")
-    return names
 
 
 def _measure(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import TypeVar
 
-from bench.hosts.options import parse_count, parse_rate
+from bench.hosts.options import parse_count, parse_names, parse_rate
 from bench.options import Parser
 from bench.output_paths import output_folder
 from bench.scale.networks import NETWORKS
@@ -64,7 +64,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", type=_numbers, default=_RANKS, help="default: powers of two up to 65536")
     add("--sizes", type=parse_sizes, help=f"default: {_SIZES}; {_MEASURED_SIZES} if measured")
     add(
-        "--networks", type=_networks, default=list(NETWORKS), help=f"default: {', '.join(NETWORKS)}"
+        "--networks",
+        type=parse_names(NETWORKS),
+        default=list(NETWORKS),
+        help=f"default: {', '.join(NETWORKS)}",
     )
     add("--output", type=output_folder, metavar="DIR", help="for scale-COLLECTIVE.md and .json")
     group = parser.add_argument_group("measured")
@@ -98,14 +101,6 @@ def _numbers(text: str) -> list[int]:
             except ValueError as error:
                 raise argparse.ArgumentTypeError(str(error)) from None
     return numbers
-
-
-def _networks(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in NETWORKS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(NETWORKS)}")
-    return names
 
 
 def _with_progress(jobs: list[_T]) -> Iterable[_T]:

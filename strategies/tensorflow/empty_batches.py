@@ -66,6 +66,11 @@ class EmptyBatches:
             self._state.runs = []
         return self._state.runs  # type: ignore[no-any-return]
 
+    @property
+    def graph_of_run(self) -> Any:
+        """The graph in which this thread's `run` is called; None where there is none."""
+        return self._runs[-1].graph if self._runs else None
+
     def is_empty(self) -> Any:
         """Whether the batch of this thread's run is empty: a bool or a tensor of the graph."""
         if not self._runs:

@@ -157,7 +157,7 @@ class LocalExtended(CollectiveExtended):
             self._outer.begin(self.operations, self._trained())
 
     def _note_step(self) -> None:
-        graph = enclosing_function(current_graph(), self.statistics.graph_of_run)
+        graph = enclosing_function(current_graph(), self.empty_batches.graph_of_run)
         # A branch that one rank does not execute is a step there, too: the ranks count the same.
         with nullcontext() if graph is None else graph.as_default():
             self._stepped.assign(True)

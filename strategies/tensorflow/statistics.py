@@ -53,8 +53,6 @@ class _Changed(threading.local):
 
     def __init__(self) -> None:
         self.runs: list[dict[int, tuple[Any, Any]]] = []
-        self.graphs: list[Any] = []
-        """In which the runs are called."""
 
 
 class Statistics:
@@ -72,11 +70,6 @@ class Statistics:
         """Whether this thread is in a `run`."""
         return bool(self._changed.runs)
 
-    @property
-    def graph_of_run(self) -> Any:
-        """The graph in which this thread's `run` is called; None where there is none."""
-        return self._changed.graphs[-1] if self._changed.graphs else None
-
     def changed(self, variable: Any) -> None:
         """Note that a replica assigned its own value."""
         graph = current_graph()
@@ -91,12 +84,10 @@ class Statistics:
         """The body of a `run`, at whose end the variables are averaged."""
         graph = current_graph()
         self._changed.runs.append({})
-        self._changed.graphs.append(graph)
         try:
             yield
             changed = self._changed.runs[-1]
         finally:
-            self._changed.graphs.pop()
             self._changed.runs.pop()
         here = [variable for variable, where in changed.values() if where is graph]
         if graph is not None:

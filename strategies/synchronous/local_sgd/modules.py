@@ -52,7 +52,7 @@ class AveragedModules:
         self._averaging.begin_step(module.trained())
 
     def begin_averaging(self) -> None:
-        """Log, once, parameters that no step of the optimizers in `add` has changed."""
+        """Log, once, a parameter that something else than a step of these optimizers changed."""
         for module in self._known.values() if not self._warned else ():
             if names := module.changed_by_others():
                 self._warned = True
