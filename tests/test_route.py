@@ -24,10 +24,12 @@ TARGETS = {
     "all_reduce, 1 MiB, non-contiguous": (40, 10),
     "all_gather, 1 MiB, without out": (35, 10),
     "reduce, 8 B": (10, 7),
-    "broadcast, 8 B": (12, 7),
-    "all_to_all, 8 B": (12, 7),
+    "broadcast, 8 B": (10, 7),
+    "all_gather, 8 B": (12, 7),
+    "reduce_scatter, 8 B": (10, 6),
+    "all_to_all, 8 B": (10, 6),
     "all_to_all, 1 MiB, out=": (30, 12),
-    "scatter, 8 B": (40, 14),
+    "scatter, 8 B": (18, 8),
     "run + apply_gradients, 10 variables": (150, 14),
     "strategy.reduce, a number": (60, 12),
 }
@@ -80,6 +82,8 @@ def rows(comm):
     yield "all_gather, 1 MiB, without out", lambda: comm.all_gather(part)
     yield "reduce, 8 B", lambda: comm.reduce(number, root=1)
     yield "broadcast, 8 B", lambda: comm.broadcast(number)
+    yield "all_gather, 8 B", lambda: comm.all_gather(number)
+    yield "reduce_scatter, 8 B", lambda: comm.reduce_scatter(pair)
     yield "all_to_all, 8 B", lambda: comm.all_to_all(pair)
     yield "scatter, 8 B", lambda: comm.scatter(pair if comm.rank == 0 else None)
     yield "all_to_all, 1 MiB, out=", lambda: comm.all_to_all(array, out=out)

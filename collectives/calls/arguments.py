@@ -88,22 +88,17 @@ class Rows:
         return packed(np.moveaxis(rows.reshape(count, *self.rest), 0, self.axis))
 
 
-def stores_rows(out: Any, array: Array) -> bool:
-    """Whether rows like those of the array can be stored into `out` as they are."""
-    return out is None or (
-        type(out) is np.ndarray
-        and out.flags.carray
-        and out.dtype == array.dtype
-        and out.shape[1:] == array.shape[1:]
-        and out.ndim == array.ndim
-    )
-
-
 def contiguous_apart(array: Array, target: Array | None) -> Array:
     """The elements in C order, in memory of their own where they may overlap with the target."""
     flags = array.flags
     if not (flags.c_contiguous and flags.aligned):
         return array.flatten()
-    if target is not None and np.may_share_memory(array, target):
+    if target is not None and (
+        array is target
+        or (
+            (array.base is not None or target.base is not None)
+            and np.may_share_memory(array, target)
+        )
+    ):
         return array.flatten()
     return array.reshape(-1)

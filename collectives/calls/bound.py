@@ -25,10 +25,8 @@ from collectives.calls.bound_small import (
     DATA,
     bind_small,
     node_of_all,
-    small_broadcast,
     small_reduction,
 )
-from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock
@@ -203,14 +201,20 @@ def bind_all_reduce(
 
 
 def of_shape(
-    call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], *, gets: bool = True
+    call: Call,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    gets: bool = True,
+    part: tuple[int, ...] | None = None,
 ) -> Callable[[Array, Any], Any]:
     """A call on flat buffers as one on arrays: (array, out) → result, of that shape and dtype.
 
     `array` is any NumPy array of the shape. PASS where `out` can't take the result as it comes. A
-    rank that doesn't get the result returns None.
+    rank that doesn't get the result returns None. `part` is the shape of what each rank gets of it.
     """
-    ndarray, empty, overlap, flat = np.ndarray, np.empty, np.may_share_memory, len(shape) == 1
+    ndarray, empty, overlap = np.ndarray, np.empty, np.may_share_memory
+    result, flat = shape if part is None else part, len(shape) == 1
 
     def call_with(array: Array, out: Any) -> Any:
         flags = array.flags
@@ -222,13 +226,14 @@ def of_shape(
         if not gets:
             return PASS if call(source, None) is PASS else None
         if out is None:
-            out = empty(shape, dtype)
+            out = empty(result, dtype)
         elif type(out) is not ndarray or not out.flags.carray:
             return PASS
-        elif out is array:
+        elif out is array and part is None:
             source = None
         elif (
-            out.shape != shape
+            out is array
+            or out.shape != result
             or out.dtype != dtype
             or ((out.base is not None or array.base is not None) and overlap(array, out))
         ):
@@ -236,24 +241,6 @@ def of_shape(
         return PASS if call(source, out if flat else out.reshape(-1)) is PASS else out
 
     return call_with
-
-
-def bind_broadcast(
-    engine: Engine, signature: Signature, nbytes: int, root: int
-) -> Callable[[Any, Array], Any]:
-    """The function (None, buffer): the root's content in every rank's buffer of bytes."""
-    most, on_root = room_of_row(engine, 1), engine.rank == root
-    if 0 < nbytes <= most:
-        rows = ExchangedRows(engine, most, nbytes=nbytes if on_root else 0)
-
-        def take(source: None, target: Array, index: int | None) -> None:
-            if not on_root:
-                target[...] = rows.joined()[:nbytes]
-
-        return bind(engine, signature, take, exchange=rows)
-    small = small_broadcast(engine, nbytes, root)
-    run, publish = small or component(engine, "broadcast", None, _BYTES, nbytes, (), root)
-    return bind(engine, signature, run, publish)
 
 
 def component(

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from collectives.caching import LRU
-from collectives.calls.bound import bind
+from collectives.calls import PASS
+from collectives.calls.arguments import contiguous_apart
+from collectives.calls.bound import Call, bind
 from collectives.calls.counts import check_room
-from collectives.calls.rows import rows_of_all
+from collectives.calls.rows import RowsOfAll, rows_of_all
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
@@ -29,17 +31,18 @@ def bind_all_gather(
     room: int,
     rest: tuple[int, ...],
     dtype: np.dtype[Any],
-) -> Callable[[Array, Array | None], Array]:
-    """The function (source, target) → the joined rows, each of shape `rest`.
+) -> Callable[[Array, Array | None], Any]:
+    """The function (array, out) → the joined rows, each of shape `rest`.
 
-    This rank sends `count` rows. A given target is flat, and returned; `room` is the number of rows
-    that it holds (`check_room` raises ValueError on every rank if that is not the sum). The result
-    has its final shape before the call ends, as of `bound_many`.
+    This rank gives `count` rows. `out` has `room` rows: ValueError on every rank if that is not the
+    sum (`check_room`). PASS where it can't take them as they come. The result has its final shape
+    before the call ends, as of `bound_many`.
     """
     paths = engine.paths("all_gather", None, _BYTES)
     row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run
     chosen: LRU[int, tuple[str, Path | None, bool]] = LRU()
-    rows_of_ranks = rows_of_all(engine, count, room, count * row_bytes, addressed=True)
+    rows_of_ranks = rows_of_all(engine, count, room, rest, dtype, addressed=True)
+    copies = rows_of_ranks.copies
 
     def choose(total: int) -> tuple[str, Path | None, bool]:
         """The path of so many bytes, and whether it uses the exchanged addresses."""
@@ -56,7 +59,7 @@ def bind_all_gather(
         check_room(counts, rooms)
         rows, lengths = sum(counts), [each * row_bytes for each in counts]
         total = rows * row_bytes
-        reader = rows_of_ranks.reader(lengths)
+        reader = rows_of_ranks.reader(counts)
         name, path, addressed = chosen.get(total) or chosen.put(total, choose(total))
         # Ranks with few rows publish no address: where others have more, they are exchanged anew.
         addressed = addressed and all(addresses.source_addresses)
@@ -68,11 +71,12 @@ def bind_all_gather(
         known = last if given is last[0] else joined_of(given)
         _, addresses, shape, lengths, total, reader, name, path, addressed = known
         joined = np.empty(shape, dtype) if target is None else target
-        filled = joined.reshape(-1).view(_BYTES)
-        sent = source.view(_BYTES)
         if reader is not None:
-            reader(index, sent, filled)
+            reader(index, joined)
             return joined
+        filled = joined.reshape(-1).view(_BYTES)
+        # What `publish` has copied may overlap with the target.
+        sent = (contiguous_apart(source, filled) if copies else source).view(_BYTES)
         if path is None:
             engine.run("all_gather", sent, filled, lengths=lengths)
         elif addressed and index is not None:
@@ -81,7 +85,27 @@ def bind_all_gather(
             engine.path = errstate(path, sent, filled, lengths, 0) or name
         return joined
 
-    return bind(engine, signature, run, rows_of_ranks.publish, rows_of_ranks.exchange)
+    call = bind(engine, signature, run, rows_of_ranks.publish, rows_of_ranks.exchange)
+    return _of_rows(call, rows_of_ranks, rest, dtype)
+
+
+def _of_rows(
+    call: Call, rows_of_ranks: RowsOfAll, rest: tuple[int, ...], dtype: np.dtype[Any]
+) -> Callable[[Array, Array | None], Any]:
+    """The function (array, out) of a call that joins rows into its target."""
+    copies, ndarray = rows_of_ranks.copies, np.ndarray
+
+    def call_with(array: Array, out: Array | None) -> Any:
+        if out is not None and (
+            type(out) is not ndarray
+            or not out.flags.carray
+            or out.dtype != dtype
+            or out.shape[1:] != rest
+        ):
+            return PASS
+        return call(array if copies else contiguous_apart(array, out), out)
+
+    return call_with
 
 
 def bind_gather(
@@ -92,13 +116,13 @@ def bind_gather(
     rest: tuple[int, ...],
     dtype: np.dtype[Any],
     root: int,
-) -> Callable[[Array, Array | None], Array | None]:
-    """The function (source, target) → the joined rows on the root, None elsewhere.
+) -> Callable[[Array, Array | None], Any]:
+    """The function (array, out) → the joined rows on the root, None elsewhere.
 
-    A given target, of the root, is as that of `bind_all_gather`.
+    As that of `bind_all_gather`, but that `out` counts on the root alone.
     """
     elements, on_root = math.prod(rest), engine.rank == root
-    rows_of_ranks = rows_of_all(engine, count, room, count * elements * dtype.itemsize)
+    rows_of_ranks = rows_of_all(engine, count, room, rest, dtype)
 
     last: tuple[Any, ...] = (None,)
 
@@ -107,8 +131,7 @@ def bind_gather(
         _, counts, rooms = given
         check_room(counts, rooms)
         lengths = [each * elements for each in counts]
-        reader = rows_of_ranks.reader([each * dtype.itemsize for each in lengths])
-        last = given, (sum(counts), *rest), lengths, reader
+        last = given, (sum(counts), *rest), lengths, rows_of_ranks.reader(counts)
         return last
 
     def run(source: Array, target: Array | None, index: int | None) -> Array | None:
@@ -120,12 +143,13 @@ def bind_gather(
             joined = engine.work(sum(lengths), dtype)
         else:
             joined = np.empty(shape, dtype) if target is None else target
-        filled = joined.reshape(-1)
         if reader is not None:
-            reader(index, source.view(_BYTES), filled.view(_BYTES))
+            reader(index, joined)
             return joined
-        own_part(filled, lengths, engine.rank)[:] = source
+        filled = joined.reshape(-1)
+        own_part(filled, lengths, engine.rank)[:] = contiguous_apart(source, filled)
         engine.run("gather", None, filled, lengths=lengths, root=root)
         return joined if on_root else None
 
-    return bind(engine, signature, run, rows_of_ranks.publish, rows_of_ranks.exchange)
+    call = bind(engine, signature, run, rows_of_ranks.publish, rows_of_ranks.exchange)
+    return _of_rows(call, rows_of_ranks, rest, dtype)

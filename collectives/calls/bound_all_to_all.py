@@ -7,15 +7,18 @@ kind of its parts beside its arrival, 0 if they differ, and all ranks compare th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from collectives.arrays.kinds import to_array
-from collectives.calls.all_to_all import exchange, exchange_bytes, writer
+from collectives.calls import PASS
+from collectives.calls.all_to_all import exchange, exchange_bytes, store, writer
+from collectives.calls.arguments import contiguous_apart
 from collectives.calls.bound import Call, Run, bind
 from collectives.calls.bound_small import DATA, node_of_all
-from collectives.calls.rows import rows_of_all
+from collectives.calls.rows import rows_between_nodes
 from collectives.consistency.signature import Signature, dtype_name, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
@@ -34,16 +37,18 @@ EXCHANGED_BYTES = 4 << 10
 
 def bind_differing(engine: Engine, nbytes: int) -> Call:
     """The function (arrays, None) → the received arrays; this rank's differ, and have `nbytes`."""
-    rows = rows_of_all(engine, _DIFFERENT, 0, 0)
+    signature, node = Signature("all_to_all", nbytes=nbytes), node_of_all(engine)
+    if node is not None:
+        publish = node.addresses.numbers_publisher(_DIFFERENT, 0)
+        return bind(engine, signature, lambda arrays, *_: exchange(engine, arrays), publish)
+    rows = rows_between_nodes(engine, _DIFFERENT, 0, 0)
 
     def run(arrays: Any, target: Any, index: int | None) -> list[Array]:
-        if index is None:
-            # As the ranks whose parts are alike do, with the same messages.
-            rows.numbers(index)
+        # As the ranks whose parts are alike do, with the same messages.
+        rows.numbers(index)
         return exchange(engine, arrays)
 
-    signature = Signature("all_to_all", nbytes=nbytes)
-    return bind(engine, signature, run, rows.publish, rows.exchange)
+    return bind(engine, signature, run, exchange=rows.exchange)
 
 
 def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Call:
@@ -71,6 +76,45 @@ def bind_all_to_all(engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]
         return exchange(engine, list(source.reshape(size, *shape)))
 
     return bind(engine, Signature("all_to_all", nbytes=nbytes), run, publish)
+
+
+def bind_equal(
+    engine: Engine, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Callable[[Array, Any], Any]:
+    """The function (array, out) → result, of that shape: equal parts, divided by the first axis.
+
+    PASS where `out` can't take the result as it comes. The function raises a MismatchError where
+    any rank's parts differ from this one's.
+    """
+    part, ndarray, empty = (shape[0] // engine.size, *shape[1:]), np.ndarray, np.empty
+    call = bind_all_to_all(engine, part, dtype)
+
+    def all_to_all(array: Array, out: Any) -> Any:
+        nonlocal call
+        if out is None:
+            result = empty(shape, dtype)
+        elif (
+            type(out) is ndarray and out.flags.carray and out.shape == shape and out.dtype == dtype
+        ):
+            result = out
+        else:
+            return PASS
+        source, target = contiguous_apart(array, out), result.reshape(-1)
+        differing = call(source, target)
+        if differing is PASS:
+            # Bound before another thread made the first registered array.
+            call = bind_all_to_all(engine, part, dtype)
+            differing = call(source, target)
+        if differing is not None:
+            # After the call: `whole` around all of it would cost every call time.
+            try:
+                store(differing, list(result.reshape(engine.size, *part)))
+            except BaseException as error:
+                engine.leave(error)
+                raise
+        return result
+
+    return all_to_all
 
 
 def _small(node: Node, count: int, dtype: np.dtype[Any], kind: int) -> tuple[Run, Publish]:
@@ -136,7 +180,7 @@ def _bind_between_nodes(
     size, rank, part = engine.size, engine.rank, math.prod(shape) * dtype.itemsize
     nbytes = part * size
     few = nbytes <= EXCHANGED_BYTES
-    rows = rows_of_all(engine, kind, 0, nbytes if few else 0)
+    rows = rows_between_nodes(engine, kind, 0, nbytes if few else 0)
     reader = rows.reader([nbytes] * size) if few else None
     every = np.empty((size, size, part) if reader else 0, _BYTES)
     native = engine.paths("all_to_all_equal", None, _BYTES).get(NATIVE)
@@ -147,7 +191,7 @@ def _bind_between_nodes(
             return exchange(engine, list(source.reshape(size, *shape)))
         outgoing, incoming = source.view(_BYTES), target.view(_BYTES)
         if reader is not None:
-            reader(index, outgoing.reshape(-1), every.reshape(-1))
+            reader(index, every)
             incoming.reshape(size, part)[...] = every[:, rank]
         elif native is not None:
             engine.path = NATIVE
@@ -157,7 +201,7 @@ def _bind_between_nodes(
         return None
 
     signature = Signature("all_to_all", nbytes=nbytes)
-    return bind(engine, signature, run, rows.publish, rows.exchange)
+    return bind(engine, signature, run, exchange=rows.exchange)
 
 
 def _by_messages(engine: Engine, outgoing: Array, incoming: Array) -> None:

@@ -86,19 +86,27 @@ def bind_scan(
 
 
 def bind_reduce_scatter(
-    engine: Engine, signature: Signature, op: ReduceOp, dtype: np.dtype[Any], lengths: Sequence[int]
-) -> Callable[[Array, Array], Any]:
-    """The function (source, target): `target` is this rank's part, `lengths` those of all."""
-    nbytes = sum(lengths) * dtype.itemsize
+    engine: Engine,
+    signature: Signature,
+    op: ReduceOp,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    counts: Sequence[int],
+) -> Callable[[Array, Any], Any]:
+    """The function (array, out) → this rank's part: rows of the array, `counts` those of all."""
+    elements = math.prod(shape[1:])
+    lengths, own = [count * elements for count in counts], (counts[engine.rank], *shape[1:])
+    count, nbytes = sum(lengths), sum(lengths) * dtype.itemsize
     small = small_reduction(engine, op, dtype, nbytes)
     stop = sum(lengths[: engine.rank + 1])
     part = slice(stop - lengths[engine.rank], stop)
-    if small is not None:
-        every = range(engine.size)
-        return bind(engine, signature, *small_fold(engine, small, sum(lengths), every, part))
     exchanged = exchanged_reduction(engine, "reduce_scatter", op, dtype, nbytes)
-    if exchanged is not None:
-        exchange = ReductionExchange(engine, exchanged, sum(lengths), part)
-        return bind(engine, signature, exchange.deliver, exchange=exchange)
-    run, publish = component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
-    return bind(engine, signature, run, publish)
+    if small is not None:
+        call = bind(engine, signature, *small_fold(engine, small, count, range(engine.size), part))
+    elif exchanged is not None:
+        exchange = ReductionExchange(engine, exchanged, count, part)
+        call = bind(engine, signature, exchange.deliver, exchange=exchange)
+    else:
+        run, publish = component(engine, "reduce_scatter", op, dtype, nbytes, lengths)
+        call = bind(engine, signature, run, publish)
+    return of_shape(call, shape, dtype, part=own)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.caching import LRU
+from collectives.calls.arguments import split_rows
 from collectives.calls.bound import Call, bind
 from collectives.calls.bound_small import DATA, node_of_all
 from collectives.calls.exchanged_rows import ExchangedRows, Head, room_of_row
@@ -36,13 +37,13 @@ class Sent(NamedTuple):
     """The array, flat, if it may travel with the check."""
 
     def within(self, most: int) -> Array:
-        """What travels of it: all, or the pickle alone, or nothing."""
+        """What travels of it: the array, and the pickle behind it; the pickle alone; or nothing."""
         if len(self.pickled) > most:
             return np.empty(0, _BYTES)
         content = np.frombuffer(self.pickled, _BYTES)
         if self.array is None or len(content) + self.nbytes > most:
             return content
-        return np.concatenate([content, self.array.view(_BYTES)])
+        return np.concatenate([self.array.view(_BYTES), content])
 
 
 _NOTHING = Sent(b"")
@@ -74,16 +75,16 @@ def bind_from_root(
 
     def run(sent: Sent | None, source: Any, index: int | None) -> Any:
         length, nbytes, content = row.content(index, sent)
+        few = length + nbytes <= row.most
         if length <= row.most:
-            pickled = content[:length]
+            start = nbytes if few else 0
+            pickled = content[start : start + length]
         else:
             pickled = np.empty(length, _BYTES)
             if sent is not None:
                 pickled[...] = np.frombuffer(sent.pickled, _BYTES)
             engine.run("broadcast", None, pickled, root=root)
-        few = length + nbytes <= row.most
-        data = content[length : length + nbytes] if few else None
-        return receive(read(engine, pickled), data, source)
+        return receive(read(engine, pickled), content[:nbytes] if few else None, source)
 
     return bind(engine, signature, run, row.publish, row.exchange)
 
@@ -100,13 +101,20 @@ class _NodeRow:
         self._slots = {
             at + DATA: memory.slots[root][parity][ROW_BYTES:] for parity, at in enumerate(ARRIVALS)
         }
+        self._bytes = {index: slot.data for index, slot in self._slots.items()}
         self.publish = self._publish if memory.rank == root else None
 
     def _publish(self, index: int, sent: Any, target: Any) -> None:
-        content = sent.within(self.most)
-        self._words[index + FIRST_NUMBER] = len(sent.pickled)
-        self._words[index + FIRST_NUMBER + 1] = sent.nbytes
-        self._slots[index][: len(content)] = content
+        pickled, nbytes, array = sent
+        length, slot = len(pickled), self._slots[index]
+        self._words[index + FIRST_NUMBER] = length
+        self._words[index + FIRST_NUMBER + 1] = nbytes
+        few = length + nbytes <= self.most
+        if few and nbytes:
+            slot[:nbytes] = array.view(_BYTES)
+        if length <= self.most:
+            start = nbytes if few else 0
+            self._bytes[index][start : start + length] = pickled
 
     def content(self, index: Any, sent: Sent | None) -> tuple[int, int, Array]:
         """The lengths of the pickle and of the array, and what travelled."""
@@ -161,26 +169,46 @@ def bind_scatter(engine: Engine, root: int) -> Call:
 
     `flat` are the elements of the root's array, None elsewhere; `array` is what the rank gave.
     """
-    known: LRU[bytes, tuple[Scattered, slice]] = LRU()
+    known: LRU[bytes, _Block] = LRU()
 
-    def read(engine: Engine, pickled: Array) -> tuple[Scattered, slice]:
+    def read(engine: Engine, pickled: Array) -> _Block:
         content = pickled.tobytes()
-        return known.recall(content) or known.put(content, placed(result_of(engine, pickled)))
+        return known.get(content) or known.put(
+            content, _Block(result_of(engine, pickled), engine.rank, engine.size)
+        )
 
-    def placed(found: Scattered) -> tuple[Scattered, slice]:
-        """And where this rank's bytes lie in the root's array."""
-        nbytes = [length * found.dtype.itemsize for length in found.lengths(engine.size)]
-        start = sum(nbytes[: engine.rank])
-        return found, slice(start, start + nbytes[engine.rank])
-
-    def receive(
-        result: tuple[Scattered, slice], data: Array | None, source: tuple[Any, Array | None, Any]
-    ) -> Any:
-        (found, own), (array, flat, out) = result, source
-        if data is None:
-            block = scatter_block(engine, found, flat, root, None)
-        else:
-            block = data[own].view(found.dtype)
-        return found.deliver(engine, block, array, out)
+    def receive(block: _Block, data: Array | None, source: tuple[Any, Array | None, Any]) -> Any:
+        array, flat, out = source
+        if data is not None:
+            return block.deliver(engine, data, array, out)
+        elements = scatter_block(engine, block.found, flat, root, None)
+        return block.found.deliver(engine, elements, array, out)
 
     return bind_from_root(engine, Signature("scatter", root=root), root, receive, read)
+
+
+class _Block:
+    """This rank's part of arrays of one kind, whose bytes lie one behind the other."""
+
+    def __init__(self, found: Scattered, rank: int, size: int) -> None:
+        lengths = found.lengths(size)
+        self.found, self._shape = found, (split_rows(found.rows, size)[rank], *found.rest)
+        self._start = sum(lengths[:rank]) * found.dtype.itemsize
+
+    def deliver(self, engine: Engine, data: Array, array: Any, out: Any) -> Any:
+        """As `Scattered.deliver`, from all elements' bytes."""
+        found, shape, dtype = self.found, self._shape, self.found.dtype
+        block: Array = np.ndarray(shape, dtype, data, self._start)
+        if found.axis or found.on_gpu:
+            return found.deliver(engine, block, array, out)
+        if out is None and (array is None or type(array) is np.ndarray):
+            return block.copy()
+        if (
+            type(out) is np.ndarray
+            and out.flags.carray
+            and out.shape == shape
+            and out.dtype == dtype
+        ):
+            out[...] = block
+            return out
+        return found.deliver(engine, block, array, out)

@@ -12,16 +12,15 @@ from collectives.arrays.kinds import is_device, like, to_array
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.caching import LRU
 from collectives.calls import PASS
-from collectives.calls.all_to_all import Parts, store
-from collectives.calls.arguments import Rows, contiguous_apart, stores_rows
-from collectives.calls.bound import bind_broadcast
+from collectives.calls.all_to_all import Parts
+from collectives.calls.arguments import Rows
 from collectives.calls.bound_all_gather import bind_all_gather, bind_gather
-from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing
+from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing, bind_equal
+from collectives.calls.bound_broadcast import bind_broadcast
 from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
 from collectives.calls.bound_from_root import Sent, bind_broadcast_object, bind_scatter
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import (
-    Scattered,
     broadcast_output,
     broadcast_signature,
     look_at,
@@ -39,112 +38,89 @@ class BoundMovementCalls(BoundCalls):
 
     def __init__(self, engine: Engine, check_open: Callable[[], None]) -> None:
         super().__init__(engine, check_open)
-        self._scattered: LRU[Scattered, bytes] = LRU()
-        """Pickled, because programs scatter arrays of few kinds."""
+        self._scattered: LRU[tuple[Any, ...], bytes] = LRU()
+        """What the root sends of arrays of a dtype and shape."""
 
     def broadcast(self, array: Any, root: int) -> Any:
         """As `Communicator.broadcast`."""
-        if type(array) is np.ndarray and array.flags.carray:
-            if ("broadcast", None, array.dtype, array.shape, root) not in self.known:
-                to_array(array)  # refuses dtypes that can't be sent
-            self._broadcast(array, root, array.reshape(-1))
-            return array
-        if (views := self._tensors.views(array, array)) is not None:
+        if type(array) is np.ndarray:
+            bound = self.known.get(("broadcast", None, array.dtype, array.shape, root))
+            if bound is not None and bound(None, array) is not PASS:
+                return array
+        elif (views := self._tensors.views(array, array)) is not None:
             self.broadcast(views[0], root)
             return array
-        if on_gpu(array):
+        elif on_gpu(array):
             return self._on_gpu("broadcast", array, array, root=root)
         given = to_array(array)
         output = broadcast_output(given, array, on_root=self._engine.rank == root)
 
+        def bind() -> Bound:
+            signature = broadcast_signature(given, root, None)
+            return bind_broadcast(self._engine, signature, given.dtype, given.shape, root)
+
         def perform() -> Any:
-            self._broadcast(given, root, output.buffer)
+            key = "broadcast", None, given.dtype, given.shape, root
+            self._call(key, bind, None, output.buffer.reshape(given.shape))
             return output.deliver()
 
         return self._engine.whole(perform)
 
-    def _broadcast(self, array: Array, root: int, buffer: Array) -> None:
-        def bind() -> Bound:
-            signature = broadcast_signature(array, root, None)
-            return bind_broadcast(self._engine, signature, array.nbytes, root)
-
-        key = "broadcast", None, array.dtype, array.shape, root
-        self._call(key, bind, None, buffer.view(np.uint8))
-
     def all_gather(self, array: Any, axis: Any, out: Any) -> Any:
         """As `Communicator.all_gather`."""
-        zero = type(axis) is int and axis == 0
-        if type(array) is np.ndarray and array.ndim and zero and stores_rows(out, array):
-            rest, room = array.shape[1:], ANY_ROOM if out is None else len(out)
-            target = None if out is None else out.reshape(-1)
-            joined = self._all_gather(array, rest, room, contiguous_apart(array, target), target)
-            return joined if out is None else out
-        if (views := self._tensors.views(array, out)) is not None:
+        if type(array) is np.ndarray and type(axis) is int and axis == 0:
+            bound = self.known.get(("all_gather", array.dtype, array.shape, _room(out), 0, None))
+            if bound is not None and (joined := bound(array, out)) is not PASS:
+                return joined
+        elif (views := self._tensors.views(array, out)) is not None:
             if out is None:
                 return self._engine.whole(as_tensor, self.all_gather, views[0], axis, None)
             self.all_gather(views[0], axis, views[1])
             return out
-        if on_gpu(array):
+        elif on_gpu(array):
             return self._on_gpu("all_gather", array, out, axis=axis)
-        rows = Rows(to_array(array), axis)
-        if out is None:
-            refuse_lost_gradient(array, "array")
-        room = ANY_ROOM if out is None else rows_of(out, rows)
-
-        def perform() -> Any:
-            joined = self._all_gather(array, rows.rest, room, rows.flat, None, rows)
-            if out is None:
-                return like(array)(rows.array(joined, len(joined)))
-            output = rows.output(out, len(joined), rows.dtype, array)
-            output.buffer[...] = joined.reshape(-1)
-            return output.deliver()
-
-        return self._engine.whole(perform)
-
-    def _all_gather(
-        self,
-        array: Any,
-        rest: tuple[int, ...],
-        room: int,
-        source: Array,
-        target: Array | None,
-        rows: Rows | None = None,
-    ) -> Array:
-        def bind() -> Bound:
-            seen = rows or Rows(to_array(array), 0)
-            signature = signature_of("all_gather", seen, None, None)
-            return bind_all_gather(self._engine, signature, seen.count, room, seen.rest, seen.dtype)
-
-        count, axis = (len(array), 0) if rows is None else (rows.count, rows.axis)
-        key = "all_gather", source.dtype, rest, axis, count, room
-        joined: Array = self._call(key, bind, source, target)
-        return joined
+        return self._join(bind_all_gather, "all_gather", array, axis, out)
 
     def gather(self, array: Any, root: int, axis: Any, out: Any) -> Any:
         """As `Communicator.gather`."""
         if root != self._engine.rank:
             out = None
-        zero = type(axis) is int and axis == 0
-        if type(array) is np.ndarray and array.ndim and zero and stores_rows(out, array):
-            room = ANY_ROOM if out is None else len(out)
-            target = None if out is None else out.reshape(-1)
-            source = contiguous_apart(array, None)
-            joined = self._gather(source, array.shape, room, target, root)
-            return joined if out is None else out
-        if (views := self._tensors.views(array, out)) is not None:
+        if type(array) is np.ndarray and type(axis) is int and axis == 0:
+            bound = self.known.get(("gather", array.dtype, array.shape, _room(out), 0, root))
+            if bound is not None and (joined := bound(array, out)) is not PASS:
+                return joined
+        elif (views := self._tensors.views(array, out)) is not None:
             if out is None:
                 return self._engine.whole(as_tensor, self.gather, views[0], root, axis, None)
             self.gather(views[0], root, axis, views[1])
             return out
-        if on_gpu(array):
+        elif on_gpu(array):
             return PASS
+        return self._join(partial(bind_gather, root=root), "gather", array, axis, out, root)
+
+    def _join(
+        self,
+        bind_rows: Callable[..., Bound],
+        collective: str,
+        array: Any,
+        axis: Any,
+        out: Any,
+        root: int | None = None,
+    ) -> Any:
+        """all_gather or gather of any array; `root` is that of a gather."""
         rows = Rows(to_array(array), axis)
-        refuse_lost_gradient(array, "array")
+        if out is None or root is not None:
+            refuse_lost_gradient(array, "array")
         room = ANY_ROOM if out is None else rows_of(out, rows)
+
+        def bind() -> Bound:
+            signature = signature_of(collective, rows, root, None)
+            return bind_rows(self._engine, signature, rows.count, room, rows.rest, rows.dtype)
 
         def perform() -> Any:
             shape = rows.count, *rows.rest
-            joined = self._gather(rows.flat, shape, room, None, root, rows)
+            key = collective, rows.dtype, shape, room, rows.axis, root
+            joined = self._call(key, bind, rows.flat.reshape(shape), None)
             if joined is None:
                 return None
             if out is None:
@@ -155,46 +131,27 @@ class BoundMovementCalls(BoundCalls):
 
         return self._engine.whole(perform)
 
-    def _gather(
-        self,
-        source: Array,
-        shape: tuple[int, ...],
-        room: int,
-        target: Array | None,
-        root: int,
-        rows: Rows | None = None,
-    ) -> Any:
-        """`shape` is that of this rank's rows, which come first in it."""
-
-        def bind() -> Bound:
-            seen = rows or Rows(to_array(source.reshape(shape)), 0)
-            signature = signature_of("gather", seen, root, None)
-            count, rest, dtype = seen.count, seen.rest, seen.dtype
-            return bind_gather(self._engine, signature, count, room, rest, dtype, root)
-
-        axis = 0 if rows is None else rows.axis
-        return self._call(("gather", source.dtype, shape, axis, room, root), bind, source, target)
-
     def scatter(self, array: Any, root: int, axis: int, out: Any) -> Any:
         """As `Communicator.scatter`."""
-        return self._engine.whole(self._scatter, array, root, axis, out)
-
-    def _scatter(self, array: Any, root: int, axis: int, out: Any) -> Any:
-        engine, flat, sent = self._engine, None, None
-        if engine.rank == root:
-            sent, flat = self._sent(array, axis)
-        bind = partial(bind_scatter, engine, root)
+        sent, flat = self._sent(array, axis) if self._engine.rank == root else (None, None)
+        bind = partial(bind_scatter, self._engine, root)
         return self._call(("scatter", root), bind, sent, (array, flat, out))
 
     def _sent(self, array: Any, axis: int) -> tuple[Sent, Array | None]:
         """What the root of a scatter sends, and its elements; the error if there are none."""
+        plain = type(array) is np.ndarray and type(axis) is int and axis == 0
+        if plain and array.flags.carray:
+            pickled = self._scattered.get((array.dtype, array.shape))
+            if pickled is not None:
+                flat = array.reshape(-1)
+                return Sent(pickled, flat.nbytes, flat), flat
         try:
             found, rows = look_at(self._engine, array, axis)
         except Exception as error:
             return Sent(outcome_of(partial(_raise, error))), None
-        pickled = self._scattered.recall(found)
-        if pickled is None:
-            pickled = self._scattered.put(found, outcome_of(lambda: found))
+        pickled = outcome_of(lambda: found)
+        if plain:
+            self._scattered.put((array.dtype, array.shape), pickled)
         if is_device(rows.flat):
             return Sent(pickled, ANY_ROOM), rows.flat
         return Sent(pickled, rows.flat.nbytes, rows.flat), rows.flat
@@ -207,28 +164,23 @@ class BoundMovementCalls(BoundCalls):
 
     def all_to_all(self, arrays: Any, out: Any) -> Any:
         """As `Communicator.all_to_all`."""
-        size, plain = self._engine.size, type(arrays) is np.ndarray
-        if not plain and (views := self._tensors.views(arrays, out)) is not None:
+        size = self._engine.size
+        if type(arrays) is np.ndarray:
+            kind = "all_to_all", arrays.dtype, arrays.shape
+            bound = self.known.get(kind)
+            if bound is None and arrays.ndim and not len(arrays) % size:
+                self._check_open()
+                bound = bind_equal(self._engine, arrays.shape, to_array(arrays, "arrays").dtype)
+                self.known.put(kind, bound)
+            if bound is not None and (result := bound(arrays, out)) is not PASS:
+                return result
+        elif (views := self._tensors.views(arrays, out)) is not None:
             source, target = views
             if out is None:
                 return self._engine.whole(as_tensor, self.all_to_all, source, None)
             # Not `*views`: a signal's handler may run after such a call has returned.
             self.all_to_all(source, target)
             return out
-        divisible = plain and arrays.ndim and not len(arrays) % size
-        if divisible and stores_rows(out, arrays) and (out is None or len(out) == len(arrays)):
-            result = np.empty(arrays.shape, arrays.dtype) if out is None else out
-            target, shape = result.reshape(-1), (len(arrays) // size, *arrays.shape[1:])
-            differing = self._all_to_all(contiguous_apart(arrays, target), target, shape)
-            if differing is None:
-                return result
-            # After the call: `whole` around all of it would cost every call time.
-            try:
-                store(differing, list(result.reshape(size, *shape)))
-            except BaseException as error:
-                self._engine.leave(error)
-                raise
-            return result
         if on_gpu(arrays):
             return PASS
         if not hasattr(arrays, "shape") and any(map(on_gpu, arrays)):
@@ -250,6 +202,13 @@ class BoundMovementCalls(BoundCalls):
         """None, or the received arrays where the target does not hold them."""
         bind = partial(bind_all_to_all, self._engine, shape, source.dtype)
         return self._call(("all_to_all", None, source.dtype, shape, None), bind, source, target)
+
+
+def _room(out: Any) -> int | None:
+    """How many rows `out` holds; None where no array is stored into it as it comes."""
+    if out is None:
+        return ANY_ROOM
+    return len(out) if type(out) is np.ndarray and out.ndim else None
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import numpy as np
 from collectives.arrays.kinds import Output, copied, may_overlap
 from collectives.arrays.tensors import refuse_lost_gradient
 from collectives.calls import PASS
-from collectives.calls.arguments import Rows, contiguous_apart, split_rows, stores_rows
+from collectives.calls.arguments import Rows, split_rows
 from collectives.calls.bound import bind_all_reduce
 from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
 from collectives.calls.bound_folds import bind_reduce, bind_reduce_scatter, bind_scan
@@ -19,7 +17,7 @@ from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import refuse_mean
 from collectives.consistency.signature import check_text
 from collectives.cuda.runtime import on_gpu
-from collectives.reductions.reduction import Array, ReduceOp, as_op, reduction_for
+from collectives.reductions.reduction import Array, ReduceOp
 
 
 class BoundReductionCalls(BoundCalls):
@@ -123,61 +121,37 @@ class BoundReductionCalls(BoundCalls):
 
     def reduce_scatter(self, array: Any, op: ReduceOp | str, axis: Any, out: Any) -> Any:
         """As `Communicator.reduce_scatter`."""
-        if (views := self._tensors.views(array, out)) is not None:
+        if type(array) is np.ndarray and isinstance(op, str | ReduceOp) and type(axis) is int:
+            bound = self.known.get(("reduce_scatter", op, array.dtype, array.shape, 0))
+            if bound is not None and axis == 0 and (part := bound(array, out)) is not PASS:
+                return part
+        elif (views := self._tensors.views(array, out)) is not None:
             if out is None:
                 return self._engine.whole(as_tensor, self.reduce_scatter, views[0], op, axis, None)
             self.reduce_scatter(views[0], op, axis, views[1])
             return out
-        if on_gpu(array):
+        elif on_gpu(array):
             return self._on_gpu("reduce_scatter", array, out, op, axis)
-        rank, size = self._engine.rank, self._engine.size
-        zero = type(axis) is int and axis == 0
-        plain = type(array) is np.ndarray and array.ndim and zero and array.dtype.isnative
-        if (
-            plain
-            and stores_rows(out, array)
-            and reduction_for(as_op(op), array.dtype).dtype == array.dtype
-        ):
-            counts, rest = split_rows(len(array), size), array.shape[1:]
-            if out is None or len(out) == counts[rank]:
-                result = np.empty((counts[rank], *rest), array.dtype) if out is None else out
-                target = result.reshape(-1)
-                source = contiguous_apart(array, target)
-                self._reduce_scatter(op, source, target, array.shape, 0, counts, math.prod(rest))
-                return result
         given = ReduceInput(array, op)
         if out is None:
             refuse_lost_gradient(array, "array")
         rows = Rows(given.converted(), axis)
-        counts = split_rows(rows.count, size)
-        output = rows.output(out, counts[rank], given.dtype, given.original)
-        source, target = rows.flat, output.buffer
+        counts = split_rows(rows.count, self._engine.size)
+        output = rows.output(out, counts[self._engine.rank], given.dtype, given.original)
+        source, target, shape = rows.flat, output.buffer, (rows.count, *rows.rest)
         if out is not None and may_overlap(source, target):
             source = copied(source)
 
+        def bind() -> Bound:
+            signature = reduce_scatter_signature(given, rows.axis, None)
+            return bind_reduce_scatter(
+                self._engine, signature, given.op, given.dtype, shape, counts
+            )
+
         def perform() -> Any:
-            shape, elements = given.shape, rows.elements
-            self._reduce_scatter(op, source, target, shape, rows.axis, counts, elements, given)
+            part = target.reshape(counts[self._engine.rank], *rows.rest)
+            key = "reduce_scatter", op, given.array.dtype, given.shape, rows.axis
+            self._call(key, bind, source.reshape(shape), part)
             return output.deliver()
 
         return self._engine.whole(perform)
-
-    def _reduce_scatter(
-        self,
-        op: ReduceOp | str,
-        source: Array,
-        target: Array,
-        shape: tuple[int, ...],
-        axis: int,
-        counts: Sequence[int],
-        elements: int,
-        given: ReduceInput | None = None,
-    ) -> None:
-        def bind() -> Bound:
-            seen = given or ReduceInput(source.reshape(shape), op)
-            signature = reduce_scatter_signature(seen, axis, None)
-            lengths = [count * elements for count in counts]
-            return bind_reduce_scatter(self._engine, signature, seen.op, seen.dtype, lengths)
-
-        dtype = source.dtype if given is None else given.array.dtype
-        self._call(("reduce_scatter", op, dtype, shape, axis), bind, source, target)

@@ -96,31 +96,6 @@ def fold_parts(fold: Fold, parts: Sequence[Array], target: Array) -> None:
         fold(target, each, target)
 
 
-def small_broadcast(engine: Engine, nbytes: int, root: int) -> tuple[Run, Publish | None] | None:
-    """What copies the root's bytes, and what publishes them on the root, for `bound.bind`.
-
-    None where they are not few.
-    """
-    node = node_of_all(engine)
-    most = 0 if node is None else LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
-    if node is None or not 0 < nbytes <= most:
-        return None
-    slots = node.steps.memory.slots[root]
-    places = {at + DATA: slots[parity][:nbytes] for parity, at in enumerate(ARRIVALS)}
-
-    def publish(index: int, source: Any, target: Any) -> None:
-        places[index][...] = target
-
-    take = migratory.taker(engine.size, places)
-
-    def run(source: Any, target: Array, index: Any) -> None:
-        target[...] = places[index]
-        if take is not None:
-            take(index)
-
-    return (nothing, publish) if engine.rank == root else (run, None)
-
-
 def nothing(source: Any, target: Any, index: Any) -> None:
     """Move no data."""
 

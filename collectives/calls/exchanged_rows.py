@@ -18,8 +18,8 @@ from collectives.reductions.reduction import Array
 from collectives.shm.addresses import NOWHERE, Exchanged
 from collectives.shm.layout import ROW_BYTES, SMALL_BYTES
 
-Reader = Callable[[Any, Array, Array], None]
-"""A function (index, own row, target) that joins the rows of all ranks."""
+Reader = Callable[[Any, Array], None]
+"""A function (index, target) that joins the rows of all ranks in the contiguous target."""
 Head = tuple[int, int, int]
 """Two numbers, and how many bytes of the row travel."""
 
@@ -53,15 +53,26 @@ class ExchangedRows:
     """As `dissemination.Exchange` and `rows.RowsOfAll`."""
 
     publish = None
+    copies = False
 
     def __init__(
-        self, engine: Engine, most: int, first: int = 0, second: int = 0, nbytes: int = 0
+        self,
+        engine: Engine,
+        most: int,
+        first: int = 0,
+        second: int = 0,
+        nbytes: int = 0,
+        row_bytes: int = 1,
     ) -> None:
-        """This rank gives two numbers and so many bytes, which don't travel if there are more."""
+        """This rank gives two numbers and so many bytes, which don't travel if there are more.
+
+        `row_bytes`: those of one row.
+        """
         assert engine.call_check is not None
         self.source: Any = None
         self.target: Any = None
         self._most, self._size, self._check = most, engine.size, engine.call_check
+        self._row_bytes = row_bytes
         self._head = first, second, nbytes if nbytes <= most else 0
         self._rank = 0 if engine.node is None else engine.node.steps.rank
         self._slots = [[slots[parity] for slots in self._check.slots] for parity in range(2)]
@@ -136,13 +147,13 @@ class ExchangedRows:
         """The rows of all ranks that travelled with this call, one behind the other."""
         return self._joined[self._parity]
 
-    def reader(self, lengths: Sequence[int]) -> Reader | None:
+    def reader(self, counts: Sequence[int]) -> Reader | None:
         """From the slot of the node's leader."""
-        if max(lengths) > self._most:
+        if max(counts) * self._row_bytes > self._most:
             return None
-        total = sum(lengths)
+        total = sum(counts) * self._row_bytes
 
-        def read(index: Any, own: Array, target: Array) -> None:
-            target[...] = self.joined()[:total]
+        def read(index: Any, target: Array) -> None:
+            target.reshape(-1).view(_BYTES)[...] = self.joined()[:total]
 
         return read

@@ -8,7 +8,8 @@ import numpy as np
 
 from collectives.calls.bound_all_to_all import EXCHANGED_BYTES
 from collectives.calls.bound_between_nodes import exchanged_reduction, staged_reduction
-from collectives.calls.bound_small import node_of_all, small_broadcast, small_reduction
+from collectives.calls.bound_broadcast import room_of_broadcast
+from collectives.calls.bound_small import node_of_all, small_reduction
 from collectives.calls.exchanged_rows import room_of_row
 from collectives.calls.rows import room_on_node
 from collectives.execution.engine import Engine
@@ -50,7 +51,7 @@ def _takes_one_step(engine: Engine, collective: str, nbytes: int, dtype: np.dtyp
     if spec_of(collective).reduces:
         return small_reduction(engine, ReduceOp.SUM, dtype, nbytes) is not None
     if collective == "broadcast":
-        return small_broadcast(engine, nbytes, 0) is not None
+        return node is not None and 0 < nbytes <= room_of_broadcast(node)
     if collective in ("all_gather", "gather"):
         return node is not None and 0 < nbytes <= engine.size * room_on_node(node)
     return node is not None and 0 < nbytes <= SMALL_BYTES

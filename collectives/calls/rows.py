@@ -1,10 +1,11 @@
-"""Two numbers and a row of bytes of each rank; few bytes travel with the check of a call.
+"""Two numbers and rows of each rank; few bytes travel with the check of a call.
 
-Ranks need not know the numbers of the others, nor how many bytes they send.
+Ranks need not know the numbers of the others, nor how many rows they send.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,13 +19,11 @@ from collectives.consistency.dissemination import Exchange
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
 from collectives.shm import migratory
-from collectives.shm.addresses import NOWHERE, Exchanged, Publish
+from collectives.shm.addresses import FIRST_NUMBER, NOWHERE, Exchanged, Publish
 from collectives.shm.copy_in_copy_out import others
 from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
 from collectives.shm.selector import LEAST_BYTES
-
-_BYTES = np.dtype(np.uint8)
 
 
 class RowsOfAll(Protocol):
@@ -38,30 +37,47 @@ class RowsOfAll(Protocol):
     def exchange(self) -> Exchange | None:
         """What carries it between nodes."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether `publish` copies the source, which may have any strides then."""
+
     def numbers(self, index: Any) -> Exchanged:
         """Every rank's first and second number, the same object while they stay the same.
 
         And the addresses of their buffers, where those are exchanged.
         """
 
-    def reader(self, lengths: Sequence[int]) -> Reader | None:
-        """What joins rows of so many bytes; None where they did not travel with the check."""
+    def reader(self, counts: Sequence[int]) -> Reader | None:
+        """What joins so many rows of each rank; None where they did not travel with the check."""
 
 
 def rows_of_all(
-    engine: Engine, first: int, second: int, nbytes: int, *, addressed: bool = False
+    engine: Engine,
+    count: int,
+    room: int,
+    rest: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    addressed: bool = False,
 ) -> RowsOfAll:
-    """This rank gives these numbers, and the `nbytes` bytes of the call's source.
+    """This rank gives these two numbers, and so many rows, each of shape `rest`: the source.
 
     `addressed`: of more bytes than few the ranks of a node need the addresses.
     """
-    node = node_of_all(engine)
+    node, row_bytes = node_of_all(engine), math.prod(rest) * dtype.itemsize
     if node is not None:
-        return _NodeRows(node, first, second, nbytes, addressed=addressed)
+        return _NodeRows(node, count, room, rest, dtype, addressed=addressed)
+    return rows_between_nodes(engine, count, room, count * row_bytes, row_bytes)
+
+
+def rows_between_nodes(
+    engine: Engine, first: int, second: int, nbytes: int, row_bytes: int = 1
+) -> RowsOfAll:
+    """As `rows_of_all`, where the ranks don't share one node's memory: any two numbers."""
     most = room_of_row(engine, engine.size)
     if most < 0:
         return _MessageRows(engine, first, second)
-    return ExchangedRows(engine, most, first, second, nbytes)
+    return ExchangedRows(engine, most, first, second, nbytes, row_bytes)
 
 
 def room_on_node(node: Node) -> int:
@@ -72,49 +88,72 @@ def room_on_node(node: Node) -> int:
 
 
 class _NodeRows:
-    """All ranks share memory: each stores its row beside its arrival, if it has few bytes."""
+    """All ranks share memory: each stores its rows beside its arrival, if they have few bytes."""
 
     exchange = None
 
     def __init__(
-        self, node: Node, first: int, second: int, nbytes: int, *, addressed: bool
+        self,
+        node: Node,
+        count: int,
+        room: int,
+        rest: tuple[int, ...],
+        dtype: np.dtype[Any],
+        *,
+        addressed: bool,
     ) -> None:
         memory, addresses = node.steps.memory, node.addresses
-        self._most, self._rank = room_on_node(node), memory.rank
+        self._row_bytes = math.prod(rest) * dtype.itemsize
+        self._most, self._rank = room_on_node(node) // (self._row_bytes or 1), memory.rank
+        self._words, self._read = memory.words, addresses.read
         self._slots = {
-            at + DATA: [slots[parity][ROW_BYTES:] for slots in memory.slots]
+            at + DATA: [
+                _rows_in(slots[parity][ROW_BYTES:], rest, dtype, self._most)
+                for slots in memory.slots
+            ]
             for parity, at in enumerate(ARRIVALS)
         }
-        self.numbers = addresses.read
-        store_numbers = addresses.numbers_publisher(first, second)
-        places = {index: slots[memory.rank][:nbytes] for index, slots in self._slots.items()}
+        self._heads: list[tuple[int, int]] = []
+        self._found: Exchanged | None = None
+        store_numbers = addresses.numbers_publisher(count, room)
+        self.copies = count * self._row_bytes > 0 and count <= self._most
+        places = {index: slots[memory.rank][:count] for index, slots in self._slots.items()}
 
-        def store_row(index: int, source: Array | None, target: Array | None) -> None:
-            assert source is not None
+        def store_rows(index: int, source: Array | None, target: Array | None) -> None:
             store_numbers(index, source, target)
-            places[index][...] = source.view(_BYTES)
+            places[index][...] = source
 
-        self.publish: Publish = store_row if 0 < nbytes <= self._most else store_numbers
-        if nbytes > self._most and addressed:
-            self.publish = addresses.publisher(first, second)
+        self.publish: Publish = store_rows if self.copies else store_numbers
+        self.numbers = self._few_or_read
+        if count > self._most:
+            self.numbers = addresses.read
+            if addressed:
+                self.publish = addresses.publisher(count, room)
 
-    def reader(self, lengths: Sequence[int]) -> Reader | None:
+    def _few_or_read(self, index: Any) -> Exchanged:
+        """From the words beside the arrivals; the addresses too where any rank has many bytes."""
+        first, second = index + FIRST_NUMBER, index + FIRST_NUMBER + 1
+        heads = [(words[first], words[second]) for words in self._words]
+        if heads != self._heads:
+            self._heads = heads
+            counts, rooms = zip(*heads, strict=True)
+            self._found = (NOWHERE, counts, rooms) if max(counts) <= self._most else None
+        return self._read(index) if self._found is None else self._found
+
+    def reader(self, counts: Sequence[int]) -> Reader | None:
         """From the slots."""
-        if max(lengths) > self._most:
+        if max(counts) > self._most:
             return None
-        ends = list(accumulate(lengths))
+        ends = list(accumulate(counts))
         places = list(map(slice, [0, *ends], ends))
-        own_place, peers = places[self._rank], list(others(self._rank, len(places)))
+        ranks = [*others(self._rank, len(places)), self._rank]
         reads = {
-            index: [(places[peer], slots[peer][: lengths[peer]]) for peer in peers]
+            index: [(places[rank], slots[rank][: counts[rank]]) for rank in ranks]
             for index, slots in self._slots.items()
         }
-        take = migratory.taker(
-            len(places), {index: content for index, read in reads.items() for _, content in read}
-        )
+        take = migratory.taker(len(places), {index: read[0][1] for index, read in reads.items()})
 
-        def read(index: Any, own: Array, target: Array) -> None:
-            target[own_place] = own
+        def read(index: Any, target: Array) -> None:
             for place, content in reads[index]:
                 target[place] = content
             if take is not None:
@@ -123,10 +162,17 @@ class _NodeRows:
         return read
 
 
+def _rows_in(memory: Array, rest: tuple[int, ...], dtype: np.dtype[Any], most: int) -> Array:
+    """So many rows at the beginning of the memory."""
+    rows: Array = memory[: most * math.prod(rest) * dtype.itemsize].view(dtype)
+    return rows.reshape(most, *rest)
+
+
 class _MessageRows:
     """The numbers are gathered once all ranks have made the call."""
 
     publish = exchange = None
+    copies = False
 
     def __init__(self, engine: Engine, first: int, second: int) -> None:
         self._engine, self._own = engine, (first, second)
@@ -136,5 +182,5 @@ class _MessageRows:
         firsts, seconds = zip(*numbers_of_all(self._engine, *self._own), strict=True)
         return NOWHERE, firsts, seconds
 
-    def reader(self, lengths: Sequence[int]) -> None:
+    def reader(self, counts: Sequence[int]) -> None:
         """No row travels with the check."""

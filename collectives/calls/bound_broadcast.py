@@ -1,0 +1,86 @@
+"""The bound broadcast: few bytes lie beside the root's arrival, or travel with the check."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from collectives.calls import PASS
+from collectives.calls.bound import Call, Run, bind, component
+from collectives.calls.bound_small import DATA, node_of_all, nothing
+from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
+from collectives.consistency.signature import Signature
+from collectives.execution.engine import Engine
+from collectives.reductions.reduction import Array
+from collectives.shm import migratory
+from collectives.shm.addresses import Publish
+from collectives.shm.layout import ARRIVALS, SMALL_BYTES
+from collectives.shm.node import Node
+from collectives.shm.selector import LEAST_BYTES
+
+_BYTES = np.dtype(np.uint8)
+
+
+def bind_broadcast(
+    engine: Engine, signature: Signature, dtype: np.dtype[Any], shape: tuple[int, ...], root: int
+) -> Call:
+    """The function (None, array): the root's content in every rank's array; PASS where it can't."""
+    most, on_root, nbytes = room_of_row(engine, 1), engine.rank == root, signature.nbytes
+    small = small_broadcast(engine, dtype, shape, root)
+    if small is not None:
+        call = bind(engine, signature, *small)
+    elif 0 < nbytes <= most:
+        rows = ExchangedRows(engine, most, nbytes=nbytes if on_root else 0)
+
+        def take(source: None, target: Array, index: int | None) -> None:
+            if not on_root:
+                target[...] = rows.joined()[:nbytes]
+
+        call = bind(engine, signature, take, exchange=rows)
+    else:
+        run, publish = component(engine, "broadcast", None, _BYTES, nbytes, (), root)
+        call = bind(engine, signature, run, publish)
+    whole = small is not None
+
+    def broadcast(source: None, array: Array) -> Any:
+        if not array.flags.carray:
+            return PASS
+        return call(None, array if whole else array.reshape(-1).view(_BYTES))
+
+    return broadcast
+
+
+def room_of_broadcast(node: Node) -> int:
+    """How many bytes the root may store beside its arrival."""
+    return LEAST_BYTES - 1 if node.pool.in_use else SMALL_BYTES
+
+
+def small_broadcast(
+    engine: Engine, dtype: np.dtype[Any], shape: tuple[int, ...], root: int
+) -> tuple[Run, Publish | None] | None:
+    """What copies the root's array, and what publishes it on the root, for `bound.bind`.
+
+    None where it has not few bytes.
+    """
+    node, nbytes = node_of_all(engine), math.prod(shape) * dtype.itemsize
+    if node is None or not 0 < nbytes <= room_of_broadcast(node):
+        return None
+    slots = node.steps.memory.slots[root]
+    places = {
+        at + DATA: slots[parity][:nbytes].view(dtype).reshape(shape)
+        for parity, at in enumerate(ARRIVALS)
+    }
+
+    def publish(index: int, source: Any, target: Any) -> None:
+        places[index][...] = target
+
+    take = migratory.taker(engine.size, places)
+
+    def run(source: Any, target: Array, index: Any) -> None:
+        target[...] = places[index]
+        if take is not None:
+            take(index)
+
+    return (nothing, publish) if engine.rank == root else (run, None)
