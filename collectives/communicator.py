@@ -9,11 +9,11 @@ import numpy as np
 
 from collectives.asynchronous.collectives import AsynchronousCollectives
 from collectives.asynchronous.point_to_point import PointToPointCalls
+from collectives.bound.persistent import PersistentCalls
 from collectives.calls import PASS, allocation, movements, objects, reductions, scans
 from collectives.calls.all_to_all import all_to_all
-from collectives.calls.diagnostics import Diagnostics
 from collectives.calls.mailboxes import open_mailbox
-from collectives.calls.persistent import PersistentCalls
+from collectives.diagnostics.methods import Diagnostics
 from collectives.gpu.reductions import begins_on_gpu
 from collectives.group import Group
 from collectives.messaging.mailbox import Mailbox

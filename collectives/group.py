@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from collectives.asynchronous.duplicate import Duplicate
 from collectives.asynchronous.messages import Messages
+from collectives.bound.call_cache import CallCache
+from collectives.bound.many import ManyReducer
 from collectives.calls import Operation
-from collectives.calls.bound_many import ManyReducer
-from collectives.calls.call_cache import CallCache
 from collectives.calls.many import Many
-from collectives.calls.tuning import use_saved
 from collectives.consistency.signature import Signature, check_index
+from collectives.diagnostics.tuning import use_saved
 from collectives.errors import CollectiveError, DeadlineExceededError, MismatchError, UnusableError
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices

@@ -24,19 +24,24 @@ COLLECTIVES = {
     "compression": {"communicator", "reductions"},
     "world": {"communicator", "consistency", "launching", "lifecycle", "waiting"},
     "fusion": {"arrays", "calls", "communicator", "cuda", "reductions"},
-    "communicator": {"asynchronous", "calls", "gpu", "group", "messaging", "reductions"},
+    "communicator": {"asynchronous", "bound", "calls", "diagnostics", "gpu", "group"}
+    | {"messaging", "reductions"},
     "scope": {"group"},
-    "group": {"asynchronous", "calls", "consistency", "errors", "execution", "gpu"}
-    | {"lifecycle", "messaging", "waiting"},
-    "asynchronous": {"calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
+    "group": {"asynchronous", "bound", "calls", "consistency", "diagnostics", "errors"}
+    | {"execution", "gpu", "lifecycle", "messaging", "waiting"},
+    "asynchronous": {"bound", "calls", "consistency", "errors", "execution", "gpu", "lifecycle"}
     | {"reductions", "transports", "waiting"},
-    "gpu": {"caching", "algorithms", "arrays", "calls", "consistency", "cuda", "errors"}
+    "gpu": {"caching", "algorithms", "arrays", "bound", "calls", "consistency", "cuda", "errors"}
     | {"execution", "lifecycle", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},
     "lifecycle": {"calls", "consistency", "errors", "execution", "launching", "shm"}
     | {"transports", "waiting"},
     "launch": {"consistency", "errors", "launching", "waiting"},
     "launching": {"errors", "waiting"},
+    "diagnostics": {"bound", "calls", "consistency", "execution", "reductions", "schedules"}
+    | {"shm", "transports"},
+    "bound": {"arrays", "caching", "calls", "consistency", "cuda", "execution", "reductions"}
+    | {"schedules", "shm", "transports"},
     "calls": {"algorithms", "arrays", "caching", "consistency", "cuda", "errors"}
     | {"execution", "messaging", "reductions", "schedules", "shm", "transports"}
     | {"waiting"},

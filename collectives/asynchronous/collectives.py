@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any, Concatenate, ParamSpec
 
+from collectives.bound.call_cache import CallCache
 from collectives.calls import Operation, movements, reductions, scans
 from collectives.calls.all_to_all import all_to_all
-from collectives.calls.call_cache import CallCache
 from collectives.calls.many import Many
 from collectives.execution.engine import Engine
 from collectives.gpu.backend import Devices

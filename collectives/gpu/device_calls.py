@@ -1,4 +1,4 @@
-"""Bound calls of device arrays: as `calls.bound`, on the path that the communicator uses."""
+"""Bound calls of device arrays: as `bound.bind`, on the path that the communicator uses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from collectives.bound.bind import Call, bind
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, split_rows
-from collectives.calls.bound import Call, bind
 from collectives.calls.counts import ANY_ROOM, check_room
 from collectives.calls.movements import broadcast_signature, signature_of
 from collectives.calls.objects import numbers_of_all

@@ -15,13 +15,13 @@ from collectives import (
     OpMismatchError,
     ShapeMismatchError,
 )
-from collectives.calls import bound_between_nodes
-from collectives.calls.bound_between_nodes import (
+from collectives.bound import between_nodes
+from collectives.bound.between_nodes import (
     LARGEST_ALONE,
     STAGED_BYTES_OF_ALL,
     staged_reduction,
 )
-from collectives.calls.exchanged_rows import room_of_row
+from collectives.bound.exchanged_rows import room_of_row
 from collectives.consistency.dissemination import LARGEST_EXCHANGE
 from collectives.execution.cost_model import CostParameters, Layout, built_in
 from collectives.execution.host_memory import HostMemory
@@ -301,7 +301,7 @@ def test_leaders_of_two_oversubscribed_nodes_exchange_what_is_staged(two_nodes, 
     assert {each.layout.oversubscription for each in (engine, engine.node.across or engine)} == {2}
     folded = max(engine.layout.local_sizes) * 200_000
     for of_all, most in ((STAGED_BYTES_OF_ALL, STAGE_BYTES), (folded, 200_000)):
-        monkeypatch.setattr(bound_between_nodes, "STAGED_BYTES_OF_ALL", of_all)
+        monkeypatch.setattr(between_nodes, "STAGED_BYTES_OF_ALL", of_all)
         two_nodes._forget_bound()
         for nbytes in (8, SMALL_BYTES + 8, most, most + 8, 3 * STAGE_BYTES):
             every = values(size, nbytes // 8)
@@ -757,7 +757,7 @@ def test_a_wait_on_one_node_stays_out_of_mpi(comm, monkeypatch):
 @pytest.mark.ranks(2)
 def test_nodes_too_many_for_their_numbers(comm, monkeypatch):
     """With thousands of nodes not even the numbers of rows travel: imitated by a small limit."""
-    for module in ("calls.exchanged_rows", "calls.bound_between_nodes"):
+    for module in ("bound.exchanged_rows", "bound.between_nodes"):
         monkeypatch.setattr(f"collectives.{module}.LARGEST_EXCHANGE", 16)
     with Communicator(MPI.COMM_WORLD, node_of=range(comm.size), deadline=20) as part:
         every = [value(each, (1 + each, 2)) for each in range(2)]

@@ -10,7 +10,7 @@ import pytest
 
 import collectives
 from collectives import Communicator, DtypeMismatchError
-from collectives.calls import tuning
+from collectives.diagnostics import tuning
 from collectives.shm.selector import PathSelector
 from tests.slow import slow
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.calls import trace
-from collectives.calls.trace import RankCalls, clock_offsets, content
 from collectives.consistency.flight_recorder import clock
 from collectives.consistency.signature import Signature
+from collectives.diagnostics import trace
+from collectives.diagnostics.trace import RankCalls, clock_offsets, content
 from collectives.transports.local import run
 
 

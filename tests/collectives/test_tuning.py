@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 import collectives
-from collectives.calls import tuning
+from collectives.diagnostics import tuning
 from collectives.execution import cost_model, parameters_file
 from collectives.execution.calibration import fit
 from collectives.execution.cost_model import HIERARCHICAL, NATIVE, SHARED, CostParameters, Layout

@@ -9,7 +9,7 @@ import pytest
 
 from collectives import MismatchError, OpMismatchError
 from collectives.arrays.kinds import copied
-from collectives.calls import bound_calls
+from collectives.bound import calls as bound_calls
 from tests.devices import simulated_kernels  # noqa: F401  fills the simulator's kernels
 from tests.devices.gpu_worlds import run, same
 from tests.devices.simulated_arrays import Foreign, memory_at, plain

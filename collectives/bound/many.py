@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from collectives.bound.bind import bind
 from collectives.caching import LRU
 from collectives.calls import PASS, Operation
-from collectives.calls.bound import bind
 from collectives.calls.many import Many, Part, overlapping
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from collectives.calls import allocation, tuning
-from collectives.calls.explain import explain
-from collectives.calls.trace import trace
+from collectives.calls import allocation
 from collectives.consistency.signature import check_index
+from collectives.diagnostics import tuning
+from collectives.diagnostics.explain import explain
+from collectives.diagnostics.trace import trace
 from collectives.execution.engine import Engine
 from collectives.schedules.spec import spec_of
 

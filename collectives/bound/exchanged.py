@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from collectives.bound.between_nodes import Arrays, ReductionExchange
 from collectives.calls import PASS
-from collectives.calls.bound_between_nodes import Arrays, ReductionExchange
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import FIRST_BLOCK, LENGTH_AT, padded
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from collectives.bound.bind import Call, bind
+from collectives.bound.rows import RowsOfAll, rows_of_all
 from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.arguments import contiguous_apart
-from collectives.calls.bound import Call, bind
 from collectives.calls.counts import check_room
-from collectives.calls.rows import RowsOfAll, rows_of_all
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
@@ -36,7 +36,7 @@ def bind_all_gather(
 
     This rank gives `count` rows. `out` has `room` rows: ValueError on every rank if that is not the
     sum (`check_room`). PASS where it can't take them as they come. The result has its final shape
-    before the call ends, as of `bound_many`.
+    before the call ends, as of `bound.many`.
     """
     paths = engine.paths("all_gather", None, _BYTES)
     row_bytes, errstate = math.prod(rest) * dtype.itemsize, engine.errstate.run

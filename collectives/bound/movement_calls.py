@@ -10,15 +10,15 @@ import numpy as np
 
 from collectives.arrays.kinds import is_device, like, to_array
 from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.bound.all_gather import bind_all_gather, bind_gather
+from collectives.bound.all_to_all import bind_all_to_all, bind_differing, bind_equal
+from collectives.bound.broadcast import bind_broadcast
+from collectives.bound.calls import Bound, BoundCalls, as_tensor
+from collectives.bound.from_root import Sent, bind_broadcast_object, bind_scatter
 from collectives.caching import LRU
 from collectives.calls import PASS
 from collectives.calls.all_to_all import Parts
 from collectives.calls.arguments import Rows
-from collectives.calls.bound_all_gather import bind_all_gather, bind_gather
-from collectives.calls.bound_all_to_all import bind_all_to_all, bind_differing, bind_equal
-from collectives.calls.bound_broadcast import bind_broadcast
-from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
-from collectives.calls.bound_from_root import Sent, bind_broadcast_object, bind_scatter
 from collectives.calls.counts import ANY_ROOM
 from collectives.calls.movements import (
     broadcast_output,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from collectives.bound.bind import bind
+from collectives.bound.calls import Bound
+from collectives.bound.movement_calls import BoundMovementCalls
+from collectives.bound.reduction_calls import BoundReductionCalls
+from collectives.bound.small import nothing
 from collectives.caching import LRU
 from collectives.calls import PASS
-from collectives.calls.bound import bind
-from collectives.calls.bound_calls import Bound
-from collectives.calls.bound_movement_calls import BoundMovementCalls
-from collectives.calls.bound_reduction_calls import BoundReductionCalls
-from collectives.calls.bound_small import nothing
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 

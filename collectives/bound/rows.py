@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collectives.calls.bound_small import DATA, SMALL_BYTES_OF_ALL, node_of_all
-from collectives.calls.exchanged_rows import ExchangedRows, Reader, room_of_row
+from collectives.bound.exchanged_rows import ExchangedRows, Reader, room_of_row
+from collectives.bound.small import DATA, SMALL_BYTES_OF_ALL, node_of_all
 from collectives.calls.objects import numbers_of_all
 from collectives.consistency.dissemination import Exchange
 from collectives.execution.engine import Engine

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.bound.bind import Call, bind
+from collectives.bound.exchanged_rows import ExchangedRows, Head, room_of_row
+from collectives.bound.small import DATA, node_of_all
 from collectives.caching import LRU
 from collectives.calls.arguments import split_rows
-from collectives.calls.bound import Call, bind
-from collectives.calls.bound_small import DATA, node_of_all
-from collectives.calls.exchanged_rows import ExchangedRows, Head, room_of_row
 from collectives.calls.movements import Scattered, scatter_block
 from collectives.calls.objects import result_of
 from collectives.consistency.signature import Signature

@@ -3,7 +3,7 @@
 As MPI-4's persistent collectives (MPI 4.1, section 6.13), but the function takes new buffers at
 every call. All ranks of one node bind the same calls, since the data path follows from what the
 ranks agree on, never from one rank's arguments: arrays that are not contiguous, or of another
-library, are made contiguous first (`bound_calls`).
+library, are made contiguous first (`bound.calls`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls import PASS
-from collectives.calls.bound_between_nodes import (
+from collectives.bound.between_nodes import (
     StagedExchange,
     exchanged_reduction,
     staged_reduction,
 )
-from collectives.calls.bound_exchanged import bind_exchanged
-from collectives.calls.bound_small import (
+from collectives.bound.exchanged import bind_exchanged
+from collectives.bound.small import (
     DATA,
     bind_small,
     node_of_all,
     small_reduction,
 )
+from collectives.calls import PASS
 from collectives.consistency.call_check import CallCheck
 from collectives.consistency.dissemination import Exchange
 from collectives.consistency.flight_recorder import CALLS_KEPT, clock

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound_all_to_all import EXCHANGED_BYTES
-from collectives.calls.bound_between_nodes import exchanged_reduction, staged_reduction
-from collectives.calls.bound_broadcast import room_of_broadcast
-from collectives.calls.bound_small import node_of_all, small_reduction
-from collectives.calls.exchanged_rows import room_of_row
-from collectives.calls.rows import room_on_node
+from collectives.bound.all_to_all import EXCHANGED_BYTES
+from collectives.bound.between_nodes import exchanged_reduction, staged_reduction
+from collectives.bound.broadcast import room_of_broadcast
+from collectives.bound.exchanged_rows import room_of_row
+from collectives.bound.rows import room_on_node
+from collectives.bound.small import node_of_all, small_reduction
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import ReduceOp, reduction_for
 from collectives.schedules.paths import DISSEMINATION, QUICKEST, SHARED, STAGED

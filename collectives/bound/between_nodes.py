@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound_small import SMALL_BYTES_OF_ALL
+from collectives.bound.small import SMALL_BYTES_OF_ALL
 from collectives.consistency.dissemination import LARGEST_EXCHANGE, Block
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array, ReduceOp, Reduction, reduction_for

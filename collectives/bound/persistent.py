@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from collectives.calls.bound_many import ManyReducer
+from collectives.bound.many import ManyReducer
 from collectives.reductions.reduction import ReduceOp
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from collectives.bound.bind import Call, Run, bind, component
+from collectives.bound.exchanged_rows import ExchangedRows, room_of_row
+from collectives.bound.small import DATA, node_of_all, nothing
 from collectives.calls import PASS
-from collectives.calls.bound import Call, Run, bind, component
-from collectives.calls.bound_small import DATA, node_of_all, nothing
-from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives.calls.bound import bind, component, of_shape
-from collectives.calls.bound_between_nodes import ReductionExchange, exchanged_reduction
-from collectives.calls.bound_small import fold_parts, small_fold, small_reduction
-from collectives.calls.exchanged_rows import ExchangedRows, room_of_row
+from collectives.bound.between_nodes import ReductionExchange, exchanged_reduction
+from collectives.bound.bind import bind, component, of_shape
+from collectives.bound.exchanged_rows import ExchangedRows, room_of_row
+from collectives.bound.small import fold_parts, small_fold, small_reduction
 from collectives.calls.scans import identity, prefix
 from collectives.consistency.signature import Signature
 from collectives.execution.engine import Engine

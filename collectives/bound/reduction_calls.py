@@ -8,11 +8,11 @@ import numpy as np
 
 from collectives.arrays.kinds import Output, copied, may_overlap
 from collectives.arrays.tensors import refuse_lost_gradient
+from collectives.bound.bind import bind_all_reduce
+from collectives.bound.calls import Bound, BoundCalls, as_tensor
+from collectives.bound.folds import bind_reduce, bind_reduce_scatter, bind_scan
 from collectives.calls import PASS
 from collectives.calls.arguments import Rows, split_rows
-from collectives.calls.bound import bind_all_reduce
-from collectives.calls.bound_calls import Bound, BoundCalls, as_tensor
-from collectives.calls.bound_folds import bind_reduce, bind_reduce_scatter, bind_scan
 from collectives.calls.reductions import ReduceInput, reduce_scatter_signature
 from collectives.calls.scans import refuse_mean
 from collectives.consistency.signature import check_text

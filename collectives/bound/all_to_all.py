@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.kinds import to_array
+from collectives.bound.bind import Call, Run, bind
+from collectives.bound.rows import rows_between_nodes
+from collectives.bound.small import DATA, node_of_all
 from collectives.calls import PASS
 from collectives.calls.all_to_all import exchange, exchange_bytes, store, writer
 from collectives.calls.arguments import contiguous_apart
-from collectives.calls.bound import Call, Run, bind
-from collectives.calls.bound_small import DATA, node_of_all
-from collectives.calls.rows import rows_between_nodes
 from collectives.consistency.signature import Signature, dtype_name, fingerprint
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
