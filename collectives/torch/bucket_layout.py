@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
+from itertools import count
 from typing import Any
 
 from collectives.communicator import Communicator
@@ -12,6 +14,9 @@ from collectives.torch.sparse_bucket import SparseBucket
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
 """The most that a bucket holds, unless a single parameter is larger."""
+
+# Of the reducers of a communicator, which all ranks make in the same order.
+_numbers: weakref.WeakKeyDictionary[Communicator, count[int]] = weakref.WeakKeyDictionary()
 
 
 def make_buckets(
@@ -45,7 +50,8 @@ def make_buckets(
         group.append(member)
         open_ones[kind] = group, size
     closed.extend(group for group, _ in open_ones.values())
+    what = f"gradients of reducer {next(_numbers.setdefault(comm, count()))}"
     make = CompressedBucket if compressed else DenseBucket
-    buckets.extend(make(comm, group, wire) for group in closed)
-    buckets.extend(SparseBucket(comm, members[position]) for position in sorted(sparse))
+    buckets.extend(make(comm, group, wire, what) for group in closed)
+    buckets.extend(SparseBucket(comm, members[position], what) for position in sorted(sparse))
     return buckets

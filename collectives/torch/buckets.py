@@ -95,13 +95,19 @@ class DenseBucket(Bucket):
 
     calls = 1
 
-    def __init__(self, comm: Communicator, members: Sequence[Member], wire: Any) -> None:
-        """`wire` is a narrower dtype for the messages, or None. Collective."""
+    def __init__(self, comm: Communicator, members: Sequence[Member], wire: Any, what: str) -> None:
+        """`wire` is a narrower dtype for the messages, or None. Collective.
+
+        `what` is the text of blocking calls on the CPU, by which those of models of equal shapes
+        differ.
+        """
         self._comm, self.members = comm, members
         self._dtype = members[0].parameter.dtype
         length = sum(each.parameter.numel() for each in members)
         first = members[0].parameter
         self.on_gpu = first.is_cuda
+        # A call on a GPU that has a text isn't bound.
+        self._what = None if self.on_gpu else what
         narrow = wire is not None and first.is_floating_point() and first.itemsize > wire.itemsize
         dtype = wire if narrow else first.dtype
         if first.device.type == "cpu":
@@ -136,7 +142,8 @@ class DenseBucket(Bucket):
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
         """Move gradients that lie elsewhere into the bucket, and reduce it."""
         narrowed = self._sent is not self._flat
-        if narrowed and op == "mean" and scale is None:
+        narrow_range = narrowed or self._dtype is torch.float16
+        if narrow_range and op == "mean" and scale is None:
             # Else the sum could overflow.
             scale = 1 / self._comm.size
         if scale is not None:
@@ -155,7 +162,7 @@ class DenseBucket(Bucket):
 
     def _reduce(self, op: str, overlap: bool) -> Finish:
         if not overlap:
-            self._comm.all_reduce(self._array, op, out=self._array)
+            self._comm.all_reduce(self._array, op, out=self._array, what=self._what)
             return self._finish
         handle = self._comm.all_reduce_async(self._array, op, out=self._array)
 
@@ -252,11 +259,15 @@ class CompressedBucket(DenseBucket):
     """Parameters of one dtype on the CPU, whose gradients are compressed between nodes."""
 
     def __init__(
-        self, comm: Communicator, members: Sequence[Member], compressed: CompressedReducer
+        self,
+        comm: Communicator,
+        members: Sequence[Member],
+        compressed: CompressedReducer,
+        what: str,
     ) -> None:
-        super().__init__(comm, members, None)
+        super().__init__(comm, members, None, what)
         self._compressed = compressed
-        self._name = ListName(f"{members[0].name} to {members[-1].name}")
+        self._name = ListName(f"{what}, {members[0].name} to {members[-1].name}")
         finalize(self, compressed.forget, self._name).atexit = False
 
     def _reduce(self, op: str, overlap: bool) -> Finish:

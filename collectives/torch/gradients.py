@@ -203,7 +203,7 @@ class GradientReducer:
             if current is None:
                 return
         if key in current.arrived:
-            raise self._refuse(f"{self._names[key]} has two gradients in one backward")
+            raise self._refuse(self._names[key] + Reason.TWICE)
         if current.again and self._buckets[bucket].holds(parameter):
             raise self._refuse(self._names[key] + Reason.SECOND_SUM)
         current.arrived.add(key)
@@ -268,7 +268,7 @@ class GradientReducer:
         assert self._round is not None
         unused = self._unused_members() if self._unused == "error" else []
         if unused:
-            raise self._refuse(without_gradient(unused))
+            raise self._refuse(without_gradient(unused, self.renewal))
         trained = [each for each in self._frozen if each.parameter.requires_grad]
         if trained:
             raise self._refuse(unfrozen(trained) + self.renewal)

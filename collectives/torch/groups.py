@@ -26,8 +26,9 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
     Starts MPI through torch's store where no launcher of MPI started the process.
 
     Raises BackendUnavailableError if MPI was initialized for calls of one thread, ValueError where
-    torch's ranks are not MPI's, LaunchError where MPI can't start, DeadlineExceededError if a rank
-    does not start, and a DistStoreError if a member does not create the group, within the timeout.
+    torch's ranks are not MPI's or the members' lists differ, LaunchError where MPI can't start,
+    DeadlineExceededError if a rank does not start, and a DistStoreError if a member does not create
+    the group, within the timeout.
     """
     if not options.global_ranks_in_group:
         seconds = options.timeout.total_seconds()
@@ -48,7 +49,7 @@ def create(backend: str, options: Any) -> CollectivesProcessGroup:
             f"a group of ranks {ranks}: MPI has a world of {whole.size}. Without mpirun the first"
             ' group must be of all ranks, as init_process_group("collectives") makes it'
         )
-    members.await_creation(options.timeout)
+    members.await_creation(ranks, options.timeout)
     # Ranks that are not members make no call: a number of groups would differ between ranks.
     tag = zlib.crc32(options.group_id.encode()) % _TAGS
     mpi_comm = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(ranks), tag)

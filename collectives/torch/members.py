@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,14 +22,22 @@ class Members:
         self._store, self._rank, self._size, self._session = store, rank, size, session
         self._closes = False
 
-    def await_creation(self, timeout: timedelta) -> None:
+    def await_creation(self, ranks: Sequence[int], timeout: timedelta) -> None:
         """Wait until every member creates the group; DistStoreError after the timeout.
 
-        MPI, which creates its communicators together, has no deadline.
+        MPI, which creates its communicators together, has no deadline. ValueError if another member
+        creates it of other ranks than these.
         """
         names = [self._key(f"created by {rank}") for rank in range(self._size)]
-        self._store.set(names[self._rank], "")
+        self._store.set(names[self._rank], str(list(ranks)))
         self._store.wait(names, timeout)
+        for name in names:
+            given = self._store.get(name).decode()
+            if given != str(list(ranks)):
+                raise ValueError(
+                    f"a group of ranks {list(ranks)}: another of these ranks made it of ranks"
+                    f" {given}. All ranks must give the same lists to new_group, in the same order"
+                )
 
     def begin_closing(self) -> None:
         """Announce that this member makes no call any more. A second call does nothing."""

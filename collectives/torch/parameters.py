@@ -69,8 +69,11 @@ def listed(members: Sequence[Member]) -> str:
     return f"{names} and {more} others" if more > 0 else names
 
 
-def without_gradient(members: Sequence[Member]) -> str:
+def without_gradient(members: Sequence[Member], renewal: str) -> str:
     """What is wrong where a backward gave no gradient to them, and what is to be done."""
+    frozen = [each for each in members if not each.parameter.requires_grad]
+    if frozen:
+        return f"{listed(frozen)} required a gradient at first, and does not now: {renewal}"
     return (
         f"backward gave no gradient to {listed(members)}: pass unused='zeros', make the earlier of"
         " several backwards within no_sync(), or freeze them before"

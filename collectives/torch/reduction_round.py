@@ -34,6 +34,10 @@ class Reason:
     WITHIN = "a step within a backward: gradients are reduced when it returns, so step after it"
     FAILED = "no step: the last backward raised the error of its reduction"
     NO_BACKWARD = "no backward has brought gradients on this rank since the optimizer's last step"
+    TWICE = (
+        " has two gradients in one backward, as of a layer that reentrant checkpoints run twice:"
+        " use use_reentrant=False"
+    )
     GRAPH = ": backward(create_graph=True) isn't supported: a reduced gradient has no graph"
     SECOND_SUM = (
         ": a second backward without a step would sum the first one's gradients again: use"

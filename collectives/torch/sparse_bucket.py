@@ -15,8 +15,9 @@ class SparseBucket(Bucket):
 
     calls = 2
 
-    def __init__(self, comm: Communicator, member: Member) -> None:
-        self._comm, self.members = comm, [member]
+    def __init__(self, comm: Communicator, member: Member, what: str) -> None:
+        """`what`: as of DenseBucket."""
+        self._comm, self.members, self._what = comm, [member], what
         self._dtype, self.on_gpu = member.parameter.dtype, member.parameter.is_cuda
 
     def start(self, op: str, scale: float | None, *, overlap: bool) -> Finish:
@@ -32,6 +33,8 @@ class SparseBucket(Bucket):
         if overlap:
             handles = [self._comm.all_gather_async(each) for each in (indices, values.contiguous())]
         else:
+            # An all_gather has no text.
+            self._comm.barrier(self._what)
             gathered = [self._comm.all_gather(each) for each in (indices, values.contiguous())]
 
         def finish() -> None:

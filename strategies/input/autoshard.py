@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from collectives import Communicator
 from collectives.consistency.uncaught import raising_on_all
 from strategies.input.failures import check_together
 from strategies.input.options import AutoShardPolicy, InputOptions, as_policy
-from strategies.input.sources import check_iterable, files_of, policy_of, takes_seed
+from strategies.input.sources import check_iterable, draw_seed, files_of, policy_of, takes_seed
 
 log = logging.getLogger("strategies")
 
@@ -66,7 +65,7 @@ def make_report(dataset: Any, options: InputOptions | None) -> Report:
         own_seeds=checked.sharding == "seed_offset",
         takes_seed=takes_seed(dataset),
         files=digest,
-        seed=secrets.randbits(32),
+        seed=draw_seed(dataset),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator
 from itertools import count
 from typing import Any, NamedTuple
@@ -13,6 +14,16 @@ from collectives.scope import named_scope
 from strategies.input.element_spec import BatchFormat, FirstBatch, agree_on_format, describe
 from strategies.input.failures import raise_apart, raise_together
 
+log = logging.getLogger("strategies")
+
+# Not an error: each rank may augment the same examples differently.
+_DIFFERENT_BATCHES = (
+    "each rank takes its part of every global batch (AutoShardPolicy.DATA), but the ranks' first"
+    " global batches differ. If their order differs, examples are lost or repeated: shuffle with"
+    " the same seed on every rank, or use sharding='seed_offset', AutoShardPolicy.OFF or"
+    " distribute_datasets_from_function, where every rank reads a pipeline of its own"
+)
+
 # A rank's state at a step. The maximum over the ranks decides.
 _ENDED, _BATCH, _FAILED = range(3)
 
@@ -20,6 +31,10 @@ _END = object()
 
 # The maximum over the ranks is larger than every number agreed on before.
 _numbers = count()
+
+# In place of the digest of a rank that has none, below all of them and their negatives.
+_NO_DIGEST = -(1 << 62)
+_DIGEST_DIGITS = 15
 
 
 class _Read(NamedTuple):
@@ -29,6 +44,8 @@ class _Read(NamedTuple):
     batch: Any = None
     first: FirstBatch | None = None
     error: Exception | None = None
+    digest: int | None = None
+    """Of the global batch, if it is the first one of the iteration and the ranks divide it."""
 
 
 class NextBatch:
@@ -66,12 +83,15 @@ class DistributedDataset:
     ) -> None:
         """`begin` starts an iteration over this rank's batches.
 
-        `global_digest` gives a digest of the first global batch, where batches are parts of such.
+        `global_digest` gives a digest, in hexadecimal digits, of the first global batch of the
+        last iteration, where batches are parts of such.
         """
         self.communicator, self.global_digest = communicator, global_digest
         self.number = int(communicator.all_reduce(np.array(next(_numbers)), "max"))
         self.begin = begin
         self.format: BatchFormat | None = None
+        self.warned = False
+        """Of global batches that differ between the ranks."""
         self._begun: DistributedIterator | None = None
 
     def __iter__(self) -> DistributedIterator:
@@ -92,6 +112,12 @@ class DistributedDataset:
                 raise ValueError("element_spec is not known: no rank's dataset has a batch")
             self._begun = begun
         return self.format.element_spec
+
+    def warn_of_differences(self) -> None:
+        """Log on rank 0, once, that the ranks take parts of different global batches."""
+        if self.communicator.rank == 0 and not self.warned:
+            log.warning("%s", _DIFFERENT_BATCHES)
+        self.warned = True
 
 
 class DistributedIterator(Iterator[Any]):
@@ -135,17 +161,21 @@ class DistributedIterator(Iterator[Any]):
         # Stored until the ranks have agreed: after a deadline the same step is repeated.
         self._read = self._read or self._read_one()
         communicator = self._dataset.communicator
-        # The last four elements equal the maximum on every rank only where all positions are equal.
+        # Four elements equal the maximum on every rank only where all positions are equal, and a
+        # digest that of all ranks only where its negative does.
         iteration, step = self._position
-        vote = np.array(
-            [self._read.state, next(_numbers), iteration, step, -iteration, -step], np.int64
-        )
+        position = [iteration, step, -iteration, -step]
+        digest = self._read.digest
+        digests = [_NO_DIGEST] * 2 if digest is None else [digest, -digest]
+        vote = np.array([self._read.state, next(_numbers), *position, *digests], np.int64)
         with named_scope(communicator, "the next batch of a distributed dataset"):
-            state, number, *positions = communicator.all_reduce(vote, "max").tolist()
+            state, number, *found, most, least = communicator.all_reduce(vote, "max").tolist()
         read, self._read = self._read, None
-        if positions != vote[2:].tolist():
+        if found != position:
             self._end()
             raise_apart(communicator, self._position)
+        if most + least > 0:
+            self._dataset.warn_of_differences()
         self._position = (iteration if step else number, step + 1)
         if state == _BATCH:
             return self._batch_of(read)
@@ -157,9 +187,10 @@ class DistributedIterator(Iterator[Any]):
     def _read_one(self) -> _Read:
         try:
             for batch in self._batches:
-                if self._dataset.format is not None:
-                    return _Read(_BATCH, batch)
-                return _Read(_BATCH, batch, describe(batch, self._dataset.global_digest()))
+                digest = "" if self._position[1] else self._dataset.global_digest()
+                number = int(digest[:_DIGEST_DIGITS], 16) if digest else None
+                first = describe(batch) if self._dataset.format is None else None
+                return _Read(_BATCH, batch, first, digest=number)
             return _Read(_ENDED)
         except Exception as error:
             return _Read(_FAILED, error=error)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from strategies.input.distributed import DistributedDataset
 from strategies.input.failures import call_together, check_together
 from strategies.input.options import AutoShardPolicy, InputContext, InputOptions
 from strategies.input.rebatching import rebatched
-from strategies.input.sources import batch_size_of, check_iterable, iterate
+from strategies.input.sources import batch_size_of, check_iterable, iterate, shared_order
 
 
 def distribute(
@@ -66,7 +67,7 @@ def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[
     if sharding.policy is AutoShardPolicy.DATA:
         if hasattr(dataset, "with_seed"):  # else each rank splits batches of a different order
             dataset = dataset.with_seed(sharding.seed, 0)
-        return _Parts(dataset, rank, size)
+        return _Parts(dataset, rank, size, sharding.seed)
     if sharding.policy is AutoShardPolicy.FILE:
         dataset = dataset.auto_shard(size, rank)
     if sharding.own_seeds:
@@ -74,20 +75,29 @@ def _shard(dataset: Any, sharding: Sharding, rank: int, size: int) -> Callable[[
     return partial(_rebatched, dataset, rank, size)
 
 
+# Seeds have 63 bits, of which the dataset's is the first 32.
+_MOST_ITERATIONS = 1 << 31
+
 # These are generators, so that an exception of `iter(dataset)` is raised at the first step.
 
 
 class _Parts:
     """The rank's part of every batch of a dataset that all ranks read."""
 
-    def __init__(self, dataset: Any, rank: int, size: int) -> None:
+    def __init__(self, dataset: Any, rank: int, size: int, seed: int) -> None:
         self._dataset, self._rank, self._size = dataset, rank, size
+        self._seeds, self._seed = count(seed * _MOST_ITERATIONS), shared_order(dataset)
         self.digest = ""
+        """Of the first batch of the iteration that began last."""
 
     def __call__(self) -> Batches:
+        if self._seed is not None:
+            self._seed(next(self._seeds))
+        first = True
         for batch in iterate(self._dataset):
             part = contiguous_part(batch, self._rank, self._size)
-            self.digest = self.digest or digest_of(batch)
+            if first:
+                self.digest, first = digest_of(batch), False
             yield part
 
 

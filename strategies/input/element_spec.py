@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,16 +14,6 @@ from collectives.consistency.uncaught import raised_on_all
 from collectives.cuda.interface import is_torch
 from strategies.core import nest
 from strategies.input.batches import arrays_of
-
-log = logging.getLogger("strategies")
-
-# Not an error: each rank may augment the same examples differently.
-_DIFFERENT_BATCHES = (
-    "each rank takes its part of every global batch (AutoShardPolicy.DATA), but the ranks' first"
-    " global batches differ. If their order differs, examples are lost or repeated: shuffle with"
-    " the same seed on every rank, or use sharding='seed_offset', AutoShardPolicy.OFF or"
-    " distribute_datasets_from_function, where every rank reads a pipeline of its own"
-)
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,6 @@ class FirstBatch(NamedTuple):
     structure: Any  # the nest, with indices in place of arrays
     specs: list[TensorSpec]
     of_torch: list[bool]
-    global_digest: str  # of the global batch that it is a part of, if it is
 
     def __str__(self) -> str:
         kinds = [f"{spec.dtype} of shape {spec.shape}" for spec in self.specs]
@@ -67,12 +55,10 @@ def agree_on_format(communicator: Communicator, first: FirstBatch | None) -> Bat
 
     At least one rank must have a batch. A length after axis 0 that differs by rank is None in the
     spec. Raises the same ValueError on every rank where structures, dtypes or numbers of axes
-    differ. Rank 0 logs a warning where the ranks take parts of different global batches.
+    differ.
     """
     firsts = communicator.all_gather_object(first)
     known = [first for first in firsts if first is not None]
-    if communicator.rank == 0 and len({first.global_digest for first in known}) > 1:
-        log.warning("%s", _DIFFERENT_BATCHES)
     kinds = {
         (nest.structure(each.structure), *((len(spec.shape), spec.dtype) for spec in each.specs))
         for each in known
@@ -90,12 +76,12 @@ def agree_on_format(communicator: Communicator, first: FirstBatch | None) -> Bat
     return BatchFormat(nest.pack_like(known[0].structure, specs), empty)
 
 
-def describe(batch: Any, global_digest: str) -> FirstBatch:
+def describe(batch: Any) -> FirstBatch:
     """The description of a batch. ValueError where an array has no axis 0."""
     arrays = arrays_of(batch)
     specs = [TensorSpec((None, *map(int, array.shape[1:])), _dtype(array)) for array in arrays]
     structure = nest.pack_like(batch, list(range(len(arrays))))
-    return FirstBatch(structure, specs, [is_torch(array) for array in arrays], global_digest)
+    return FirstBatch(structure, specs, [is_torch(array) for array in arrays])
 
 
 def _dtype(array: Any) -> np.dtype[Any]:

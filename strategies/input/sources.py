@@ -2,17 +2,22 @@
 
 Datasets are recognized by their attributes, whatever their library: a `tf.data.Dataset` by
 `as_numpy_iterator` and `element_spec`, datasets of files by `files` and `auto_shard`, datasets
-whose shuffle takes a seed by `with_seed`. A `torch.utils.data.DataLoader` is a re-iterable. Under
-DATA, where each global batch is split between the ranks, a shuffle of another library must have
-the same seed on all ranks.
+whose shuffle takes a seed by `with_seed`. A `torch.utils.data.DataLoader` is a re-iterable whose
+order can be shared. Under DATA, where each global batch is split between the ranks, a shuffle of
+another library must have the same seed on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from strategies.input.options import AutoShardPolicy, as_policy
+
+# The generator that a sampler of torch got here, for all iterations.
+_OWN_ORDER, _NO_GENERATOR = "_order_of_strategies", object()
 
 
 def check_iterable(dataset: Any) -> None:
@@ -60,3 +65,28 @@ def batch_size_of(dataset: Any) -> int | None:
 def takes_seed(dataset: Any) -> bool:
     """Whether the dataset has a shuffle whose seed can be set."""
     return hasattr(dataset, "with_seed") and bool(getattr(dataset, "is_shuffled", True))
+
+
+def shared_order(dataset: Any) -> Callable[[int], Any] | None:
+    """The function that sets the seed of a torch DataLoader's next random order.
+
+    None for others, and where the program has given a generator: it determines the order then.
+    """
+    sampler: Any = getattr(getattr(dataset, "batch_sampler", None), "sampler", None)
+    if not type(sampler).__module__.startswith("torch.utils.data"):
+        return None
+    own: Any = getattr(sampler, _OWN_ORDER, None)
+    if getattr(sampler, "generator", _NO_GENERATOR) is not own:
+        return None
+    if own is None:
+        own = sampler.generator = sys.modules["torch"].Generator()
+        setattr(sampler, _OWN_ORDER, own)
+    seed: Callable[[int], Any] = own.manual_seed
+    return seed
+
+
+def draw_seed(dataset: Any) -> int:
+    """A random seed: torch's next number where it decides on the order, else one of the system."""
+    if shared_order(dataset) is None:
+        return secrets.randbits(32)
+    return int(sys.modules["torch"].randint(1 << 32, ()))

@@ -23,7 +23,8 @@ from collectives.consistency.uncaught import raised_on_all
 from strategies.core.same_error import compare
 from strategies.input import DistributedDataset
 from strategies.input.batches import digest_of
-from strategies.keras.orders import ShuffledPyDataset, share_order
+from strategies.input.sources import shared_order
+from strategies.keras.orders import ShuffledPyDataset
 from strategies.keras.training import Training
 
 log = logging.getLogger("strategies")
@@ -262,8 +263,8 @@ def share_data(
         return ArrayPieces(training, seed, x, y, sample_weight, shuffle=shuffle, **options)
     if isinstance(x, keras.utils.PyDataset) and shuffle and x.num_batches is not None:
         x = ShuffledPyDataset(x, seed)
-    elif shuffle:
-        share_order(x, seed)
+    elif shuffle and (set_seed := shared_order(x)) is not None:
+        set_seed(seed)
     whole = get_data_adapter(x, y, sample_weight, **options)
     return Pieces(whole, training)
 

@@ -45,12 +45,3 @@ class ShuffledPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         """Notify the dataset, and draw the next epoch's order."""
         self._dataset.on_epoch_end()
         self._order = self._generator.permutation(self._dataset.num_batches)
-
-
-def share_order(loader: Any, seed: int) -> None:
-    """Make the orders of a torch DataLoader that shuffles without a generator the same."""
-    sampler: Any = getattr(loader, "sampler", None)
-    if type(sampler).__name__ == "RandomSampler" and sampler.generator is None:
-        import torch
-
-        sampler.generator = torch.Generator().manual_seed(seed)

@@ -21,7 +21,11 @@ from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.foreign.distributed import permit
 from strategies.foreign.registry import framework_of
 from strategies.replication.replication import Replication
+from strategies.torch.other_optimizers import other_optimizers
 from strategies.torch.steps import step_hooks
+
+# Positions of an optimizer's parameters are shown, if the text has so many characters.
+_SHOWN = 60
 
 _WRAPPERS = (
     "DistributedDataParallel",
@@ -49,7 +53,9 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
     communicator = strategy.communicator if together else Communicator(alone())
     with PropagatedErrors(strategy.communicator, "distribute"):
         optimizers = checked(strategy, model, optimizer)
-        description = _description(optimizers)
+        if together:
+            _refuse_apart(model, weighted=options.get("weighted", False))
+        description = _description(model, optimizers)
     _close_earlier(model)
     options |= {"sparse": _sparse_parameters(model)}
     options |= {"compressed": strategy.compressed if together else None}
@@ -88,21 +94,50 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
         return tuple(folded if each is closure else each for each in arguments), replaced
 
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
+    if together:
+        other_optimizers.note(model, reducer, optimizers)
     _trainings[model] = _Training(strategy, reducer, hooks)
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 
 
-def _description(optimizers: Sequence[Any]) -> str:
-    """Classes and settings, which decide on a step of equal gradients; the same text if equal."""
+def _description(model: Any, optimizers: Sequence[Any]) -> str:
+    """Classes, settings and parameters, which decide on a step of equal gradients.
+
+    The text is the same if they are.
+    """
+    positions = {id(each): position for position, each in enumerate(model.parameters())}
     texts = []
     for optimizer in optimizers:
         groups = [
             {name: _plain(group.get(name)) for name in sorted(optimizer.defaults)}
             for group in optimizer.param_groups
         ]
+        trained = [
+            [positions[id(each)] for each in group["params"]] for group in optimizer.param_groups
+        ]
         more = f", {len(groups)} groups, {crc32(repr(groups).encode()):08x}" * (len(groups) > 1)
-        texts.append(f"{type(optimizer).__name__}({groups[0]}{more})")
+        members = str(trained)
+        if len(members) > _SHOWN:
+            members = f"{crc32(members.encode()):08x}"
+        texts.append(f"{type(optimizer).__name__}({groups[0]}{more}, of parameters {members})")
     return ", ".join(texts)
+
+
+def _refuse_apart(model: Any, *, weighted: bool) -> None:
+    """ValueError for layers with which the ranks would train apart, or not as one process does."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and hasattr(module, "embedding_dim"):
+            raise ValueError(
+                f"distribute: {name or type(module).__name__} has max_norm={module.max_norm}, by"
+                " which forward changes the rows that this rank looks up: must be None"
+            )
+        if weighted and "SyncBatchNorm" in type(module).__name__:
+            raise ValueError(
+                f"distribute: weighted=True, and {name or 'the model'} is a"
+                f" {type(module).__name__}, of which gradients pass between ranks before they are"
+                " weighted: leave weighted out, and multiply each loss by this rank's rows, divided"
+                " by their mean over the ranks"
+            )
 
 
 def _plain(setting: Any) -> Any:

@@ -21,10 +21,11 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     used again (remainder="repeat", as torch's DistributedSampler does), or its last ones are left
     out ("drop").
 
-    It can be named in a `Checkpoint`, which stores the epoch and the position in it; the next
-    iteration after `restore` continues there, with any number of ranks. The position counts what
-    the DataLoader has taken: one with worker processes takes batches ahead, so that `set_epoch` is
-    to be called with the position of the program's own count.
+    It can be named in a `Checkpoint`, which stores the epoch and the position in it; iterations
+    after `restore` continue there, with any number of ranks. After an iteration to the end, the
+    next epoch is stored. The position is that of the iteration which began last. It counts what the
+    DataLoader has taken: one with worker processes takes batches ahead, so that `set_epoch` is to
+    be called with the position of the program's own count.
     """
 
     def __init__(
@@ -47,11 +48,23 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         self.epoch = 0
         """The epoch of the next iteration."""
         self.position = 0
-        """How many of this rank's samples the epoch has used."""
+        """How many of this rank's samples the last iteration has used, of the epoch."""
+        self._start = 0
+        self._last: object = None
+        self._ended = False
+        """Whether the last iteration has ended."""
+        self._counts_epochs = False
+        """Whether the program does, by `set_epoch`: else all have the same order."""
 
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Iterate over this epoch next, without this rank's first `position` samples."""
-        self.epoch, self.position = epoch, position
+    def set_epoch(self, epoch: int, position: int | None = None) -> None:
+        """Iterate over this epoch next, without this rank's first `position` samples.
+
+        None: without those that a restored checkpoint has used of this epoch.
+        """
+        if position is None:
+            position = self._start if epoch == self.epoch else 0
+        self.epoch, self._counts_epochs = epoch, True
+        self._start, self.position, self._ended = position, position, False
 
     def __len__(self) -> int:
         """The number of this rank's samples in a whole epoch."""
@@ -59,16 +72,21 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         return whole + bool(more and self._repeats)
 
     def __iter__(self) -> Iterator[int]:
-        """The indices of this rank's samples, from `position` on.
+        """The indices of this rank's samples, from the restored position on, if there is one.
 
-        At the end of an epoch the position is 0 again; `set_epoch` begins another one.
+        Each iteration counts for itself: one that is left early changes no other.
         """
-        order = self._order()
-        while self.position < len(self):
-            index = order[(self.position * self._size + self._rank) % len(order)]
-            self.position += 1
+        self._last = this = object()
+        order, position = self._order(), self._start
+        self.position, self._ended = position, False
+        while position < len(self):
+            index = order[(position * self._size + self._rank) % len(order)]
+            position += 1
+            if self._last is this:
+                self.position = position
             yield int(index)
-        self.position = 0
+        if self._last is this:
+            self._start, self._ended = 0, True
 
     def _order(self) -> Any:
         if not self._shuffle:
@@ -78,8 +96,15 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
-        return {"epoch": np.array(self.epoch), "position": np.array(self.position * self._size)}
+        epoch, position = self.epoch, self.position
+        if self._counts_epochs and position >= len(self):
+            epoch, position = epoch + 1, 0
+        elif self._ended:
+            position = 0
+        return {"epoch": np.array(epoch), "position": np.array(position * self._size)}
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Continue there. Of a step that other ranks made, samples may be used twice."""
-        self.set_epoch(int(tensors["epoch"]), int(tensors["position"]) // self._size)
+        self.epoch = int(tensors["epoch"])
+        self._start = self.position = int(tensors["position"]) // self._size
+        self._ended = False

@@ -45,6 +45,29 @@ def test_ranks_that_shuffle_each_by_itself_are_warned_once(size, policy, caplog)
     assert [WARNING in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_ranks_whose_orders_differ_later_are_warned(caplog):
+    class Later(Shuffled):
+        epochs = 0
+
+        def __iter__(self):
+            self.epochs += 1
+            return iter(Shuffled(self._seed * (self.epochs == 3)))
+
+    def body(strategy):
+        data = strategy.experimental_distribute_dataset(Later(strategy.communicator.rank))
+        counts = []
+        for _ in range(4):
+            assert len([batch["x"] for batch in data]) == 3
+            strategy.communicator.barrier()
+            counts.append(len(caplog.records))
+            strategy.communicator.barrier()
+        return counts
+
+    with caplog.at_level(logging.WARNING, "strategies"):
+        assert on_ranks(3, body) == [[0, 0, 1, 1]] * 3
+    assert WARNING in caplog.records[0].getMessage()
+
+
 @pytest.mark.parametrize("size", [3, *slow(2)])
 def test_ranks_that_read_the_same_are_not_warned(size, caplog):
     with caplog.at_level(logging.WARNING, "strategies"):

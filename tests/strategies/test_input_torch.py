@@ -1,5 +1,7 @@
 """Batches of torch: a `DataLoader` is a dataset, and tensors stay tensors."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,48 @@ def test_every_epoch_is_reshuffled_equally(depth):
         rows = [row for _, epochs in ranks for batch in epochs[epoch] for row in batch]
         assert sorted(rows) == list(range(9))
     assert ranks[0][1][0] != ranks[0][1][1]
+
+
+WEIGHTED = data.WeightedRandomSampler(torch.ones(9), 9, replacement=False)
+RANDOM_ORDERS = [
+    {"shuffle": True},
+    {"sampler": data.SubsetRandomSampler(range(9))},
+    {"sampler": WEIGHTED},
+    {"batch_sampler": data.BatchSampler(data.RandomSampler(range(9)), 4, drop_last=False)},
+]
+
+
+@pytest.mark.parametrize("order", RANDOM_ORDERS, ids=["shuffled", "subset", "weighted", "batches"])
+def test_a_random_order_is_the_chiefs(order):
+    """Although ranks draw other random numbers, and iterate by themselves before and between."""
+
+    def body(strategy):
+        if "shuffle" in order:
+            loader = data.DataLoader(examples(9), batch_size=4, **order)
+        elif "sampler" in order:
+            loader = data.DataLoader(examples(9), batch_size=4, sampler=copy.copy(order["sampler"]))
+        else:
+            loader = data.DataLoader(
+                examples(9), batch_sampler=copy.deepcopy(order["batch_sampler"])
+            )
+        epochs = []
+        for _ in range(2):
+            dataset = strategy.experimental_distribute_dataset(loader)
+            for _ in range(2):
+                if strategy.communicator.rank:
+                    torch.rand(3), next(iter(loader))
+                epochs.append([int(row) for _, labels in dataset for row in labels])
+        return epochs
+
+    ranks = on_ranks(3, body)
+    joined = [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
+    for rows in joined:
+        assert sorted(rows) == list(range(9))
+    assert len(set(map(tuple, joined))) > 1
+    torch.manual_seed(5)
+    first = on_ranks(1, body)
+    torch.manual_seed(5)
+    assert on_ranks(1, body) == first
 
 
 def test_whole_loaders_are_rebatched():

@@ -532,6 +532,18 @@ def test_groups(torch, dist, comm):
         dist.destroy_process_group(each)
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_group_of_which_ranks_give_other_lists(torch, dist, comm):
+    """The rank that another one has left out waits for nothing that never comes."""
+    ranks = list(range(comm.size))
+    if comm.rank == ranks[-1]:
+        with pytest.raises(ValueError, match=r"another of these ranks made it of ranks \[0"):
+            dist.new_group(ranks)
+    else:
+        dist.destroy_process_group(dist.new_group(ranks[:-1]))
+    dist.barrier()
+
+
 def test_a_mesh_and_functional_collectives(torch, dist, comm):
     from torch.distributed._functional_collectives import all_gather_single, all_reduce, wait_tensor
 

@@ -305,6 +305,65 @@ def test_what_is_refused(torch, comm, monkeypatch):
 
 
 @pytest.mark.ranks(2, 3)
+def test_layers_with_which_ranks_would_train_apart(torch, comm):
+    from collectives.torch import SyncBatchNorm
+
+    strategy = strategy_of("worker", comm)
+    for layer in (torch.nn.Embedding(4, 3, max_norm=1.0), torch.nn.EmbeddingBag(4, 3, max_norm=1)):
+        with pytest.raises(ValueError, match=r"0 has max_norm=1.*: must be None"):
+            strategy.distribute(torch.nn.Sequential(layer), [])
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), SyncBatchNorm(8, comm=comm))
+    with pytest.raises(ValueError, match="weighted=True, and 1 is a SyncBatchNorm"):
+        strategy.distribute(model, [], weighted=True)
+    # As the error says.
+    strategy.distribute(model, [])
+    alone = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8))
+    alone.load_state_dict(model.state_dict())
+    whole = torch.randn(4 * comm.size + 1, 5, generator=torch.manual_seed(2))
+    scale = torch.arange(8.0)
+    own = whole.tensor_split(comm.size)[comm.rank]
+    mean = len(whole) / comm.size
+    ((model(own) * scale).square().mean() * len(own) / mean).backward()
+    (alone(whole) * scale).square().mean().backward()
+    for each, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(each.grad, other.grad)
+
+
+@pytest.mark.ranks(2)
+def test_what_other_optimizers_do_apart_is_logged(torch, comm, caplog):
+    strategy, model = strategy_of("worker", comm), network(torch)
+    strategy.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    x = batches(torch, comm.size)[0]
+
+    def loss():
+        model.zero_grad()
+        found = loss_of(model, x)
+        found.backward()
+        return found
+
+    # The gradients are the ranks' common ones, so that this steps as the first one would.
+    other = torch.optim.Adam(model.parameters(), 0.1)
+    loss()
+    other.step()
+    assert not caplog.records
+    quadratic = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    for _ in range(2):
+        quadratic.step(loss)
+    (record,) = caplog.records
+    assert "LBFGS was not given to distribute with its model: the loss" in record.getMessage()
+    model.append(torch.nn.Linear(1, 1))
+    more = torch.optim.SGD(model.parameters(), 0.1)
+    loss()
+    more.step()
+    (_, record) = caplog.records
+    assert "4.weight was added since" in record.getMessage()
+    strategy.distribute(model, more)
+    loss()
+    more.step()
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.ranks(2, 3)
 def test_what_one_rank_alone_gives(torch, comm):
     """Every rank raises, and the next call works."""
     strategy, last = strategy_of("worker", comm), comm.rank == comm.size - 1
@@ -332,6 +391,11 @@ def test_what_one_rank_alone_gives(torch, comm):
         group["lr"] = 0.2 if last else 0.3
     with pytest.raises(ValueError, match=f"{len(groups)} groups"):
         strategy.distribute(model, torch.optim.SGD(groups, 0.1))
+    two = [[*model[0].parameters()], [*model[2:].parameters()]]
+    members = [{"params": each} for each in (two[::-1] if last else two)]
+    for order in (members, [*model.parameters()][:: -1 if last else 1]):
+        with pytest.raises(ValueError, match=r"of parameters \[\[0, 1"):
+            strategy.distribute(model, torch.optim.SGD(order, 0.1))
     unreadable = torch.optim.SGD(model.parameters(), 0.1)
     if last:
         unreadable.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
@@ -373,6 +437,26 @@ def test_samplers(torch, comm):
         resumed.restore_tensors(sampler.saved_tensors())
         assert first + list(resumed) == epochs[1]
     assert list(strategy.sampler(data, shuffle=False))[:2] == [comm.rank, comm.rank + comm.size]
+    sampler = strategy.sampler(data, seed=3)
+    whole = list(sampler)
+    # Iterations count for themselves, as those of torch's own samplers.
+    for index in sampler:
+        assert index == whole[0]
+        assert list(sampler) == whole
+        break
+    assert list(zip(sampler, sampler, strict=True)) == list(zip(whole, whole, strict=True))
+    resumed, begun = strategy.sampler(data, seed=3), iter(sampler)
+    assert next(begun) == whole[0]
+    resumed.restore_tensors(sampler.saved_tensors())
+    for _ in range(2):  # the documented loop, after a look at the first sample
+        assert next(iter(resumed)) == whole[1]
+        resumed.set_epoch(0)
+    assert list(resumed) == whole[1:]
+    # The next epoch follows one that has ended, where the program counts them.
+    for counted, samplers in ((1, resumed), (0, sampler)):
+        assert len(list(samplers)) == len(whole)
+        assert samplers.saved_tensors()["epoch"] == counted
+        assert samplers.saved_tensors()["position"] == 0
     with pytest.raises(ValueError, match="remainder='pad'"):
         strategy.sampler(data, remainder="pad")
 

@@ -492,6 +492,32 @@ def test_dtypes_and_the_wire(torch, comm):
             torch.testing.assert_close(parameter.grad, wanted, rtol=2e-2, atol=0)
             exact = wire is None and parameter.dtype != torch.bfloat16
             assert torch.equal(parameter.grad, wanted) or not exact
+    half = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    GradientReducer(comm, [("half", half)])
+    (half * 40000).sum().backward()
+    torch.testing.assert_close(half.grad, torch.full_like(half, 40000).detach(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_models_of_equal_shapes_are_distinguished(torch, comm, sparse):
+    """Ranks that reduce them in another order, in backwards of their own or in one."""
+    from collectives.torch.gradients import GradientReducer
+
+    models = [torch.nn.Embedding(3, 2, sparse=sparse) for _ in range(2)]
+    for model in models:
+        names = ["weight"] if sparse else []
+        GradientReducer(comm, model.named_parameters(), sparse=names)
+    mine = models if comm.rank else models[::-1]
+    rows = torch.tensor([comm.rank % 3])
+    with pytest.raises(MismatchError, match="gradients of reducer"):
+        mine[0](rows).sum().backward()
+    for model in models:
+        model.zero_grad()
+        model(rows).sum().backward()
+        assert model.weight.grad.to_dense().sum() == pytest.approx(2)
+    with pytest.raises(MismatchError, match="gradients of reducer"):
+        (mine[0](rows).sum() + mine[1](rows).sum()).backward()
 
 
 @pytest.mark.ranks(2, 3)
@@ -521,7 +547,7 @@ def test_parameters_that_change(torch, comm):
         loss_of(model, x).backward()
     model[0].weight.requires_grad_(False)
     model[2].requires_grad_(False)
-    with pytest.raises(GradientError, match=r"no gradient to 2.weight, 2.bias"):
+    with pytest.raises(GradientError, match=r"2.weight, 2.bias required a gradient at first"):
         loss_of(model, x).backward()
 
 
