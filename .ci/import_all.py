@@ -36,7 +36,10 @@ NEEDS = {
         "collectives.torch*",
         "strategies.keras.torch_gradients",
         "strategies.parameter_server.torch_models",
-        *(f"strategies.torch.{each}" for each in ("distribution", "sampler", "states")),
+        "strategies.torch.distribution",
+        "strategies.torch.other_optimizers",
+        "strategies.torch.sampler",
+        "strategies.torch.states",
         "torch_*",
     },
     "Keras": {
