@@ -51,7 +51,10 @@ NEEDS = {
             for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
         *(f"strategies.keras.{each}" for each in ("scope", "seeds", "state", "steps")),
-        *(f"strategies.keras.tensorflow_{each}" for each in ("data", "predictions", "steps")),
+        *(
+            f"strategies.keras.tensorflow_{each}"
+            for each in ("compile", "data", "predictions", "steps")
+        ),
     },
     "JAX": {
         "bench.jax.operations",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from collectives.communicator import Communicator
-from collectives.jax.kinds import KINDS, Call, ReduceList, rank_of
+from collectives.jax.kinds import KINDS, PVARY, Call, ReduceList, rank_of
 from collectives.jax.primitive import bind
 from collectives.world import given
 
@@ -28,6 +28,15 @@ def all_reduce(
     the result, in equal parts.
     """
     return _made(_reducible(tree, op), Call("all_reduce", given(comm), op), after, like=tree)
+
+
+def common_mean(tree: Tree, *, comm: Communicator) -> Tree:
+    """As `all_reduce` to the mean, for what each rank goes on to use in a loss of its own.
+
+    The cotangents of all ranks are averaged, too, as all their losses depend on this rank's arrays.
+    """
+    given_to_all = _made(_reducible(tree, "mean"), Call(PVARY, comm), None, like=tree)
+    return all_reduce(given_to_all, "mean", comm=comm)
 
 
 def mean_by(reduction: ReduceList, tree: Tree, *, comm: Communicator) -> Tree:

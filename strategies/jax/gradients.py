@@ -11,7 +11,7 @@ import jax
 from collectives import Communicator
 from collectives.compression import CompressedReducer, ListName
 from collectives.jax import all_reduce
-from collectives.jax.functions import mean_by
+from collectives.jax.functions import common_mean, mean_by
 from collectives.jax.kinds import ReduceList
 from strategies.replication.replication import Replication
 
@@ -47,9 +47,8 @@ def value_and_grad(
 
 
 def _exactly(value: Any, gradients: Any, comm: Communicator) -> tuple[Any, Any]:
-    """The means of both, in one message."""
-    mean: tuple[Any, Any] = all_reduce((value, gradients), "mean", comm=comm)
-    return mean
+    """The means of both, in one message, and so that they may be parts of another loss."""
+    return common_mean((value, gradients), comm=comm)
 
 
 class _Compressed:

@@ -17,6 +17,7 @@ from strategies.keras.optimizers import (
     reduce_first,
     reduce_no_more,
 )
+from strategies.keras.saving import saving_of
 from strategies.keras.state import (
     average_logs,
     divide_sums,
@@ -48,6 +49,10 @@ def prepare(model: Any, training: Training) -> None:
             f"model {model.name!r} was made outside of the scope of"
             f" {type(training.owner).__name__}: it must be made there, and compiled"
         )
+    if not training.reduces:
+        from strategies.keras.tensorflow_compile import refuse_metrics_of_others
+
+        refuse_metrics_of_others(model, training)
     kind = type(model)
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +64,7 @@ def prepare(model: Any, training: Training) -> None:
     replaced = loops.methods() | _training_methods(model, training)
     if training.reduces:
         replaced |= _results(model, training) | steps_of(model, training)
-        replaced |= checked_loss(model, training)
+        replaced |= checked_loss(model, training) | saving_of(model)
     else:
         from strategies.keras.tensorflow_predictions import PREDICTIONS, Predictions
         from strategies.keras.tensorflow_steps import Steps
@@ -94,7 +99,13 @@ def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
             training.end_epoch()
         sum_metrics(training, model)
         found = type(model)._get_metrics_result_or_logs(model, logs)
-        return average_logs(training, logs) if found is logs and logs else found
+        if found is not logs or not logs:
+            return found
+        # A step of the program's own returns some of the metrics, or numbers beside them.
+        metrics = model.get_metrics_result()
+        others = {name: number for name, number in logs.items() if name not in metrics}
+        means = average_logs(training, others) if others else {}
+        return {name: means.get(name, metrics.get(name)) for name in logs}
 
     def reset_metrics() -> None:
         type(model).reset_metrics(model)

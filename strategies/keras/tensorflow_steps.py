@@ -29,6 +29,7 @@ class Steps:
     def methods(self) -> dict[str, Method]:
         """The replacements by name."""
         names = ["train_step", "test_step", "compute_loss", "_maybe_symbolic_build"]
+        names.append("_get_metrics_result_or_logs")
         return {name: getattr(self, name) for name in names}
 
     def train_step(self, data: Any) -> Any:
@@ -58,6 +59,14 @@ class Steps:
         if self._training.step is not None:
             self._training.step.by_rows = not has_sums(self._model)
         return self._kind.compute_loss(self._model, *args, **kwargs)
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """The logs of the last step, with the metrics among them over all steps of all replicas."""
+        found = self._kind._get_metrics_result_or_logs(self._model, logs)
+        if found is not logs or not logs:
+            return found
+        metrics = self._model.get_metrics_result()
+        return {name: metrics.get(name, number) for name, number in logs.items()}
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build the model by the shapes of pieces; of one row for a piece without rows.

@@ -34,6 +34,43 @@ def test_value_and_gradients_are_means(jax, comm):
     np.testing.assert_array_equal(own(jax.numpy.full(2, 1.0 + comm.rank))[1], 2.0 + 2 * comm.rank)
 
 
+def test_derivatives_within_a_loss(jax, comm):
+    """Such as a penalty for the gradient, or a step in parameters whose result counts."""
+    strategy = strategies.MultiWorkerMirroredStrategy()
+    rows = np.random.default_rng(1).normal(size=(comm.size, 4, 3)).astype("float32")
+    parameters = jax.numpy.arange(3.0) / 4
+
+    def loss(weights, inputs):
+        return jax.numpy.mean(jax.numpy.sin(inputs @ weights) + (inputs @ weights) ** 2)
+
+    def outer(derivatives):
+        def penalized(weights, inputs):
+            value, gradients = derivatives(weights, inputs)
+            return loss(weights - 0.1 * gradients, inputs) + value * (gradients**2).sum()
+
+        return penalized
+
+    once = strategy.value_and_grad(loss)
+    found = jax.jit(strategy.value_and_grad(outer(once)))(parameters, rows[comm.rank])
+    wanted = jax.value_and_grad(outer(jax.value_and_grad(loss)))(parameters, np.concatenate(rows))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+    # In forward mode, too, and of three levels.
+    _, tangent = jax.jvp(lambda each: once(each, rows[comm.rank]), (parameters,), (parameters,))
+    _, exact = jax.jvp(
+        lambda each: jax.value_and_grad(loss)(each, np.concatenate(rows)),
+        (parameters,),
+        (parameters,),
+    )
+    for one, other in zip(tangent, exact, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+    thrice = strategy.value_and_grad(outer(strategy.value_and_grad(outer(once))))
+    alone = jax.value_and_grad(outer(jax.value_and_grad(outer(jax.value_and_grad(loss)))))
+    found = thrice(parameters, rows[comm.rank])
+    for one, other in zip(found, alone(parameters, np.concatenate(rows)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3)
+
+
 def test_compressed_gradients(jax, comm):
     """What is left out of a step is added to a later one, of another program, too."""
     from mpi4py import MPI

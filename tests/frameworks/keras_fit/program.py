@@ -414,6 +414,8 @@ class Custom(keras.Model):
     def __init__(self):
         super().__init__()
         self.hidden, self.last = keras.layers.Dense(4), keras.layers.Dense(1)
+        # Of the second one no step returns the result.
+        self.tracked = [keras.metrics.Mean(name) for name in ("tracked", "left_out")]
 
     def call(self, inputs):
         return self.last(self.hidden(inputs))
@@ -422,11 +424,14 @@ class Custom(keras.Model):
         if BACKEND == "torch":
             x, y = arguments[0]
             self.zero_grad()
-            loss = keras.ops.mean(keras.ops.square(self(x) - y))
+            errors = keras.ops.square(self(x) - y)
+            loss = keras.ops.mean(errors)
             loss.backward()
             variables = self.trainable_variables
             self.optimizer.apply([each.value.grad for each in variables], variables)
-            return {"own": loss.detach()}
+            for metric in self.tracked:
+                metric.update_state(errors.detach())
+            return {"own": loss.detach(), "tracked": self.tracked[0].result()}
         import jax
 
         (trainable, others, optimizer, metrics), (x, y) = arguments
@@ -448,6 +453,24 @@ def a_custom_step():
 
     alone, together = compiled(make)
     trained(alone, together, X, Y)
+
+
+@check
+def files_that_all_ranks_write():
+    _, together = compiled()
+    together.fit(X, Y, batch_size=BATCH, verbose=0)
+    folder = directory()
+    for _ in range(10):
+        for save, name in ((together.save, "m.keras"), (together.save_weights, "m.weights.h5")):
+            save(folder / name)
+            WORLD.barrier()
+            if name == "m.keras":
+                read = keras.models.load_model(folder / name)
+                np.testing.assert_array_equal(weights_of(read), weights_of(together))
+            else:
+                together.load_weights(folder / name)
+            WORLD.barrier()
+    assert sorted(each.name for each in folder.iterdir()) == ["m.keras", "m.weights.h5"]
 
 
 @check

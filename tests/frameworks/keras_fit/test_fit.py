@@ -20,6 +20,8 @@ QUICK = {
         "moving_statistics_are_averaged",
         "callbacks_on_the_chief_and_everywhere",
         "a_stop_on_one_rank_within_an_epoch",
+        "a_custom_step",
+        "files_that_all_ranks_write",
         "errors_are_those_of_every_rank",
         "keras_is_as_it_was_outside",
         "compressed_gradients",

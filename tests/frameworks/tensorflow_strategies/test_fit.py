@@ -204,9 +204,13 @@ def test_the_order_of_a_py_dataset(tf, strategy, comm):
 
 
 def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
-    """Gradients of its own loss are summed, and its logs are averaged by rows."""
+    """Gradients of its own loss are summed; logs other than metrics are averaged by rows."""
 
     class Model(tf.keras.Sequential):
+        def build(self, shape):
+            super().build(shape)
+            self.tracked = [tf.keras.metrics.Mean("tracked"), tf.keras.metrics.Mean("left_out")]
+
         def train_step(self, data):
             inputs, wanted = data
             with tf.GradientTape() as tape:
@@ -215,7 +219,10 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
             error = tf.reduce_mean(errors)
-            return {"error": error, "nested": {"twice": 2 * error}}
+            for metric in self.tracked:
+                metric.update_state(errors)
+            nested = {"twice": 2 * error}
+            return {"error": error, "nested": nested, "tracked": self.tracked[0].result()}
 
     def trained(strategy):
         tf.keras.utils.set_random_seed(5)
@@ -225,7 +232,8 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
         history = model.fit(*data(), batch_size=5, epochs=2, shuffle=False, verbose=0)
         found = history.history
         np.testing.assert_allclose(2 * np.array(found["error"]), found["twice"], rtol=1e-6)
-        return [*model.get_weights(), found["error"]]
+        assert set(found) == {"error", "twice", "tracked"}
+        return [*model.get_weights(), found["error"], found["tracked"]]
 
     found = trained(strategy)
     for one, other in zip(found, trained(ds.OneDeviceStrategy("/cpu:0")), strict=True):
@@ -249,6 +257,40 @@ def test_a_model_of_no_scope_is_refused(tf, strategy):
     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
     with strategy.scope(), pytest.raises(ValueError, match="made outside of the scope"):
         model.compile("sgd", "mse")
+
+
+def test_a_model_that_is_compiled_outside_of_the_scope(tf, ds, strategy, equal_on_all):
+    """The first time, and again."""
+    keras = tf.keras
+
+    def trained(strategy):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+        found, how = [], {"batch_size": 5, "verbose": 0}
+        for loss in ("mse", "mae"):
+            model.compile(keras.optimizers.SGD(0.05), loss, metrics=["mae"])
+            history = model.fit(*data(), epochs=2, shuffle=False, **how).history
+            found += [*history.values(), model.evaluate(*data(), **how)]
+        return [*found, *model.get_weights()]
+
+    found = trained(strategy)
+    for one, other in zip(found, trained(ds.OneDeviceStrategy("/cpu:0")), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    equal_on_all(found)
+
+
+def test_metrics_of_no_scope_are_refused(tf, strategy):
+    """Each rank's would be its own."""
+    keras, own = tf.keras, tf.keras.metrics.BinaryAccuracy()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        for given in ({"metrics": [own]}, {"weighted_metrics": {"a": ["mae", own]}}):
+            with pytest.raises(ValueError, match="metric 'binary_accuracy' was made outside of"):
+                model.compile("sgd", "mse", **given)
+        model.compile("sgd", "mse", metrics=[keras.metrics.BinaryAccuracy()])
+    with pytest.raises(ValueError, match="metric 'binary_accuracy' was made outside of"):
+        model.compile("sgd", "mse", metrics=[own])
 
 
 def test_a_model_of_another_backend_is_refused(tf, strategy, monkeypatch):
