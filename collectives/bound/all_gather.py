@@ -72,7 +72,7 @@ def bind_all_gather(
         _, addresses, shape, lengths, total, reader, name, path, addressed = known
         joined = np.empty(shape, dtype) if target is None else target
         if reader is not None:
-            reader(index, joined)
+            reader(index, source, joined)
             return joined
         filled = joined.reshape(-1).view(_BYTES)
         # What `publish` has copied may overlap with the target.
@@ -144,7 +144,7 @@ def bind_gather(
         else:
             joined = np.empty(shape, dtype) if target is None else target
         if reader is not None:
-            reader(index, joined)
+            reader(index, source, joined)
             return joined
         filled = joined.reshape(-1)
         own_part(filled, lengths, engine.rank)[:] = contiguous_apart(source, filled)

@@ -191,7 +191,7 @@ def _bind_between_nodes(
             return exchange(engine, list(source.reshape(size, *shape)))
         outgoing, incoming = source.view(_BYTES), target.view(_BYTES)
         if reader is not None:
-            reader(index, every)
+            reader(index, None, every)
             incoming.reshape(size, part)[...] = every[:, rank]
         elif native is not None:
             engine.path = NATIVE

@@ -18,8 +18,11 @@ from collectives.reductions.reduction import Array
 from collectives.shm.addresses import NOWHERE, Exchanged
 from collectives.shm.layout import ROW_BYTES, SMALL_BYTES
 
-Reader = Callable[[Any, Array], None]
-"""A function (index, target) that joins the rows of all ranks in the contiguous target."""
+Reader = Callable[[Any, Any, Array], None]
+"""A function (index, own rows, target) that joins the rows of all ranks in the contiguous target.
+
+The own rows may overlap with the target.
+"""
 Head = tuple[int, int, int]
 """Two numbers, and how many bytes of the row travel."""
 
@@ -153,7 +156,7 @@ class ExchangedRows:
             return None
         total = sum(counts) * self._row_bytes
 
-        def read(index: Any, target: Array) -> None:
+        def read(index: Any, own: Any, target: Array) -> None:
             target.reshape(-1).view(_BYTES)[...] = self.joined()[:total]
 
         return read

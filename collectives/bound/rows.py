@@ -146,14 +146,18 @@ class _NodeRows:
             return None
         ends = list(accumulate(counts))
         places = list(map(slice, [0, *ends], ends))
-        ranks = [*others(self._rank, len(places)), self._rank]
+        own_place, peers = places[self._rank], list(others(self._rank, len(places)))
         reads = {
-            index: [(places[rank], slots[rank][: counts[rank]]) for rank in ranks]
+            index: [(places[peer], slots[peer][: counts[peer]]) for peer in peers]
             for index, slots in self._slots.items()
         }
-        take = migratory.taker(len(places), {index: read[0][1] for index, read in reads.items()})
+        take = migratory.taker(
+            len(places), {index: content for index, read in reads.items() for _, content in read}
+        )
 
-        def read(index: Any, target: Array) -> None:
+        def read(index: Any, own: Any, target: Array) -> None:
+            # Not from the own slot, whose lines others take; first, since it may overlap.
+            target[own_place] = own
             for place, content in reads[index]:
                 target[place] = content
             if take is not None:
