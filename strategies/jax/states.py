@@ -20,7 +20,8 @@ class PytreeState:
         state.value = step(state.value, batch)
 
     Arrays of JAX don't change, so the program stores each step's pytree in `value`. Arrays are
-    saved under the paths of their keys, numbers as arrays. Making one is collective.
+    saved under the paths of their keys, numbers as arrays, keys of `jax.random.key` as the integers
+    that they consist of. Making one is collective.
 
     parameters: a function of the pytree that returns the part which is trained. LocalSGDStrategy
         needs it: each assignment of `value` counts as one step, after which the parameters are
@@ -77,13 +78,20 @@ class PytreeState:
 
     def saved_tensors(self) -> Mapping[str, Array]:
         """The arrays by their paths, such as "layers/0/kernel"."""
-        leaves = map(np.asarray, jax.tree.leaves(self.value))
+        leaves = map(_array_of, jax.tree.leaves(self.value))
         return dict(zip(self._names(), leaves, strict=True))
 
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Replace `value` by a pytree of the same structure."""
-        leaves = [jax.numpy.array(tensors[name]) for name in self._names()]
-        self._value = jax.tree.unflatten(jax.tree.structure(self._value), leaves)
+        leaves, structure = jax.tree.flatten(self._value)
+        arrays = [jax.numpy.array(tensors[name]) for name in self._names()]
+        restored = [
+            jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+            if _is_key(leaf)
+            else array
+            for leaf, array in zip(leaves, arrays, strict=True)
+        ]
+        self._value = jax.tree.unflatten(structure, restored)
         if self._averaged is not None:
             self._averaged.restore([np.asarray(each) for each in self._trained_leaves()])
 
@@ -116,6 +124,15 @@ def _kinds_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     leaves, structure = jax.tree.flatten(value)
     arrays = [each if hasattr(each, "dtype") else jax.numpy.asarray(each) for each in leaves]
     return structure, [(each.shape, each.dtype) for each in arrays]
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether it is an array of random keys, which NumPy does not know."""
+    return hasattr(leaf, "dtype") and bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _array_of(leaf: Any) -> Array:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
 def _text(key: Any) -> str:

@@ -108,6 +108,14 @@ def test_pytrees_in_checkpoints(jax, comm, tmp_path):
     strategy, jnp = strategies.MultiWorkerMirroredStrategy(), jax.numpy
     path = comm.broadcast_object(str(tmp_path / "state.safetensors"))
     value = {"layers": [jnp.arange(3.0) + comm.rank, jnp.ones(2, "bfloat16")], "step": comm.rank}
+    keys = PytreeState(strategy, {"one": jax.random.key(comm.rank), "many": [jax.random.key(7)]})
+    assert jax.random.uniform(keys.value["one"]) == jax.random.uniform(jax.random.key(0))
+    keys.value = jax.tree.map(lambda key: jax.random.fold_in(key, 1), keys.value)
+    drawn = jax.random.uniform(keys.value["many"][0])
+    strategies.Checkpoint(keys=keys).save(path)
+    keys.value = jax.tree.map(lambda key: jax.random.fold_in(key, 2), keys.value)
+    strategies.Checkpoint(keys=keys).restore(path)
+    assert jax.random.uniform(keys.value["many"][0]) == drawn
     state = PytreeState(strategy, value)
     assert state.value["layers"][0].tolist() == [0, 1, 2]
     assert state.value["step"] == 0
