@@ -25,6 +25,9 @@ from collectives.shm.layout import ARRIVALS, ROW_BYTES, SMALL_BYTES
 from collectives.shm.node import Node
 from collectives.shm.selector import LEAST_BYTES
 
+# Rows of no bytes.
+_MANY = 1 << 40
+
 
 class RowsOfAll(Protocol):
     """The rows of all ranks in a bound call; `publish` and `exchange` are for `bound.bind`."""
@@ -103,8 +106,8 @@ class _NodeRows:
         addressed: bool,
     ) -> None:
         memory, addresses = node.steps.memory, node.addresses
-        self._row_bytes = math.prod(rest) * dtype.itemsize
-        self._most, self._rank = room_on_node(node) // (self._row_bytes or 1), memory.rank
+        row_bytes, self._rank = math.prod(rest) * dtype.itemsize, memory.rank
+        self._most = room_on_node(node) // row_bytes if row_bytes else _MANY
         self._words, self._read = memory.words, addresses.read
         self._slots = {
             at + DATA: [
@@ -116,19 +119,18 @@ class _NodeRows:
         self._heads: list[tuple[int, int]] = []
         self._found: Exchanged | None = None
         store_numbers = addresses.numbers_publisher(count, room)
-        self.copies = count * self._row_bytes > 0 and count <= self._most
+        self.copies = count <= self._most
         places = {index: slots[memory.rank][:count] for index, slots in self._slots.items()}
 
         def store_rows(index: int, source: Array | None, target: Array | None) -> None:
             store_numbers(index, source, target)
             places[index][...] = source
 
-        self.publish: Publish = store_rows if self.copies else store_numbers
+        self.publish: Publish = store_rows if count * row_bytes > 0 else store_numbers
         self.numbers = self._few_or_read
-        if count > self._most:
+        if not self.copies:
             self.numbers = addresses.read
-            if addressed:
-                self.publish = addresses.publisher(count, room)
+            self.publish = addresses.publisher(count, room) if addressed else store_numbers
 
     def _few_or_read(self, index: Any) -> Exchanged:
         """From the words beside the arrivals; the addresses too where any rank has many bytes."""
