@@ -110,7 +110,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--json", type=Path, metavar="FILE", help="everything, with all statistics")
     add("--markdown", type=Path, metavar="FILE", help="header and table")
-    add("--plot", type=Path, metavar="FILE.png", help="busbw over size")
+    add("--plot", type=Path, metavar="FILE.png", help="busbw over size (or .svg, .pdf)")
 
 
 def parse_dtype(text: str) -> DType:
@@ -121,12 +121,17 @@ def parse_dtype(text: str) -> DType:
         raise argparse.ArgumentTypeError(f"{text!r} is not a dtype such as float32") from None
 
 
+_PICTURES = ".png", ".svg", ".pdf"
+
+
 def _check(options: argparse.Namespace, case: Case) -> None:
     """Raise ValueError for an invalid value; add the derived options."""
     _at_least(1, "rotate", options.rotate)
     check_sizes(options)
     if options.plot and not find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install 'mpi-collectives[bench]'")
+    if options.plot and options.plot.suffix not in _PICTURES:
+        raise ValueError(f"--plot {options.plot}: must end in {', '.join(_PICTURES)}")
     if options.plot and not case.has_bytes:
         raise ValueError(f"--plot shows bandwidth, and {case.name} moves no bytes")
     options.algorithms = _algorithms(case, options.algorithm)

@@ -25,6 +25,7 @@ ERRORS = {
     "all_reduce --peer horovod": "invalid choice: 'horovod'",
     "all_reduce_many --algorithm ring": "all_reduce_many chooses by itself",
     "barrier --plot a.png": "barrier moves no bytes",
+    "all_reduce --plot a.foo": "--plot a.foo: must end in .png, .svg, .pdf",
     "reduce_all": "invalid choice: 'reduce_all'",
 }
 
