@@ -166,7 +166,7 @@ class BoundMovementCalls(BoundCalls):
         """As `Communicator.all_to_all`."""
         size = self._engine.size
         if type(arrays) is np.ndarray:
-            kind = "all_to_all", arrays.dtype, arrays.shape
+            kind = "all_to_all", "equal", arrays.dtype, arrays.shape, None
             bound = self.known.get(kind)
             if bound is None and arrays.ndim and not len(arrays) % size:
                 self._check_open()

@@ -121,9 +121,14 @@ class BoundReductionCalls(BoundCalls):
 
     def reduce_scatter(self, array: Any, op: ReduceOp | str, axis: Any, out: Any) -> Any:
         """As `Communicator.reduce_scatter`."""
-        if type(array) is np.ndarray and isinstance(op, str | ReduceOp) and type(axis) is int:
+        if type(array) is np.ndarray and array.ndim and isinstance(op, str | ReduceOp):
             bound = self.known.get(("reduce_scatter", op, array.dtype, array.shape, 0))
-            if bound is not None and axis == 0 and (part := bound(array, out)) is not PASS:
+            if (
+                bound is not None
+                and type(axis) is int
+                and axis == 0
+                and (part := bound(array, out)) is not PASS
+            ):
                 return part
         elif (views := self._tensors.views(array, out)) is not None:
             if out is None:

@@ -67,22 +67,26 @@ def takes_seed(dataset: Any) -> bool:
     return hasattr(dataset, "with_seed") and bool(getattr(dataset, "is_shuffled", True))
 
 
-def shared_order(dataset: Any) -> Callable[[int], Any] | None:
+def shared_order(dataset: Any) -> Callable[[int], None] | None:
     """The function that sets the seed of a torch DataLoader's next random order.
 
     None for others, and where the program has given a generator: it determines the order then.
     """
-    sampler: Any = getattr(getattr(dataset, "batch_sampler", None), "sampler", None)
+    batches = getattr(dataset, "batch_sampler", None)
+    # Without batches, and with those of a class of one's own, the loader's.
+    sampler: Any = getattr(batches, "sampler", getattr(dataset, "sampler", None))
     if not type(sampler).__module__.startswith("torch.utils.data"):
         return None
-    own: Any = getattr(sampler, _OWN_ORDER, None)
-    if getattr(sampler, "generator", _NO_GENERATOR) is not own:
+    if getattr(sampler, "generator", _NO_GENERATOR) is not getattr(sampler, _OWN_ORDER, None):
         return None
-    if own is None:
-        own = sampler.generator = sys.modules["torch"].Generator()
-        setattr(sampler, _OWN_ORDER, own)
-    seed: Callable[[int], Any] = own.manual_seed
-    return seed
+
+    def set_seed(seed: int) -> None:
+        if sampler.generator is None:
+            sampler.generator = sys.modules["torch"].Generator()
+            setattr(sampler, _OWN_ORDER, sampler.generator)
+        sampler.generator.manual_seed(seed)
+
+    return set_seed
 
 
 def draw_seed(dataset: Any) -> int:

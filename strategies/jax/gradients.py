@@ -10,7 +10,6 @@ import jax
 
 from collectives import Communicator
 from collectives.compression import CompressedReducer, ListName
-from collectives.jax import all_reduce
 from collectives.jax.functions import common_mean, mean_by
 from collectives.jax.kinds import ReduceList
 from strategies.replication.replication import Replication
@@ -65,5 +64,5 @@ class _Compressed:
             # A program that is compiled again goes on with what its earlier form left out.
             name = ListName(f"gradients of function {self._number}")
             self._reductions[kinds] = partial(self._reducer.all_reduce_many, of=name)
-        mean = all_reduce(value, "mean", comm=comm)
+        mean = common_mean(value, comm=comm)
         return mean, mean_by(self._reductions[kinds], gradients, comm=comm)

@@ -23,6 +23,7 @@ from strategies.keras.state import (
     divide_sums,
     refuse_different_weights,
     sum_metrics,
+    updated_metrics,
 )
 from strategies.keras.steps import steps_of
 from strategies.keras.training import Training
@@ -102,7 +103,7 @@ def _results(model: Any, training: Training) -> dict[str, Callable[..., Any]]:
         if found is not logs or not logs:
             return found
         # A step of the program's own returns some of the metrics, or numbers beside them.
-        metrics = model.get_metrics_result()
+        metrics = updated_metrics(model)
         others = {name: number for name, number in logs.items() if name not in metrics}
         means = average_logs(training, others) if others else {}
         return {name: means.get(name, metrics.get(name)) for name in logs}

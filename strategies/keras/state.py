@@ -134,6 +134,17 @@ def sum_metrics(training: Training, model: Any) -> None:
             object.__setattr__(variable, _SUM, total)
 
 
+def updated_metrics(model: Any) -> dict[str, Any]:
+    """The metrics' results, without that for the loss if the model's steps don't update it."""
+    results: dict[str, Any] = model.get_metrics_result()
+    tracker = model._loss_tracker
+    if tracker is not None and not copy_of(tracker.count).any():
+        names = [each.name for each in model.metrics if each is not tracker]
+        if tracker.name not in names:
+            results.pop(tracker.name, None)
+    return results
+
+
 def divide_sums(training: Training, model: Any) -> None:
     """Where metrics were not reset, leave each rank a part of the sums, which count once."""
     size, rank = training.communicator.size, training.communicator.rank

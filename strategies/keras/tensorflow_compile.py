@@ -5,7 +5,7 @@ A model that was made in a strategy's scope may be compiled outside of it, as wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from typing import Any
 
@@ -18,8 +18,10 @@ from strategies.keras.training import Training
 
 
 @cache
-def install() -> None:
-    """Wrap Keras's method, once."""
+def install(
+    prepare: Callable[[Any, Training], None], permit_training: Callable[[Any, Training], None]
+) -> None:
+    """Wrap Keras's method, once. The functions are those of `models`, which needs this module."""
     plain = Trainer.compile
 
     @wraps(plain)
@@ -31,8 +33,9 @@ def install() -> None:
             plain(model, *args, **kwargs)
             return
         with strategy.scope():
-            # Again, by the method that the scope has wrapped.
-            type(model).compile(model, *args, **kwargs)
+            plain(model, *args, **kwargs)
+        prepare(model, training)
+        permit_training(model, training)
 
     Trainer.compile = compile
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from strategies.keras.state import statistics_of
+from strategies.keras.state import statistics_of, updated_metrics
 from strategies.keras.tensorflow_gradients import Step
 from strategies.keras.training import Training
 
@@ -65,7 +65,7 @@ class Steps:
         found = self._kind._get_metrics_result_or_logs(self._model, logs)
         if found is not logs or not logs:
             return found
-        metrics = self._model.get_metrics_result()
+        metrics = updated_metrics(self._model)
         return {name: metrics.get(name, number) for name, number in logs.items()}
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:

@@ -33,6 +33,7 @@ class OtherOptimizers:
         """The model's gradients are reduced, and these optimizers were given with it."""
         self._reducers[model] = reducer
         self._given.update(optimizers)
+        self._seen.clear()
         self._hook = self._hook or register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, arguments: Any, named: Mapping[str, Any]) -> None:

@@ -23,9 +23,9 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
     It can be named in a `Checkpoint`, which stores the epoch and the position in it; iterations
     after `restore` continue there, with any number of ranks. After an iteration to the end, the
-    next epoch is stored. The position is that of the iteration which began last. It counts what the
-    DataLoader has taken: one with worker processes takes batches ahead, so that `set_epoch` is to
-    be called with the position of the program's own count.
+    next epoch is stored, if the program sets epochs. The position is that of the iteration which
+    began last. It counts what the DataLoader has taken: one with worker processes takes batches
+    ahead, so that `set_epoch` is to be called with the position of the program's own count.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         if position is None:
             position = self._start if epoch == self.epoch else 0
         self.epoch, self._counts_epochs = epoch, True
-        self._start, self.position, self._ended = position, position, False
+        self._go_on_at(position)
 
     def __len__(self) -> int:
         """The number of this rank's samples in a whole epoch."""
@@ -106,5 +106,10 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     def restore_tensors(self, tensors: Mapping[str, Array]) -> None:
         """Continue there. Of a step that other ranks made, samples may be used twice."""
         self.epoch = int(tensors["epoch"])
-        self._start = self.position = int(tensors["position"]) // self._size
-        self._ended = False
+        self._counts_epochs = self.epoch > 0
+        self._go_on_at(int(tensors["position"]) // self._size)
+
+    def _go_on_at(self, position: int) -> None:
+        """Begin there; iterations that have begun count no more."""
+        self._start = self.position = position
+        self._last, self._ended = None, False

@@ -165,6 +165,8 @@ def test_the_name_of_a_collective_is_no_op():
         comm.broadcast(array)
         with pytest.raises(ValueError, match="op='all_to_all': must be"):
             comm.all_reduce(array[:1], "all_to_all")
+        with pytest.raises(ValueError, match="op='all_to_all': must be"):
+            comm.all_reduce(array, "all_to_all")
         with pytest.raises(TypeError, match="what=0: must be"):
             comm.all_reduce(array, "broadcast", what=0)
         np.testing.assert_array_equal(comm.all_reduce(ARRAY + transport.rank), 2 * ARRAY + 1)

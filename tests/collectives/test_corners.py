@@ -79,6 +79,30 @@ def test_scalars_are_rows_of_their_own(comm):
     for _ in range(2):
         assert comm.all_gather(np.array(comm.rank + 1.0), out=out) is out
         np.testing.assert_array_equal(out, np.arange(comm.size) + 1.0)
+        for dtype in ("f8", "f2", ml_dtypes.bfloat16):
+            part = comm.reduce_scatter(np.array(2, dtype))
+            assert part.tolist() == [2.0 * comm.size] * (comm.rank == 0)
+
+
+@marked(on_few)
+def test_ranks_without_rows(comm):
+    """Of any shape, where others have some."""
+    for rest in ((3,), (2, 0), (2, 3), ()):
+        for has_rows in (comm.rank > 0, comm.rank == 0, False, True):
+            own = np.full((2 * has_rows, *rest), comm.rank + 1.0)
+            for _ in range(2):
+                joined = comm.all_gather(own)
+                assert joined.shape[1:] == rest
+                assert comm.all_gather_object(own.tolist()) == [
+                    each.tolist() for each in np.split(joined, ends(comm, len(own)))
+                ]
+                on_root = comm.gather(own)
+                assert on_root is None or np.array_equal(on_root, joined)
+
+
+def ends(comm, count):
+    """Where the rows of the ranks end, but of the last one."""
+    return np.cumsum(comm.all_gather_object(count))[:-1]
 
 
 @marked(on_few)

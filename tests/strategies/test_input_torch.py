@@ -7,6 +7,7 @@ import pytest
 
 from strategies.input import InputOptions, TensorSpec
 from strategies.input.rebatching import rebatched
+from strategies.input.sources import shared_order
 from tests.strategies.support import on_ranks
 
 torch = pytest.importorskip("torch", reason="torch isn't installed: DataLoader can't be tested")
@@ -91,6 +92,36 @@ def test_a_random_order_is_the_chiefs(order):
     first = on_ranks(1, body)
     torch.manual_seed(5)
     assert on_ranks(1, body) == first
+
+
+def test_orders_that_are_not_shared():
+    """Of loaders that each rank reads for itself, and of the program's generators."""
+
+    def order(seed, **how):
+        torch.manual_seed(seed)
+        loader = data.DataLoader(examples(20), batch_size=4, **{"shuffle": True} | how)
+        options = InputOptions(auto_shard_policy=-1)
+
+        def body(strategy):
+            dataset = strategy.experimental_distribute_dataset(loader, options)
+            return [int(row) for _, labels in dataset for row in labels]
+
+        return on_ranks(1, body)
+
+    assert order(1) == order(1) != order(2)
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    assert order(1, generator=generators[0]) == order(2, generator=generators[1])
+    assert shared_order(data.DataLoader(range(9), 3, shuffle=True, generator=generators[0])) is None
+    assert shared_order(data.DataLoader(range(9), 3)) is None
+
+
+def test_the_order_of_a_loader_without_batches():
+    loader = data.DataLoader(range(9), batch_size=None, shuffle=True)
+    orders = []
+    for seed in (1, 1, 2):
+        shared_order(loader)(seed)
+        orders.append(list(loader))
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_whole_loaders_are_rebatched():

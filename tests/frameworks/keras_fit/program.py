@@ -431,7 +431,7 @@ class Custom(keras.Model):
             self.optimizer.apply([each.value.grad for each in variables], variables)
             for metric in self.tracked:
                 metric.update_state(errors.detach())
-            return {"own": loss.detach(), "tracked": self.tracked[0].result()}
+            return {"loss": loss.detach(), "tracked": self.tracked[0].result()}
         import jax
 
         (trainable, others, optimizer, metrics), (x, y) = arguments

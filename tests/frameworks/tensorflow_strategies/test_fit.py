@@ -222,7 +222,8 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
             for metric in self.tracked:
                 metric.update_state(errors)
             nested = {"twice": 2 * error}
-            return {"error": error, "nested": nested, "tracked": self.tracked[0].result()}
+            tracked = self.tracked[0].result()
+            return {"error": error, "nested": nested, "tracked": tracked, "loss": 3 * error}
 
     def trained(strategy):
         tf.keras.utils.set_random_seed(5)
@@ -232,7 +233,8 @@ def test_a_step_of_the_program(tf, ds, strategy, equal_on_all):
         history = model.fit(*data(), batch_size=5, epochs=2, shuffle=False, verbose=0)
         found = history.history
         np.testing.assert_allclose(2 * np.array(found["error"]), found["twice"], rtol=1e-6)
-        assert set(found) == {"error", "twice", "tracked"}
+        assert set(found) == {"error", "twice", "tracked", "loss"}
+        np.testing.assert_allclose(3 * np.array(found["error"]), found["loss"], rtol=1e-6)
         return [*model.get_weights(), found["error"], found["tracked"]]
 
     found = trained(strategy)
@@ -259,15 +261,26 @@ def test_a_model_of_no_scope_is_refused(tf, strategy):
         model.compile("sgd", "mse")
 
 
-def test_a_model_that_is_compiled_outside_of_the_scope(tf, ds, strategy, equal_on_all):
-    """The first time, and again."""
+@pytest.mark.parametrize("own_arguments", [False, True])
+def test_a_model_that_is_compiled_outside_of_the_scope(
+    tf, ds, strategy, equal_on_all, own_arguments
+):
+    """The first time, and again; by a method with arguments of its own."""
     keras = tf.keras
+
+    class Own(keras.Sequential):
+        def compile(self, descent):
+            super().compile(optimizer=descent, loss="mse")
 
     def trained(strategy):
         keras.utils.set_random_seed(5)
         with strategy.scope():
-            model = keras.Sequential([keras.layers.Dense(1)])
+            model = (Own if own_arguments else keras.Sequential)([keras.layers.Dense(1)])
         found, how = [], {"batch_size": 5, "verbose": 0}
+        if own_arguments:
+            model.compile(descent=keras.optimizers.SGD(0.05))
+            history = model.fit(*data(), epochs=2, shuffle=False, **how).history
+            return [*history.values(), *model.get_weights()]
         for loss in ("mse", "mae"):
             model.compile(keras.optimizers.SGD(0.05), loss, metrics=["mae"])
             history = model.fit(*data(), epochs=2, shuffle=False, **how).history

@@ -452,8 +452,13 @@ def test_samplers(torch, comm):
         assert next(iter(resumed)) == whole[1]
         resumed.set_epoch(0)
     assert list(resumed) == whole[1:]
+    running = iter(sampler)
+    next(running)
+    sampler.set_epoch(0, 1)
+    assert len(list(running)) == len(whole) - 1
+    assert list(sampler) == whole[1:]
     # The next epoch follows one that has ended, where the program counts them.
-    for counted, samplers in ((1, resumed), (0, sampler)):
+    for counted, samplers in ((1, resumed), (0, strategy.sampler(data, seed=3))):
         assert len(list(samplers)) == len(whole)
         assert samplers.saved_tensors()["epoch"] == counted
         assert samplers.saved_tensors()["position"] == 0
