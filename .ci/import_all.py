@@ -50,7 +50,7 @@ NEEDS = {
             f"strategies.keras.{each}"
             for each in ("callbacks", "data", "loops", "losses", "models", "optimizers", "orders")
         ),
-        *(f"strategies.keras.{each}" for each in ("scope", "seeds", "state", "steps")),
+        *(f"strategies.keras.{each}" for each in ("saving", "scope", "seeds", "state", "steps")),
         *(
             f"strategies.keras.tensorflow_{each}"
             for each in ("compile", "data", "predictions", "steps")

@@ -187,6 +187,7 @@ LAZY = {
         "strategies/keras/models.py",
         "strategies/keras/optimizers.py",
         "strategies/keras/orders.py",
+        "strategies/keras/saving.py",
         "strategies/keras/scope.py",
         "strategies/keras/seeds.py",
         "strategies/keras/state.py",

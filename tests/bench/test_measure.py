@@ -190,7 +190,10 @@ def test_model_and_stream_figures_are_written(comm, tmp_path, monkeypatch, capsy
         ("all_reduce --op min --dtype complex64", "complex numbers have no order"),
         ("all_reduce --op min --algorithm native", "can't measure native"),
         *(
-            (f"all_reduce --plot a.png --{name} /absent/x", f"--{name}: can't write /absent/x: ")
+            (
+                f"all_reduce --plot a.png --{name} /absent/x.png",
+                f"--{name}: can't write /absent/x.png: ",
+            )
             for name in ("json", "markdown", "plot")
         ),
     ],
