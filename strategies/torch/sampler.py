@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sized
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +15,10 @@ import torch
 from collectives import Communicator
 from strategies.core.same_error import refuse_differences
 from strategies.core.values import Array
+
+log = logging.getLogger("strategies")
+
+_FRAMES = 12
 
 
 class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
@@ -24,8 +32,8 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     It can be named in a `Checkpoint`, which stores the epoch and the position in it; iterations
     after `restore` continue there, with any number of ranks. After an iteration to the end, the
     next epoch is stored, if the program sets epochs. The position is that of the iteration which
-    began last. It counts what the DataLoader has taken: one with worker processes takes batches
-    ahead, so that `set_epoch` is to be called with the position of the program's own count.
+    began last: what a DataLoader has delivered, also of batches that its worker processes read
+    ahead. Once such an iteration has been left early it is not known, and a warning is logged.
     """
 
     def __init__(
@@ -47,9 +55,9 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         self._repeats = remainder == "repeat"
         self.epoch = 0
         """The epoch of the next iteration."""
-        self.position = 0
-        """How many of this rank's samples the last iteration has used, of the epoch."""
-        self._start = 0
+        self._start = self._taken = 0
+        self._loader: weakref.ref[Any] | None = None
+        """What delivers the last iteration's samples, if worker processes of a DataLoader read."""
         self._last: object = None
         self._ended = False
         """Whether the last iteration has ended."""
@@ -71,6 +79,16 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         whole, more = divmod(len(self._dataset), self._size)
         return whole + bool(more and self._repeats)
 
+    @property
+    def position(self) -> int:
+        """How many of this rank's samples the last iteration has used, of the epoch."""
+        loader = None if self._loader is None else self._loader()
+        if loader is None:
+            return self._taken
+        batches = loader._index_sampler
+        rows = 1 if batches is self else getattr(batches, "batch_size", len(self))
+        return min(self._start_of_last + int(loader._num_yielded) * rows, self._taken)
+
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank's samples, from the restored position on, if there is one.
 
@@ -78,12 +96,13 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         """
         self._last = this = object()
         order, position = self._order(), self._start
-        self.position, self._ended = position, False
+        self._taken = self._start_of_last = position
+        self._loader, self._ended = _loader_above(sys._getframe()), False
         while position < len(self):
             index = order[(position * self._size + self._rank) % len(order)]
             position += 1
             if self._last is this:
-                self.position = position
+                self._taken = position
             yield int(index)
         if self._last is this:
             self._start, self._ended = 0, True
@@ -97,9 +116,16 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
         epoch, position = self.epoch, self.position
+        if self._loader is not None and self._loader() is None and not self._ended:
+            log.warning(
+                "sampler: the iteration of epoch %d was left early, so that what its DataLoader has"
+                " delivered is not known: %d samples are saved as used",
+                epoch,
+                position,
+            )
         if self._counts_epochs and position >= len(self):
             epoch, position = epoch + 1, 0
-        elif self._ended:
+        elif self._ended and position >= len(self):
             position = 0
         return {"epoch": np.array(epoch), "position": np.array(position * self._size)}
 
@@ -111,5 +137,15 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
     def _go_on_at(self, position: int) -> None:
         """Begin there; iterations that have begun count no more."""
-        self._start = self.position = position
-        self._last, self._ended = None, False
+        self._start = self._taken = position
+        self._last, self._loader, self._ended = None, None, False
+
+
+def _loader_above(frame: FrameType | None) -> weakref.ref[Any] | None:
+    """What iterates over a DataLoader with worker processes, and now takes the first index."""
+    for _ in range(_FRAMES):
+        frame = None if frame is None else frame.f_back
+        caller = None if frame is None else frame.f_locals.get("self")
+        if isinstance(caller, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
+            return weakref.ref(caller)
+    return None
