@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from strategies.core import nest, values
 from strategies.core.values import Array
+
+
+def _array_of(leaf: Any) -> Any:
+    found, tensorflow = values.content(leaf), sys.modules.get("tensorflow")
+    is_tensor = tensorflow is not None and tensorflow.is_tensor(found)
+    return found.numpy() if is_tensor else found
 
 
 class RemoteValue:
@@ -34,8 +41,8 @@ class RemoteValue:
         return self._value
 
     def fetch(self) -> Any:
-        """As `get`, with the variables in a nest as arrays."""
-        return nest.map_leaves(values.content, self.get())
+        """As `get`, with the variables and TensorFlow's tensors in a nest as arrays."""
+        return nest.map_leaves(_array_of, self.get())
 
     def settle(self, value: Any) -> None:
         """The function has returned. For the coordinator."""

@@ -53,12 +53,6 @@ class ClusterCoordinator(coordinator.ClusterCoordinator):
             raise TypeError(f"fn is a {type(fn).__name__}: must be a tf.function")
         return super().schedule(fn, args, kwargs)
 
-    def fetch(self, val: Any) -> Any:
-        """A nest with its RemoteValues replaced by their functions' results, as NumPy arrays."""
-        return tf.nest.map_structure(
-            lambda leaf: leaf.numpy() if tf.is_tensor(leaf) else leaf, super().fetch(val)
-        )
-
     def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> PerWorkerDataset:
         """A dataset for each worker: what `dataset_fn()` returns there, called once.
 

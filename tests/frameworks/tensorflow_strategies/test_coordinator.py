@@ -87,7 +87,9 @@ def test_training(tf, ds, comm):
             return rows
 
         # AutoGraph converts it on the worker, from its source.
-        assert coordinator.schedule(until, args=(tf.constant(12),)).fetch() == 10
+        fetched = coordinator.schedule(until, args=(tf.constant(12),)).fetch()
+        assert fetched == 10
+        assert isinstance(fetched, np.integer)
         results = [coordinator.schedule(tf.function(lambda: mean.count + 1.0))]
         assert coordinator.fetch(results)[0] == 1.0
         with pytest.raises(TypeError, match=r"must be a tf\.function"):
