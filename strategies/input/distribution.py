@@ -86,13 +86,13 @@ class _Parts:
 
     def __init__(self, dataset: Any, rank: int, size: int, seed: int) -> None:
         self._dataset, self._rank, self._size = dataset, rank, size
-        self._seeds, self._seed = count(seed * _MOST_ITERATIONS), shared_order(dataset)
+        self._seeds, self._set_seed = count(seed * _MOST_ITERATIONS), shared_order(dataset)
         self.digest = ""
         """Of the first batch of the iteration that began last."""
 
     def __call__(self) -> Batches:
-        if self._seed is not None:
-            self._seed(next(self._seeds))
+        if self._set_seed is not None:
+            self._set_seed(next(self._seeds))
         first = True
         for batch in iterate(self._dataset):
             part = contiguous_part(batch, self._rank, self._size)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from itertools import product
 from typing import Any
 
 import keras
 import numpy as np
 from keras.src.utils import is_default
 
+from strategies.core.same_error import raise_on_all
 from strategies.keras.state import (
     Starts,
     average_statistics,
@@ -29,6 +33,9 @@ def _present(*names: str) -> tuple[type[Any], ...]:
 _SAVERS = _present("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint")
 ON_CHIEF = (*_SAVERS, *_present("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard"))
 """Callbacks that write what is written once: `fit` runs them on the chief alone."""
+
+_KEPT = "on_train_begin", "on_epoch_end"
+"""Methods that the chief's savers run while the other ranks go on to a call."""
 
 _BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -53,11 +60,47 @@ def callbacks_of_fit(training: Training, statistics: Statistics, callbacks: Any)
     return [_Average(training, statistics, saves), *own, agreement(training, statistics)]
 
 
+@contextmanager
+def errors_kept(training: Training, callbacks: Sequence[Any]) -> Iterator[None]:
+    """A context in which `_EpochAgreement` raises errors of callbacks that save, on all ranks.
+
+    The other ranks, which do not run them, would wait for the chief.
+    """
+    savers = [each for each in callbacks if isinstance(each, _SAVERS)]
+    before = [vars(each).copy() for each in savers]
+    for saver, name in product(savers, _KEPT):
+        setattr(saver, name, _keeping(training, getattr(saver, name)))
+    try:
+        yield
+    finally:
+        training.saver_error = None
+        for saver, own in zip(savers, before, strict=True):
+            for name in _KEPT:
+                delattr(saver, name)
+                if name in own:
+                    setattr(saver, name, own[name])
+
+
+def _keeping(training: Training, method: Callable[..., Any]) -> Callable[..., None]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception as error:
+            training.saver_error = training.saver_error or error
+
+    return call
+
+
 def _acts_on_batches(callback: Any) -> bool:
     """Whether it may end training within an epoch, or communicate there."""
     if isinstance(callback, (*ON_CHIEF, keras.callbacks.History)):
         return False
     return any(not is_default(getattr(callback, name)) for name in _BATCHES)
+
+
+_FAILED = 2
+"""In place of a rank's wish to stop: a callback that saves has failed."""
 
 
 class Statistics:
@@ -126,6 +169,7 @@ class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make state and first epoch the chief's, which may have restored them from a backup."""
+        self._raise_savers_error()
         self._statistics.broadcast()
         first = self._training.communicator.broadcast_object(self.model._initial_epoch)
         self.model._initial_epoch = first
@@ -147,10 +191,18 @@ class _EpochAgreement(keras.callbacks.Callback):  # type: ignore[misc]
     def _agree_to_stop(self) -> None:
         # Not by the property, which copies the whole state in JAX.
         model = self._model
-        stops = np.array([bool(model.stop_training)], np.uint8)
+        failed = self._training.saver_error is not None
+        stops = np.array([_FAILED if failed else bool(model.stop_training)], np.uint8)
         what = "fit: whether a callback has set stop_training"
         stops = self._training.communicator.all_reduce(stops, "max", what=what)
+        if stops[0] == _FAILED:
+            self._raise_savers_error()
         model.stop_training = bool(stops[0])
+
+    def _raise_savers_error(self) -> None:
+        """Raise what a callback that saves has raised on the chief. Collective."""
+        error, self._training.saver_error = self._training.saver_error, None
+        raise_on_all(self._training.communicator, "fit's callbacks that save", error)
 
 
 class _BatchAgreement(_EpochAgreement):

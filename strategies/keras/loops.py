@@ -12,7 +12,12 @@ import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 
 from strategies.core.same_error import call_on_all, refuse_differences
-from strategies.keras.callbacks import Statistics, callbacks_of_fit, callbacks_of_rank
+from strategies.keras.callbacks import (
+    Statistics,
+    callbacks_of_fit,
+    callbacks_of_rank,
+    errors_kept,
+)
 from strategies.keras.data import (
     length_of,
     refuse_different_arrays,
@@ -64,7 +69,7 @@ class Loops:
         given |= {"x": x, "validation_data": validation, "callbacks": callbacks}
         given["verbose"] = self._verbose(given)
         try:
-            with errors_as_raised(), self._own_seeds():
+            with errors_as_raised(), self._own_seeds(), errors_kept(training, callbacks):
                 history = self._kind.fit(self._model, **given)
         finally:
             training.in_epoch = False

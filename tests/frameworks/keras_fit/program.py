@@ -408,6 +408,36 @@ def a_backup_is_restored_on_all_ranks():
     assert_in_step(alone, again)
 
 
+@check
+def errors_of_the_chiefs_savers():
+    """Raised on every rank, from the beginning and from the end of an epoch."""
+    path = directory()
+    _, together = compiled()
+    how = {"batch_size": BATCH, "verbose": 0}
+    if RANK == 0:
+        (path / "latest.weights.h5").write_bytes(b"no backup")
+    WORLD.barrier()
+    backup = keras.callbacks.BackupAndRestore(path)
+    raised_everywhere(
+        OSError, "file signature", lambda: together.fit(X, Y, callbacks=[backup], **how)
+    )
+    assert "on_train_begin" not in vars(backup)
+
+    class Full(keras.callbacks.ModelCheckpoint):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise OSError("no room")
+
+    full = Full(path / "a.keras")
+    full.on_train_begin = lambda logs=None: None
+    raised_everywhere(
+        OSError, "no room", lambda: together.fit(X, Y, epochs=3, callbacks=[full], **how)
+    )
+    assert "on_train_begin" in vars(full)
+    assert "on_epoch_end" not in vars(full)
+    together.fit(X, Y, epochs=1, **how)
+
+
 class Custom(keras.Model):
     """A step of its own, with other logs than Keras's."""
 

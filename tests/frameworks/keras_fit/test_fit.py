@@ -22,6 +22,7 @@ QUICK = {
         "a_stop_on_one_rank_within_an_epoch",
         "a_custom_step",
         "files_that_all_ranks_write",
+        "errors_of_the_chiefs_savers",
         "errors_are_those_of_every_rank",
         "keras_is_as_it_was_outside",
         "compressed_gradients",
