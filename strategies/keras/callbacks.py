@@ -66,7 +66,8 @@ def errors_kept(training: Training, callbacks: Sequence[Any]) -> Iterator[None]:
 
     The other ranks, which do not run them, would wait for the chief.
     """
-    savers = [each for each in callbacks if isinstance(each, _SAVERS)]
+    # Once each, however often the program has given one.
+    savers = list({id(each): each for each in callbacks if isinstance(each, _SAVERS)}.values())
     before = [vars(each).copy() for each in savers]
     for saver, name in product(savers, _KEPT):
         setattr(saver, name, _keeping(training, getattr(saver, name)))

@@ -419,7 +419,7 @@ def errors_of_the_chiefs_savers():
     WORLD.barrier()
     backup = keras.callbacks.BackupAndRestore(path)
     raised_everywhere(
-        OSError, "file signature", lambda: together.fit(X, Y, callbacks=[backup], **how)
+        OSError, "file signature", lambda: together.fit(X, Y, callbacks=[backup, backup], **how)
     )
     assert "on_train_begin" not in vars(backup)
 

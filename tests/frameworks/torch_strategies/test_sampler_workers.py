@@ -1,0 +1,57 @@
+"""A sampler whose DataLoader has worker processes: they read ahead of what the program has got.
+
+In a program of its own: the processes are forks, which JAX warns of where a test has loaded it.
+"""
+
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("torch", reason="torch isn't installed: DataLoader can't be tested")
+
+PROGRAM = """
+import logging
+import torch
+import strategies
+
+strategy = strategies.MultiWorkerMirroredStrategy()
+size, logged = strategy.communicator.size, []
+handler = logging.Handler()
+handler.emit = lambda record: logged.append(record.getMessage())
+logging.getLogger("strategies").addHandler(handler)
+
+sampler = strategy.sampler(range(10), seed=3)
+whole = list(sampler)
+loader = torch.utils.data.DataLoader(range(10), 1, sampler=sampler, num_workers=1)
+sampler.set_epoch(0)
+got = []
+for number, index in enumerate(loader, 1):
+    got.append(index.item())
+    saved, ended = sampler.saved_tensors(), number == len(whole)
+    assert saved["epoch"] == ended, saved
+    assert saved["position"] == (0 if ended else number * size), saved
+assert got == whole
+assert not logged, logged
+
+# Resumed within the epoch.
+resumed = strategy.sampler(range(10), seed=3)
+resumed.set_epoch(0, 2)
+again = torch.utils.data.DataLoader(range(10), 2, sampler=resumed, num_workers=2)
+iterator = iter(again)
+assert next(iterator).tolist() == whole[2:4]
+assert resumed.saved_tensors()["position"] == min(4, len(whole)) % len(whole) * size
+
+sampler.set_epoch(0)
+for _ in loader:
+    break
+saved = sampler.saved_tensors()["position"]
+assert saved > 0
+assert saved == size or "was left early" in logged[0], (saved, logged)
+"""
+
+
+def test_the_position_is_what_was_delivered(launch):
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    ended = launch(2, command, timeout=120)
+    assert ended.returncode == 0, ended.stderr
