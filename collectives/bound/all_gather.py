@@ -147,7 +147,7 @@ def bind_gather(
             reader(index, source, joined)
             return joined
         filled = joined.reshape(-1)
-        own_part(filled, lengths, engine.rank)[:] = contiguous_apart(source, filled)
+        own_part(filled, lengths, engine.rank)[:] = source.reshape(-1)
         engine.run("gather", None, filled, lengths=lengths, root=root)
         return joined if on_root else None
 

@@ -50,10 +50,6 @@ def prepare(model: Any, training: Training) -> None:
             f"model {model.name!r} was made outside of the scope of"
             f" {type(training.owner).__name__}: it must be made there, and compiled"
         )
-    if not training.reduces:
-        from strategies.keras.tensorflow_compile import refuse_metrics_of_others
-
-        refuse_metrics_of_others(model, training)
     kind = type(model)
 
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -68,8 +64,9 @@ def prepare(model: Any, training: Training) -> None:
         replaced |= checked_loss(model, training) | saving_of(model)
     else:
         from strategies.keras.tensorflow_predictions import PREDICTIONS, Predictions
-        from strategies.keras.tensorflow_steps import Steps
+        from strategies.keras.tensorflow_steps import Steps, refuse_metrics_of_others
 
+        refuse_metrics_of_others(model, training)
         replaced |= Steps(model, training).methods()
         object.__setattr__(model, PREDICTIONS, Predictions(model, loops))
     reduce_gradients_of(model, training)

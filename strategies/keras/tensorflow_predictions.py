@@ -18,6 +18,7 @@ from keras.src.models.model import Trainer
 from strategies.keras.callbacks import Statistics
 from strategies.keras.loops import Loops
 from strategies.keras.tensorflow_steps import with_a_row
+from strategies.keras.training import Training
 
 PREDICTIONS = "_predictions"
 """The attribute of a model."""
@@ -65,6 +66,13 @@ def _joined(step: Callable[..., Any], data: Any) -> Any:
     return keras.tree.map_structure(lambda each: replica.all_gather(each, axis=0), outputs)
 
 
+def training_of(model: Any) -> Training | None:
+    """What the model trains by, if its strategy is one whose ranks step together."""
+    own = getattr(model._distribute_strategy, "__dict__", {})
+    training: Training | None = own.get("keras_training")
+    return training
+
+
 @cache
 def install() -> None:
     """Wrap Keras's method, once."""
@@ -72,8 +80,7 @@ def install() -> None:
 
     @wraps(plain)
     def predict(model: Any, *args: Any, **kwargs: Any) -> Any:
-        # Only a strategy whose ranks step together has one.
-        training = getattr(model._distribute_strategy, "__dict__", {}).get("keras_training")
+        training = training_of(model)
         if training is None:
             return plain(model, *args, **kwargs)
         predictions = vars(model).get(PREDICTIONS)

@@ -6,11 +6,12 @@ The number of rows is a tensor: it may differ at each execution of the same grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
 
 from strategies.keras.state import statistics_of, updated_metrics
 from strategies.keras.tensorflow_gradients import Step
@@ -163,3 +164,27 @@ def _symbol(spec: Any) -> Any:
     shape = own.shape if own.shape.rank is not None else tf.TensorShape([])
     rows = [None if length is None else max(length, 1) for length in shape[:1]]
     return keras.KerasTensor((*rows, *shape[1:]), keras.backend.standardize_dtype(own.dtype))
+
+
+def refuse_metrics_of_others(model: Any, training: Training) -> None:
+    """ValueError for a metric whose variables each rank would have for itself."""
+    for metric in _metrics_of(model):
+        for variable in metric.variables:
+            if not isinstance(variable.value, DistributedVariable):
+                raise ValueError(
+                    f"metric {metric.name!r} was made outside of the scope of"
+                    f" {type(training.owner).__name__}: it must be made there, as the model"
+                )
+
+
+def _metrics_of(model: Any) -> Iterator[Any]:
+    """The model's metrics, and those that were given to `compile`."""
+    yield from model._metrics
+    for layer in model._flatten_layers(include_self=False):
+        yield from layer._metrics
+    compiled = model._compile_metrics
+    if compiled is not None:
+        given = compiled._user_metrics, compiled._user_weighted_metrics
+        for each in keras.tree.flatten(given):
+            if isinstance(each, keras.metrics.Metric):
+                yield each

@@ -67,11 +67,10 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]
         Kept, since TensorFlow enters the scope for each `run` and each batch.
         """
         from strategies.keras import tensorflow_compile, tensorflow_predictions
-        from strategies.keras.models import permit_training, prepare
         from strategies.keras.training import Training
 
         saving.install_for_keras()
-        tensorflow_compile.install(prepare, permit_training)
+        tensorflow_compile.install()
         tensorflow_predictions.install()
         return Training(self, reduces=False)
 

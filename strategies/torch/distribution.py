@@ -21,7 +21,7 @@ from strategies.core.same_error import PropagatedErrors, refuse_differences
 from strategies.foreign.distributed import permit
 from strategies.foreign.registry import framework_of
 from strategies.replication.replication import Replication
-from strategies.torch.other_optimizers import other_optimizers
+from strategies.torch.other_optimizers import OtherOptimizers
 from strategies.torch.steps import step_hooks
 
 # Positions of an optimizer's parameters are shown, if the text has so many characters.
@@ -42,6 +42,13 @@ class _Training(NamedTuple):
 
 
 _trainings: weakref.WeakKeyDictionary[Any, _Training] = weakref.WeakKeyDictionary()
+_other_optimizers = OtherOptimizers(
+    lambda: [
+        (model, each.reducer)
+        for model, each in list(_trainings.items())
+        if each.strategy.num_replicas_in_sync > 1
+    ]
+)
 
 
 def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any) -> None:
@@ -95,7 +102,7 @@ def distribute(strategy: Replication, model: Any, optimizer: Any, **options: Any
 
     hooks = [hook for each in optimizers for hook in step_hooks(each, before_step)]
     if together:
-        other_optimizers.note(model, reducer, optimizers)
+        _other_optimizers.note(optimizers)
     _trainings[model] = _Training(strategy, reducer, hooks)
     permit([*model.modules(), *model.parameters(), *optimizers], strategy)
 

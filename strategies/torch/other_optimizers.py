@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -21,17 +21,15 @@ log = logging.getLogger("strategies")
 class OtherOptimizers:
     """Sees the steps of all optimizers."""
 
-    def __init__(self) -> None:
+    def __init__(self, reducers: Callable[[], Sequence[tuple[Any, GradientReducer]]]) -> None:
+        """`reducers` gives each distributed model and what reduces its gradients."""
+        self._reducers = reducers
         self._given: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._reducers: weakref.WeakKeyDictionary[Any, GradientReducer] = (
-            weakref.WeakKeyDictionary()
-        )
         self._hook: Any = None
 
-    def note(self, model: Any, reducer: GradientReducer, optimizers: Sequence[Any]) -> None:
-        """The model's gradients are reduced, and these optimizers were given with it."""
-        self._reducers[model] = reducer
+    def note(self, optimizers: Sequence[Any]) -> None:
+        """These optimizers were given with a model."""
         self._given.update(optimizers)
         self._seen.clear()
         self._hook = self._hook or register_optimizer_step_pre_hook(self._before_step)
@@ -43,11 +41,11 @@ class OtherOptimizers:
         self._seen.add(optimizer)
         closure = next(filter(callable, [*arguments[1:], named.get("closure")]), None)
         trained = [each for group in optimizer.param_groups for each in group["params"]]
-        for model, reducer in list(self._reducers.items()):
+        for model, reducer in self._reducers():
             names = {id(each): name for name, each in model.named_parameters()}
             mine = [each for each in trained if id(each) in names]
             added = [each for each in mine if not reducer.has_all([each])]
-            if reducer.closed or not mine or not (closure or added):
+            if not mine or not (closure or added):
                 continue
             log.warning(
                 "%s was not given to distribute with its model: %s. Call distribute again, with it",
@@ -56,7 +54,3 @@ class OtherOptimizers:
                 if added
                 else "the loss of its closure is this rank's own, so that the ranks may step apart",
             )
-
-
-other_optimizers = OtherOptimizers()
-"""Of this process."""

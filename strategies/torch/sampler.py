@@ -55,12 +55,9 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
         self._repeats = remainder == "repeat"
         self.epoch = 0
         """The epoch of the next iteration."""
-        self._start = self._taken = 0
-        self._loader: weakref.ref[Any] | None = None
-        """What delivers the last iteration's samples, if worker processes of a DataLoader read."""
-        self._last: object = None
-        self._ended = False
-        """Whether the last iteration has ended."""
+        self._start = 0
+        self._last: _Iteration | None = None
+        """The iteration that began last, unless the program has chosen a position since."""
         self._counts_epochs = False
         """Whether the program does, by `set_epoch`: else all have the same order."""
 
@@ -82,30 +79,30 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
     @property
     def position(self) -> int:
         """How many of this rank's samples the last iteration has used, of the epoch."""
-        loader = None if self._loader is None else self._loader()
+        last = self._last
+        if last is None:
+            return self._start
+        loader = None if last.loader is None else last.loader()
         if loader is None:
-            return self._taken
+            return last.taken
         batches = loader._index_sampler
         rows = 1 if batches is self else getattr(batches, "batch_size", len(self))
-        return min(self._start_of_last + int(loader._num_yielded) * rows, self._taken)
+        return min(last.start + int(loader._num_yielded) * rows, last.taken)
 
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank's samples, from the restored position on, if there is one.
 
         Each iteration counts for itself: one that is left early changes no other.
         """
-        self._last = this = object()
-        order, position = self._order(), self._start
-        self._taken = self._start_of_last = position
-        self._loader, self._ended = _loader_above(sys._getframe()), False
-        while position < len(self):
-            index = order[(position * self._size + self._rank) % len(order)]
-            position += 1
-            if self._last is this:
-                self._taken = position
+        self._last = this = _Iteration(self._start, _loader_above(sys._getframe()))
+        order = self._order()
+        while this.taken < len(self):
+            index = order[(this.taken * self._size + self._rank) % len(order)]
+            this.taken += 1
             yield int(index)
+        this.ended = True
         if self._last is this:
-            self._start, self._ended = 0, True
+            self._start = 0
 
     def _order(self) -> Any:
         if not self._shuffle:
@@ -115,8 +112,8 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
     def saved_tensors(self) -> Mapping[str, Array]:
         """The epoch, and the position as a number of samples of all ranks, for `Checkpoint`."""
-        epoch, position = self.epoch, self.position
-        if self._loader is not None and self._loader() is None and not self._ended:
+        epoch, position, last = self.epoch, self.position, self._last
+        if last is not None and last.was_left():
             log.warning(
                 "sampler: the iteration of epoch %d was left early, so that what its DataLoader has"
                 " delivered is not known: %d samples are saved as used",
@@ -125,7 +122,7 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
             )
         if self._counts_epochs and position >= len(self):
             epoch, position = epoch + 1, 0
-        elif self._ended and position >= len(self):
+        elif last is not None and last.ended and position >= len(self):
             position = 0
         return {"epoch": np.array(epoch), "position": np.array(position * self._size)}
 
@@ -137,8 +134,20 @@ class ReplicaSampler(torch.utils.data.Sampler[int]):  # type: ignore[misc]
 
     def _go_on_at(self, position: int) -> None:
         """Begin there; iterations that have begun count no more."""
-        self._start = self._taken = position
-        self._last, self._loader, self._ended = None, None, False
+        self._start, self._last = position, None
+
+
+class _Iteration:
+    """One iteration over this rank's samples."""
+
+    def __init__(self, start: int, loader: weakref.ref[Any] | None) -> None:
+        """`loader` delivers the samples, if worker processes of a DataLoader read them."""
+        self.start = self.taken = start
+        self.loader, self.ended = loader, False
+
+    def was_left(self) -> bool:
+        """Whether it was left early, by a loader that has delivered less than it took."""
+        return self.loader is not None and self.loader() is None and not self.ended
 
 
 def _loader_above(frame: FrameType | None) -> weakref.ref[Any] | None:
