@@ -1,17 +1,19 @@
 """The rows of all ranks between nodes: they travel in the messages that compare the call.
 
 Each rank stores its row in its slot. The leader of a node sends those of its ranks, and joins the
-rows of all ranks in its own slot, where the others read them.
+rows of all ranks in its own slot, where the others read them. A rank alone on its node stores its
+row in the message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.caching import LRU
 from collectives.consistency.dissemination import LARGEST_EXCHANGE, Block, padded
 from collectives.execution.engine import Engine
 from collectives.reductions.reduction import Array
@@ -26,9 +28,26 @@ The own rows may overlap with the target.
 Head = tuple[int, int, int]
 """Two numbers, and how many bytes of the row travel."""
 
+
+class _Joining(NamedTuple):
+    """How the rows in messages are joined, while they have the same heads."""
+
+    heads: list[tuple[memoryview, int, Head]]
+    """Of each rank: the words of its message, the byte where its head begins, and the head."""
+    copies: list[tuple[Array, Array]]
+    """Targets in the leader's slot, and their sources."""
+
+    def holds(self) -> bool:
+        """Whether the messages have these heads now."""
+        read = _HEAD.unpack_from
+        for words, at, head in self.heads:  # noqa: SIM110 (`all` takes twice the time)
+            if read(words, at) != head:
+                return False
+        return True
+
+
 _BYTES = np.dtype(np.uint8)
 _HEAD = Struct("=3Q")
-_HEAD_WORDS = 3
 _NBYTES = 2
 
 
@@ -78,10 +97,12 @@ class ExchangedRows:
         self._row_bytes = row_bytes
         self._head = first, second, nbytes if nbytes <= most else 0
         self._rank = 0 if engine.node is None else engine.node.steps.rank
+        self._lone = len(self._check.slots) == 1
         self._slots = [[slots[parity] for slots in self._check.slots] for parity in range(2)]
         self._words = [[slot.data.cast("Q") for slot in slots] for slots in self._slots]
         self._at = _contents_at(self._size)
         self._joined = [slots[0][self._at :] for slots in self._slots]
+        self._joinings: LRU[Any, _Joining] = LRU(64)
         self._parity = 0
         """Of what was stored last."""
         self._heads = b""
@@ -99,16 +120,24 @@ class ExchangedRows:
     def store(self, parity: int) -> None:
         """Into this rank's slot."""
         self._parity = parity
-        head, content = self.row()
+        if not self._lone:
+            self._write(self._slots[parity][self._rank], self._words[parity][self._rank], 0)
+
+    def _write(self, content: Array, words: memoryview, at: int) -> int:
+        """Store this rank's row from that byte on; how many bytes."""
+        head, row = self.row()
         nbytes = head[_NBYTES]
-        _HEAD.pack_into(self._words[parity][self._rank], 0, *head)
+        _HEAD.pack_into(words, at, *head)
+        at += _HEAD.size
         if nbytes:
-            slot = self._slots[parity][self._rank]
-            slot[_HEAD.size : _HEAD.size + nbytes] = content.view(_BYTES)
+            content[at : at + nbytes] = row.view(_BYTES)
+        return _HEAD.size + padded(nbytes)
 
     def pack(self, block: Block) -> int:
         """The rows of this node's ranks, one behind the other."""
         (buffer, start), parity = block, self._parity
+        if self._lone:
+            return self._write(buffer.content, buffer.words, start)
         at = start
         for slot, words in zip(self._slots[parity], self._words[parity], strict=True):
             length = _HEAD.size + padded(words[_NBYTES])
@@ -121,21 +150,32 @@ class ExchangedRows:
 
         The leader's own row has been sent.
         """
+        key = self._parity, blocks
+        joining = self._joinings.get(key)
+        if joining is None or not joining.holds():
+            joining = self._joinings.put(key, self._joining_of(blocks))
+        for target, source in joining.copies:
+            target[...] = source
+
+    def _joining_of(self, blocks: Sequence[Block]) -> _Joining:
+        """From the heads that the messages hold now."""
         places: list[tuple[Array, memoryview, int]] = [None] * self._size  # type: ignore[list-item]
         for ranks, (buffer, start) in zip(self._check.members, blocks, strict=True):
             at = start
             for rank in ranks:
                 places[rank] = buffer.content, buffer.words, at
                 at += _HEAD.size + padded(buffer.words[at // 8 + _NBYTES])
-        heads, joined, end = self._words[self._parity][0], self._joined[self._parity], 0
-        for rank, (content, words, at) in enumerate(places):
-            word, first = at // 8, rank * _HEAD_WORDS
-            heads[first : first + _HEAD_WORDS] = words[word : word + _HEAD_WORDS]
-            nbytes = words[word + _NBYTES]
+        found = [_HEAD.unpack_from(words, at) for _, words, at in places]
+        slot, joined = self._slots[self._parity][0], self._joined[self._parity]
+        heads = np.array(found, np.uint64).reshape(-1).view(_BYTES)
+        copies, end = [(slot[: heads.size], heads)], 0
+        for (content, _, at), (_, _, nbytes) in zip(places, found, strict=True):
             if nbytes:
                 at += _HEAD.size
-                joined[end : end + nbytes] = content[at : at + nbytes]
+                copies.append((joined[end : end + nbytes], content[at : at + nbytes]))
                 end += nbytes
+        read_again = [(words, at, head) for (_, words, at), head in zip(places, found, strict=True)]
+        return _Joining(read_again, copies)
 
     def numbers(self, index: Any = None) -> Exchanged:
         """From the slot of the node's leader."""
