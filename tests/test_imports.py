@@ -71,7 +71,14 @@ STRATEGIES = {
     | {"input", "metrics", "optimizers", "parameter_server", "replication", "synchronous"}
     | {"variables"},
     "launch": {"cluster", "collectives.launch"},
-    "experimental": {"cluster_resolver", "coordinator", "core", "input", "parameter_server"}
+    "experimental": {
+        "checkpoint",
+        "cluster_resolver",
+        "coordinator",
+        "core",
+        "input",
+        "parameter_server",
+    }
     | {"synchronous", "collectives"},
     "evaluation": {"base", "checkpoint", "cluster", "core", "input", "parameter_server"}
     | {"synchronous", "collectives"},
@@ -95,7 +102,7 @@ STRATEGIES = {
     "jax": {"cluster_resolver", "core", "replication", "collectives", "collectives.compression"}
     | {"collectives.jax"},
     "estimator": {"tensorflow"},
-    "tensorflow": {"base", "cluster", "cluster_resolver", "coordinator", "core"}
+    "tensorflow": {"base", "checkpoint", "cluster", "cluster_resolver", "coordinator", "core"}
     | {"cross_device_ops", "foreign", "keras", "optimizers", "parameter_server", "replication"}
     | {"synchronous", "collectives", "collectives.caching", "collectives.compression"}
     | {"collectives.messaging"},

@@ -1,8 +1,9 @@
-"""The older names of `tf.distribute.experimental`."""
+"""The names of `tf.distribute.experimental`, most of them older ones."""
 
 from __future__ import annotations
 
 from collectives import Communicator
+from strategies.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
 from strategies.cluster_resolver import ClusterResolver
 from strategies.core.options import (
     CollectiveCommunication,
@@ -25,7 +26,9 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",

@@ -1,4 +1,4 @@
-"""The older names of `tf.distribute.experimental`."""
+"""The names of `tf.distribute.experimental`, most of them older ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from collectives import Communicator
+from strategies.checkpoint import preemption
+from strategies.checkpoint.preemption import TerminationConfig
 from strategies.tensorflow import mirrored
 from strategies.tensorflow.cluster import options_of
 from strategies.tensorflow.mirrored import CentralStorageStrategy
@@ -19,6 +21,8 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
 ]
 
 CommunicationImplementation = tf.distribute.experimental.CommunicationImplementation
@@ -37,3 +41,20 @@ class MultiWorkerMirroredStrategy(mirrored.MultiWorkerMirroredStrategy):
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__(cluster_resolver, options_of(communication), communicator=communicator)
+
+
+class PreemptionCheckpointHandler(preemption.PreemptionCheckpointHandler):
+    """The same of `tf.train.Checkpoint` and `tf.train.CheckpointManager`.
+
+    communicator: by default that of the strategy in whose scope it is made. Raises ValueError where
+    there is none.
+    """
+
+    checkpoints = tf.train.Checkpoint
+    managers = tf.train.CheckpointManager
+
+    def _communicator_of(self, manager: Any) -> Any:
+        communicator = getattr(tf.distribute.get_strategy(), "communicator", None)
+        if communicator is None:
+            raise ValueError("communicator=None: must be given outside of a strategy's scope")
+        return communicator

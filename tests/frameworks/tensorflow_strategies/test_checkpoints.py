@@ -1,5 +1,8 @@
 """`tf.train.Checkpoint`: one writer; restored in any world, and without a strategy."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -135,3 +138,28 @@ def test_models_have_one_writer(tf, strategy, comm, folder):
     checkpoint = tf.train.Checkpoint(model=model)
     with pytest.raises(collectives.MismatchError, match=r"Checkpoint\.save.*all ranks call it"):
         checkpoint.save(str(folder / "own")) if comm.rank == 0 else strategy.communicator.barrier()
+
+
+def test_a_signal_to_one_rank_saves_on_all(tf, ds, strategy, comm, folder):
+    """As NumPy's handler, but of TensorFlow's checkpoints, numbered by the calls."""
+    made = ds.experimental.PreemptionCheckpointHandler
+    with strategy.scope():
+        number = tf.Variable(0.0)
+    checkpoint = tf.train.Checkpoint(number=number)
+
+    def step(told):
+        number.assign_add(1.0)
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(ValueError, match="must be given outside of a strategy's scope"):
+        made(None, checkpoint, str(folder))
+    with strategy.scope(), made(None, checkpoint, str(folder)) as handler:
+        handler.run(step, told=False)
+        with pytest.raises(SystemExit) as ended:
+            handler.run(step, told=comm.rank == 1)
+    assert ended.value.code == 42
+    number.assign(0.0)
+    manager = tf.train.CheckpointManager(checkpoint, str(folder), max_to_keep=1)
+    with made(None, manager, communicator=strategy.communicator) as handler:
+        assert (float(number), handler.total_run_calls) == (2.0, 2)
